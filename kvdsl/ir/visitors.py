@@ -1,0 +1,56 @@
+"""Walking and rewriting expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from kvdsl.ir.nodes import Binary, Call, Expr, Policy, Reduce
+
+
+def walk(expr: Expr) -> Iterator[Expr]:
+    """The expression and everything in it, outermost first."""
+    yield expr
+    for child in children(expr):
+        yield from walk(child)
+
+
+def children(expr: Expr) -> tuple[Expr, ...]:
+    """The direct operands of an expression."""
+    if isinstance(expr, Call):
+        return expr.args
+    if isinstance(expr, Binary):
+        return (expr.left, expr.right)
+    if isinstance(expr, Reduce):
+        return (expr.body,)
+    return ()
+
+
+def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
+    """Rewrite outermost first: where `rule` returns an expression it replaces the node and is not entered again."""
+    replaced = rule(expr)
+    if replaced is not None:
+        return replaced
+    if isinstance(expr, Call):
+        args = tuple(rewrite(arg, rule) for arg in expr.args)
+        return expr if args == expr.args else Call(function=expr.function, args=args)
+    if isinstance(expr, Binary):
+        left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
+        return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
+    if isinstance(expr, Reduce):
+        body = rewrite(expr.body, rule)
+        return expr if body == expr.body else Reduce(op=expr.op, axis=expr.axis, body=body)
+    return expr
+
+
+def expressions(policy: Policy) -> Iterator[Expr]:
+    """Every expression that a settle evaluates: the score and what the keeps rank by."""
+    if policy.score is not None:
+        yield policy.score
+    for keep in policy.keeps:
+        if keep.by is not None:
+            yield keep.by
+
+
+def with_policy(policy: Policy, **changes: object) -> Policy:
+    """A validated copy with some fields changed (pydantic's own `model_copy` does not validate)."""
+    return Policy(**{name: getattr(policy, name) for name in Policy.model_fields} | changes)
