@@ -1,0 +1,90 @@
+"""Plan → {path: text}: the files of a generated package."""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import json
+import re
+from dataclasses import fields
+from pathlib import Path
+
+from kvdsl import __version__
+from kvdsl.emit.environment import environment
+from kvdsl.lower.plan import PackagePlan
+
+ABI = 1
+"""The runtime interface that generated code is made for (`kvdsl.runtime.spec.ABI`; a test compares them)."""
+
+_PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
+
+
+def render(plan: PackagePlan, source: str) -> dict[str, str]:
+    """The files of a policy's package, by name.
+
+    Args:
+        source: the text of the .kv file, whose digest the banner and the manifest carry.
+    """
+    env = environment()
+    context = {field.name: getattr(plan, field.name) for field in fields(plan)}
+    context |= {"abi": ABI, "banner": _banner(plan, source), "uses_torch": _uses_torch(plan)}
+    files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}
+    for name, text in files.items():
+        files[name] = _tidy(text)
+        ast.parse(files[name], filename=f"{plan.stem}/{name}")
+    if plan.cpp is not None:
+        files["kernels_cpu.cpp"] = _tidy(env.get_template("cpu/kernels_cpu.cpp.jinja").render(context))
+    files["manifest.json"] = _manifest(plan, source, files)
+    return files
+
+
+def _uses_torch(plan: PackagePlan) -> bool:
+    lines = (*plan.torch.observe, *plan.torch.place, *plan.torch.protect, *plan.torch.score)
+    return any("torch." in line for line in lines)
+
+
+def _banner(plan: PackagePlan, source: str) -> str:
+    return f"Made by kvdsl {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: run `kvdsl compile {plan.stem}.kv`."
+
+
+def _manifest(plan: PackagePlan, source: str, files: dict[str, str]) -> str:
+    content = {
+        "kvdsl": __version__,
+        "abi": ABI,
+        "policy": plan.name,
+        "source": f"{plan.stem}.kv",
+        "source_sha256": _digest(source),
+        "files": {name: _digest(text) for name, text in sorted(files.items())},
+    }
+    return json.dumps(content, indent=2) + "\n"
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _tidy(text: str) -> str:
+    """Templates leave blank lines where a block printed nothing."""
+    text = re.sub(r"[ \t]+\n", "\n", text)
+    return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
+
+
+def write(files: dict[str, str], folder: Path) -> list[str]:
+    """Write what differs from what is there, and say which files that were."""
+    changed = differing(files, folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in changed:
+        (folder / name).write_text(files[name], encoding="utf-8")
+    return changed
+
+
+def differing(files: dict[str, str], folder: Path) -> list[str]:
+    """The files whose text is not what the folder has."""
+    return [name for name, text in files.items() if _read(folder / name) != text]
+
+
+def _read(path: Path) -> str | None:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (FileNotFoundError, UnicodeDecodeError):
+        return None

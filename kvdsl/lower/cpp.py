@@ -1,0 +1,283 @@
+"""Expressions as C++: what a generated `kernels_cpu.cpp` computes. See kvdsl/runtime/include/kvdsl/head.hpp for `row` and `head`.
+
+Values over slots are floats computed in a loop over i; numbers per row are doubles. A reduction over slots is hoisted out
+of the loop and gets a name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Random, Reduce
+from kvdsl.ir.visitors import children, walk
+from kvdsl.lower.expression import ATOM, NotLowerable, Printer, literal, reads
+
+# Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
+_STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
+_UNARY = 14
+_INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
+
+
+class _CppPrinter(Printer):
+    strength = _STRENGTH
+    spelling = {"and": "&", "or": "|"}
+    negation = ("-", _UNARY)
+    one, zero = "1.0", "0.0"
+
+    def as_number(self, condition: str) -> str:
+        return f"({condition} ? {self.one} : {self.zero})"
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        if expr.op == "**" and expr.right == Number(value=2):
+            return f"kvdsl::square({self.value(expr.left)})", ATOM
+        if expr.op in ("**", "%"):
+            function = "std::pow" if expr.op == "**" else "kvdsl::modulo"
+            return f"{function}({self.value(expr.left)}, {self.value(expr.right)})", ATOM
+        if expr.op in ("and", "or"):
+            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+        return super().binary(expr)
+
+    def call(self, expr: Call) -> tuple[str, int]:
+        if expr.function == "not":
+            return f"!{self.truth(expr.args[0], ATOM)}", _UNARY
+        if expr.function == "where":
+            condition, yes, no = expr.args
+            return f"({self.truth(condition, _STRENGTH['or'])} ? {self.value(yes)} : {self.value(no)})", ATOM
+        names = {"min": "kvdsl::minimum", "max": "kvdsl::maximum", "abs": "std::fabs"}
+        arguments = ", ".join(self.value(arg) for arg in expr.args)
+        return f"{names.get(expr.function, 'std::' + expr.function)}({arguments})", ATOM
+
+    def truth(self, expr: Expr, at_least: int = 0) -> str:
+        text = super().truth(expr, at_least)
+        return text.replace(" != 0)", f" != {self.zero})") if text.endswith(" != 0)") else text
+
+
+class CountPrinter(_CppPrinter):
+    """One double per row and KV head, in `settle`."""
+
+    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+        if isinstance(expr, Number):
+            return _double(expr.value)
+        if isinstance(expr, ParamRef):
+            return f"head.param(Number::{expr.name})"
+        assert isinstance(expr, Input)
+        return "static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{_number_name(expr.name)})"
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        raise AssertionError("a number reduces nothing")
+
+
+@dataclass(frozen=True)
+class SlotPrinter(_CppPrinter):
+    """One float per slot i, read from `view`: `row` (a query and what it saw), `head` (the live slots) or `slot` (a new token).
+
+    `hoisted` names the reductions over slots that stand before the loop; `over_dims` is set inside a loop over d.
+    """
+
+    view: str
+    hoisted: dict[Expr, str]
+    over_dims: bool = False
+
+    one, zero = "1.0f", "0.0f"
+
+    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+        if isinstance(expr, Number):
+            return _float(expr.value)
+        if isinstance(expr, ParamRef):
+            return f"static_cast<float>({self.view}.param(Number::{expr.name}))"
+        if isinstance(expr, Random):
+            return f"{self.view}.random(i)"
+        if isinstance(expr, ColumnRef):
+            return f"slot.column(Column::{expr.name})" if self.view == "slot" else f"{expr.name}[i]"
+        return self._input(expr.name)
+
+    def _input(self, name: str) -> str:
+        if name in ("attn", "logit"):
+            return f"row.{name}[i]"
+        if name == "q":
+            return "row.q(g, d)"
+        if name in ("k", "v"):
+            return {"slot": f"slot.{name}[d]", "row": f"row.{name}(i, d)"}[self.view]
+        if name == "position":
+            return f"static_cast<float>({self.view}.position[i])"
+        if name == "age":
+            return f"static_cast<float>({self.view}.age(i))"
+        if name == "observed":
+            return f"{self.view}.observed(i)"
+        if name == "live":
+            return f"static_cast<float>({self.view}.live)"
+        return f"static_cast<float>({self.view}.param(Number::{_number_name(name)}))"
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        if expr.axis is Axis.SLOT:
+            return self.hoisted[expr], ATOM
+        if self.over_dims:
+            raise NotLowerable("a reduction over dims inside another one")
+        inside = SlotPrinter(self.view, self.hoisted, over_dims=True)
+        size = f"{self.view}.value_dim" if reads(expr.body, "v") else f"{self.view}.key_dim"
+        return f"kvdsl::{expr.op}_over({size}, [&](int d) {{ return {inside.value(expr.body)}; }})", ATOM
+
+    def body(self, expr: Expr) -> str:
+        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
+        if not reads(expr, "q"):
+            return self.value(expr)
+        return f"kvdsl::over_group<group>(row.group, [&](int g) {{ return {self.value(expr)}; }})"
+
+
+@dataclass(frozen=True)
+class CppPlan:
+    """Bodies of the functions of the policy's struct, one statement a line.
+
+    Attributes:
+        place: the columns that a token has by itself, and those that do not begin at 0.
+        observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
+        settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
+        scratch: how many work rows of floats `settle` uses.
+    """
+
+    place: tuple[str, ...]
+    observe_before: tuple[str, ...]
+    observe: tuple[str, ...]
+    observe_reads_keys: bool
+    needs_attn: bool
+    needs_logit: bool
+    overflow: str
+    settle_before: tuple[str, ...]
+    settle: tuple[str, ...]
+    protect: tuple[str, ...]
+    scratch: int
+
+
+def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
+    """The C++ of a policy whose state columns are known.
+
+    Raises:
+        NotLowerable: if an expression has no C++ form; the torch backend serves such a policy.
+    """
+    folded = [column for column in policy.columns if column.rule != "token"]
+    bodies = [column.body for column in folded]
+    before, hoisted = _hoist("row", bodies)
+    row = SlotPrinter("row", hoisted)
+    reads_keys = any(reads(body, "k", "v") for body in bodies)
+    wanted = {name: any(reads(e, name) for e in bodies) for name in ("attn", "logit")}
+    columns = _column_pointers("row", folded, bodies)
+    settle_before, settle, protect, scratch = _settle(policy)
+    return CppPlan(
+        place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
+        observe_before=(*columns, *before),
+        observe=tuple(_fold(column, row.body(column.body)) for column in folded),
+        observe_reads_keys=reads_keys,
+        needs_attn=wanted["attn"],
+        needs_logit=wanted["logit"],
+        overflow=_overflow(numbers),
+        settle_before=settle_before,
+        settle=settle,
+        protect=protect,
+        scratch=scratch,
+    )
+
+
+def _place(column: Column) -> str:
+    value = SlotPrinter("slot", {}).value(column.body) if column.rule == "token" else _INITIAL[column.rule]
+    return f"slot.column(Column::{column.name}) = {value};"
+
+
+def _fold(column: Column, body: str) -> str:
+    old = f"{column.name}[i]"
+    if column.rule == "sum":
+        return f"{old} += seen ? {body} : 0.0f;"
+    new = body if column.rule == "last" else f"kvdsl::{column.rule}imum({old}, {body})"
+    return f"{old} = seen ? {new} : {old};"
+
+
+def _column_pointers(view: str, written: list[Column], exprs: list[Expr]) -> list[str]:
+    """Pointers to the columns that a loop writes or reads."""
+    names = {column.name: "float*" for column in written}
+    for expr in exprs:
+        for node in walk(expr):
+            if isinstance(node, ColumnRef):
+                names.setdefault(node.name, "const float*")
+    return [f"{kind} const {name} = {view}.column(Column::{name});" for name, kind in names.items()]
+
+
+def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
+    """Statements that compute every reduction over slots, inner ones first, and the names they get."""
+    lines: list[str] = []
+    names: dict[Expr, str] = {}
+
+    def visit(expr: Expr) -> None:
+        for child in children(expr):
+            visit(child)
+        if isinstance(expr, Reduce) and expr.axis is Axis.SLOT and expr not in names:
+            if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
+                raise NotLowerable("a reduction over slots of something that is computed over dims")
+            if reads(expr, "k", "v"):
+                raise NotLowerable("a reduction of whole keys or values over slots")
+            body = SlotPrinter(view, names).value(expr.body)
+            names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
+            lines.append(f"const float {names[expr]} = {view}.{expr.op}([&](int i) {{ return {body}; }});")
+
+    for expr in exprs:
+        visit(expr)
+    return lines, names
+
+
+def _overflow(numbers: tuple[str, ...]) -> str:
+    """The call that says how many tokens must leave."""
+    if "capacity" not in numbers:
+        return ""
+    defaults = {"trigger": "1", "slack": "0", "max_drop": "0"}
+    arguments = [f"kvdsl::count(head.param(Number::{n}))" if n in numbers else defaults[n] for n in defaults]
+    while arguments and arguments[-1] == list(defaults.values())[len(arguments) - 1]:
+        arguments.pop()
+    return ", ".join(["kvdsl::count(head.param(Number::capacity))", *arguments])
+
+
+def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
+    if policy.budget is None or policy.score is None:
+        return (), (), (), 0
+    tops = [keep for keep in policy.keeps if keep.scope == "top"]
+    conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
+    ranked = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
+    if any(reads(expr, "k", "v") for expr in [*ranked, *conditions]):
+        raise NotLowerable("a score or scope that reads keys or values together with what changes while they are cached")
+    before, hoisted = _hoist("head", [*ranked, *conditions])
+    printer = SlotPrinter("head", hoisted)
+    names = ["score", *(f"rank_{n}" for n in range(1, len(tops) + 1))]
+    pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
+    columns = _column_pointers("head", [], [*ranked, *conditions])
+    loop = tuple(f"{name}[i] = {printer.value(expr)};" for name, expr in zip(names, ranked, strict=True))
+    return (*columns, *before, *pointers), loop, _protect(policy, printer), len(names)
+
+
+def _protect(policy: Policy, printer: SlotPrinter) -> tuple[str, ...]:
+    lines, tops = [], 0
+    for keep in policy.keeps:
+        tops += keep.scope == "top"
+        lines.append(_protect_line(keep, printer, f"rank_{tops}"))
+    return tuple(lines)
+
+
+def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
+    if keep.scope == "where":
+        assert keep.by is not None
+        return f"head.protect_where([&](int i) {{ return {printer.truth(keep.by)}; }});"
+    assert keep.count is not None
+    count = str(int(keep.count.value)) if isinstance(keep.count, Number) else f"kvdsl::count({CountPrinter()(keep.count)})"
+    by = f"{rank}, " if keep.scope == "top" else ""
+    return f"head.protect_{keep.scope}({by}{count});"
+
+
+def _number_name(name: str) -> str:
+    return "capacity" if name == "budget" else name
+
+
+def _float(value: float) -> str:
+    text = literal(value)
+    return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
+
+
+def _double(value: float) -> str:
+    text = literal(value)
+    return f"{text}.0" if text.lstrip("-").isdigit() else text

@@ -1,0 +1,100 @@
+"""Printing expressions: what every target shares. Precedence, parentheses and conditions are decided here."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.ir.visitors import walk
+
+ATOM = 100
+
+
+def is_condition(expr: Expr) -> bool:
+    """Whether the expression is true or false rather than a number."""
+    if isinstance(expr, Binary):
+        return expr.op in ("<", "<=", ">", ">=", "==", "!=", "and", "or")
+    return isinstance(expr, Call) and expr.function == "not"
+
+
+def reads(expr: Expr, *names: str) -> bool:
+    """Whether the expression reads one of the inputs."""
+    return any(isinstance(node, Input) and node.name in names for node in walk(expr))
+
+
+def is_number(expr: Expr) -> bool:
+    """Whether the expression has one value per row (or per row and KV head, where it reads `live`)."""
+    return not axes_of(expr)
+
+
+class NotLowerable(Exception):
+    """The target has no code for this expression; the text says which and why."""
+
+
+class Printer(ABC):
+    """Prints an expression for one target in one context. Subclasses say how leaves, functions and reductions look."""
+
+    # Binding strength of the target's binary operators; higher binds tighter.
+    strength: dict[str, int]
+    spelling: dict[str, str]
+    negation: tuple[str, int]
+
+    def __call__(self, expr: Expr, at_least: int = 0) -> str:
+        """The expression's text, in parentheses if it binds less tightly than `at_least`."""
+        text, binds = self.parts(expr)
+        return text if binds >= at_least else f"({text})"
+
+    def parts(self, expr: Expr) -> tuple[str, int]:
+        """The expression's text and how tightly it binds."""
+        if isinstance(expr, Binary):
+            return self.binary(expr)
+        if isinstance(expr, Call):
+            if expr.function == "neg":
+                sign, binds = self.negation
+                return f"{sign}{self.value(expr.args[0], binds)}", binds
+            return self.call(expr)
+        if isinstance(expr, Reduce):
+            return self.reduce(expr)
+        assert isinstance(expr, (Number, ParamRef, Input, Random, ColumnRef))
+        return self.leaf(expr), ATOM
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
+        binds = self.strength[expr.op]
+        chained = 1 if expr.op in ("<", "<=", ">", ">=", "==", "!=") else 0
+        operand = self.truth if expr.op in ("and", "or") else self.value
+        left, right = operand(expr.left, binds + chained), operand(expr.right, binds + 1)
+        return f"{left} {self.spelling.get(expr.op, expr.op)} {right}", binds
+
+    def value(self, expr: Expr, at_least: int = 0) -> str:
+        """The expression as a number: a condition counts 0 or 1."""
+        if is_condition(expr):
+            return self.as_number(self(expr))
+        return self(expr, at_least)
+
+    def truth(self, expr: Expr, at_least: int = 0) -> str:
+        """The expression as a condition: a number holds where it is not 0."""
+        if is_condition(expr):
+            return self(expr, at_least)
+        return f"({self(expr, self.strength['!='] + 1)} != 0)"
+
+    @abstractmethod
+    def as_number(self, condition: str) -> str: ...
+
+    @abstractmethod
+    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str: ...
+
+    @abstractmethod
+    def call(self, expr: Call) -> tuple[str, int]: ...
+
+    @abstractmethod
+    def reduce(self, expr: Reduce) -> tuple[str, int]: ...
+
+
+def literal(value: float) -> str:
+    """A number that every target reads as the same double."""
+    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
+
+
+__all__ = ["ATOM", "Axis", "NotLowerable", "Printer", "is_condition", "is_number", "literal", "reads"]

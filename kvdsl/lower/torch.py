@@ -1,0 +1,139 @@
+"""Expressions as torch code: what `kernels_torch.py` and `cache.py` hold. See `kvdsl.runtime.view` for shapes."""
+
+from __future__ import annotations
+
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.lower.expression import ATOM, Printer, literal, reads
+
+# Python's precedence, with & and | for conditions (they bind tighter than comparisons).
+_STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
+_STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
+_UNARY = 8
+_DIM_METHODS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
+_DIM_METHODS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
+
+
+class _TorchPrinter(Printer):
+    strength = _STRENGTH
+    spelling = {"and": "&", "or": "|"}
+    negation = ("-", _UNARY)
+
+    def as_number(self, condition: str) -> str:
+        return f"({condition}).float()"
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        if expr.op == "**" and expr.right == Number(value=2):
+            return f"{self.value(expr.left, ATOM)}.square()", ATOM
+        if expr.op == "**":
+            return f"{self.value(expr.left, ATOM)} ** {self.value(expr.right, ATOM)}", _STRENGTH["**"]
+        if expr.op in ("and", "or"):
+            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
+            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+        return super().binary(expr)
+
+    def call(self, expr: Call) -> tuple[str, int]:
+        if expr.function == "not":
+            return f"~{self.truth(expr.args[0], ATOM)}", _UNARY
+        if expr.function == "where":
+            condition, yes, no = expr.args
+            return f"torch.where({self.truth(condition)}, {self.value(yes)}, {self.value(no)})", ATOM
+        if expr.function in ("min", "max"):
+            return self._extreme(expr)
+        return f"torch.{expr.function}({self.value(expr.args[0])})", ATOM
+
+    def _extreme(self, expr: Call) -> tuple[str, int]:
+        """min and max; against a literal it is a clamp."""
+        left, right = expr.args
+        if isinstance(left, Number):
+            left, right = right, left
+        if isinstance(right, Number):
+            bound = "min" if expr.function == "max" else "max"
+            return f"({self.value(left)}).clamp({bound}={literal(right.value)})", ATOM
+        return f"torch.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
+
+
+class NumberPrinter(_TorchPrinter):
+    """One value per row. `names` says how params and inputs are spelled in the place where the text goes."""
+
+    def __init__(self, param: str, given: dict[str, str]) -> None:
+        self._param = param
+        self._given = given
+
+    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+        if isinstance(expr, Number):
+            return literal(expr.value)
+        if isinstance(expr, ParamRef):
+            return self._param.format(expr.name)
+        assert isinstance(expr, Input)
+        return self._given[expr.name]
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        raise AssertionError("a number reduces nothing")
+
+
+class TensorPrinter(_TorchPrinter):
+    """Values over queries and slots, read from a `View` called `view`; state columns are locals of their names.
+
+    `grouped` and `dims` tell which axes beyond the four the surroundings have: a body that reads q has the group's, and inside a
+    reduction over dims there are dims.
+    """
+
+    def __init__(self, view: str, *, grouped: bool = False, dims: bool = False) -> None:
+        self._view = view
+        self._grouped = grouped
+        self._dims = dims
+
+    def body(self, expr: Expr) -> str:
+        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
+        if not reads(expr, "q"):
+            return self.value(expr)
+        return f"{self._view}.over_group({self._inside(grouped=True).value(expr)})"
+
+    def _inside(self, *, grouped: bool | None = None, dims: bool | None = None) -> TensorPrinter:
+        return TensorPrinter(
+            self._view,
+            grouped=self._grouped if grouped is None else grouped,
+            dims=self._dims if dims is None else dims,
+        )
+
+    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+        if isinstance(expr, Number):
+            return literal(expr.value)
+        if isinstance(expr, Input) and expr.name == "q":
+            return f"{self._view}.q"
+        if isinstance(expr, Input) and expr.name in ("k", "v"):
+            return f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else "")
+        return self._lift(self._four_axes(expr))
+
+    def _four_axes(self, expr: ParamRef | Input | Random | ColumnRef) -> str:
+        if isinstance(expr, Random):
+            return f"{self._view}.random()"
+        if isinstance(expr, ColumnRef):
+            return expr.name
+        if isinstance(expr, ParamRef):
+            return f'{self._view}.number("{expr.name}")'
+        if expr.name in ("budget", "prompt", "layer", "layers"):
+            return f'{self._view}.number("{_NUMBER_NAMES[expr.name]}")'
+        return f"{self._view}.{expr.name}"
+
+    def _lift(self, text: str) -> str:
+        """Make room for the axes that a value over queries and slots lacks here."""
+        return text + (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims else "")
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        if expr.axis is Axis.DIM:
+            return self._over_dims(expr)
+        flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
+        return f'{self._view}.over_slots("{expr.op}", {self.value(expr.body)}{flags})', ATOM
+
+    def _over_dims(self, expr: Reduce) -> tuple[str, int]:
+        product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        if expr.op == "sum" and expr.body == product:
+            text = f"{self._view}.dot_qk"
+        else:
+            text = f"({self._inside(dims=True).value(expr.body)}).{_DIM_METHODS[expr.op]}"
+        return text + (".unsqueeze(-1)" if self._dims else ""), ATOM
+
+
+_NUMBER_NAMES = {"budget": "capacity", "prompt": "prompt", "layer": "layer", "layers": "layers"}

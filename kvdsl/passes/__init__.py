@@ -1,0 +1,1 @@
+"""IR → IR: `fold` constants, then find the state `columns` that a policy needs."""
