@@ -1,0 +1,34 @@
+"""The folder for what is built once and used often."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+from kvdsl.runtime.errors import KvdslError
+
+
+def cache_folder() -> Path:
+    """`$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist."""
+    named = os.environ.get("KVDSL_CACHE_DIR")
+    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
+
+
+def writable(folder: Path) -> Path:
+    """Make the folder.
+
+    Raises:
+        KvdslError: if it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise KvdslError(f"cannot make the cache folder {folder} ({error.strerror}); {_HINT}") from error
+    if not os.access(folder, os.W_OK):
+        raise KvdslError(f"cannot write to the cache folder {folder}; {_HINT}")
+    return folder
+
+
+_HINT = "set KVDSL_CACHE_DIR to a folder that can be written to"

@@ -1,0 +1,110 @@
+"""Build a C++ file into a shared library, once.
+
+A library's name is a digest of everything that decides what is in it: the source, the runtime's headers, the flags, the
+compiler and the processor. It is built in a private folder and published by one rename, so that processes that build the same
+at the same time do not meet; the last one wins with the same bytes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from functools import lru_cache
+from pathlib import Path
+
+from kvdsl import __version__
+from kvdsl.build.cache import cache_folder, writable
+from kvdsl.runtime.errors import KvdslError
+
+INCLUDE = Path(__file__).parent.parent / "runtime" / "include"
+FLAGS = (
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
+    "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
+)  # fmt: skip
+_COMPILERS = ("g++", "clang++", "c++")
+
+
+def compiler() -> str:
+    """The C++ compiler: `$CXX`, else the first of the usual names.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    named = os.environ.get("CXX")
+    for name in (named,) if named else _COMPILERS:
+        path = shutil.which(name)
+        if path:
+            return path
+    tried = named or ", ".join(_COMPILERS)
+    raise KvdslError(f"no C++ compiler found (tried {tried}); install g++ or clang++, or set CXX")
+
+
+@lru_cache
+def compiler_version(path: str) -> str:
+    """The first line of `--version`."""
+    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    return (done.stdout or done.stderr).splitlines()[0].strip() if done.stdout or done.stderr else "unknown"
+
+
+@lru_cache
+def _processor() -> str:
+    """What -march=native depends on."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        return next(line for line in lines if line.startswith(("flags", "Features")))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+@lru_cache
+def _headers() -> bytes:
+    digest = hashlib.sha256()
+    for header in sorted(INCLUDE.rglob("*.hpp")):
+        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    return digest.digest()
+
+
+def shared_library(source: Path, name: str) -> Path:
+    """The library of a C++ source, built now if it is not in the cache; building says so on standard error.
+
+    Args:
+        source: a file that includes `<kvdsl/decode.hpp>`.
+        name: what it is, for the message and the file's name.
+
+    Raises:
+        KvdslError: without a compiler, without a writable cache folder, or if the compiler refuses the source.
+    """
+    path = compiler()
+    digest = hashlib.sha256(_headers())
+    for part in (source.read_text(encoding="utf-8"), " ".join(FLAGS), path, compiler_version(path), _processor(), __version__):
+        digest.update(part.encode() + b"\0")
+    library = cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}.so"
+    if not library.exists():
+        _build(path, source, name, library)
+    return library
+
+
+def _build(path: str, source: Path, name: str, library: Path) -> None:
+    folder = writable(library.parent)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as private:
+        made = Path(private) / library.name
+        command = [path, *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(made)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode:
+            raise KvdslError(_refusal(command, done.stderr, folder / f"{name}.log"))
+        os.replace(made, library)
+    taken = time.perf_counter() - started
+    print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {folder}", file=sys.stderr)
+
+
+def _refusal(command: list[str], output: str, log: Path) -> str:
+    log.write_text(" ".join(command) + "\n\n" + output, encoding="utf-8")
+    first = next((line for line in output.splitlines() if "error" in line), "no message")
+    return f"the C++ compiler failed: {first.strip()}; the command and its whole output are in {log}"

@@ -1,0 +1,73 @@
+"""Compile a policy and import its cache class in one step."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from kvdsl.build.cache import cache_folder, writable
+from kvdsl.runtime.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf import KVCache
+
+
+def load(policy: str | Path, **settings: Any) -> type[KVCache]:
+    """The cache class of a shipped policy (`"h2o"`) or of a .kv file.
+
+    The package goes into kvdsl's cache folder, so that a second call finds it there.
+
+    Args:
+        settings: defaults of params to change, as `--set` does.
+
+    Raises:
+        KvdslError: if there is no such policy, if it does not check (the text lists the diagnostics), or if the cache folder
+            cannot be written to.
+    """
+    files, name, stem = _compile(str(policy), {key: str(value) for key, value in settings.items()})
+    digest = hashlib.sha256("\0".join(files[key] for key in sorted(files)).encode()).hexdigest()[:16]
+    folder = cache_folder() / "packages" / f"{stem}-{digest}"
+    if not (folder / "manifest.json").exists():
+        _publish(files, folder)
+    cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{name}Cache")
+    return cache_class
+
+
+def _compile(policy: str, settings: Mapping[str, str]) -> tuple[dict[str, str], str, str]:
+    from kvdsl.compiler import compile_file
+
+    files, checked = compile_file(policy, settings)
+    return files, checked.name, checked.stem
+
+
+def _publish(files: dict[str, str], folder: Path) -> None:
+    """Write the package; its manifest comes last and says that it is whole."""
+    from kvdsl.emit.render import write
+
+    writable(folder)
+    try:
+        write({name: text for name, text in files.items() if name != "manifest.json"}, folder)
+        write({"manifest.json": files["manifest.json"]}, folder)
+    except OSError as error:
+        raise KvdslError(f"cannot write to {folder} ({error.strerror}); set KVDSL_CACHE_DIR to another folder") from error
+
+
+def _import(folder: Path, name: str) -> ModuleType:
+    """Import the folder as a package of this name, once a process."""
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module

@@ -1,0 +1,67 @@
+"""Which backend serves a tensor: C++ on CPUs, torch anywhere."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.torch_backend import TorchBackend
+
+NAMES = ("auto", "cpu", "torch")
+
+
+class Backend(Protocol):
+    """Serves one policy's layers."""
+
+    name: str
+
+    def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
+        """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""
+
+    def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
+        """Place, attend, observe and settle token by token; [batch, tokens, query_heads, value_dim]."""
+
+
+def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype) -> Backend:
+    """The backend for tensors of this device and dtype.
+
+    Args:
+        name: `auto` takes the fastest that works here; any other name is an order.
+
+    Raises:
+        KvdslError: if the named backend is unknown or cannot serve such tensors.
+    """
+    if name not in NAMES:
+        raise KvdslError(f"there is no backend `{name}`; choose one of {', '.join(NAMES)}")
+    if name == "torch":
+        return TorchBackend()
+    if name == "cpu" or device.type == "cpu":
+        return _cpu(spec, device, dtype, required=name == "cpu")
+    return TorchBackend()
+
+
+def _cpu(spec: PolicySpec, device: torch.device, dtype: torch.dtype, *, required: bool) -> Backend:
+    from kvdsl.runtime.cpu_backend import CpuBackend
+
+    try:
+        return CpuBackend(spec, device, dtype)
+    except KvdslError as error:
+        if required:
+            raise
+        _warn_once(f"`{spec.stem}` runs on the torch backend: {error}")
+        return TorchBackend()
+
+
+_warned: set[str] = set()
+
+
+def _warn_once(message: str) -> None:
+    if message not in _warned:
+        _warned.add(message)
+        warnings.warn(message, stacklevel=3)

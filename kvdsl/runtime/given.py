@@ -1,0 +1,66 @@
+"""What the user gave: params per row, checked."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.errors import KvdslError
+
+
+class Given:
+    """Params of one layer, resolved per row by a generated `resolve(given)`.
+
+    Attributes:
+        prompt: the rows' prompt lengths, float64 [batch].
+        layer, layers: float64 scalars as tensors, so that expressions of them are torch expressions.
+    """
+
+    def __init__(self, policy: str, values: Mapping[str, float | None], prompt: Tensor, layer: int, layers: int) -> None:
+        self._policy = policy
+        self._values = values
+        self.prompt = prompt.double()
+        self.layer = torch.full_like(self.prompt, layer)
+        self.layers = torch.full_like(self.prompt, layers)
+
+    def number(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
+        """The param's value, float64 [batch].
+
+        Raises:
+            KvdslError: if it is no number in low..high.
+        """
+        value = self._values.get(name)
+        if value is not None and not low <= value <= high:
+            raise KvdslError(f"`{name}` of {self._policy} is {value:g}; it must lie in {low:g}..{high:g}")
+        chosen = default if value is None else value
+        return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
+
+    def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
+        """The param as whole tokens: a value below 1 is a rate of the row's prompt (at least one token)."""
+        value = self.number(name, default, low=low, high=high)
+        if bool((value <= 0).any()):
+            raise KvdslError(
+                f"`{name}` of {self._policy} is {float(value.min()):g}; give a number of tokens (512), or a rate of the prompt (0.25)"
+            )
+        return torch.where(value < 1, value * self.prompt, value).floor().clamp(min=1)
+
+    def count(self, value: Tensor | float) -> Tensor:
+        """A count of tokens: floored, not below 0."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).floor().clamp(min=0)
+
+    def check_fits(self, fixed: Tensor, capacity: Tensor, keeps: str) -> None:
+        """Static keeps must leave room for a candidate.
+
+        Raises:
+            KvdslError: if they protect more tokens than the budget holds.
+        """
+        worst = int((fixed.expand_as(capacity) - capacity).argmax())
+        protected, budget = float(fixed.expand_as(capacity)[worst]), float(capacity[worst])
+        if protected > budget:
+            raise KvdslError(
+                f"{self._policy} protects {protected:g} tokens ({keeps}) but its budget holds {budget:g}; "
+                f"raise the budget or protect fewer"
+            )

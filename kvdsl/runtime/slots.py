@@ -1,0 +1,193 @@
+"""The slots of one layer: fixed tensors that hold what is cached, and the numbers that the policy reads."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.given import Given
+from kvdsl.runtime.spec import PolicySpec
+
+FREE = -1
+"""The position of a slot that holds no token."""
+
+SLOT_DIM = {"keys": 2, "values": 2, "position": 2, "columns": 3}
+"""The tensors that have slots, and which dimension those are."""
+
+_GROWTH = 1024
+"""A cache that never evicts grows by doubling, from this many slots."""
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One forward of one attention module.
+
+    Attributes:
+        query: [batch, query_heads, tokens, key_dim], rotated.
+        key, value: [batch, kv_heads, tokens, key_dim or value_dim], the new tokens'.
+        real: [batch, tokens] bool, False for padding; None when no token is.
+        scaling: factor of the dot products.
+        softcap: logits become softcap * tanh(logit / softcap), or None.
+        window: a query sees the last `window` tokens only, itself included, or None.
+        sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+
+
+class SlotState:
+    """What one layer has cached.
+
+    Tensors (N slots per KV head; allocated at the end of the prompt, then never again while the policy is bounded):
+        keys [batch, kv_heads, N, key_dim], values [batch, kv_heads, N, value_dim]: the model's dtype.
+        position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
+        columns [len(spec.columns), batch, kv_heads, N] float32: the policy's state columns.
+        seen [batch] int32: the row's tokens so far, padding excluded: the position of its next token.
+        numbers [batch, len(spec.numbers)] float64: the policy's numbers per row.
+    """
+
+    TENSORS = ("keys", "values", "position", "columns", "seen", "numbers")
+    """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+    columns: Tensor
+    seen: Tensor
+    numbers: Tensor
+
+    def __init__(
+        self,
+        spec: PolicySpec,
+        given: Mapping[str, float | None],
+        *,
+        layer: int = 0,
+        layers: int = 1,
+        head_offset: int = 0,
+        seed: int = 0,
+    ) -> None:
+        self.spec = spec
+        self.given = dict(given)
+        self.layer = layer
+        self.layers = layers
+        self.head_offset = head_offset
+        self.seed = seed
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything; the next forward allocates anew."""
+        self.allocated = False
+        self.decoding = False
+        self.grows = False
+        self._filled = 0
+        for name in self.TENSORS:
+            self.__dict__.pop(name, None)
+
+    @property
+    def bounded(self) -> bool:
+        """Whether the policy ever evicts."""
+        return self.spec.bounded
+
+    def resolve(self, prompt: Tensor) -> Tensor:
+        """The policy's numbers for rows with prompts of these lengths: float64 [batch, len(spec.numbers)].
+
+        Raises:
+            KvdslError: if the static keeps protect more tokens than the budget holds.
+        """
+        given = Given(self.spec.name, self.given, prompt, self.layer, self.layers)
+        named = self.spec.resolve(given)
+        if not self.spec.numbers:
+            return given.prompt.new_zeros(len(prompt), 0)
+        return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
+
+    def named(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The columns of a table of numbers by name, [batch] each."""
+        return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
+
+    def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor) -> None:
+        """Allocate the slots at the end of a prompt and fill them with what was kept, in text order.
+
+        Args:
+            kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
+        """
+        position = kept["position"]
+        self._filled = int((position >= 0).sum(-1).max())
+        self.grows, slots = self._capacity(numbers)
+        order = torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(-1, stable=True)
+        self._allocate(kept, order[..., :slots], slots)
+        self.seen, self.numbers = seen.clone(), numbers
+        self.allocated = True
+
+    def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
+        """Whether the cache grows, and the slots to allocate: what a settle keeps and what may come in before the next."""
+        largest = {name: float(value.max()) for name, value in self.named(numbers).items()}
+        trigger = largest.get("trigger", 1.0)
+        if not self.bounded or trigger == 0:
+            return True, _grown(self._filled + 1)
+        return False, int(largest["capacity"] + max(trigger, largest.get("slack", 0.0) + 1))
+
+    def make_room(self, tokens: int) -> None:
+        """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
+        self._filled += tokens
+        if self.grows and self._filled > self.slots:
+            kept = {name: getattr(self, name) for name in SLOT_DIM}
+            order = torch.arange(self.slots, device=self.position.device).expand_as(self.position)
+            self._allocate(kept, order, _grown(self._filled))
+
+    def _allocate(self, kept: dict[str, Tensor], order: Tensor, slots: int) -> None:
+        """Fresh tensors of `slots` slots that begin with the kept ones in `order` [batch, kv_heads, at most slots]."""
+        used = order.shape[-1]
+        for name, dim in SLOT_DIM.items():
+            old = kept[name]
+            new = old.new_full((*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
+            index = order[..., None].expand(*order.shape, old.shape[-1]) if old.dim() > dim + 1 else order.expand(*old.shape[:dim], used)
+            new.narrow(dim, 0, used).copy_(old.gather(dim, index))
+            setattr(self, name, new)
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head."""
+        return self.position.shape[-1] if self.allocated else 0
+
+    def bytes(self) -> int:
+        """What the tensors occupy."""
+        return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
+
+    def batch_dim(self, name: str) -> int:
+        """The batch's dimension in the named tensor."""
+        return 1 if name == "columns" else 0
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Make row i what row rows[i] was (beams), in place where the batch keeps its size."""
+        if not self.allocated:
+            return
+        for name in self.TENSORS:
+            tensor: Tensor = getattr(self, name)
+            chosen = tensor.index_select(self.batch_dim(name), rows.to(tensor.device))
+            if chosen.shape == tensor.shape:
+                tensor.copy_(chosen)
+            else:
+                setattr(self, name, chosen)
+
+    def repeat_rows(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to itself."""
+        if self.allocated:
+            self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
+
+
+
+def _grown(needed: int) -> int:
+    slots = _GROWTH
+    while slots < needed:
+        slots *= 2
+    return slots
