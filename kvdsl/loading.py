@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -26,23 +25,19 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
         settings: defaults of params to change, as `--set` does.
 
     Raises:
-        KvdslError: if there is no such policy, if it does not check (the text lists the diagnostics), or if the cache folder
-            cannot be written to.
+        DiagnosticError: if there is no such policy, or if it has errors; the text lists them.
+        KvdslError: if the cache folder cannot be written to.
     """
-    files, name, stem = _compile(str(policy), {key: str(value) for key, value in settings.items()})
+    from kvdsl.emit.package import compile_file
+
+    compiled = compile_file(policy, {name: str(value) for name, value in settings.items()})
+    files, stem = compiled.files, compiled.policy.stem
     digest = hashlib.sha256("\0".join(files[key] for key in sorted(files)).encode()).hexdigest()[:16]
     folder = cache_folder() / "packages" / f"{stem}-{digest}"
     if not (folder / "manifest.json").exists():
         _publish(files, folder)
-    cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{name}Cache")
+    cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
     return cache_class
-
-
-def _compile(policy: str, settings: Mapping[str, str]) -> tuple[dict[str, str], str, str]:
-    from kvdsl.compiler import compile_file
-
-    files, checked = compile_file(policy, settings)
-    return files, checked.name, checked.stem
 
 
 def _publish(files: dict[str, str], folder: Path) -> None:

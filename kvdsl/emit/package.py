@@ -1,16 +1,47 @@
-"""A checked policy → the files of its package: plan, render."""
+"""From a .kv file to the files of its package."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvdsl.compiler import analyse, find_policy
+from kvdsl.diagnostics import Diagnostic
 from kvdsl.emit.render import render
 from kvdsl.ir.nodes import Policy
 from kvdsl.lower.plan import make_plan
+from kvdsl.passes.fold import fold
 
 
 def package(policy: Policy, source: str) -> dict[str, str]:
-    """The text of every file, by name.
+    """A checked policy's files, text by name.
 
     Args:
         source: the text of the .kv file, for its digest.
     """
-    return render(make_plan(policy), source)
+    return render(make_plan(fold(policy)), source)
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A policy, its package and what there is to say about it (warnings)."""
+
+    policy: Policy
+    files: dict[str, str]
+    diagnostics: tuple[Diagnostic, ...]
+
+
+def compile_file(name_or_path: str | Path, settings: Mapping[str, str]) -> Compiled:
+    """Compile a shipped policy, by its stem, or a .kv file.
+
+    Args:
+        settings: values of params in place of their defaults.
+
+    Raises:
+        DiagnosticError: if there is no such file, or if it has errors.
+    """
+    path = find_policy(name_or_path)
+    analysis = analyse(path, settings=settings)
+    source = path.read_text(encoding="utf-8-sig")
+    return Compiled(analysis.policy, package(analysis.policy, source), analysis.diagnostics)

@@ -136,12 +136,12 @@ class Keep(Node):
 class Column(Node):
     """One float32 per slot that the kernels keep up to date.
 
-    `rule` says how: `sum`, `max`, `min` and `last` fold `body` (axes query and slot) over the queries that see the slot;
-    `token` is `body` (axes slot, from k and v) at the moment the token is placed.
+    `rule` says how: `sum`, `squares` (the sum of squares), `max`, `min` and `last` fold `body` (axes query and slot) over the
+    queries that see the slot; `token` is `body` (axes slot, from k and v) at the moment the token is placed.
     """
 
     name: str
-    rule: Literal["sum", "max", "min", "last", "token"]
+    rule: Literal["sum", "squares", "max", "min", "last", "token"]
     body: Expr
 
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Random, Reduce
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, NotLowerable, Printer, literal, reads
+from kvdsl.lower.expression import ATOM, NotLowerable, Printer, literal, pair, reads
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
@@ -45,7 +45,8 @@ class _CppPrinter(Printer):
             condition, yes, no = expr.args
             return f"({self.truth(condition, _STRENGTH['or'])} ? {self.value(yes)} : {self.value(no)})", ATOM
         names = {"min": "kvdsl::minimum", "max": "kvdsl::maximum", "abs": "std::fabs"}
-        arguments = ", ".join(self.value(arg) for arg in expr.args)
+        args = pair(expr) if expr.function in ("min", "max") else expr.args
+        arguments = ", ".join(self.value(arg) for arg in args)
         return f"{names.get(expr.function, 'std::' + expr.function)}({arguments})", ATOM
 
     def truth(self, expr: Expr, at_least: int = 0) -> str:
@@ -187,6 +188,8 @@ def _fold(column: Column, body: str) -> str:
     old = f"{column.name}[i]"
     if column.rule == "sum":
         return f"{old} += seen ? {body} : 0.0f;"
+    if column.rule == "squares":
+        return f"{old} += seen ? kvdsl::square({body}) : 0.0f;"
     new = body if column.rule == "last" else f"kvdsl::{column.rule}imum({old}, {body})"
     return f"{old} = seen ? {new} : {old};"
 

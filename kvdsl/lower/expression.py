@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
 from kvdsl.ir.visitors import walk
 
 ATOM = 100
@@ -92,9 +92,13 @@ class Printer(ABC):
     def reduce(self, expr: Reduce) -> tuple[str, int]: ...
 
 
+def pair(call: Call) -> tuple[Expr, Expr]:
+    """The operands of `min` or `max`, of which targets have functions of two."""
+    first, *rest = call.args
+    return first, rest[0] if len(rest) == 1 else Call(function=call.function, args=tuple(rest))
+
+
 def literal(value: float) -> str:
     """A number that every target reads as the same double."""
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
-
-__all__ = ["ATOM", "Axis", "NotLowerable", "Printer", "is_condition", "is_number", "literal", "reads"]

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import ColumnRef, Expr, Keep, Number, ParamRef, Policy
+from kvdsl.ir.nodes import ColumnRef, Expr, Keep, Number, Param, ParamRef, Policy
 from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
@@ -20,14 +21,12 @@ class ParamPlan:
     Attributes:
         name: a checked identifier that is reserved nowhere.
         annotation, default: as the constructor's signature has them.
-        resolve: the expression that gives the param's value per row.
         help: what the docstring says of it.
     """
 
     name: str
     annotation: str
     default: str
-    resolve: str
     help: str
 
 
@@ -55,9 +54,8 @@ class PackagePlan:
     """What the generated package of one policy holds.
 
     Attributes:
-        capacity: the expression of the tokens kept per KV head, None for a policy that never evicts.
+        resolve: the statements that compute the numbers of a row from what the user gave.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
-        fixed, fixed_text: how many tokens the static keeps protect, and those keeps in the language's notation.
         cpp: None where an expression has no C++ form; `cpp_refusal` says which.
         keeps_text, score_text: what the user wrote.
     """
@@ -66,10 +64,8 @@ class PackagePlan:
     stem: str
     doc: tuple[str, ...]
     params: tuple[ParamPlan, ...]
-    capacity: str | None
+    resolve: tuple[str, ...]
     numbers: tuple[tuple[str, str], ...]
-    fixed: str | None
-    fixed_text: str
     columns: tuple[ColumnPlan, ...]
     bounded: bool
     group: str
@@ -90,11 +86,9 @@ def make_plan(policy: Policy) -> PackagePlan:
         name=policy.name,
         stem=policy.stem,
         doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()),
-        params=tuple(_param(policy, index) for index in range(len(policy.params))),
-        capacity=_capacity(policy),
+        params=tuple(_param(param) for param in policy.params),
+        resolve=tuple(_resolve(policy)),
         numbers=numbers,
-        fixed=_fixed(policy),
-        fixed_text=", ".join(print_keep(keep) for keep in _static_keeps(policy)),
         columns=tuple(ColumnPlan(c.name, c.rule, print_expression(c.body)) for c in lowered.columns),
         bounded=policy.budget is not None,
         group=policy.group,
@@ -112,23 +106,49 @@ def make_plan(policy: Policy) -> PackagePlan:
 _RESOLVE = NumberPrinter("{}", {"budget": "capacity", "prompt": "given.prompt", "layer": "given.layer", "layers": "given.layers"})
 
 
-def _param(policy: Policy, index: int) -> ParamPlan:
-    param = policy.params[index]
+def _param(param: Param) -> ParamPlan:
     constant = isinstance(param.default, Number)
-    default = _RESOLVE(param.default)
-    method = "tokens" if param.name == "budget" else "number"
-    bounds = "".join(
-        f", {side}={literal(bound)}" for side, bound in (("low", param.low), ("high", param.high)) if bound is not None
-    )
-    meaning = print_expression(param.default) + (f" {param.unit}" if param.unit else "")
     rate = "; below 1 it is a rate of the prompt" if param.name == "budget" else ""
     return ParamPlan(
         name=param.name,
         annotation="float" if constant else "float | None",
-        default=default if constant else "None",
-        resolve=f'given.{method}("{param.name}", {default}{bounds})',
-        help=f"default {meaning}{rate}",
+        default=_RESOLVE(param.default) if constant else "None",
+        help=f"default {print_expression(param.default)}{' ' + param.unit if param.unit else ''}{rate}",
     )
+
+
+def _resolve(policy: Policy) -> Iterator[str]:
+    """Params in order; the capacity as soon as the params that it reads are known, since later ones may read it."""
+    awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
+    if policy.budget and not awaited:
+        yield _capacity(policy.budget)
+    for param in policy.params:
+        yield f"{param.name} = {_given(param)}"
+        if param.name in awaited:
+            awaited.remove(param.name)
+            if policy.budget and not awaited:
+                yield _capacity(policy.budget)
+    if policy.budget:
+        yield from _fits(policy)
+
+
+def _capacity(budget: Expr) -> str:
+    return f"capacity = given.count({_RESOLVE(budget)})"
+
+
+def _given(param: Param) -> str:
+    method = "tokens" if param.name == "budget" else "number"
+    bounds = (("low", param.low), ("high", param.high))
+    limits = "".join(f", {side}={literal(bound)}" for side, bound in bounds if bound is not None)
+    return f'given.{method}("{param.name}", {_RESOLVE(param.default)}{limits})'
+
+
+def _fits(policy: Policy) -> Iterator[str]:
+    """What `keep first` and `keep last` protect must leave room for a candidate."""
+    static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
+    counts = " + ".join(f"given.count({_RESOLVE(keep.count)})" for keep in static if keep.count is not None)
+    if counts:
+        yield f'given.check_fits({counts}, capacity, "{", ".join(print_keep(keep) for keep in static)}")'
 
 
 def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
@@ -143,15 +163,8 @@ def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
     for name, default in (("trigger", 1), ("slack", 0), ("max_drop", 0)):
         value: Expr = getattr(policy, name)
         if value != Number(value=default) or (name == "slack" and policy.max_drop != Number(value=0)):
-            wanted.append((name, _RESOLVE(value)))
+            wanted.append((name, f"given.count({_RESOLVE(value)})"))
     return tuple(wanted)
-
-
-def _capacity(policy: Policy) -> str | None:
-    if policy.budget is None:
-        return None
-    text = _RESOLVE(policy.budget)
-    return text if policy.budget == ParamRef(name="budget") else f"given.count({text}).clamp(min=1)"
 
 
 def _settle_numbers(policy: Policy) -> list[Expr]:
@@ -160,20 +173,6 @@ def _settle_numbers(policy: Policy) -> list[Expr]:
 
 def _refers(exprs: list[Expr], name: str) -> bool:
     return any(node == ParamRef(name=name) for expr in exprs for node in walk(expr))
-
-
-def _fixed(policy: Policy) -> str | None:
-    """The tokens that `keep first` and `keep last` protect, where that is known before the kernels run."""
-    counts = [f"given.count({_RESOLVE(keep.count)})" for keep in _static_keeps(policy) if keep.count is not None]
-    return " + ".join(counts) if counts else None
-
-
-def _static_keeps(policy: Policy) -> list[Keep]:
-    return [
-        keep
-        for keep in policy.keeps
-        if keep.scope in ("first", "last") and keep.count is not None and not reads(keep.count, "live")
-    ]
 
 
 def _cpp(policy: Policy, numbers: tuple[tuple[str, str], ...]) -> tuple[CppPlan | None, str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
-from kvdsl.lower.expression import ATOM, Printer, literal, reads
+from kvdsl.lower.expression import ATOM, Printer, literal, pair, reads
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -44,7 +44,7 @@ class _TorchPrinter(Printer):
 
     def _extreme(self, expr: Call) -> tuple[str, int]:
         """min and max; against a literal it is a clamp."""
-        left, right = expr.args
+        left, right = pair(expr)
         if isinstance(left, Number):
             left, right = right, left
         if isinstance(right, Number):

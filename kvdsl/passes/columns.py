@@ -59,7 +59,7 @@ class _Columns:
         if op == "mean":
             return _quotient(self._column("sum", body))
         if op in ("var", "std"):
-            squares = self._column("sum", Binary(op="*", left=body, right=body))
+            squares = self._column("squares", body)
             mean = _quotient(self._column("sum", body))
             square = Binary(op="**", left=mean, right=Number(value=2))
             # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
@@ -103,8 +103,8 @@ def _slug(rule: str, body: Expr) -> str:
     """A name that says what the column holds: `sum_attn_squared`, `norm1_v`, `last_attn`."""
     if rule == "token":
         return _token_slug(body)
-    if isinstance(body, Binary) and body.op == "*" and body.left == body.right:
-        return f"{rule}_{_words(body.left)}_squared"
+    if rule == "squares":
+        return f"sum_{_words(body)}_squared"
     return f"{rule}_{_words(body)}"
 
 

@@ -91,7 +91,7 @@ def fold_expression(expr: Expr) -> Expr:
         constant = isinstance(left, Number) and isinstance(right, Number)
     elif isinstance(expr, Call):
         args = tuple(fold_expression(arg) for arg in expr.args)
-        same = all(new is old for new, old in zip(args, expr.args))
+        same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
     elif isinstance(expr, Reduce):
@@ -114,9 +114,7 @@ def fold(policy: Policy) -> Policy:
         params=tuple(param.model_copy(update={"default": fold_expression(param.default)}) for param in policy.params),
         budget=folded(policy.budget),
         score=folded(policy.score),
-        keeps=tuple(
-            keep.model_copy(update={"count": folded(keep.count), "by": folded(keep.by)}) for keep in policy.keeps
-        ),
+        keeps=tuple(keep.model_copy(update={"count": folded(keep.count), "by": folded(keep.by)}) for keep in policy.keeps),
         trigger=fold_expression(policy.trigger),
         slack=fold_expression(policy.slack),
         max_drop=fold_expression(policy.max_drop),

@@ -39,13 +39,13 @@ class Given:
         return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
     def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-        """The param as whole tokens: a value below 1 is a rate of the row's prompt (at least one token)."""
+        """The param as tokens: a value below 1 is a rate of the row's prompt (at least one token)."""
         value = self.number(name, default, low=low, high=high)
         if bool((value <= 0).any()):
             raise KvdslError(
                 f"`{name}` of {self._policy} is {float(value.min()):g}; give a number of tokens (512), or a rate of the prompt (0.25)"
             )
-        return torch.where(value < 1, value * self.prompt, value).floor().clamp(min=1)
+        return torch.where(value < 1, (value * self.prompt).floor().clamp(min=1), value)
 
     def count(self, value: Tensor | float) -> Tensor:
         """A count of tokens: floored, not below 0."""

@@ -30,7 +30,7 @@ def rank_key(x: Tensor, position: Tensor) -> Tensor:
 
 def _ranks(key: Tensor) -> Tensor:
     """Each slot's rank, 0 for the lowest key; equal keys rank by slot."""
-    return key.argsort(-1, stable=True).argsort(-1)
+    return key.argsort(dim=-1, stable=True).argsort(-1)
 
 
 class Protection:
@@ -81,8 +81,8 @@ def eviction_order(score: Tensor, protection: Protection) -> Tensor:
     newest = position == position.amax(-1, keepdim=True)
     unwilling = protection.mask.int() + (protection.mask & newest).int()  # 0 free to leave, 1 protected, 2 the newest
     unwilling = torch.where(protection.alive, unwilling, 3)
-    lowest_first = by_score.argsort(-1, stable=True)
-    order = lowest_first.gather(-1, unwilling.gather(-1, lowest_first).argsort(-1, stable=True))
+    lowest_first = by_score.argsort(dim=-1, stable=True)
+    order = lowest_first.gather(-1, unwilling.gather(-1, lowest_first).argsort(dim=-1, stable=True))
     return order.argsort(-1)
 
 

@@ -123,7 +123,7 @@ class SlotState:
         position = kept["position"]
         self._filled = int((position >= 0).sum(-1).max())
         self.grows, slots = self._capacity(numbers)
-        order = torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(-1, stable=True)
+        order = torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
         self._allocate(kept, order[..., :slots], slots)
         self.seen, self.numbers = seen.clone(), numbers
         self.allocated = True

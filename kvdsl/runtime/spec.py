@@ -28,7 +28,7 @@ class PolicySpec:
         resolve: from what the user gave to `numbers` by name, float64 [batch] each. A policy that evicts has `capacity`: the
             tokens kept per KV head after a settle.
         columns: names of the state columns.
-        column_rules: how each is kept up to date: `sum`, `max`, `min`, `last` or `token`.
+        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last` or `token`.
         bounded: whether the policy ever evicts.
         group: how a group's query heads are reduced: `mean`, `max` or `sum`.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.

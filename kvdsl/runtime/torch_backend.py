@@ -98,6 +98,8 @@ def _attend_blocks(
     batch, query_heads, tokens, _ = call.query.shape
     slots = kept["position"].shape[2]
     block = max(1, min(tokens, _BLOCK_BYTES // (4 * batch * query_heads * slots)))
+    if not kept["values"].isfinite().all():
+        block = 1  # a query must not meet what it does not see: 0 * inf is no 0
     for start in range(0, tokens, block):
         part = slice(start, start + block)
         out, row = _attend(state, call, kept, call.query[:, :, part], new_position[:, part], numbers)
@@ -209,8 +211,8 @@ def _attend(
     if call.softcap is not None:
         logit = call.softcap * torch.tanh(logit / call.softcap)
     prob = _softmax(logit.masked_fill(~visible.unsqueeze(2), -torch.inf), call.sinks)
-    # A slot that nobody sees may hold anything, infinities included; it must not meet a probability of zero.
-    value = kept["values"].float().masked_fill((kept["position"] == FREE)[..., None], 0.0)
+    # A slot that no query sees may hold anything, infinities included; it must not meet a probability of zero.
+    value = kept["values"].float().masked_fill(~visible.any(2)[..., None], 0.0)
     out = torch.einsum("bhgqs,bhsd->bqhgd", prob, value).flatten(2, 3).to(query.dtype)
     view = _view(state, call.window, kept, query_position, visible, state.named(numbers))
     if state.spec.reads_attention:

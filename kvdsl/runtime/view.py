@@ -156,6 +156,10 @@ class Columns:
         """Add up what the queries give."""
         self.columns[name].add_(torch.where(self.visible, x.float(), 0.0).sum(2))
 
+    def squares(self, name: str, x: Tensor) -> None:
+        """Add up the squares of what the queries give."""
+        self.sum(name, x.float().square())
+
     def max(self, name: str, x: Tensor) -> None:
         """Keep the largest."""
         self._fold(name, torch.maximum, torch.where(self.visible, x.float(), -torch.inf).amax(2))
@@ -175,5 +179,5 @@ class Columns:
         self.columns[name].copy_(fold(self.columns[name], x))
 
 
-INITIAL = {"sum": 0.0, "max": -torch.inf, "min": torch.inf, "last": 0.0, "token": 0.0}
+INITIAL = {"sum": 0.0, "squares": 0.0, "max": -torch.inf, "min": torch.inf, "last": 0.0, "token": 0.0}
 """What a column holds before its slot's first query, by rule."""

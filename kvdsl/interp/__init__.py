@@ -1,0 +1,32 @@
+"""The reference interpreter: what a policy means, in NumPy and float64, slow and obvious.
+
+It sees one KV head of one layer of one row. Every backend is tested against it, so nothing in here comes from
+a backend.
+
+    numbers = resolve(policy, {"budget": 64}, prompt=100)
+    interpreter = Interpreter(policy, numbers, Call(scaling=0.125))
+    head = interpreter.empty(key_dim=64, value_dim=64)
+    interpreter.prefill(head, q, k, v)                 # q [L, G, D], k [L, D], v [L, Dv]
+    step = interpreter.decode(head, q, k, v)           # q [G, D], k [D], v [Dv]
+    step.out, step.score, step.evicted
+"""
+
+from kvdsl.interp.attention import Attention, Call, attend
+from kvdsl.interp.head import Head
+from kvdsl.interp.machine import Interpreter, Step
+from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.settle import overflow, protected, victims
+
+__all__ = [
+    "Attention",
+    "Call",
+    "Head",
+    "Interpreter",
+    "Numbers",
+    "Step",
+    "attend",
+    "overflow",
+    "protected",
+    "resolve",
+    "victims",
+]

@@ -1,0 +1,91 @@
+"""The numbers of a policy: its params and its budget, for one row and layer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from kvdsl.interp.evaluate import Array, Scope, evaluate_number, number
+from kvdsl.ir.nodes import Policy
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """What a policy's numbers are for one row and layer.
+
+    Attributes:
+        params: the params by name; a `budget` that was given as a rate of the prompt is in tokens here.
+        budget: the tokens kept after a settle (the soft capacity C), floored; inf keeps everything.
+        prompt: the length of the row's prompt, padding excluded.
+        layer, layers: the layer, counted from 0, and how many there are.
+        trigger: prune only once live - C reaches this; 0 never.
+        slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
+    """
+
+    params: dict[str, float]
+    budget: float
+    prompt: float = 0
+    layer: int = 0
+    layers: int = 1
+    trigger: float = 1
+    slack: float = 0
+    max_drop: float = 0
+
+    def inputs(self) -> dict[str, Array]:
+        """The inputs that are the same for every slot and moment."""
+        return {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
+
+
+def resolve(
+    policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1
+) -> Numbers:
+    """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
+
+    Args:
+        given: values of params by name; None stands for the default.
+
+    Raises:
+        ValueError: if a given name is none of the policy's params.
+    """
+    chosen = {name: float(value) for name, value in (given or {}).items() if value is not None}
+    unknown = chosen.keys() - {param.name for param in policy.params}
+    if unknown:
+        raise ValueError(f"{policy.name} has no param {', '.join(sorted(unknown))}")
+    inputs = {name: number(value) for name, value in (("prompt", prompt), ("layer", layer), ("layers", layers))}
+    params = _Params(policy, chosen, Scope(0, 0, inputs, {}))
+    # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
+    budget = math.inf if policy.budget is None else floored(evaluate_number(policy.budget, params.scope))
+    inputs["budget"] = number(budget)
+    return Numbers(
+        params={param.name: params[param.name] for param in policy.params},
+        budget=budget,
+        prompt=prompt,
+        layer=layer,
+        layers=layers,
+        trigger=floored(evaluate_number(policy.trigger, params.scope)),
+        slack=floored(evaluate_number(policy.slack, params.scope)),
+        max_drop=floored(evaluate_number(policy.max_drop, params.scope)),
+    )
+
+
+class _Params(dict[str, float]):
+    """The params' values, each found when it is first read."""
+
+    def __init__(self, policy: Policy, given: Mapping[str, float], scope: Scope) -> None:
+        super().__init__()
+        self._defaults = {param.name: param.default for param in policy.params}
+        self._given = given
+        self.scope = replace(scope, params=self)
+
+    def __missing__(self, name: str) -> float:
+        value = self._given[name] if name in self._given else evaluate_number(self._defaults[name], self.scope)
+        if name == "budget" and 0 < value < 1:  # a rate of the prompt
+            value = max(1.0, floored(value * float(self.scope.inputs["prompt"].item())))
+        self[name] = value
+        return value
+
+
+def floored(count: float) -> float:
+    """Counts of tokens are floored; inf and NaN stay what they are."""
+    return float(math.floor(count)) if math.isfinite(count) else count

@@ -1,0 +1,79 @@
+"""The papers' policies, and short spellings for IR trees, so that these tests need no front-end."""
+
+from __future__ import annotations
+
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
+
+
+def num(value: float) -> Expr:
+    return Number(value=value)
+
+
+def read(name: str) -> Expr:
+    return Input(name=name)
+
+
+def call(function: str, *args: Expr) -> Expr:
+    return Call(function=function, args=args)
+
+
+def binary(left: Expr, op: str, right: Expr) -> Expr:
+    return Binary(op=op, left=left, right=right)
+
+
+def over(op: str, axis: str, body: Expr) -> Expr:
+    return Reduce(op=op, axis=Axis(axis), body=body)
+
+
+def queries(op: str, body: Expr) -> Expr:
+    return over(op, "query", body)
+
+
+ATTN, LOGIT, Q, K, V = (read(name) for name in ("attn", "logit", "q", "k", "v"))
+POSITION = read("position")
+NORM1_V = over("sum", "dim", call("abs", V))
+ABOVE_AVERAGE = binary(ATTN, ">", over("mean", "slot", ATTN))
+HALF = binary(read("budget"), "/", num(2))
+
+
+def bounded(score: Expr, *keeps: Keep, budget: float = 8, params: tuple[Param, ...] = (), **more: object) -> Policy:
+    """A policy with `param budget`, which the score's and the keeps' expressions may read."""
+    own = Param(name="budget", default=num(budget))
+    return Policy(
+        name="Example",
+        stem="example",
+        params=(own, *params),
+        budget=ParamRef(name="budget"),
+        score=score,
+        keeps=keeps,
+        **more,
+    )
+
+
+def first(count: Expr | float) -> Keep:
+    return Keep(scope="first", count=count if isinstance(count, Expr_) else num(count))
+
+
+def last(count: Expr | float) -> Keep:
+    return Keep(scope="last", count=count if isinstance(count, Expr_) else num(count))
+
+
+def top(count: Expr | float, by: Expr) -> Keep:
+    return Keep(scope="top", count=count if isinstance(count, Expr_) else num(count), by=by)
+
+
+def where(condition: Expr) -> Keep:
+    return Keep(scope="where", by=condition)
+
+
+Expr_ = (Number, ParamRef, Input, Random, Call, Binary, Reduce)
+
+FULL = Policy(name="Full", stem="full")
+RANDOM = bounded(Random())
+WINDOW = bounded(POSITION, last(1))
+STREAMING_LLM = bounded(POSITION, first(4), last(1))
+H2O = bounded(queries("sum", ATTN), last(HALF))
+SCISSORHANDS = bounded(queries("sum", ABOVE_AVERAGE), last(HALF))
+TOVA = bounded(queries("last", ATTN))
+ROCO = bounded(queries("mean", ATTN), top(HALF, queries("std", ATTN)), last(1))
+VATP_H2O = bounded(binary(queries("sum", ATTN), "*", NORM1_V), first(2), last(HALF))
