@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable
 
 import jinja2
@@ -29,7 +30,7 @@ def environment() -> jinja2.Environment:
 
 def docstring(text: str) -> str:
     """Text inside a triple-quoted Python string: it can neither end the string nor escape out of it."""
-    return _plain(text).replace("\\", "\\\\").replace('"', '\\"') if _needs_care(text) else _plain(text)
+    return re.sub(r'"(?="|$)', r'\\"', _plain(text).replace("\\", "\\\\"))
 
 
 def string(text: str) -> str:
@@ -46,10 +47,6 @@ def literal_tuple(names: Iterable[str]) -> str:
 def comment(text: str) -> str:
     """Text inside a C++ comment, one line: it can neither end the comment nor continue it (a backslash at the end would)."""
     return _plain(text).replace("*/", "* /").replace("/*", "/ *").replace("??", "? ?").rstrip("\\ ")
-
-
-def _needs_care(text: str) -> bool:
-    return "\\" in text or '"' in text
 
 
 def _plain(text: str) -> str:

@@ -7,6 +7,7 @@ of the loop and gets a name.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Random, Reduce
 from kvdsl.ir.visitors import children, walk
@@ -20,7 +21,7 @@ _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
 
 class _CppPrinter(Printer):
     strength = _STRENGTH
-    spelling = {"and": "&", "or": "|"}
+    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
     one, zero = "1.0", "0.0"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
@@ -36,9 +37,9 @@ class Printer(ABC):
     """Prints an expression for one target in one context. Subclasses say how leaves, functions and reductions look."""
 
     # Binding strength of the target's binary operators; higher binds tighter.
-    strength: dict[str, int]
-    spelling: dict[str, str]
-    negation: tuple[str, int]
+    strength: ClassVar[dict[str, int]]
+    spelling: ClassVar[dict[str, str]]
+    negation: ClassVar[tuple[str, int]]
 
     def __call__(self, expr: Expr, at_least: int = 0) -> str:
         """The expression's text, in parentheses if it binds less tightly than `at_least`."""

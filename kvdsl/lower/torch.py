@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
 from kvdsl.lower.expression import ATOM, Printer, literal, pair, reads
 
@@ -15,7 +17,7 @@ _DIM_METHODS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
 
 class _TorchPrinter(Printer):
     strength = _STRENGTH
-    spelling = {"and": "&", "or": "|"}
+    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
 
     def as_number(self, condition: str) -> str:
@@ -43,7 +45,7 @@ class _TorchPrinter(Printer):
         return f"torch.{expr.function}({self.value(expr.args[0])})", ATOM
 
     def _extreme(self, expr: Call) -> tuple[str, int]:
-        """min and max; against a literal it is a clamp."""
+        """Min and max; against a literal it is a clamp."""
         left, right = pair(expr)
         if isinstance(left, Number):
             left, right = right, left

@@ -203,9 +203,8 @@ def _attend(
     Returns:
         The output, [batch, queries, query_heads, value_dim], and what the policy may observe.
     """
-    batch, query_heads, queries, _ = query.shape
     heads = kept["position"].shape[1]
-    grouped = query.unflatten(1, (heads, query_heads // heads))
+    grouped = query.unflatten(1, (heads, query.shape[1] // heads))
     visible = visible_slots(kept["position"], query_position, call.window)
     logit = torch.einsum("bhgqd,bhsd->bhgqs", grouped.float(), kept["keys"].float()) * call.scaling
     if call.softcap is not None:

@@ -91,7 +91,9 @@ class View:
 
     def over_group(self, x: Tensor) -> Tensor:
         """Reduce the group's query heads: [batch, kv_heads, group, queries, slots] without the group."""
-        return {"mean": x.mean, "max": x.amax, "sum": x.sum}[self.group](2)
+        if self.group == "max":
+            return x.amax(2)
+        return x.mean(2) if self.group == "mean" else x.sum(2)
 
     def over_slots(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
         """Reduce over the slots that each query sees, keeping the axis. The flags tell the axes beyond the four."""

@@ -159,7 +159,7 @@ class _Run:
     def _check(
         self, b: int, h: int, machine: Interpreter, steps: list[Step], outs: np.ndarray, got: np.ndarray, head: Head
     ) -> None:
-        step, state = steps[-1], self.state
+        state = self.state
         self.tally.steps += 1
         scale = max(1.0, float(np.nanmax(np.abs(np.where(np.isfinite(outs), outs, 0)), initial=0)))
         if not np.allclose(got, outs, rtol=0, atol=OUT_TOLERANCE[self.case.dtype] * scale, equal_nan=True):

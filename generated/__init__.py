@@ -1,0 +1,1 @@
+"""KV-cache policies, compiled by kvdsl."""

@@ -1,0 +1,8 @@
+"""RoCo: Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
+
+Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
+"""
+
+from .cache import RoCoCache
+
+__all__ = ["RoCoCache"]

@@ -1,0 +1,70 @@
+"""RoCo: a KV cache for transformers.
+
+Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl.runtime.given import Given
+from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.spec import PolicySpec
+
+from . import kernels_torch
+
+
+def resolve(given: Given) -> dict[str, Tensor]:
+    """The numbers that the kernels read, float64 [batch] each."""
+    budget = given.tokens("budget", 512)
+    capacity = given.count(budget)
+    protect = given.number("protect", capacity / 2)
+    given.check_fits(given.count(1), capacity, "keep last 1")
+    return {"protect": protect, "capacity": capacity}
+
+
+class RoCoCache(KVCache):
+    """Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
+
+    \"On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference\", section 4.3: mean attention
+    score (MAS) and a scope by standard deviation.
+
+    Usage: `model.generate(**inputs, past_key_values=RoCoCache(model))`.
+
+    Args:
+        model: a transformers model; its attention is prepared to serve this cache.
+        budget: default 512; below 1 it is a rate of the prompt.
+        protect: default budget / 2.
+        backend: `auto`, or `cpu` (C++) or `torch` by force.
+        seed: of `random()`.
+    """
+
+    spec = PolicySpec(
+        name="RoCo",
+        stem="roco",
+        params=("budget", "protect"),
+        numbers=("protect", "capacity"),
+        resolve=resolve,
+        columns=("sum_attn", "sum_attn_squared"),
+        column_rules=("sum", "squares"),
+        bounded=True,
+        group="mean",
+        reads_attention=True,
+        torch_kernels=kernels_torch,
+        cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        abi=1,
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: float = 512,
+        protect: float | None = None,
+        backend: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, {"budget": budget, "protect": protect}, backend=backend, seed=seed)

@@ -1,0 +1,70 @@
+// RoCo: one decode step on the CPU.
+//
+// Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
+//
+// Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
+//
+// "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference", section 4.3: mean attention
+// score (MAS) and a scope by standard deviation.
+//
+// The lowest leaves first: mean(attn)
+// keep top protect by std(attn)
+// keep last 1
+#include <kvdsl/decode.hpp>
+
+namespace {
+
+struct RoCo : kvdsl::Policy {
+  struct Column {
+    enum {
+      sum_attn,  // sum of attn
+      sum_attn_squared,  // squares of attn
+    };
+  };
+  static constexpr int columns = 2;
+  struct Number {
+    enum {protect, capacity};
+  };
+  static constexpr int params = 2;
+  static constexpr int scratch_columns = 2;
+  static constexpr kvdsl::Group group = kvdsl::Group::mean;
+  static constexpr bool needs_attn = true;
+
+  static void observe(const kvdsl::Query& row) {
+    float* const sum_attn = row.column(Column::sum_attn);
+    float* const sum_attn_squared = row.column(Column::sum_attn_squared);
+#pragma omp simd
+    for (int i = 0; i < row.slots; ++i) {
+      const bool seen = row.visible(i);
+      sum_attn[i] += seen ? row.attn[i] : 0.0f;
+      sum_attn_squared[i] += seen ? kvdsl::square(row.attn[i]) : 0.0f;
+    }
+  }
+
+  static void settle(kvdsl::Head& head) {
+    const int leaving = head.overflow(kvdsl::count(head.param(Number::capacity)));
+    if (leaving == 0) return;
+    const float* const sum_attn = head.column(Column::sum_attn);
+    const float* const sum_attn_squared = head.column(Column::sum_attn_squared);
+    float* const score = head.scratch(0);
+    float* const rank_1 = head.scratch(1);
+#pragma omp simd
+    for (int i = 0; i < head.slots; ++i) {
+      score[i] = sum_attn[i] / head.observed(i);
+      rank_1[i] = std::sqrt(kvdsl::maximum(sum_attn_squared[i] / head.observed(i) - kvdsl::square(sum_attn[i] / head.observed(i)), 0.0f));
+    }
+    head.protect_top(rank_1, kvdsl::count(head.param(Number::protect)));
+    head.protect_last(1);
+    head.evict(score, leaving);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, RoCo>(*args); }
+int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, RoCo>(*args); }
+int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, RoCo>(*args); }
+int kvdsl_settle(const kvdsl::DecodeArgs* args) { return kvdsl::settle<RoCo>(*args); }
+int kvdsl_abi() { return KVDSL_ABI; }
+}

@@ -1,0 +1,34 @@
+"""RoCo in torch: what is remembered of every query, and who leaves.
+
+Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
+
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.settle import Protection
+from kvdsl.runtime.view import Columns, View
+
+
+def observe(row: View, columns: Columns) -> None:
+    """Fold what a block of queries gave the slots into the state columns."""
+    columns.sum("sum_attn", row.attn)
+    columns.squares("sum_attn_squared", row.attn)
+
+
+def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
+    """What may not leave."""
+    sum_attn_squared = slots.column("sum_attn_squared")
+    sum_attn = slots.column("sum_attn")
+    keep.top(torch.sqrt((sum_attn_squared / slots.observed - (sum_attn / slots.observed).square()).clamp(min=0)), numbers["protect"])
+    keep.last(1)
+
+
+def score(slots: View) -> Tensor | float:
+    """The lowest leaves first: mean(attn)."""
+    sum_attn = slots.column("sum_attn")
+    return sum_attn / slots.observed

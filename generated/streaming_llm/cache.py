@@ -1,0 +1,70 @@
+"""StreamingLLM: a KV cache for transformers.
+
+Made by kvdsl 0.1.0 from streaming_llm.kv (913eff0e7da2). Do not edit: run `kvdsl compile streaming_llm.kv`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl.runtime.given import Given
+from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.spec import PolicySpec
+
+from . import kernels_torch
+
+
+def resolve(given: Given) -> dict[str, Tensor]:
+    """The numbers that the kernels read, float64 [batch] each."""
+    sinks = given.number("sinks", 4)
+    budget = given.tokens("budget", 512)
+    capacity = given.count(budget)
+    given.check_fits(given.count(sinks) + given.count(1), capacity, "keep first sinks, keep last 1")
+    return {"sinks": sinks, "capacity": capacity}
+
+
+class StreamingLLMCache(KVCache):
+    """Keeps the first tokens, which attention sinks into, and the most recent ones.
+
+    Xiao et al., \"Efficient Streaming Language Models with Attention Sinks\", 2023. Positions are the tokens' places in the text;
+    the paper counts them inside of the cache.
+
+    Usage: `model.generate(**inputs, past_key_values=StreamingLLMCache(model))`.
+
+    Args:
+        model: a transformers model; its attention is prepared to serve this cache.
+        sinks: default 4.
+        budget: default 512; below 1 it is a rate of the prompt.
+        backend: `auto`, or `cpu` (C++) or `torch` by force.
+        seed: of `random()`.
+    """
+
+    spec = PolicySpec(
+        name="StreamingLLM",
+        stem="streaming_llm",
+        params=("sinks", "budget"),
+        numbers=("sinks", "capacity"),
+        resolve=resolve,
+        columns=(),
+        column_rules=(),
+        bounded=True,
+        group="mean",
+        reads_attention=False,
+        torch_kernels=kernels_torch,
+        cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        abi=1,
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        sinks: float = 4,
+        budget: float = 512,
+        backend: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, {"sinks": sinks, "budget": budget}, backend=backend, seed=seed)

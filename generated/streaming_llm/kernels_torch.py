@@ -1,0 +1,24 @@
+"""StreamingLLM in torch: what is remembered of every query, and who leaves.
+
+Made by kvdsl 0.1.0 from streaming_llm.kv (913eff0e7da2). Do not edit: run `kvdsl compile streaming_llm.kv`.
+
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvdsl.runtime.settle import Protection
+from kvdsl.runtime.view import Columns, View
+
+
+def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
+    """What may not leave."""
+    keep.first(numbers["sinks"])
+    keep.last(1)
+
+
+def score(slots: View) -> Tensor | float:
+    """The lowest leaves first: position."""
+    return slots.position
