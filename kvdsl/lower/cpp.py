@@ -12,6 +12,7 @@ from typing import ClassVar
 from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Random, Reduce
 from kvdsl.ir.visitors import children, walk
 from kvdsl.lower.expression import ATOM, NotLowerable, Printer, literal, pair, reads
+from kvdsl.lower.spelling import spelled
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
@@ -62,7 +63,7 @@ class CountPrinter(_CppPrinter):
         if isinstance(expr, Number):
             return _double(expr.value)
         if isinstance(expr, ParamRef):
-            return f"head.param(Number::{expr.name})"
+            return f"head.param(Number::{spelled(expr.name)})"
         assert isinstance(expr, Input)
         return "static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{_number_name(expr.name)})"
 
@@ -87,7 +88,7 @@ class SlotPrinter(_CppPrinter):
         if isinstance(expr, Number):
             return _float(expr.value)
         if isinstance(expr, ParamRef):
-            return f"static_cast<float>({self.view}.param(Number::{expr.name}))"
+            return f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))"
         if isinstance(expr, Random):
             return f"{self.view}.random(i)"
         if isinstance(expr, ColumnRef):

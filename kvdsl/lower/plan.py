@@ -10,6 +10,7 @@ from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, literal, reads
+from kvdsl.lower.spelling import spelled
 from kvdsl.lower.torch import NumberPrinter, TensorPrinter
 from kvdsl.passes.columns import add_columns
 
@@ -85,7 +86,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
-        doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()),
+        doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()) or (f"The policy {policy.name}.",),
         params=tuple(_param(param) for param in policy.params),
         resolve=tuple(_resolve(policy)),
         numbers=numbers,
@@ -123,7 +124,7 @@ def _resolve(policy: Policy) -> Iterator[str]:
     if policy.budget and not awaited:
         yield _capacity(policy.budget)
     for param in policy.params:
-        yield f"{param.name} = {_given(param)}"
+        yield f"{spelled(param.name)} = {_given(param)}"
         if param.name in awaited:
             awaited.remove(param.name)
             if policy.budget and not awaited:
@@ -157,7 +158,7 @@ def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
         return ()
     exprs = [*_settle_numbers(policy), *(column.body for column in policy.columns)]
     exprs += [e for e in (policy.score, *(keep.by for keep in policy.keeps)) if e is not None]
-    wanted = [(param.name, param.name) for param in policy.params if _refers(exprs, param.name)]
+    wanted = [(spelled(param.name), spelled(param.name)) for param in policy.params if _refers(exprs, param.name)]
     wanted += [(name, f"given.{name}") for name in ("prompt", "layer", "layers") if any(reads(e, name) for e in exprs)]
     wanted.append(("capacity", "capacity"))
     for name, default in (("trigger", 1), ("slack", 0), ("max_drop", 0)):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
 from kvdsl.lower.expression import ATOM, Printer, literal, pair, reads
+from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -66,7 +67,7 @@ class NumberPrinter(_TorchPrinter):
         if isinstance(expr, Number):
             return literal(expr.value)
         if isinstance(expr, ParamRef):
-            return self._param.format(expr.name)
+            return self._param.format(spelled(expr.name))
         assert isinstance(expr, Input)
         return self._given[expr.name]
 
@@ -114,7 +115,7 @@ class TensorPrinter(_TorchPrinter):
         if isinstance(expr, ColumnRef):
             return expr.name
         if isinstance(expr, ParamRef):
-            return f'{self._view}.number("{expr.name}")'
+            return f'{self._view}.number("{spelled(expr.name)}")'
         if expr.name in ("budget", "prompt", "layer", "layers"):
             return f'{self._view}.number("{_NUMBER_NAMES[expr.name]}")'
         return f"{self._view}.{expr.name}"
