@@ -11,7 +11,7 @@ queries (the tokens that attend), slots (the cached tokens) and dims (of a key, 
 from __future__ import annotations
 
 from enum import Enum
-from typing import Annotated, Literal, Union
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -107,7 +107,7 @@ class ColumnRef(Node):
 
 
 Expr = Annotated[
-    Union[Number, ParamRef, Input, Random, Call, Binary, Reduce, ColumnRef],
+    Number | ParamRef | Input | Random | Call | Binary | Reduce | ColumnRef,
     Field(discriminator="kind"),
 ]
 

@@ -1,0 +1,163 @@
+"""The compiler's front end: from a .kv file to a checked policy. Imports neither torch nor transformers.
+
+>>> analysis = analyse(find_policy("roco"), settings={"budget": "256"})
+>>> analysis.ok
+True
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from types import MappingProxyType
+
+from kvdsl import codes
+from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean
+from kvdsl.ir.nodes import Policy
+from kvdsl.resources import read_resource, resource
+from kvdsl.sema.check import Checker, check_library, prelude_scope
+from kvdsl.sema.modules import Loader, Module
+from kvdsl.sema.names import check_stem
+from kvdsl.sema.resolve import resolve
+from kvdsl.sema.scope import Scope
+from kvdsl.sema.settings import read_settings
+from kvdsl.source import SourceFile
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.reader import normalized, read
+from kvdsl.syntax.shape import parse_module
+
+_NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a file means, and what is to be said about it.
+
+    Attributes:
+        policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
+        diagnostics: errors and warnings, by place.
+    """
+
+    policies: tuple[Policy, ...]
+    diagnostics: tuple[Diagnostic, ...]
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no errors."""
+        return all(found.severity != "error" for found in self.diagnostics)
+
+    @property
+    def policy(self) -> Policy:
+        """The file's policy.
+
+        Raises:
+            DiagnosticError: if there is none.
+        """
+        if not self.policies:
+            raise DiagnosticError(self.diagnostics)
+        return self.policies[0]
+
+
+def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = _NO_SETTINGS) -> Analysis:
+    """Parses and checks a file.
+
+    Args:
+        source: the file, or its path.
+        settings: values of params in place of their defaults, as `--set NAME=VALUE` gives them.
+    """
+    sink = Sink()
+    text = _read(source, sink)
+    policy = None if text is None else _analyse(text, settings, sink)
+    main = text if text is not None else None
+    found = sink.sorted(first=main)
+    shown = tuple(one for one in found if one.severity == "error" or one.span.file in (main, None))
+    return Analysis(() if policy is None or sink.failed() else (policy,), shown)
+
+
+def _read(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
+    if isinstance(source, SourceFile):
+        return normalized(source, sink)
+    return read(Path(source), sink, name=str(source))
+
+
+def _analyse(source: SourceFile, settings: Mapping[str, str], sink: Sink) -> Policy | None:
+    module = Loader(sink).load(source)
+    policy = _only_policy(module, settings, sink)
+    if policy is None:
+        return None
+    check_stem(source, sink)
+    if (policy.doc is None or not policy.doc.text.strip()) and not sink.failed():
+        name = policy.name
+        help = "begin the policy with a string that says what it does and where it comes from"
+        sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)
+    flat = resolve(policy, module, sink)
+    params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
+    given = {} if flat.broken else read_settings(settings, params, sink)
+    return Checker(flat, _prelude(), sink, given).check()
+
+
+def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn.Policy | None:
+    """The policy of a file; None for a library, whose lets are checked, and after a report."""
+    policies = module.syntax.policies
+    for policy in policies[1:]:
+        labels = [Label(policies[0].name.span, "the first one")]
+        help = "put each into a file of its own; `import` and `extends` connect them"
+        sink.report(codes.ONE_POLICY, policy.name.span, "a file holds one policy", help, labels)
+    if policies:
+        return policies[0]
+    if module.syntax.lets:
+        check_library(module, _prelude(), sink)
+        if settings:
+            read_settings(settings, [], sink)
+    elif not module.broken:
+        help = "a policy begins with `policy NAME {`"
+        sink.report(codes.ONE_POLICY, module.file.span(0, 0), "there is no policy in this file", help)
+    return None
+
+
+def _prelude() -> Scope:
+    return prelude_scope(_prelude_syntax())
+
+
+@lru_cache(maxsize=1)
+def _prelude_syntax() -> syn.Module:
+    sink = Sink()
+    path = resource("grammar", "prelude.kv")
+    module = parse_module(SourceFile("prelude.kv", read_resource("grammar", "prelude.kv"), path), sink)
+    assert not sink.failed(), "the prelude has syntax errors"
+    return module
+
+
+# -- shipped policies ------------------------------------------------------------------------------------------------
+
+
+def shipped_policies() -> list[Path]:
+    """The policies that come with kvdsl, by file name."""
+    return sorted(path for path in resource("policies").glob("*.kv") if not path.stem.endswith("_test"))
+
+
+def find_policy(name_or_path: str | Path) -> Path:
+    """The file of a shipped policy, by its stem, or the path itself.
+
+    Raises:
+        DiagnosticError: if there is no such policy or file.
+    """
+    text = str(name_or_path)
+    shipped = {path.stem: path for path in shipped_policies()}
+    if text in shipped:
+        return shipped[text]
+    path = Path(name_or_path)
+    try:
+        if path.is_file():
+            return path
+    except (OSError, ValueError):
+        pass
+    sink = Sink()
+    source = SourceFile("<policy>", text)
+    is_path = path.suffix == ".kv" or len(path.parts) > 1
+    message = f"there is no file `{text}`" if is_path else f"there is no policy `{text}`"
+    help = did_you_mean(path.stem, shipped) or f"the shipped policies are {', '.join(f'`{stem}`' for stem in shipped)}"
+    sink.report(codes.NO_SUCH_POLICY, source.span(0, len(text)), message, help)
+    raise DiagnosticError(sink)

@@ -1,0 +1,245 @@
+"""Diagnostics: what is wrong with a source, where, and how to mend it.
+
+How messages are written: the first letter is lower-case, there is no full stop, what the user wrote stands in backticks, and
+how to mend it is said apart, in `help`. Nothing of Python (types, reprs, tokens) shows.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import unicodedata
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal, TextIO
+
+from kvdsl.codes import Code, Severity
+from kvdsl.source import SourceFile, Span
+
+
+@dataclass(frozen=True)
+class Label:
+    """A second place that a diagnostic speaks of."""
+
+    span: Span
+    text: str
+
+
+@dataclass(frozen=True)
+class Diagnostic:
+    """One finding. `span` is where its caret points; `labels` are other places that belong to it."""
+
+    code: str
+    severity: Severity
+    message: str
+    span: Span
+    help: str | None = None
+    labels: tuple[Label, ...] = ()
+
+    @property
+    def file(self) -> str:
+        """The name of the file that it is about."""
+        return self.span.file.name
+
+
+class DiagnosticError(Exception):
+    """A failure that diagnostics explain, for callers that need a result rather than a list."""
+
+    def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
+        self.diagnostics = tuple(diagnostics)
+        super().__init__(render_human(self.diagnostics, color=False))
+
+
+MAX_FINDINGS = 50
+
+
+@dataclass
+class Sink:
+    """Collects the findings of a run; the same thing is said once, and no more than `MAX_FINDINGS` errors are."""
+
+    _found: dict[tuple[str, Span, str], Diagnostic] = field(default_factory=dict)
+
+    def report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
+        """Adds a finding."""
+        key = (code.id, span, message)
+        full = self.full if code.severity == "error" else len(self._found) >= MAX_FINDINGS
+        if key not in self._found and not full:
+            self._found[key] = Diagnostic(code.id, code.severity, message, span, help, tuple(labels))
+
+    def __iter__(self) -> Iterator[Diagnostic]:
+        return iter(self._found.values())
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more will be added, so that looking for more is in vain."""
+        return sum(found.severity == "error" for found in self) >= MAX_FINDINGS
+
+    def failed(self) -> bool:
+        """Whether there are errors, warnings not counted."""
+        return any(found.severity == "error" for found in self)
+
+    def sorted(self, first: SourceFile | None = None) -> tuple[Diagnostic, ...]:
+        """The findings by place, those of the file `first` before those of others."""
+
+        def place(found: Diagnostic) -> tuple[bool, str, int, int, str]:
+            return found.span.file is not first, found.file, found.span.start, found.span.end, found.code
+
+        return tuple(sorted(self, key=place))
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A help text that offers the known word that `word` looks like, if there is one."""
+    from difflib import get_close_matches
+
+    near = (name for name in known if abs(len(name) - len(word)) <= 4)
+    by_folded = {name.casefold(): name for name in sorted(near, reverse=True)}
+    close = get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
+    return f"did you mean `{by_folded[close[0]]}`?" if close else None
+
+
+def listed(words: Iterable[str], last: str = "or") -> str:
+    """`a`, `b` or `c`."""
+    quoted = [f"`{word}`" for word in words]
+    return quoted[0] if len(quoted) == 1 else f"{', '.join(quoted[:-1])} {last} {quoted[-1]}"
+
+
+def printable(text: str) -> str:
+    """The text with everything escaped that a terminal would act upon or not show."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+# -- renderers -------------------------------------------------------------------------------------------------------
+
+_COLORS = {"error": "\x1b[1;31m", "warning": "\x1b[1;33m", "frame": "\x1b[34m", "help": "\x1b[36m", "bold": "\x1b[1m"}
+_WIDTH = 120
+
+
+def wants_color(stream: TextIO = sys.stderr) -> bool:
+    """Whether to colour what goes to a stream: on a terminal, unless NO_COLOR is set."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def render_human(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
+    """Messages with the lines that they speak of, and a caret under the place; ends with a count."""
+    diagnostics = list(diagnostics)
+    paint = _paint if color else _plain
+    blocks = [_render_one(found, paint) for found in diagnostics]
+    if blocks:
+        blocks.append(summary(diagnostics) + "\n")
+    return "\n".join(blocks)
+
+
+def summary(diagnostics: Iterable[Diagnostic]) -> str:
+    """How many errors and warnings."""
+    counts = {"error": 0, "warning": 0}
+    for found in diagnostics:
+        counts[found.severity] += 1
+    return ", ".join(f"{n} {kind}{'' if n == 1 else 's'}" for kind, n in counts.items() if n) or "no findings"
+
+
+def render_json(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
+    """The diagnostics as plain data, in the shape that `kvdsl check --format json` prints."""
+    return [
+        {
+            "code": found.code,
+            "severity": found.severity,
+            "message": found.message,
+            "help": found.help,
+            "file": found.file,
+            "range": _range(found.span),
+            "labels": [
+                {"message": label.text, "file": label.span.file.name, "range": _range(label.span)} for label in found.labels
+            ],
+        }
+        for found in diagnostics
+    ]
+
+
+def render_github(diagnostics: Iterable[Diagnostic]) -> str:
+    """Workflow commands: GitHub shows them beside the lines of a pull request."""
+    lines = []
+    for found in diagnostics:
+        (line, column), (end_line, end_column) = _ends(found.span)
+        text = found.message if found.help is None else f"{found.message}\nhelp: {found.help}"
+        places = f"line={line},endLine={end_line},col={column},endColumn={end_column}"
+        title = _github_property(f"{found.severity} {found.code}")
+        lines.append(
+            f"::{found.severity} file={_github_property(found.file)},{places},title={title}::{_github_data(text)}\n"
+        )
+    return "".join(lines)
+
+
+def _github_data(text: str) -> str:
+    return text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+
+
+def _github_property(text: str) -> str:
+    return _github_data(text).replace(":", "%3A").replace(",", "%2C")
+
+
+def _ends(span: Span) -> tuple[tuple[int, int], tuple[int, int]]:
+    return span.file.location(span.start), span.file.location(max(span.start, span.end))
+
+
+def _range(span: Span) -> dict[str, dict[str, int]]:
+    start, end = _ends(span)
+    return {"start": {"line": start[0], "column": start[1]}, "end": {"line": end[0], "column": end[1]}}
+
+
+def _plain(style: str, text: str) -> str:
+    return text
+
+
+def _paint(style: str, text: str) -> str:
+    return f"{_COLORS[style]}{text}\x1b[0m"
+
+
+def _render_one(found: Diagnostic, paint: Any) -> str:
+    lines = [paint(found.severity, f"{found.severity}[{found.code}]") + paint("bold", f": {printable(found.message)}")]
+    marks = [Label(found.span, ""), *found.labels]
+    gutter = max(len(str(mark.span.file.location(mark.span.start)[0])) for mark in marks)
+    lines += _snippet(marks[0], "-->", gutter, lambda text: paint(found.severity, text), paint)
+    for label in marks[1:]:
+        lines += _snippet(label, ":::", gutter, lambda text: paint("frame", text), paint)
+    if found.help:
+        lines.append(f"{' ' * gutter} {paint('frame', '=')} {paint('help', 'help:')} {printable(found.help)}")
+    return "\n".join(lines) + "\n"
+
+
+def _snippet(mark: Label, arrow: str, gutter: int, highlight: Any, paint: Any) -> list[str]:
+    """The place, the line and the caret under it. A place of several lines is marked up to the end of its first."""
+    file, (line, column) = mark.span.file, mark.span.file.location(mark.span.start)
+    head = f"{' ' * gutter}{paint('frame', arrow)} {printable(file.name)}:{line}:{column}"
+    source = file.line(line)
+    if not source.strip():
+        return [head + (f": {mark.text}" if mark.text else "")]
+    start = column - 1
+    end = max(start + 1, min(len(source), start + mark.span.end - mark.span.start))
+    source, start, end = _cut(source, start, end)
+    before, marked = _shown(source[:start]), _shown(source[start:end])
+    bar = paint("frame", "|")
+    carets = ("^" if arrow == "-->" else "-") * max(1, _columns(marked))
+    under = highlight(f"{carets} {mark.text}".rstrip())
+    number = paint("frame", f"{line:>{gutter}} |")
+    shown = before + marked + _shown(source[end:])
+    return [head, f"{' ' * gutter} {bar}", f"{number} {shown}", f"{' ' * gutter} {bar} {' ' * _columns(before)}{under}"]
+
+
+def _cut(source: str, start: int, end: int) -> tuple[str, int, int]:
+    """A window of a long line around the marked part."""
+    left = max(0, min(start - 20, len(source) - _WIDTH))
+    window = source[left : left + _WIDTH]
+    return window, start - left, min(end - left, max(len(window), start - left + 1))
+
+
+def _shown(text: str) -> str:
+    return printable(text.replace("\t", "    "))
+
+
+def _columns(text: str) -> int:
+    """How many columns a terminal takes to show a printable text."""
+    wide = {"W": 2, "F": 2}
+    return sum(0 if unicodedata.combining(char) else wide.get(unicodedata.east_asian_width(char), 1) for char in text)
+
+
+Format = Literal["human", "json", "github"]

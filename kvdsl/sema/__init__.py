@@ -1,0 +1,1 @@
+"""Semantics: from syntax to the checked intermediate representation."""

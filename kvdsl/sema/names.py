@@ -1,0 +1,72 @@
+"""Which names may be given: they become Python, C++ and file names."""
+
+from __future__ import annotations
+
+import keyword
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink
+from kvdsl.source import SourceFile
+from kvdsl.syntax import nodes as syn
+
+MAX_LENGTH = 64
+
+_CPP_KEYWORDS = """
+    alignas alignof and_eq asm auto bitand bitor bool case catch char char8_t char16_t char32_t co_await co_return co_yield
+    compl concept const const_cast consteval constexpr constinit decltype default delete do double dynamic_cast enum explicit
+    export extern false float friend goto inline int long mutable namespace new noexcept not_eq nullptr operator or_eq
+    private protected public register reinterpret_cast requires short signed sizeof static static_assert static_cast struct switch
+    template this thread_local throw true typedef typeid typename union unsigned using virtual void volatile wchar_t xor
+    xor_eq NULL NAN INFINITY EOF errno assert
+"""
+
+_CLASS_NAMES = """
+    self cls model backend seed config device dtype threads args kwargs mode cache layer_idx positions state reset
+    release
+"""
+
+_CPP = frozenset(_CPP_KEYWORDS.split())
+_RESERVED = frozenset(_CLASS_NAMES.split())
+
+
+def problem(name: str, kind: str) -> str | None:
+    """Why a name cannot be used for a param, policy, package or let; None if it can."""
+    if len(name) > MAX_LENGTH:
+        return f"the name `{name[:20]}…` is longer than {MAX_LENGTH} characters"
+    if "__" in name or (name.startswith("_") and name[1:2].isupper()):
+        return f"`{name}` is reserved: names have no two underscores in a row and no `_` before a capital"
+    if keyword.iskeyword(name):
+        return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
+    if kind in ("param", "unit") and name in _CPP:
+        return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
+    if kind == "param" and name in _RESERVED:
+        return f"`{name}` is a name that every cache class has itself"
+    return None
+
+
+_BECOMES = {
+    "param": "the param becomes an argument",
+    "unit": "the unit would be printed",
+    "policy": "the policy becomes a class",
+    "package": "the file's name becomes a package",
+    "name": "it may be printed",
+}
+
+
+def check_name(word: syn.Word, kind: str, sink: Sink) -> bool:
+    """Whether a name can be used; reports if not."""
+    found = problem(word.text, kind)
+    if found is not None:
+        sink.report(codes.BAD_NAME, word.span, found, "choose another name")
+    return found is None
+
+
+def check_stem(source: SourceFile, sink: Sink) -> None:
+    """Reports a file whose stem cannot be the name of a package."""
+    stem = source.stem
+    found = problem(stem, "package")
+    if found is None and not (stem.isascii() and stem.isidentifier()):
+        found = f"the file's name `{stem}` cannot be the name of a package"
+    if found is not None:
+        help = "rename the file: its stem consists of letters, digits and `_`"
+        sink.report(codes.BAD_NAME, source.span(0, 0), found, help)

@@ -1,0 +1,208 @@
+"""Makes one flat policy out of a policy and those that it extends."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from kvdsl import codes
+from kvdsl.diagnostics import Label, Sink, did_you_mean
+from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, BUILTINS
+from kvdsl.sema.modules import Module
+from kvdsl.sema.names import check_name
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.parser import ANYTHING
+
+MAX_STATEMENTS = 256
+
+Named = syn.Param | syn.Let
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A statement, the file in which its names mean something, and the policy that it stands in."""
+
+    statement: syn.Param | syn.Let | syn.Setting | syn.Keep
+    module: Module
+    policy: syn.Policy
+
+
+@dataclass
+class FlatPolicy:
+    """A policy with everything that it inherits.
+
+    Attributes:
+        names: params and lets by name, in the order in which they were first defined.
+        settings: the statements by keyword that may stand once; for `budget` also those that it overrides, the base first.
+        broken: what would be defined by statements that have errors (see `kvdsl.syntax.parser`).
+    """
+
+    syntax: syn.Policy
+    module: Module
+    names: dict[str, Placed] = field(default_factory=dict)
+    settings: dict[str, list[Placed]] = field(default_factory=dict)
+    keeps: list[Placed] = field(default_factory=list)
+    broken: set[str] = field(default_factory=set)
+
+
+def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
+    """The flat policy."""
+    check_name(policy.name, "policy", sink)
+    flat = FlatPolicy(policy, module)
+    for level, (syntax, where) in enumerate(reversed(_ancestry(policy, module, flat, sink))):
+        _Level(flat, syntax, where, sink, inherits=level > 0).add()
+    return flat
+
+
+def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) -> list[tuple[syn.Policy, Module]]:
+    """The policy, the one that it extends, and so on."""
+    line = [(policy, module)]
+    while (parent := line[-1][0].parent) is not None:
+        where = line[-1][1]
+        found = [item for item in where.policies() if item[0].name.text == parent.text]
+        if not found:
+            flat.broken.add(ANYTHING)
+            if not where.broken:
+                _unknown_parent(parent, where, sink)
+            break
+        if any(item[0] is found[0][0] for item in line):
+            flat.broken.add(ANYTHING)
+            sink.report(codes.CYCLE, parent.span, f"`{policy.name.text}` extends itself")
+            break
+        line.append(found[0])
+    return line
+
+
+def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
+    known = [policy.name.text for policy, _ in module.policies() if policy.parent is not parent]
+    help = did_you_mean(parent.text, known)
+    if help is None:
+        help = 'import the file that defines it, for example `import "h2o.kv"`'
+    sink.report(codes.UNKNOWN_POLICY, parent.span, f"unknown policy `{parent.text}`", help)
+
+
+class _Level:
+    """Adds the statements of one policy of the line to what the policies before it gave."""
+
+    def __init__(self, flat: FlatPolicy, policy: syn.Policy, module: Module, sink: Sink, inherits: bool) -> None:
+        self.flat, self.policy, self.module, self.sink, self.inherits = flat, policy, module, sink, inherits
+        self.own: dict[str, Span] = {}
+        self.dropped = False
+
+    def add(self) -> None:
+        """Adds them all."""
+        self.flat.broken |= self.policy.broken
+        if self.module.broken:
+            self.flat.broken.add(ANYTHING)
+        if len(self.policy.statements) > MAX_STATEMENTS:
+            message = f"`{self.policy.name.text}` has more than {MAX_STATEMENTS} statements"
+            self.sink.report(codes.TOO_LARGE, self.policy.name.span, message)
+        for statement in self.policy.statements[:MAX_STATEMENTS]:
+            if isinstance(statement, syn.Later):
+                self._later(statement)
+            elif isinstance(statement, (syn.Param, syn.Let)):
+                self._named(statement)
+            elif isinstance(statement, syn.Keep):
+                self._keep(statement)
+            else:
+                self._setting(statement)
+
+    def _later(self, statement: syn.Later) -> None:
+        text = statement.span.quoted(40)
+        self.sink.report(codes.NOT_YET, statement.span, f"`{text}` is not available in this version of kvdsl")
+        self.flat.broken.add(statement.keyword)
+
+    def _named(self, statement: Named) -> None:
+        name = statement.name.text
+        if not check_definition(statement, self.sink):
+            self.flat.broken.add(name)
+            return
+        if not self._once(statement, name, codes.DUPLICATE, f"`{name}` is defined twice"):
+            return
+        before = self.flat.names.get(name)
+        if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
+            return
+        if before is not None and isinstance(before.statement, syn.Let) is not isinstance(statement, syn.Let):
+            del self.flat.names[name]
+        self.flat.names[name] = Placed(statement, self.module, self.policy)
+
+    def _setting(self, statement: syn.Setting) -> None:
+        keyword = statement.keyword
+        if not self._once(statement, f"{keyword} ", codes.STATEMENT_TWICE, f"`{keyword}` is given twice"):
+            return
+        before = self.flat.settings.get(keyword, [])
+        inherited = before[-1].statement.span if before else None
+        if keyword == "budget" and inherited is None and self.inherits and "budget" in self.flat.names:
+            param = self.flat.names["budget"]
+            inherited = param.statement.span if param.policy is not self.policy else None
+        if self._may_change(statement, f"`{keyword}`", inherited):
+            self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.policy)]
+
+    def _keep(self, statement: syn.Keep) -> None:
+        if statement.override and not self.dropped:
+            self.dropped = True
+            inherited = [keep for keep in self.flat.keeps if keep.policy is not self.policy]
+            self._may_change(statement, "`keep`", inherited[0].statement.span if inherited else None)
+            self.flat.keeps = [keep for keep in self.flat.keeps if keep.policy is self.policy]
+        if statement.scope != "nothing":
+            self.flat.keeps.append(Placed(statement, self.module, self.policy))
+        elif not statement.override:
+            help = "for example `keep last 16`"
+            self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
+
+    def _once(self, statement: Named | syn.Setting, key: str, code: codes.Code, message: str) -> bool:
+        if key not in self.own:
+            self.own[key] = statement.span
+            return True
+        self.sink.report(code, statement.span, message, labels=[Label(self.own[key], "first here")])
+        return False
+
+    def _may_change(self, statement: Named | syn.Setting | syn.Keep, what: str, inherited: Span | None) -> bool:
+        """Whether `override` stands where it has to, and only there; reports if not."""
+        if statement.override and inherited is None:
+            if ANYTHING not in self.flat.broken:
+                self._nothing_to_override(statement, what)
+            return not isinstance(statement, syn.Keep)
+        if not statement.override and inherited is not None:
+            first = " ".join(statement.span.text.split()[:1])
+            message = f"{what} is inherited, so changing it needs `override`"
+            help = f"write `override {first} ...`"
+            labels = [Label(inherited, "inherited from here")]
+            self.sink.report(codes.NEEDS_OVERRIDE, statement.span, message, help, labels)
+            return False
+        return True
+
+    def _nothing_to_override(self, statement: Named | syn.Setting | syn.Keep, what: str) -> None:
+        parent = self.policy.parent
+        if parent is None:
+            message = f"{what} overrides nothing: `{self.policy.name.text}` extends no policy"
+        else:
+            message = f"`{parent.text}` has no {what} to override"
+        help = None
+        if isinstance(statement, (syn.Param, syn.Let)):
+            help = did_you_mean(statement.name.text, self.flat.names)
+        self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or "leave out `override`")
+
+
+def check_definition(statement: Named, sink: Sink) -> bool:
+    """Whether the names that a param or let defines may be used; reports if not."""
+    name = statement.name
+    if name.text in BUILTINS and not (name.text == "budget" and isinstance(statement, syn.Param)):
+        kind = "function" if name.text in BUILTIN_FUNCTIONS else "input"
+        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
+        return False
+    if isinstance(statement, syn.Param):
+        return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
+    seen: set[str] = set()
+    for word in (name, *(statement.names or ())):
+        if not check_name(word, "name", sink):
+            return False
+    for word in statement.names or ():
+        if word.text in BUILTINS:
+            sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
+            return False
+        if word.text in seen:
+            sink.report(codes.DUPLICATE, word.span, f"the argument `{word.text}` is named twice")
+            return False
+        seen.add(word.text)
+    return True

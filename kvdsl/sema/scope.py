@@ -1,0 +1,60 @@
+"""Names and what they stand for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdsl.sema.values import Value
+from kvdsl.syntax import nodes as syn
+
+
+@dataclass(eq=False)
+class ParamName:
+    """A param."""
+
+    name: str
+    used: bool = False
+
+
+@dataclass(eq=False)
+class LetName:
+    """A let or a function, with the scope in which its body means something: that of its definition."""
+
+    let: syn.Let
+    scope: Scope
+    prelude: bool = False
+    used: bool = False
+
+
+@dataclass(eq=False)
+class Bound:
+    """A value that is known already: a function's argument. None: an error that was already reported."""
+
+    value: Value | None
+
+
+Definition = ParamName | LetName | Bound
+
+
+class Scope:
+    """A set of names, and the scope around it."""
+
+    def __init__(self, names: dict[str, Definition], outer: Scope | None = None) -> None:
+        self.names, self.outer = names, outer
+
+    def find(self, name: str) -> Definition | None:
+        """What a name stands for, the innermost first."""
+        scope: Scope | None = self
+        while scope is not None:
+            if name in scope.names:
+                return scope.names[name]
+            scope = scope.outer
+        return None
+
+    def known(self) -> Iterator[str]:
+        """Every name that can be read here."""
+        scope: Scope | None = self
+        while scope is not None:
+            yield from scope.names
+            scope = scope.outer

@@ -1,0 +1,43 @@
+"""Values of params that are given from outside: `--set NAME=VALUE`."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink, did_you_mean
+from kvdsl.source import SourceFile, Span
+
+_NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A param's value. The span is in a text of its own, so that a message can show what was given."""
+
+    value: float
+    span: Span
+
+
+def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> dict[str, Setting]:
+    """The settings of a policy's params; reports those that are none."""
+    settings = {}
+    for name, text in given.items():
+        source = SourceFile("--set", f"{name}={text}")
+        name_span, value_span = source.span(0, len(name)), source.span(len(name) + 1, len(source.text))
+        if name not in params:
+            help = did_you_mean(name, params)
+            if help is None and params:
+                help = f"the params are {', '.join(f'`{param}`' for param in params)}"
+            sink.report(codes.UNKNOWN_SETTING, name_span, f"the policy has no param `{name}`", help)
+            continue
+        value = float(text) if _NUMBER.fullmatch(text) else math.nan
+        if not math.isfinite(value):
+            message = f"`{name}` needs a number, not `{text[:40]}`"
+            sink.report(codes.BAD_SETTING, value_span, message, f"for example `--set {name}=256`")
+            continue
+        settings[name] = Setting(value, value_span)
+    return settings

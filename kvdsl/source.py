@@ -1,0 +1,70 @@
+"""Source text and places in it."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+
+@dataclass(frozen=True, eq=False)
+class SourceFile:
+    """A text that diagnostics may point into.
+
+    Attributes:
+        name: how messages call it: the path as the user gave it, `-` for standard input.
+        text: the text, with plain line ends and without a byte order mark.
+        path: where it lies, if it is a file: imports are relative to it.
+    """
+
+    name: str
+    text: str = field(repr=False)
+    path: Path | None = None
+
+    @property
+    def stem(self) -> str:
+        """The name that the generated package and the command line use."""
+        return self.path.stem if self.path is not None else Path(self.name).stem.lstrip("-") or "policy"
+
+    @cached_property
+    def _line_starts(self) -> list[int]:
+        return [0] + [offset + 1 for offset, char in enumerate(self.text) if char == "\n"]
+
+    def location(self, offset: int) -> tuple[int, int]:
+        """Line and column, both from 1, columns in characters."""
+        line = bisect_right(self._line_starts, offset)
+        return line, offset - self._line_starts[line - 1] + 1
+
+    def line(self, number: int) -> str:
+        """The text of a line, counted from 1, without its end."""
+        start = self._line_starts[number - 1]
+        end = self._line_starts[number] - 1 if number < len(self._line_starts) else len(self.text)
+        return self.text[start:end]
+
+    def span(self, start: int, end: int) -> Span:
+        """A place in this file."""
+        return Span(self, start, end)
+
+
+@dataclass(frozen=True)
+class Span:
+    """The characters from `start` up to `end` of a file."""
+
+    file: SourceFile
+    start: int
+    end: int
+
+    @property
+    def text(self) -> str:
+        """What stands there."""
+        return self.file.text[self.start : self.end]
+
+    def to(self, other: Span) -> Span:
+        """From the start of this place to the end of another."""
+        return Span(self.file, self.start, other.end)
+
+    def quoted(self, limit: int = 60) -> str:
+        """What stands there, on one line and not too long, for use in a message."""
+        words = " ".join(self.text.split())
+        return words if len(words) <= limit else words[: limit - 1] + "…"

@@ -1,0 +1,1 @@
+"""Syntax: from text to dataclasses with spans."""

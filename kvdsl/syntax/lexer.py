@@ -1,0 +1,115 @@
+"""From text to tokens. The terminals are the grammar's own; this adds what Lark's lexer has no notion of:
+
+- a line's end counts only outside of parentheses that are closed,
+- whatever matches no terminal is reported and skipped.
+
+A word is a NAME here; the parser makes it a keyword where one may stand (`kvdsl.syntax.parser`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lark import Token
+from lark.lexer import TerminalDef
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink, printable
+from kvdsl.source import SourceFile, Span
+
+_LOOKALIKES = {
+    "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "≠": "!=", "“": '"', "”": '"',
+    "„": '"', "‘": "'", "’": "'", "…": "..", "^": "**", "&": "and", "|": "or", "!": "not", "[": "(", "]": ")", ":": "=", "²": "** 2",
+}  # fmt: skip
+
+
+class Lexer:
+    """Splits texts into tokens of a grammar's terminals."""
+
+    def __init__(self, terminals: list[TerminalDef], ignored: list[str]) -> None:
+        self.keywords = {str(t.pattern.value): t.name for t in terminals if str(t.pattern.value).isidentifier()}
+        symbols = [t for t in terminals if t.pattern.value not in self.keywords]
+        symbols.sort(key=lambda t: (t.pattern.type == "str", -len(t.pattern.value)))
+        self._pattern = re.compile("|".join(f"(?P<{t.name}>{t.pattern.to_regexp()})" for t in symbols))
+        self._ignored = frozenset(ignored)
+
+    def tokens(self, source: SourceFile, sink: Sink) -> tuple[list[Token], list[int]]:
+        """The tokens of a text, and where something was that is none: that has been reported."""
+        strays: list[int] = []
+        tokens = [token for token in self._raw(source, sink, strays) if token.type not in self._ignored]
+        return list(_without_line_ends_in_parentheses(tokens)), strays
+
+    def _raw(self, source: SourceFile, sink: Sink, strays: list[int]) -> Iterator[Token]:
+        text, at, match = source.text, 0, self._pattern.match
+        while at < len(text):
+            found = match(text, at)
+            if found is None:
+                strays.append(at)
+                at = _report_stray(source, at, sink)
+                continue
+            yield Token(str(found.lastgroup), found.group(), start_pos=at, end_pos=found.end())
+            at = found.end()
+
+
+def _without_line_ends_in_parentheses(tokens: list[Token]) -> Iterator[Token]:
+    closed = _closed_parentheses(tokens)
+    depth = 0
+    for index, token in enumerate(tokens):
+        if index in closed:
+            depth += 1 if token.type == "LPAR" else -1
+        if token.type == "_SEP" and token == "\n" and depth:
+            continue
+        yield token
+
+
+def _closed_parentheses(tokens: list[Token]) -> set[int]:
+    """Where the parentheses stand that have a partner within the same braces."""
+    closed: set[int] = set()
+    opened: list[int] = []
+    for index, token in enumerate(tokens):
+        if token.type in ("LBRACE", "RBRACE"):
+            opened.clear()
+        elif token.type == "LPAR":
+            opened.append(index)
+        elif token.type == "RPAR" and opened:
+            closed |= {opened.pop(), index}
+    return closed
+
+
+_STRAY = re.compile(r"[^\W\d]\w*|\s+|.", re.DOTALL)
+
+
+def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
+    """Reports what stands at a place where no token does; returns where to go on."""
+    text = source.text
+    if text[at] in "\"'":
+        return _report_open_string(source, at, sink)
+    stray = _STRAY.match(text, at)
+    end = at + 1 if stray is None else stray.end()
+    span, char = source.span(at, end), text[at]
+    if end - at > 1 and not char.isspace():
+        help = "names consist of the ASCII letters, digits and `_`"
+        sink.report(codes.CHARACTER, span, f"`{printable(span.text[:64])}` is not a name", help)
+    else:
+        what = f"`{printable(char)}`" + ("" if char.isascii() else f" (U+{ord(char):04X})")
+        help_text = f"write `{_LOOKALIKES[char]}`" if char in _LOOKALIKES else None
+        sink.report(codes.CHARACTER, span, f"unexpected character {what}", help_text)
+    return end
+
+
+def _report_open_string(source: SourceFile, at: int, sink: Sink) -> int:
+    quote = source.text[at]
+    if source.text.startswith(quote * 3, at):
+        end, missing = len(source.text), quote * 3
+    else:
+        line_end = source.text.find("\n", at)
+        end, missing = (len(source.text) if line_end < 0 else line_end), quote
+    message = f"the string that starts here has no closing `{missing}`"
+    sink.report(codes.STRING_END, source.span(at, min(end, at + 40)), message)
+    return end
+
+
+def span_of(source: SourceFile, token: Token) -> Span:
+    """Where a token stands."""
+    return source.span(token.start_pos or 0, token.end_pos or 0)

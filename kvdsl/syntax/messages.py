@@ -1,0 +1,188 @@
+"""What to say about a token that the grammar does not expect."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from lark import Token
+
+from kvdsl import codes
+from kvdsl.codes import Code
+from kvdsl.diagnostics import Label, did_you_mean, printable
+from kvdsl.source import SourceFile, Span
+from kvdsl.syntax.lexer import span_of
+
+Explanation = tuple[Code, Span, str, str | None, tuple[Label, ...]]
+
+
+@dataclass(frozen=True)
+class Stuck:
+    """Where the parser stands.
+
+    Attributes:
+        begin, at: the indices of the statement's first token and of the unexpected one.
+        token: the unexpected token; a keyword is typed as one.
+        accepts: the terminals that could stand here.
+        keywords: the keywords' spelling by terminal.
+    """
+
+    source: SourceFile
+    tokens: list[Token]
+    begin: int
+    at: int
+    token: Token
+    accepts: frozenset[str]
+    keywords: dict[str, str]
+
+    @property
+    def before(self) -> Token | None:
+        """The token before the unexpected one."""
+        return self.tokens[self.at - 1] if self.at > 0 else None
+
+    @property
+    def span(self) -> Span:
+        """Where the unexpected token stands; a missing rest is shown right behind what is there."""
+        if self.token.type in ("_SEP", "$END", "RBRACE") and self.at > self.begin and self.before is not None:
+            end = self.before.end_pos or 0
+            return self.source.span(end, end + 1)
+        return span_of(self.source, self.token)
+
+
+def explain(stuck: Stuck) -> Explanation:
+    """The code, place, message, help and labels for an unexpected token."""
+    for case in (_unclosed, _stray_bracket, _statement, _operator, _docstring):
+        explanation = case(stuck)
+        if explanation is not None:
+            return explanation
+    return _expected(stuck)
+
+
+_EXPRESSION = {"NUMBER", "LPAR", "MINUS"}
+_OPERATORS = {"OR", "AND", "LT", "LE", "GT", "GE", "EQ", "NE", "PLUS", "MINUS", "STAR", "SLASH", "PERCENT", "POWER"}
+_COMPARISONS = {"LT", "LE", "GT", "GE", "EQ", "NE"}
+_SHOWN = {
+    "NAME": "a name", "NUMBER": "a number", "STRING": "a string", "LPAR": "`(`", "RPAR": "`)`", "LBRACE": "`{`",
+    "RBRACE": "`}`", "EQUAL": "`=`", "COMMA": "`,`", "RANGE": "`..`", "$END": "the end of the file", "GE": "`>=`",
+}  # fmt: skip
+
+
+def _unclosed(stuck: Stuck) -> Explanation | None:
+    """The statement or file ends inside a bracket."""
+    if stuck.token.type == "$END" and "RBRACE" in stuck.accepts | ({"RBRACE"} if stuck.at > stuck.begin else set()):
+        brace = _last_open(stuck.tokens[: stuck.at], "LBRACE", "RBRACE")
+        parenthesis = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
+        if parenthesis is None and brace is not None and "RBRACE" in stuck.accepts:
+            span = span_of(stuck.source, brace)
+            return codes.UNCLOSED, span, "this `{` has no closing `}`", "add `}` after the policy's last statement", ()
+    if "RPAR" in stuck.accepts and stuck.token.type in ("_SEP", "$END", "RBRACE", "LBRACE"):
+        opened = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
+        if opened is not None:
+            return codes.UNCLOSED, span_of(stuck.source, opened), "this `(` has no closing `)`", None, ()
+    if stuck.token == "policy" and "OVERRIDE" in stuck.accepts:
+        brace = _last_open(stuck.tokens[: stuck.at], "LBRACE", "RBRACE")
+        labels = () if brace is None else (Label(span_of(stuck.source, brace), "this `{` is still open"),)
+        return codes.UNCLOSED, stuck.span, "expected `}` before the next policy", None, labels
+    return None
+
+
+def _last_open(tokens: Iterable[Token], left: str, right: str) -> Token | None:
+    opened: list[Token] = []
+    for token in tokens:
+        if token.type == left:
+            opened.append(token)
+        elif token.type == right and opened:
+            opened.pop()
+    return opened[-1] if opened else None
+
+
+def _stray_bracket(stuck: Stuck) -> Explanation | None:
+    """A closing bracket too many."""
+    partner = {"RPAR": ("LPAR", "("), "RBRACE": ("LBRACE", "{")}.get(stuck.token.type)
+    if partner is None or stuck.token.type in stuck.accepts:
+        return None
+    begin = stuck.begin if partner[0] == "LPAR" else 0
+    if _last_open(stuck.tokens[begin : stuck.at], partner[0], stuck.token.type) is not None:
+        return None
+    return codes.UNCLOSED, stuck.span, f"this `{stuck.token}` has no opening `{partner[1]}`", None, ()
+
+
+def _statement(stuck: Stuck) -> Explanation | None:
+    """A word that begins no statement."""
+    begins = "OVERRIDE" in stuck.accepts or "KEEP" in stuck.accepts or "POLICY" in stuck.accepts
+    if not begins or stuck.token.type != "NAME":
+        return None
+    known = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
+    word = printable(str(stuck.token)[:64])
+    if "POLICY" in stuck.accepts:
+        help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
+        return codes.STATEMENT, stuck.span, f"expected `policy`, `let` or `import`, not `{word}`", help, ()
+    return codes.STATEMENT, stuck.span, f"unknown statement `{word}`", did_you_mean(word, known), ()
+
+
+def _operator(stuck: Stuck) -> Explanation | None:
+    """Habits from other languages in the middle of an expression."""
+    if not (_OPERATORS & stuck.accepts) and stuck.token.type not in _COMPARISONS:
+        return None
+    kind, before = stuck.token.type, stuck.before
+    if kind == "EQUAL":
+        return codes.SYNTAX, stuck.span, "`=` does not compare", "write `==`", ()
+    if kind in _COMPARISONS and "PLUS" in stuck.accepts:
+        return codes.SYNTAX, stuck.span, "comparisons do not chain", "write `a < b and b < c`", ()
+    if kind == "SLASH" and before is not None and before.type == "SLASH":
+        return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", "a comment starts with `#`", ()
+    return None
+
+
+def _docstring(stuck: Stuck) -> Explanation | None:
+    if stuck.token.type == "STRING" and "OVERRIDE" in stuck.accepts:
+        help = "the docstring is one string, before the first statement"
+        return codes.SYNTAX, stuck.span, "a string is not a statement", help, ()
+    return None
+
+
+def _expected(stuck: Stuck) -> Explanation:
+    """The general case: what could stand here."""
+    choices = _choices(stuck)
+    found = {"_SEP": "the end of the line", "$END": "the end of the file"}.get(stuck.token.type)
+    if stuck.token == ";":
+        found = "`;`"
+    found = found or (f"`{printable(str(stuck.token)[:40])}`" if stuck.token.type != "STRING" else "this string")
+    words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
+    help = did_you_mean(str(stuck.token), words) if stuck.token.type == "NAME" else None
+    if choices == ["a new line"]:
+        message = f"expected a new line or `;` before {found}"
+    elif stuck.before is not None and stuck.at > stuck.begin and stuck.token.type in ("_SEP", "$END", "RBRACE"):
+        message = f"expected {_alternatives(choices)} after `{printable(str(stuck.before)[:40])}`"
+    else:
+        message = f"expected {_alternatives(choices)}, not {found}"
+    return codes.SYNTAX, stuck.span, message, help, ()
+
+
+def _choices(stuck: Stuck) -> list[str]:
+    """What could stand here, in words, the most telling first."""
+    accepts = set(stuck.accepts)
+    accepts -= {"EQUAL"} if "COMMA" in accepts else {"NAME", "LPAR"} if "EQUAL" in accepts else set()
+    if "OVERRIDE" in accepts:
+        return ["a statement", "`}`"]
+    if "POLICY" in accepts:
+        return ["`policy`", "`let`", "`import`"]
+    choices = []
+    if accepts >= _EXPRESSION:
+        choices.append("an expression")
+        accepts -= _EXPRESSION | {"NAME", "NOT"}
+    elif _OPERATORS & accepts:
+        accepts -= _OPERATORS
+        accepts -= {"LPAR"} if len(accepts) > 1 else set()
+    if "_SEP" in accepts:
+        accepts -= {"_SEP", "RBRACE", "$END"}
+        if not accepts and not choices:
+            return ["a new line"]
+    choices += [_SHOWN[name] for name in _SHOWN if name in accepts]
+    choices += sorted(f"`{stuck.keywords[name]}`" for name in accepts if name in stuck.keywords)
+    return choices or ["something else"]
+
+
+def _alternatives(choices: list[str]) -> str:
+    shown = choices[:6]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"

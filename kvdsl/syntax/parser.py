@@ -1,0 +1,185 @@
+"""From tokens to a tree, with as many syntax errors as a run can find.
+
+The tables are Lark's; the loop is here because of two things. A word becomes a keyword only where the grammar lets one
+stand, so keywords are never reserved. And after an error the parser goes back to the last place where a statement could
+begin, skips to the next one, and goes on: a broken line costs that line, not the file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import Enum
+from functools import lru_cache
+
+from lark import Lark, Token, Tree
+from lark.exceptions import UnexpectedToken
+from lark.parsers.lalr_interactive_parser import InteractiveParser
+
+from kvdsl.diagnostics import Sink
+from kvdsl.resources import read_resource
+from kvdsl.source import SourceFile, Span
+from kvdsl.syntax.lexer import Lexer, span_of
+from kvdsl.syntax.messages import Stuck, explain
+
+MAX_ERRORS = 20
+
+ANYTHING = "*"
+"""Stands among what is missing after an error: there is no knowing."""
+A_STATEMENT = "?"
+"""Stands among what is missing after an error: some statement, which defines no name."""
+
+
+class Place(Enum):
+    """Where the parser stands: among the items of the file, before a policy's `{`, or among its statements."""
+
+    FILE = 0
+    HEADER = 1
+    POLICY = 2
+
+
+_LEADS_TO = {"POLICY": Place.HEADER, "LBRACE": Place.POLICY, "RBRACE": Place.FILE}
+_BEGINS = {Place.FILE: "POLICY", Place.POLICY: "OVERRIDE"}
+
+
+@dataclass(frozen=True)
+class BrokenStatement:
+    """A statement with a syntax error: where it stands, and what it would have defined or set."""
+
+    span: Span
+    defines: frozenset[str]
+
+
+@dataclass
+class Parsed:
+    """A tree (None if nothing could be made of the file) and what was left out of it."""
+
+    tree: Tree[Token] | None
+    broken: list[BrokenStatement] = field(default_factory=list)
+
+
+@lru_cache(maxsize=1)
+def _grammar() -> tuple[Lark, Lexer]:
+    lark = Lark(read_resource("grammar", "kv.lark"), parser="lalr", propagate_positions=True, maybe_placeholders=True)
+    return lark, Lexer(list(lark.terminals), list(lark.ignore_tokens))
+
+
+def parse(source: SourceFile, sink: Sink) -> Parsed:
+    """The tree of a text. Errors go to the sink; what they spoil is left out of the tree."""
+    return _Parser(source, sink).run()
+
+
+class _Parser:
+    def __init__(self, source: SourceFile, sink: Sink) -> None:
+        lark, lexer = _grammar()
+        self.source, self.sink = source, sink
+        self.keywords = lexer.keywords
+        self.machine: InteractiveParser = lark.parse_interactive("")
+        self.states = self.machine.parser_state.parse_conf.states
+        self.tokens, self.strays = lexer.tokens(source, sink)
+        end = len(source.text)
+        self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
+        self.at = 0
+        self.statement = 0
+        self.errors = 0
+        self.broken: list[BrokenStatement] = []
+        self.place = Place.FILE
+        self.saved: tuple[Place, list[object], list[object]] = (Place.FILE, [], [])
+
+    def run(self) -> Parsed:
+        while True:
+            self._mark()
+            token = self._typed(self.tokens[self.at])
+            try:
+                tree = self.machine.feed_token(token)
+            except UnexpectedToken:
+                self.errors += 1
+                self._report(token)
+                if self.errors > MAX_ERRORS or not self._recover():
+                    return Parsed(None, self.broken)
+                continue
+            if token.type == "$END":
+                return Parsed(tree, self.broken)
+            self.place = _LEADS_TO.get(token.type, self.place)
+            self.at += 1
+
+    def _allowed(self) -> Mapping[str, object]:
+        """What the tables have an action for in the present state."""
+        return self.states[self.machine.parser_state.position]
+
+    def _typed(self, token: Token) -> Token:
+        keyword = self.keywords.get(token) if token.type == "NAME" else None
+        if keyword is None or keyword not in self._allowed():
+            return token
+        return Token(keyword, str(token), start_pos=token.start_pos, end_pos=token.end_pos)
+
+    def _mark(self) -> None:
+        """Remembers a place where a statement can begin, or an item of the file: what to go back to."""
+        if self.place is not Place.HEADER and _BEGINS[self.place] in self._allowed():
+            state = self.machine.parser_state
+            self.saved = (self.place, list(state.state_stack), list(state.value_stack))
+            self.statement = self.at
+
+    def _report(self, token: Token) -> None:
+        begin = self.tokens[self.statement - 1].end_pos or 0 if self.statement else 0
+        if any(begin <= stray <= (token.end_pos or 0) for stray in self.strays):
+            return
+        state = self.machine.parser_state
+        choices: set[str] = set(self._allowed())
+        if len(state.state_stack) < 2_000:
+            choices = self.machine.accepts()  # type: ignore[no-untyped-call]
+        stuck = Stuck(self.source, self.tokens, self.statement, self.at, token, frozenset(choices), self._keywords())
+        code, span, message, help, labels = explain(stuck)
+        self.sink.report(code, span, message, help, labels)
+
+    def _keywords(self) -> dict[str, str]:
+        return {name: word for word, name in self.keywords.items()}
+
+    def _recover(self) -> bool:
+        """Goes back to where the broken statement began and on to where the next may; False if there is no such place."""
+        state = self.machine.parser_state
+        self.place, state.state_stack, state.value_stack = self.saved[0], list(self.saved[1]), list(self.saved[2])
+        inside = self.place is Place.POLICY
+        begin, stuck = self.statement, self.at
+        self.at = self._skip(begin, stuck, inside)
+        if inside:
+            self._forget(begin, max(stuck, self.at))
+            if self.tokens[self.at].type == "$END" or self.tokens[self.at] == "policy":
+                self._close_policy()
+            return True
+        self.broken.append(BrokenStatement(self.source.span(0, 0), frozenset({ANYTHING})))
+        return self.at > begin or self.tokens[self.at].type == "$END"
+
+    def _close_policy(self) -> None:
+        end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
+        self.machine.feed_token(Token("RBRACE", "}", start_pos=end, end_pos=end))
+        self.machine.feed_token(Token("_SEP", "\n", start_pos=end, end_pos=end))
+        self.place = Place.FILE
+
+    def _skip(self, begin: int, stuck: int, inside: bool) -> int:
+        """The index of the token after a broken statement: a separator, the policy's `}`, or another policy."""
+        depth = 0
+        for index in range(begin, len(self.tokens)):
+            token = self.tokens[index]
+            starts_line = index > 0 and self.tokens[index - 1].type == "_SEP"
+            if token.type == "$END" or (token == "policy" and starts_line and index >= stuck):
+                return index
+            if token.type == "LBRACE":
+                depth += 1
+            elif token.type == "RBRACE":
+                if inside and depth == 0 and index >= stuck:
+                    return index
+                depth = max(0, depth - 1)
+            elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin:
+                return index
+        return len(self.tokens) - 1
+
+    def _forget(self, begin: int, end: int) -> None:
+        words = [str(token) for token in self.tokens[begin:end] if token.type == "NAME"][:3]
+        words = words[1:] if words[:1] == ["override"] else words
+        defines = {words[0] if words and words[0] in self.keywords else A_STATEMENT}
+        if words[:1] in (["param"], ["let"]):
+            defines = set(words[1:2])
+        stop = min(end, len(self.tokens) - 1)
+        span = span_of(self.source, self.tokens[begin]).to(span_of(self.source, self.tokens[stop]))
+        self.broken.append(BrokenStatement(span, frozenset(defines)))

@@ -1,0 +1,75 @@
+"""From a path to a source text. Whatever lies at the path, the result is a text or a diagnostic."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink
+from kvdsl.source import SourceFile, Span
+
+MAX_BYTES = 65_536
+
+
+def read(path: Path, sink: Sink, name: str | None = None, blame: Span | None = None) -> SourceFile | None:
+    """The text of a file, or None after a report at `blame` (the import that asked for it)."""
+    name = str(path) if name is None else name
+    nowhere = SourceFile(name, "", path)
+    place = nowhere.span(0, 0) if blame is None else blame
+    try:
+        if path.is_dir():
+            raise IsADirectoryError
+        if path.exists() and not path.is_file():
+            raise PermissionError
+        with path.open("rb") as stream:
+            data = stream.read(MAX_BYTES + 1)
+    except (OSError, ValueError) as error:
+        reason = _REASONS.get(type(error), "it cannot be read")
+        sink.report(codes.UNREADABLE, place, f"cannot read `{name}`: {reason}")
+        return None
+    if len(data) > MAX_BYTES:
+        _too_large(place, name, sink)
+        return None
+    return decode(data, sink, name, path, blame)
+
+
+_REASONS: dict[type[Exception], str] = {
+    FileNotFoundError: "there is no such file",
+    IsADirectoryError: "it is a folder",
+    NotADirectoryError: "a part of its path is no folder",
+    PermissionError: "permission denied",
+}
+
+
+def decode(data: bytes, sink: Sink, name: str, path: Path | None = None, blame: Span | None = None) -> SourceFile | None:
+    """The text that the bytes are, or None after a report."""
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        where = blame or SourceFile(name, "", path).span(0, 0)
+        line = data.count(b"\n", 0, error.start) + 1
+        message = f"`{name}` is not UTF-8: line {line} has the byte 0x{data[error.start]:02x}"
+        sink.report(codes.ENCODING, where, message, help="save the file as UTF-8")
+        return None
+    return normalized(SourceFile(name, text, path), sink)
+
+
+def normalized(source: SourceFile, sink: Sink) -> SourceFile | None:
+    """The source with plain line ends and no byte order mark, or None after a report if no policy can be that large."""
+    text = source.text.removeprefix("\ufeff")
+    if "\r" in text:
+        text = text.replace("\r\n", "\n").replace("\r", "\n")
+    if "\0" in text:
+        at = text.index("\0")
+        message = "the file has a NUL character, which no text has"
+        sink.report(codes.ENCODING, SourceFile(source.name, text, source.path).span(at, at + 1), message)
+        return None
+    if len(text) > MAX_BYTES:
+        _too_large(SourceFile(source.name, "", source.path).span(0, 0), source.name, sink)
+        return None
+    return source if text == source.text else SourceFile(source.name, text, source.path)
+
+
+def _too_large(place: Span, name: str, sink: Sink) -> None:
+    message = f"`{name}` is larger than {MAX_BYTES // 1024} KiB"
+    sink.report(codes.TOO_LARGE, place, message, help="a policy is a dozen lines: is this the right file?")

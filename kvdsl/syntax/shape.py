@@ -1,0 +1,227 @@
+"""From Lark's tree to dataclasses."""
+
+from __future__ import annotations
+
+import re
+from typing import Union
+
+from lark import Token, Tree
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink, printable
+from kvdsl.source import SourceFile, Span
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.lexer import span_of
+from kvdsl.syntax.parser import ANYTHING, Parsed, parse
+
+MAX_DEPTH = 100
+
+Child = Union["Tree[Token]", Token, None]
+
+
+def parse_module(source: SourceFile, sink: Sink) -> syn.Module:
+    """A file's syntax; errors go to the sink, and what they spoil is left out."""
+    parsed = parse(source, sink)
+    if parsed.tree is None:
+        return syn.Module(source, broken=True)
+    return _Shaper(source, parsed, sink).module(parsed.tree)
+
+
+class _Shaper:
+    def __init__(self, source: SourceFile, parsed: Parsed, sink: Sink) -> None:
+        self.source, self.parsed, self.sink = source, parsed, sink
+        self.depth = 0
+
+    # -- files -------------------------------------------------------------------------------------------------------
+
+    def module(self, tree: Tree[Token]) -> syn.Module:
+        items = [self._item(child) for child in tree.children if isinstance(child, Tree)]
+        return syn.Module(
+            self.source,
+            editions=tuple(item for item in items if isinstance(item, syn.Edition)),
+            imports=tuple(item for item in items if isinstance(item, syn.Import)),
+            lets=tuple(item for item in items if isinstance(item, syn.Let)),
+            policies=tuple(item for item in items if isinstance(item, syn.Policy)),
+            broken=any(ANYTHING in statement.defines for statement in self.parsed.broken),
+        )
+
+    def _item(self, tree: Tree[Token]) -> syn.Edition | syn.Import | syn.Let | syn.Policy:
+        if tree.data == "edition":
+            return syn.Edition(self._span(tree), str(tree.children[0]))
+        if tree.data == "import":
+            return syn.Import(self._span(tree), self._string(tree.children[0]))
+        return self._let(tree, False) if tree.data == "let" else self._policy(tree)
+
+    def _policy(self, tree: Tree[Token]) -> syn.Policy:
+        name, parent, body = tree.children
+        span = self._span(tree)
+        doc, *statements = _tree(body).children
+        broken = [s.defines for s in self.parsed.broken if span.start <= s.span.start <= span.end]
+        return syn.Policy(
+            span,
+            self._word(name),
+            None if parent is None else self._word(parent),
+            self._string(doc.children[0]) if isinstance(doc, Tree) else None,
+            tuple(self._statement(child) for child in statements if isinstance(child, Tree)),
+            frozenset().union(*broken),
+        )
+
+    # -- statements --------------------------------------------------------------------------------------------------
+
+    def _statement(self, tree: Tree[Token], override: bool = False) -> syn.Statement:
+        if tree.data == "override":
+            return self._statement(_tree(tree.children[0]), True)
+        kind = str(tree.data)
+        if kind == "param":
+            return self._param(tree, override)
+        if kind == "let":
+            return self._let(tree, override)
+        if kind.startswith("keep_"):
+            return self._keep(tree, override)
+        return self._setting(tree, override)
+
+    def _param(self, tree: Tree[Token], override: bool) -> syn.Param:
+        name, unit, value, range_ = tree.children
+        return syn.Param(
+            self._span(tree),
+            self._word(name),
+            None if unit is None else self._word(unit),
+            self._expr(value),
+            self._range(range_) if isinstance(range_, Tree) else None,
+            override,
+        )
+
+    def _range(self, tree: Tree[Token]) -> syn.Range:
+        low, _, high = tree.children
+        return syn.Range(self._span(tree), *(None if end is None else self._expr(end) for end in (low, high)))
+
+    def _let(self, tree: Tree[Token], override: bool) -> syn.Let:
+        name, names, value = tree.children
+        words = None
+        if isinstance(names, Tree):
+            words = tuple(self._word(child) for child in names.children if child is not None)
+        return syn.Let(self._span(tree), self._word(name), words, self._expr(value), override)
+
+    def _keep(self, tree: Tree[Token], override: bool) -> syn.Keep:
+        scope = str(tree.data).removeprefix("keep_")
+        values = [self._expr(child) for child in tree.children]
+        span = self._span(tree)
+        if scope == "where":
+            return syn.Keep(span, "where", by=values[0], override=override)
+        if scope == "top":
+            return syn.Keep(span, "top", values[0], values[1], override)
+        if scope == "nothing":
+            return syn.Keep(span, "nothing", override=override)
+        return syn.Keep(span, "first" if scope == "first" else "last", values[0], override=override)
+
+    def _setting(self, tree: Tree[Token], override: bool) -> syn.Statement:
+        """A statement that holds one expression or one word; every other form belongs to a later version."""
+        keyword, span, children = str(tree.data), self._span(tree), [c for c in tree.children if c is not None]
+        simple = keyword in _EXPRESSIONS or keyword in _WORDS
+        if not simple or sum(not _is_operator(child) for child in children) != 1:
+            return syn.Later(span, keyword, override)
+        if keyword in _WORDS:
+            return syn.Setting(span, keyword, word=self._word(children[0]), override=override)
+        return syn.Setting(span, keyword, self._expr(children[-1]), override=override)
+
+    # -- expressions -------------------------------------------------------------------------------------------------
+
+    def _expr(self, child: Child) -> syn.Expr:
+        if self.depth >= MAX_DEPTH:
+            span = self._span(_tree(child))
+            self.sink.report(codes.TOO_DEEP, span, f"the expression is nested more than {MAX_DEPTH} deep")
+            return syn.Broken(span)
+        self.depth += 1
+        try:
+            return self._expr_of(_tree(child))
+        finally:
+            self.depth -= 1
+
+    def _expr_of(self, tree: Tree[Token]) -> syn.Expr:
+        span, children = self._span(tree), tree.children
+        if tree.data == "number":
+            return self._number(span, str(children[0]))
+        if tree.data == "name":
+            return syn.Name(span, str(children[0]))
+        if tree.data == "unary":
+            return syn.Unary(span, str(children[0]), self._expr(children[1]))
+        if tree.data == "binary":
+            left, op, right = children
+            return syn.Binary(span, str(op), self._word(op).span, self._expr(left), self._expr(right))
+        function, *arguments = children
+        shaped = tuple(self._argument(child) for child in arguments if isinstance(child, Tree))
+        return syn.Call(span, self._word(function), shaped)
+
+    def _number(self, span: Span, text: str) -> syn.Expr:
+        value = float(text)
+        if value != float("inf"):
+            return syn.Constant(span, value)
+        self.sink.report(codes.NUMBER, span, f"the number `{span.quoted()}` is too large")
+        return syn.Broken(span)
+
+    def _argument(self, tree: Tree[Token]) -> syn.Argument:
+        keyword, value, over = tree.children
+        return syn.Argument(
+            self._span(tree),
+            self._expr(value),
+            None if keyword is None else self._word(keyword),
+            self._over(over) if isinstance(over, Tree) else None,
+        )
+
+    def _over(self, tree: Tree[Token]) -> syn.Over:
+        span = self._span(tree)
+        if tree.data == "over_last":
+            return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
+        return syn.Over(span, self._word(tree.children[0]))
+
+    # -- leaves ------------------------------------------------------------------------------------------------------
+
+    def _span(self, tree: Tree[Token]) -> Span:
+        return self.source.span(tree.meta.start_pos, tree.meta.end_pos)
+
+    def _word(self, child: Child) -> syn.Word:
+        assert isinstance(child, Token)
+        return syn.Word(span_of(self.source, child), str(child))
+
+    def _string(self, child: Child) -> syn.Word:
+        word = self._word(child)
+        quotes = 3 if word.text[:3] in ('"""', "'''") else 1
+        return syn.Word(word.span, self._unescaped(word.text[quotes:-quotes], word.span, quotes))
+
+    def _unescaped(self, text: str, span: Span, quotes: int) -> str:
+        def value(match: re.Match[str]) -> str:
+            place = self.source.span(span.start + quotes + match.start(), span.start + quotes + match.end())
+            return self._escape(match, place)
+
+        for match in _CONTROL.finditer(text):
+            at = span.start + quotes + match.start()
+            message = f"a string cannot have the character `{printable(match.group())}` as it is"
+            help = f"write `\\u{{{ord(match.group()):x}}}`"
+            self.sink.report(codes.ENCODING, self.source.span(at, at + 1), message, help)
+        return _ESCAPE.sub(value, text)
+
+    def _escape(self, match: re.Match[str], place: Span) -> str:
+        if match["simple"] in _SIMPLE:
+            return _SIMPLE[match["simple"]]
+        point = int(match["point"], 16) if match["point"] else 0x110000
+        if 0 < point < 0xD800 or 0xDFFF < point < 0x110000:
+            return chr(point)
+        help = r"the escapes are \n, \t, \\, \", \' and \u{...} with a code point"
+        self.sink.report(codes.ESCAPE, place, f"unknown escape `{printable(match.group())}`", help)
+        return ""
+
+
+_EXPRESSIONS = {"budget", "score", "trigger", "slack", "max_drop"}
+_WORDS = {"group", "positions"}
+_ESCAPE = re.compile(r"\\(?:u\{(?P<point>[0-9A-Fa-f]{1,6})\}|(?P<simple>.))", re.DOTALL)
+_SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
+_CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
+
+
+def _is_operator(child: Child) -> bool:
+    return isinstance(child, Token) and child.type == "GE"
+
+
+def _tree(child: Child) -> Tree[Token]:
+    assert isinstance(child, Tree)
+    return child

@@ -1,0 +1,296 @@
+"""Expressions: what they become, and what is said about those that make no sense."""
+
+import pytest
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Input, Number, Reduce
+from kvdsl.ir.printer import print_expression
+from kvdsl.ir.visitors import walk
+from tests.diagnostics.expect import body, check, expect_in, only, policy
+
+
+def score(text: str, *lets: str) -> str:
+    """The IR of a score, printed."""
+    expr = policy("param budget = 512", *lets, f"score {text}").score
+    assert expr is not None
+    return print_expression(expr)
+
+
+@pytest.mark.parametrize(
+    ("text", "printed"),
+    [
+        ("norm1(v)", "sum(abs(v) over dims)"),
+        ("norm2(k)", "sqrt(sum(k * k over dims))"),
+        ("norminf(v)", "max(abs(v) over dims)"),
+        ("sum(dot(q, k))", "sum(sum(q * k over dims))"),
+        ("count()", "count()"),
+        ("max(age, 3, position)", "max(max(age, 3), position)"),
+        ("max(attn)", "max(attn over queries)"),
+        ("min(attn over queries)", "min(attn over queries)"),
+        ("sum(attn > 0.5)", "sum(attn > 0.5)"),
+        ("where(age > 3 and not age > 9, 1, position)", "where(age > 3 and not age > 9, 1, position)"),
+        ("-age ** 2", "-age ** 2"),
+        ("(-age) ** 2", "(-age) ** 2"),
+        ("2 ** -age", "2 ** -age"),
+        ("2 ** 3 ** 0.5 * age", "2 ** 3 ** 0.5 * age"),
+        ("(2 ** 3) ** age", "(2 ** 3) ** age"),
+        ("age - (position - 3)", "age - (position - 3)"),
+        ("age - position - 3", "age - position - 3"),
+        ("age * (position + 1) % 7", "age * (position + 1) % 7"),
+        ("not (age > 3 or age < 1)", "not (age > 3 or age < 1)"),
+        ("(age > 3) == (age < 5)", "(age > 3) == (age < 5)"),
+        ("age * (budget + live + prompt + layer + layers)", "age * (budget + live + prompt + layer + layers)"),
+        ("position - mean(position over slots)", "position - mean(position over slots)"),
+        ("mean(logit) + random()", "mean(logit) + random()"),
+    ],
+)
+def test_what_they_become(text: str, printed: str) -> None:
+    assert score(text) == printed
+    assert score(printed) == printed
+
+
+def test_counts_are_an_input() -> None:
+    assert policy("param budget = 8", "score count()").score == Input(name="observed")
+
+
+def test_budget_is_the_tokens_kept_except_in_its_own_definition() -> None:
+    checked = policy("param budget = 512", "param recent = budget / 2", "score age + budget", "keep last recent")
+    assert Input(name="budget") in walk(checked.params[1].default)
+    assert checked.score is not None
+    assert Input(name="budget") in walk(checked.score)
+
+
+# -- axes --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "has", "help"),
+    [
+        ("attn", "query and slot", "reduce it over queries: `mean(attn)`, `sum(attn)` or `last(attn)`"),
+        (
+            "attn * age",
+            "query and slot",
+            "reduce it over queries: `mean(attn * age)`, `sum(attn * age)` or `last(attn * age)`",
+        ),
+        ("v", "slot and dim", "reduce it over dims: `sum(v over dims)`"),
+        ("q", "query and dim", "reduce it, first over dims: `mean(sum(q over dims))`"),
+        ("q * k", "query, slot and dim", "reduce it, first over dims: `mean(sum(q * k over dims))`"),
+        ("mean(attn over slots)", "query", None),
+    ],
+)
+def test_a_score_has_one_number_per_slot(text: str, has: str, help: str | None) -> None:
+    found = only(body("param budget = 512", f"score {text}"), "KV0301")
+    assert found.message == f"a score has one number per slot, but `{text}` has one number per {has}"
+    assert found.span.text == text
+    assert help is None or found.help == help
+
+
+def test_keeps_rank_by_one_number_per_slot() -> None:
+    message = "what `keep top` ranks by has one number per slot, but `attn` has one number per query and slot"
+    help = "reduce it over queries: `mean(attn)`, `sum(attn)` or `last(attn)`"
+    expect_in("keep top 3 by attn", "KV0301", message, "attn", help)
+
+
+def test_keep_where_needs_a_condition_on_slots() -> None:
+    expect_in(
+        "keep where age", "KV0303", "`keep where` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"
+    )
+    assert only(body("param budget = 8", "score age", "keep where attn > 1"), "KV0301")
+    assert policy("param budget = 8", "score age", "keep where position < 2 and mean(attn) > 0.5").keeps[0].scope == "where"
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message", "at", "help"),
+    [
+        (
+            "mean(position)",
+            "KV0304",
+            "`position` has no queries to reduce over: it is one number per slot",
+            "position",
+            "did you mean `mean(position over slots)`?",
+        ),
+        (
+            "sum(v)",
+            "KV0304",
+            "`v` has no queries to reduce over: it is one number per slot and dim",
+            "v",
+            "did you mean `sum(v over slots)`?",
+        ),
+        (
+            "sum(3)",
+            "KV0304",
+            "`3` has no queries to reduce over: it is a single number",
+            "3",
+            "leave the reduction out",
+        ),
+        (
+            "mean(attn over dims)",
+            "KV0304",
+            "`attn` has no dims to reduce over: it is one number per query and slot",
+            "attn",
+            "did you mean `mean(attn over slots)`?",
+        ),
+        (
+            "sum(attn > mean(attn))",
+            "KV0305",
+            "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
+            "mean(attn)",
+            "over the cached tokens it would be `mean(attn over slots)`",
+        ),
+        (
+            "sum(attn / count())",
+            "KV0305",
+            "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
+            "count()",
+            None,
+        ),
+        ("sum(attn, 3)", "KV0306", "`sum` reduces exactly one value", "sum(attn, 3)", "for example `sum(attn)`"),
+        ("sum()", "KV0306", "`sum` reduces exactly one value", "sum()", "for example `sum(attn)`"),
+        ("abs(age, 3)", "KV0306", "`abs` takes 1 argument, but 2 are given", "abs(age, 3)", None),
+        ("norm1(v, v)", "KV0306", "`norm1` takes 1 argument, but 2 are given", "norm1(v, v)", None),
+        (
+            "count(attn > 0.5)",
+            "KV0306",
+            "`count()` takes no arguments",
+            "count(attn > 0.5)",
+            "to count the queries for which something holds, sum it: `sum(attn > 0.5)`",
+        ),
+        ("abs(x = age)", "KV0306", "`abs` has no argument named `x`", "x", None),
+        (
+            "abs(age over slots)",
+            "KV0306",
+            "`abs` is not a reduction of one value, so `over` has no meaning here",
+            "over slots",
+            "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`",
+        ),
+        ("last(age over slots)", "KV0306", "`last` reduces over queries only", "last(age over slots)", None),
+        ("mean(attn over slot)", "KV0307", "unknown axis `slot`", "slot", "did you mean `slots`?"),
+        (
+            "mean(attn over tokens)",
+            "KV0307",
+            "unknown axis `tokens`",
+            "tokens",
+            "the axes are `queries`, `slots` and `dims`",
+        ),
+        ("age(3)", "KV0309", "`age` is not a function", "age", "leave out the parentheses"),
+        ("norm1", "KV0309", "`norm1` is a function, not a value", "norm1", "write `norm1(x)`"),
+        ("age + random", "KV0309", "`random` is a function, not a value", "random", "write `random()`"),
+        ("mean", "KV0309", "`mean` is a function, not a value", "mean", "write `mean(...)`"),
+        ("atn", "KV0201", "unknown name `atn`", "atn", "did you mean `attn`?"),
+        ("observed", "KV0201", "unknown name `observed`", "observed", None),
+        ("men(attn)", "KV0202", "unknown function `men`", "men", "did you mean `mean`?"),
+        ("nrm2(v)", "KV0202", "unknown function `nrm2`", "nrm2", "did you mean `norm2`?"),
+        ("age and 3 > 2", "KV0303", "`and` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),
+        ("not age", "KV0303", "`not` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),
+        ("where(age, 1, 2)", "KV0303", "`where` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),
+        ("age / 0", "KV0408", "`age / 0` divides by zero", "age / 0", None),
+        ("age % (2 - 2)", "KV0408", "`age % (2 - 2)` divides by zero", "age % (2 - 2)", None),
+        ("age + sqrt(-1)", "KV0408", "`sqrt(-1)` has no finite value", "sqrt(-1)", None),
+        ("age + log(0)", "KV0408", "`log(0)` has no finite value", "log(0)", None),
+        ("age + 1e300 * 1e300", "KV0408", "`1e300 * 1e300` has no finite value", "1e300 * 1e300", None),
+        ("sum(attn * random())", "KV0311", "`random()` has no value for a single query", "attn * random()", "draw it outside of the reduction"),
+        (
+            "dot(age, age)",
+            "KV0304",
+            "`dot` multiplies and sums over dims, but neither of its arguments has any",
+            "dot(age, age)",
+            "for example `dot(q, k)`",
+        ),
+    ],
+)  # fmt: skip
+def test_errors(text: str, code: str, message: str, at: str, help: str | None) -> None:
+    expect_in(f"score {text}", code, message, at, help)
+
+
+@pytest.mark.parametrize(
+    ("text", "what"),
+    [
+        ("ema(attn, 0.9)", "`ema(...)`"),
+        ("max_pool(sum(attn), 7)", "`max_pool(...)`"),
+        ("sum(attn over last 400 queries)", "`over last N queries`"),
+        ("max(k over page)", "`over page`"),
+        ("dot(q, k over sketch)", "`over sketch`"),
+    ],
+)
+def test_forms_of_later_versions(text: str, what: str) -> None:
+    found = only(body("param budget = 8", f"score {text}"), "KV0501")
+    assert found.message == f"{what} is not available in this version of kvdsl"
+
+
+def test_an_error_is_said_once_and_nothing_follows_from_it() -> None:
+    found = only(body("param budget = 8", "let a = atn", "let b = a + mean(a)", "score b * a"), "KV0201")
+    assert found.span.text == "atn"
+
+
+def test_several_errors_in_one_expression() -> None:
+    found = check(body("param budget = 8", "score mean(atn) + men(attn) + age / 0")).diagnostics
+    assert [one.code for one in found] == ["KV0201", "KV0202", "KV0408"]
+
+
+# -- lets, functions, hygiene ------------------------------------------------------------------------------------------
+
+
+def test_lets_and_functions_are_put_in() -> None:
+    assert score("f(attn) + a", "let f(x) = mean(x) * 2", "let a = f(logit)") == "mean(attn) * 2 + mean(logit) * 2"
+
+
+def test_a_let_may_be_defined_after_its_use() -> None:
+    assert score("a", "let a = b + 1", "let b = age") == "age + 1"
+
+
+def test_arguments_are_values_not_texts() -> None:
+    assert score("twice(age + 1)", "let twice(x) = x * 2") == "(age + 1) * 2"
+
+
+def test_an_argument_is_not_taken_for_a_name_of_the_body() -> None:
+    lets = ("let y = 7", "let f(x) = x + y", "let g(y) = f(y * 2)")
+    assert score("g(age)", *lets) == "age * 2 + 7"
+
+
+def test_arguments_shadow_lets_and_lets_shadow_the_prelude() -> None:
+    assert score("norm1(v) + aas", "let norm1(x) = max(x over dims)", "let aas = age") == "max(v over dims) + age"
+
+
+def test_a_let_does_not_change_what_the_prelude_means() -> None:
+    text = "let unused(x) = x"
+    assert score("norm1(v)") == "sum(abs(v) over dims)"
+    analysis = check(f"kv 1\n{text}\nlet x = 3\n" + body("param budget = 8", "score norm1(v) * x").removeprefix("kv 1\n"))
+    assert print_expression(analysis.policy.score) == "sum(abs(v) over dims) * 3"
+
+
+def test_recursion_is_refused() -> None:
+    found = only(body("param budget = 8", "let a = b", "let b = a", "score a"), "KV0205")
+    assert found.message == "`a` is defined by itself"
+    assert [label.text for label in found.labels] == ["used here again"]
+    assert only(body("param budget = 8", "let f(x) = f(x)", "score f(age)"), "KV0205")
+
+
+def test_errors_inside_of_a_function_name_its_use() -> None:
+    found = only(body("param budget = 8", "let f(x) = mean(x)", "score f(age)"), "KV0304")
+    assert found.span.text == "x"
+    assert [(label.span.text, label.text) for label in found.labels] == [("f(age)", "used here")]
+
+
+def test_errors_inside_of_the_prelude_are_shown_where_it_is_used() -> None:
+    found = only(body("param budget = 8", "score norm1(age)"), "KV0304")
+    assert found.span.text == "norm1(age)"
+
+
+def test_unused_functions_are_checked_for_names() -> None:
+    found = check(body("param budget = 8", "let f(x) = x + nme", "score age")).diagnostics
+    assert [one.code for one in found] == ["KV0201"]
+
+
+def test_growth_by_lets_is_limited() -> None:
+    lets = ["let a0 = age", *(f"let a{i + 1} = a{i} + a{i}" for i in range(40))]
+    found = only(body("param budget = 8", *lets, "score a40"), "KV0107")
+    assert found.help == "an expression has at most 1,000 parts, nested at most 100 deep"
+
+
+def test_what_the_ir_says_of_axes_is_what_was_checked() -> None:
+    for text in ("mean(attn)", "norm1(v)", "sum(dot(q, k))", "age", "random()", "sum(attn > mean(attn over slots))"):
+        expr = policy("param budget = 8", f"score {text}").score
+        assert expr is not None
+        assert axes_of(expr) == {Axis.SLOT}
+    assert isinstance(policy("param budget = 8", "score 3").score, Number)
+    assert isinstance(policy("param budget = 8", "score mean(attn)").score, Reduce)

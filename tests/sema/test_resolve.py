@@ -1,0 +1,276 @@
+"""Names, imports, inheritance."""
+
+from pathlib import Path
+
+import pytest
+
+from kvdsl.compiler import analyse
+from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.source import SourceFile
+from tests.diagnostics.expect import body, check, expect, expect_in, only
+
+
+def extending(*statements: str, parent: str = "H2O", file: str = "h2o.kv") -> str:
+    """A policy that extends a shipped one."""
+    return "\n".join(["kv 1", f'import "{file}"', f"policy P extends {parent} {{", '  "A test."', *statements, "}", ""])
+
+
+def write(folder: Path, **files: str) -> Path:
+    for stem, text in files.items():
+        (folder / f"{stem}.kv").write_text(text)
+    return folder / "main.kv"
+
+
+# -- inheritance -------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_inherits_everything() -> None:
+    policy = check(extending()).policy
+    assert (policy.name, policy.stem, policy.doc) == ("P", "example", "A test.")
+    assert [param.name for param in policy.params] == ["budget", "recent"]
+
+
+def test_overrides_keep_the_order_of_params() -> None:
+    policy = check(extending("override param budget = 64", "param sinks = 3", "keep first sinks")).policy
+    assert [(param.name, print_expression(param.default)) for param in policy.params] == [
+        ("budget", "64"),
+        ("recent", "budget / 2"),
+        ("sinks", "3"),
+    ]
+    assert [print_keep(keep) for keep in policy.keeps] == ["keep last recent", "keep first sinks"]
+
+
+def test_override_keep_drops_what_is_inherited() -> None:
+    dropped = check(extending("override param recent = 3", "override keep", "keep where age < recent")).policy
+    assert [print_keep(keep) for keep in dropped.keeps] == ["keep where age < recent", "keep last 1"]
+    replaced = check(extending("override keep first recent", "keep last 3")).policy
+    assert [print_keep(keep) for keep in replaced.keeps] == ["keep first recent", "keep last 3"]
+
+
+def test_the_parents_budget_can_be_read_in_an_override() -> None:
+    policy = check(extending("override budget max(budget - layer, 8)")).policy
+    assert policy.budget is not None
+    assert print_expression(policy.budget) == "max(budget - layer, 8)"
+
+
+def test_a_parents_let_reads_what_the_child_overrides(tmp_path: Path) -> None:
+    base = body("param budget = 8", "let weight = 2", "let scaled(x) = x * weight", "score scaled(age)")
+    child = 'kv 1\nimport "base.kv"\npolicy Q extends P { "d"; override let weight = 3 }'
+    policy = analyse(write(tmp_path, base=base, main=child)).policy
+    assert policy.score is not None
+    assert print_expression(policy.score) == "age * 3"
+
+
+def test_names_mean_what_they_mean_in_the_file_that_uses_them(tmp_path: Path) -> None:
+    base = "kv 1\nlet weight = 2\n" + body("param budget = 8", "score age * weight").removeprefix("kv 1\n")
+    child = 'kv 1\nimport "base.kv"\nlet other = 5\npolicy Q extends P { "d"; override score position * other * weight }'
+    policy = analyse(write(tmp_path, base=base, main=child)).policy
+    assert policy.score is not None
+    assert print_expression(policy.score) == "position * 5 * 2"
+    child = 'kv 1\nimport "base.kv"\npolicy Q extends P { "d"; let weight = 7; override budget weight }'
+    policy = analyse(write(tmp_path, base=base, main=child)).policy
+    assert policy.budget is not None
+    assert print_expression(policy.budget) == "7"
+
+
+@pytest.mark.parametrize(
+    ("statement", "what", "help"),
+    [
+        ("score position", "`score`", "write `override score ...`"),
+        ("param budget = 64", "`budget`", "write `override param ...`"),
+        ("budget 64", "`budget`", "write `override budget ...`"),
+    ],
+)
+def test_changes_need_override(statement: str, what: str, help: str) -> None:
+    found = only(extending(statement), "KV0208")
+    assert (found.message, found.span.text, found.help) == (
+        f"{what} is inherited, so changing it needs `override`",
+        statement,
+        help,
+    )
+    assert found.labels[0].text == "inherited from here"
+
+
+def test_override_needs_something_to_change() -> None:
+    found = only(extending("override slack 3"), "KV0209")
+    assert (found.message, found.help) == ("`H2O` has no `slack` to override", "leave out `override`")
+    found = only(extending("override param recnt = 3"), "KV0209")
+    assert (found.message, found.help) == ("`H2O` has no `recnt` to override", "did you mean `recent`?")
+    found = only(extending("override keep", parent="Full", file="full.kv"), "KV0209")
+    assert found.message == "`Full` has no `keep` to override"
+    message = "`score` overrides nothing: `P` extends no policy"
+    expect(body("param budget = 8", "override score age"), "KV0209", message, "score age", "leave out `override`")
+
+
+def test_a_new_statement_needs_no_override() -> None:
+    assert check(extending("slack 3", "max_drop 8")).ok
+
+
+def test_unknown_parents() -> None:
+    expect(extending(parent="H20"), "KV0203", "unknown policy `H20`", "H20", "did you mean `H2O`?")
+    help = 'import the file that defines it, for example `import "h2o.kv"`'
+    expect('kv 1\npolicy P extends RoCo { "d" }', "KV0203", "unknown policy `RoCo`", "RoCo", help)
+
+
+def test_a_policy_cannot_extend_itself() -> None:
+    assert only('kv 1\npolicy P extends P { "d" }', "KV0205").message == "`P` extends itself"
+
+
+def test_extending_is_repeated(tmp_path: Path) -> None:
+    first = extending("param sinks = 2", "keep first sinks").replace("policy P", "policy A")
+    second = 'kv 1\nimport "first.kv"\npolicy B extends A { "d"; override param sinks = 5 }'
+    third = 'kv 1\nimport "second.kv"\npolicy C extends B { "d"; override score age }'
+    policy = analyse(write(tmp_path, first=first, second=second, main=third)).policy
+    assert [param.name for param in policy.params] == ["budget", "recent", "sinks"]
+    assert [print_keep(keep) for keep in policy.keeps] == ["keep last recent", "keep first sinks"]
+
+
+# -- definitions -------------------------------------------------------------------------------------------------------
+
+
+def test_duplicates_name_both_places() -> None:
+    found = only(body("param budget = 8", "let budget2 = 1", "let budget2 = 2", "score age"), "KV0206")
+    assert (found.message, found.span.text) == ("`budget2` is defined twice", "let budget2 = 2")
+    assert [(label.span.text, label.text) for label in found.labels] == [("let budget2 = 1", "first here")]
+    found = only(body("param budget = 8", "score age", "score position"), "KV0207")
+    assert (found.message, found.span.text) == ("`score` is given twice", "score position")
+    assert [(label.span.text, label.text) for label in found.labels] == [("score age", "first here")]
+
+
+def test_params_and_lets_share_their_names() -> None:
+    assert only(body("param budget = 8", "param a = 1", "let a = 2", "score age"), "KV0206")
+
+
+@pytest.mark.parametrize("statement", ["let f(x, x) = x", "let f(a, b, a) = a"])
+def test_arguments_have_different_names(statement: str) -> None:
+    assert only(body("param budget = 8", statement, "score age"), "KV0206").message.endswith("is named twice")
+
+
+@pytest.mark.parametrize("name", ["attn", "position", "live", "layers", "k"])
+def test_inputs_cannot_be_redefined(name: str) -> None:
+    for statement in (f"let {name} = 3", f"param {name} = 3", f"let {name}(x) = x"):
+        message = f"`{name}` is a built-in input and cannot be redefined"
+        expect_in(statement, "KV0210", message, name)
+
+
+@pytest.mark.parametrize("name", ["mean", "count", "random", "where", "dot", "ema"])
+def test_functions_cannot_be_redefined(name: str) -> None:
+    expect_in(f"let {name}(x) = x", "KV0210", f"`{name}` is a built-in function and cannot be redefined", name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["class", "None", "while", "lambda", "int", "template", "namespace", "model", "self", "backend", "seed", "a__b", "_A"],
+)
+def test_names_that_generated_code_cannot_have(name: str) -> None:
+    found = only(body("param budget = 8", f"param {name} = 3", "score age"), "KV0111")
+    assert (found.span.text, found.help) == (name, "choose another name")
+
+
+def test_long_names() -> None:
+    assert only(body("param budget = 8", f"param {'a' * 65} = 3", "score age"), "KV0111")
+    assert [found.code for found in check(body("param budget = 8", f"param {'a' * 64} = 3", "score age")).diagnostics] == [
+        "KV0212"
+    ]
+
+
+@pytest.mark.parametrize("name", ["my-policy.kv", "class.kv", "2nd.kv", "größe.kv", "a__b.kv"])
+def test_a_files_stem_is_a_package(name: str) -> None:
+    (found,) = analyse(SourceFile(name, 'kv 1\npolicy P { "d" }', Path(name))).diagnostics
+    assert (found.code, found.help) == ("KV0111", "rename the file: its stem consists of letters, digits and `_`")
+
+
+def test_unused_names_are_warned_of() -> None:
+    analysis = check(body("param budget = 8", "param sinks = 3", "let a = sinks", "let f(x) = x", "score age"))
+    assert [(found.code, found.severity, found.message) for found in analysis.diagnostics] == [
+        ("KV0212", "warning", "`sinks` is never used"),
+        ("KV0212", "warning", "`a` is never used"),
+        ("KV0212", "warning", "`f` is never used"),
+    ]
+    assert analysis.ok
+
+
+def test_a_missing_docstring_is_warned_of() -> None:
+    found = only("kv 1\npolicy P {}", "KV0213")
+    assert (found.severity, found.message, found.span.text) == ("warning", "`P` has no docstring", "P")
+
+
+# -- files and imports -------------------------------------------------------------------------------------------------
+
+
+def test_a_file_holds_one_policy() -> None:
+    found = only('kv 1\npolicy A { "d" }\npolicy B { "d" }', "KV0211")
+    assert (found.message, found.span.text) == ("a file holds one policy", "B")
+
+
+def test_a_library_holds_lets() -> None:
+    analysis = check("kv 1\nlet f(x) = x + 1\nlet a = f(age)\n")
+    assert (analysis.ok, analysis.policies, analysis.diagnostics) == (True, (), ())
+    assert only("kv 1\nlet f(x) = x + atn\n", "KV0201")
+    assert only("kv 1\nlet a = mean(age)\n", "KV0304")
+
+
+def test_lets_are_imported(tmp_path: Path) -> None:
+    main = 'kv 1\nimport "lib.kv"\n' + body("param budget = 8", "score f(age)").removeprefix("kv 1\n")
+    policy = analyse(write(tmp_path, lib="kv 1\nlet one = 1\nlet f(x) = x + one\n", main=main)).policy
+    assert policy.score is not None
+    assert print_expression(policy.score) == "age + 1"
+
+
+def test_imports_are_not_passed_on(tmp_path: Path) -> None:
+    main = 'kv 1\nimport "b.kv"\n' + body("param budget = 8", "score f(age)").removeprefix("kv 1\n")
+    files = {"a": "kv 1\nlet f(x) = x\n", "b": 'kv 1\nimport "a.kv"\nlet g(x) = f(x)\n', "main": main}
+    assert [found.code for found in analyse(write(tmp_path, **files)).diagnostics] == ["KV0202"]
+
+
+def test_two_imports_cannot_define_the_same_name(tmp_path: Path) -> None:
+    main = 'kv 1\nimport "a.kv"\nimport "b.kv"\n' + body("param budget = 8", "score f(age)").removeprefix("kv 1\n")
+    files = {"a": "kv 1\nlet f(x) = x\n", "b": "kv 1\nlet f(x) = x\n", "main": main}
+    assert [found.code for found in analyse(write(tmp_path, **files)).diagnostics] == ["KV0206"]
+
+
+def test_imports_cannot_go_in_circles(tmp_path: Path) -> None:
+    files = {"main": 'kv 1\nimport "b.kv"\npolicy P { "d" }\n', "b": 'kv 1\nimport "main.kv"\nlet a = 1\n'}
+    (found,) = analyse(write(tmp_path, **files)).diagnostics
+    assert (found.code, found.file) == ("KV0205", str(tmp_path / "b.kv"))
+    (found,) = analyse(write(tmp_path, main='kv 1\nimport "main.kv"\npolicy P { "d" }\n')).diagnostics
+    assert found.code == "KV0205"
+
+
+def test_long_chains_of_imports_are_refused(tmp_path: Path) -> None:
+    files = {f"a{i}": f'kv 1\nimport "a{i + 1}.kv"\nlet x{i} = 1\n' for i in range(300)}
+    files["main"] = 'kv 1\nimport "a0.kv"\npolicy P { "d" }\n'
+    assert {found.code for found in analyse(write(tmp_path, **files)).diagnostics} == {"KV0204"}
+
+
+def test_shipped_policies_can_be_imported_from_anywhere(tmp_path: Path) -> None:
+    assert analyse(write(tmp_path, main=extending())).ok
+    assert analyse(SourceFile("-", extending())).ok
+    own = 'kv 1\npolicy H2O { "Mine."; param budget = 3; score age }\n'
+    policy = analyse(write(tmp_path, main=extending(), h2o=own)).policy
+    assert [param.name for param in policy.params] == ["budget"]
+
+
+@pytest.mark.parametrize(
+    "path", ["/etc/passwd", "../../etc/passwd", "h2o", "/tmp/x.kv", "http://host/x.kv", "\\\\host.kv", "a\\nb.kv"]
+)
+def test_imports_name_kv_files_by_relative_paths(path: str) -> None:
+    text = f'kv 1\nimport "{path}"\npolicy P {{ "d" }}'
+    assert only(text, "KV0204").message == "an import names a .kv file by a relative path"
+
+
+def test_an_import_that_cannot_be_read_causes_no_other_errors() -> None:
+    text = 'kv 1\nimport "none.kv"\npolicy P extends Nobody { "d"; override score f(age) * something; keep first n }'
+    found = only(text, "KV0114")
+    assert found.span.text == '"none.kv"'
+    assert found.message.endswith("none.kv`: there is no such file")
+
+
+def test_errors_of_an_imported_file_are_shown_there(tmp_path: Path) -> None:
+    analysis = analyse(write(tmp_path, main=extending(), h2o="kv 1\npolicy H2O { score }\n"))
+    assert [(found.code, found.file) for found in analysis.diagnostics] == [("KV0101", str(tmp_path / "h2o.kv"))]
+
+
+def test_warnings_of_an_imported_file_are_not(tmp_path: Path) -> None:
+    own = "policy H2O { param budget = 3; param a = 2; score age }\n"
+    assert analyse(write(tmp_path, main=extending(), h2o=own)).diagnostics == ()

@@ -1,0 +1,219 @@
+"""Policies as a whole: budgets, keeps, params and their settings."""
+
+import pytest
+
+from kvdsl.ir.nodes import Number, ParamRef
+from kvdsl.ir.printer import print_expression, print_keep
+from tests.diagnostics.expect import body, check, expect, expect_in, only, policy
+
+WINDOW = body("param budget = 512", "score position")
+
+
+def keeps(*statements: str) -> list[str]:
+    return [print_keep(keep) for keep in policy("param budget = 512", "score age", *statements).keeps]
+
+
+# -- what is kept ------------------------------------------------------------------------------------------------------
+
+
+def test_the_last_token_is_kept_unless_the_policy_says_otherwise() -> None:
+    assert keeps() == ["keep last 1"]
+    assert keeps("keep first 4") == ["keep first 4", "keep last 1"]
+    assert keeps("keep last 0") == []
+    assert keeps("keep last 8") == ["keep last 8"]
+    assert keeps("keep last 0", "keep first 4") == ["keep first 4"]
+
+
+def test_a_policy_without_a_budget_keeps_everything() -> None:
+    checked = policy()
+    assert (checked.budget, checked.score, checked.keeps) == (None, None, ())
+
+
+def test_when_and_how_many() -> None:
+    checked = policy("param R = 32", "param budget = 512", "score age", "trigger overflow >= R", "slack 24", "max_drop 8")
+    assert (checked.trigger, checked.slack, checked.max_drop) == (ParamRef(name="R"), Number(value=24), Number(value=8))
+
+
+def test_group() -> None:
+    assert policy("param budget = 8", "score mean(attn)", "group max").group == "max"
+    expect_in("group largest", "KV0310", "`group` cannot be `largest`", "largest", "`group` is `mean`, `max` or `sum`")
+    expect_in("group men", "KV0310", "`group` cannot be `men`", "men", "did you mean `mean`?")
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "positions compact", "storage in_place", "storage blocks 16", "rope cached", "prefill whole", "prefill blocks of 512",
+        "when prefill", "layers 2..", "layers ..3", "pages 16", "cap hard", "victims shared by heads", "select top 3 by dot(q, k)",
+        "select top 3 by dot(q, k) in layers 2..7", "sketch top 16 dims by abs(q) every 64 queries", "budget budget across heads",
+        "budget budget across heads floor 0.2",
+    ],
+)  # fmt: skip
+def test_statements_of_later_versions(statement: str) -> None:
+    expect_in(statement, "KV0501", f"`{statement[:39]}{statement[39:] and '…'}` is not available in this version of kvdsl"
+              if len(statement) > 40 else f"`{statement}` is not available in this version of kvdsl", statement)  # fmt: skip
+
+
+def test_positions_original_is_the_default() -> None:
+    assert policy("param budget = 8", "score age", "positions original").positions == "original"
+
+
+# -- budgets -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_budget_needs_a_score_and_the_reverse() -> None:
+    message = "the policy has a budget but no score"
+    expect(body("param budget = 8"), "KV0401", message, "P", "add `score sum(attn)`, say")
+    message = "without a budget nothing is evicted, so `score` has no meaning"
+    expect(body("score age"), "KV0402", message, "score age", "add `param budget = 512`, say")
+    assert only(body("keep first 4"), "KV0402").message.endswith("so `keep` has no meaning")
+    assert only(body("slack 4"), "KV0402").message.endswith("so `slack` has no meaning")
+
+
+@pytest.mark.parametrize(("value", "shown"), [("0", "0"), ("-1", "-1"), ("3 - 4", "-1"), ("0 * 512", "0")])
+def test_a_budget_keeps_at_least_one_token(value: str, shown: str) -> None:
+    message = f"the budget is {shown}, but a policy keeps at least 1 token"
+    expect(body(f"param budget = {value}", "score age"), "KV0403", message, value)
+
+
+def test_a_rate_of_the_prompt() -> None:
+    for text, settings in (("0.25", {}), ("512", {"budget": "0.25"}), ("512 in 1..4096", {"budget": "0.25"})):
+        checked = policy(f"param budget = {text}", "score age", **settings)
+        assert print_expression(checked.params[0].default) == "max(1, 0.25 * prompt)"
+    found = only(body("budget 0.25", "score age"), "KV0403")
+    assert found.help == "a rate of the prompt is written `0.25 * prompt`"
+    assert print_expression(policy("budget 0.25 * prompt", "score age").budget) == "0.25 * prompt"
+
+
+def test_a_budget_can_be_computed() -> None:
+    checked = policy("param total = 1024", "budget total / (1 + layer)", "score age")
+    assert print_expression(checked.budget) == "total / (1 + layer)"
+    checked = policy("param budget = 100", "budget budget * layers", "score age")
+    assert print_expression(checked.budget) == "budget * layers"
+
+
+def test_a_budget_cannot_read_itself() -> None:
+    for statements in (
+        ("budget budget + 1",),
+        ("let b = budget", "budget b"),
+        ("param recent = budget / 2", "budget recent * 2"),
+        ("param recent = budget / 2", "param more = recent", "budget more"),
+    ):
+        assert only(body(*statements, "score age"), "KV0409")
+    assert only(body("param budget = budget", "score age"), "KV0409")
+
+
+@pytest.mark.parametrize("name", ["live", "age", "attn"])
+def test_a_budget_is_fixed(name: str) -> None:
+    (found,) = check(body(f"budget {name}", "score age")).diagnostics
+    assert found.code == ("KV0308" if name == "live" else "KV0302")
+
+
+def test_counts_do_not_depend_on_what_is_cached() -> None:
+    message = "the count of `keep last` is a single number, but `age` has one number per slot"
+    expect_in("keep last age", "KV0302", message, "age")
+    message = "`live` changes from step to step, so the count of `keep first` cannot read it"
+    expect_in(
+        "keep first live / 2", "KV0308", message, "live / 2", "it can read params, `budget`, `prompt`, `layer` and `layers`"
+    )
+    found = only(body("param budget = 8", "score age", "slack max(age over slots)"), "KV0308")
+    assert found.message == "`slack` cannot depend on what is cached, as `max(age over slots)` does"
+
+
+def test_defaults_read_earlier_params_only() -> None:
+    found = only(body("param a = b", "param b = 3", "budget a", "score age"), "KV0308")
+    assert (found.message, found.help) == ("`b` is defined after `a`", "move `param b` before it")
+    assert only(body("param a = a + 1", "budget a", "score age"), "KV0308").message == "`a` is defined by itself"
+
+
+# -- more kept than the budget holds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statements", "message"),
+    [
+        (["keep first 300", "keep last 300"], "`keep first 300` and `keep last 300` protect 600 tokens, but the budget is 512"),
+        (["keep first 512"], "`keep first 512` and the last token, which is kept by default, protect 513 tokens, but the budget is 512"),
+        (["keep first 513", "keep last 0"], "`keep first 513` protects 513 tokens, but the budget is 512"),
+        (["keep last 513"], "`keep last 513` protects 513 tokens, but the budget is 512"),
+        (["keep top budget + 1 by age"], "`keep top budget + 1 by age` protects 513 tokens, but the budget is 512"),
+    ],
+)  # fmt: skip
+def test_keeps_that_exceed_the_budget(statements: list[str], message: str) -> None:
+    found = only(body("param budget = 512", "score age", *statements), "KV0404")
+    assert (found.message, found.help) == (message, "protect fewer, or raise the budget")
+
+
+def test_keeps_that_fit() -> None:
+    assert keeps("keep first 256", "keep last 256", "keep top 512 by age")
+    assert keeps("keep first 100", "keep first 400", "keep last 112")
+    assert keeps("keep first 511.9")
+
+
+def test_keeps_are_compared_with_the_budget_that_is_set() -> None:
+    from kvdsl.compiler import analyse, find_policy
+
+    analysis = analyse(find_policy("vatp_h2o"), settings={"budget": "32"})
+    (found,) = analysis.diagnostics
+    assert found.code == "KV0404"
+    assert found.message == "`keep first sinks` and `keep last recent` protect 36 tokens, but the budget is 32"
+    assert found.labels[-1].span.text == "32"
+
+
+def test_negative_counts() -> None:
+    message = "`keep last` needs a count of at least 0, but `-3` is -3"
+    expect_in("keep last -3", "KV0405", message, "-3")
+    expect_in("slack 1 - 2", "KV0405", "`slack` needs a count of at least 0, but `1 - 2` is -1", "1 - 2")
+
+
+# -- params and settings -----------------------------------------------------------------------------------------------
+
+
+def test_units_and_ranges() -> None:
+    (param,) = policy("param budget tokens = 512 in 1..4096", "score age").params
+    assert (param.unit, param.low, param.high) == ("tokens", 1, 4096)
+    (param,) = policy("param budget = 512 in 2 ** 3..", "score age").params
+    assert (param.low, param.high) == (8, None)
+    param = policy("param w = -0.5 in -1..1", "param budget = 8", "score age * w").params[0]
+    assert (param.low, param.high) == (-1, 1)
+
+
+def test_values_outside_of_their_range() -> None:
+    found = only(body("param budget = 512 in 1..256", "score age"), "KV0406")
+    assert (found.message, found.span.text) == ("`budget` is 512, but its range is `1..256`", "512")
+    found = only(body("param budget = 8 in 1..256", "score age"), "KV0406", budget="300")
+    assert (found.message, found.span.text, found.file) == ("`budget` is 300, but its range is `1..256`", "300", "--set")
+
+
+def test_empty_ranges() -> None:
+    found = only(body("param budget = 8 in 9..1", "score age"), "KV0407")
+    assert (found.message, found.help) == ("the range `9..1` is empty", "did you mean `1..9`?")
+    found = only(body("param a = 1", "param budget = 8 in a..", "score age"), "KV0407")
+    assert found.message == "the end of a range is a constant, but `a` is not"
+
+
+def test_settings_replace_defaults() -> None:
+    from kvdsl.compiler import analyse, find_policy
+
+    params = analyse(find_policy("h2o"), settings={"budget": "64", "recent": " 1e1 "}).policy.params
+    assert [param.default for param in params] == [Number(value=64), Number(value=10)]
+
+
+def test_unknown_settings() -> None:
+    expect(WINDOW, "KV0215", "the policy has no param `bugdet`", "bugdet", "did you mean `budget`?", bugdet="3")
+    expect(WINDOW, "KV0215", "the policy has no param `x`", "x", "the params are `budget`", x="3")
+    assert only(body(), "KV0215", budget="3").help is None
+
+
+@pytest.mark.parametrize("value", ["abc", "", "nan", "inf", "1e999", "1_000", "0x10", "512; import os", "\x1b[31m"])
+def test_settings_are_numbers(value: str) -> None:
+    found = only(WINDOW, "KV0216", budget=value)
+    assert found.message == f"`budget` needs a number, not `{value}`"
+    assert found.help == "for example `--set budget=256`"
+    assert found.span.text == value
+
+
+@pytest.mark.parametrize("value", ["0", "-1"])
+def test_settings_of_budgets_that_keep_nothing(value: str) -> None:
+    found = only(WINDOW, "KV0403", budget=value)
+    assert (found.message, found.file) == (f"the budget is {value}, but a policy keeps at least 1 token", "--set")

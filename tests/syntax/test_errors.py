@@ -1,0 +1,136 @@
+"""Syntax errors: what is said, where, and that the rest of the file is still read."""
+
+import pytest
+
+from tests.diagnostics.expect import body, check, expect, expect_in, only
+
+
+@pytest.mark.parametrize(
+    ("statement", "message", "at", "help"),
+    [
+        ("score", "expected an expression after `score`", "\n", None),
+        ("keep tap 3 by age", "expected `first`, `last`, `top` or `where`, not `tap`", "tap", "did you mean `top`?"),
+        ("keep last 1 first 2", "expected a new line or `;` before `first`", "first", None),
+        ("param x 3", "expected `=`, not `3`", "3", None),
+        ("param 3 = 4", "expected a name, not `3`", "3", None),
+        ("score age = 3", "`=` does not compare", "=", "write `==`"),
+        ("score 1 < age < 3", "comparisons do not chain", "<", "write `a < b and b < c`"),
+        ("score age // 3", "unexpected `/` after `/`", "/", "a comment starts with `#`"),
+        ("trigger over >= 3", "expected `overflow`, not `over`", "over", "did you mean `overflow`?"),
+        ("score mean(attn over)", "expected a name or `last`, not `)`", ")", None),
+        ("keep", "expected `first`, `last`, `top` or `where` after `keep`", "keep", "for example `keep last 16`"),
+        ("'text'", "a string is not a statement", "'text'", "the docstring is one string, before the first statement"),
+    ],
+)
+def test_syntax_errors(statement: str, message: str, at: str, help: str | None) -> None:
+    expect_in(statement, "KV0101", message, at, help)
+
+
+def test_unknown_statements() -> None:
+    expect_in("scor age", "KV0104", "unknown statement `scor`", "scor", "did you mean `score`?")
+    expect_in("override kep last 3", "KV0104", "unknown statement `kep`", "kep", "did you mean `keep`?")
+
+
+def test_unknown_items_of_a_file() -> None:
+    found = only("kv 1\npolcy P {}\n", "KV0104")
+    assert (found.message, found.help) == ("expected `policy`, `let` or `import`, not `polcy`", "did you mean `policy`?")
+
+
+@pytest.mark.parametrize(
+    ("statement", "message", "at"),
+    [
+        ("score sum(attn", "this `(` has no closing `)`", "("),
+        ("score (sum(attn)", "this `(` has no closing `)`", "("),
+        ("score sum(attn))", "this `)` has no opening `(`", ")"),
+    ],
+)
+def test_parentheses(statement: str, message: str, at: str) -> None:
+    expect_in(statement, "KV0112", message, at)
+
+
+def test_an_open_brace() -> None:
+    expect(
+        'kv 1\npolicy P {\n "doc"\n',
+        "KV0112",
+        "this `{` has no closing `}`",
+        "{",
+        "add `}` after the policy's last statement",
+    )
+
+
+def test_a_brace_too_many() -> None:
+    expect('kv 1\npolicy P { "doc" }\n}\n', "KV0112", "this `}` has no opening `{`", "}")
+
+
+def test_a_policy_inside_a_policy() -> None:
+    found = check('kv 1\npolicy P {\n "doc"\npolicy Q { "doc" }\n').diagnostics
+    assert [(one.code, one.message) for one in found] == [
+        ("KV0112", "expected `}` before the next policy"),
+        ("KV0211", "a file holds one policy"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("statement", "message", "at", "help"),
+    [
+        ("score age × 3", "unexpected character `×` (U+00D7)", "×", "write `*`"),
+        ("keep where age ≥ 3", "unexpected character `≥` (U+2265)", "≥", "write `>=`"),
+        ("score age ^ 2", "unexpected character `^`", "^", "write `**`"),
+        ("param größe = 3", "`öße` is not a name", "öße", "names consist of the ASCII letters, digits and `_`"),
+        ("score age $ 3", "unexpected character `$`", "$", None),
+    ],
+)
+def test_characters(statement: str, message: str, at: str, help: str | None) -> None:
+    expect_in(statement, "KV0102", message, at, help)
+
+
+def test_strings_without_an_end() -> None:
+    found = only('kv 1\npolicy P {\n  "doc\n}\n', "KV0103")
+    assert (found.message, found.span.text) == ('the string that starts here has no closing `"`', '"doc')
+    found = check("kv 1\npolicy P {\n  '''doc\n}\n").diagnostics[0]
+    assert (found.code, found.message) == ("KV0103", "the string that starts here has no closing `'''`")
+
+
+def test_escapes() -> None:
+    analysis = check('kv 1\npolicy P { "a\\nb\\t\\\\\\"\\\'\\u{e9}c" }')
+    assert analysis.policy.doc == "a\nb\t\\\"'éc"
+    assert only('kv 1\npolicy P { "\\x41" }', "KV0113").message == "unknown escape `\\x`"
+    for bad in ("\\u{}", "\\u{110000}", "\\u{d800}", "\\u{0}", "\\u41"):
+        assert only(f'kv 1\npolicy P {{ "a{bad}" }}', "KV0113")
+
+
+def test_control_characters_in_strings() -> None:
+    found = only('kv 1\npolicy P { "a\x07b" }', "KV0105")
+    assert found.message == "a string cannot have the character `\\x07` as it is"
+    assert found.help == "write `\\u{7}`"
+
+
+def test_several_errors_in_one_run_and_no_cascades() -> None:
+    found = check(
+        body(
+            "param budget =", "param recent budget / 2", "scor mean(attn)", "score sum(attn", "keep last recent", "keep top"
+        )
+    ).diagnostics
+    assert [(one.code, one.span.file.location(one.span.start)[0]) for one in found] == [
+        ("KV0101", 4), ("KV0101", 5), ("KV0104", 6), ("KV0112", 7), ("KV0101", 9),
+    ]  # fmt: skip
+
+
+def test_semantic_errors_are_found_beside_syntax_errors() -> None:
+    found = check(body("param budget = 512", "keep top", "score mean(atn)")).diagnostics
+    assert [one.code for one in found] == ["KV0101", "KV0201"]
+
+
+def test_numbers() -> None:
+    expect_in("score age + 1e400", "KV0108", "the number `1e400` is too large", "1e400")
+
+
+def test_nesting_is_limited() -> None:
+    found = only(body("param budget = 512", "score " + "-" * 200 + "age"), "KV0107")
+    assert found.message == "the expression is nested more than 100 deep"
+    assert check(body("param budget = 512", "score " + "(" * 5_000 + "age" + ")" * 5_000)).ok
+
+
+def test_errors_are_limited() -> None:
+    assert len(check(body(*["scor x"] * 5_000)).diagnostics) < 60
+    assert len(check(body("param budget = 1", *(f"let a{i} = x{i} + y{i}" for i in range(250)))).diagnostics) <= 60
