@@ -1,0 +1,47 @@
+// The arguments of one decode call, mirrored field by field by a ctypes.Structure.
+#pragma once
+
+#include <cstdint>
+
+// Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
+#define KVDSL_ABI 1
+
+namespace kvdsl {
+
+// Letters: B rows, Hq query heads, H KV heads, G = Hq / H, T tokens in this call, N slots, D and Dv sizes, P numbers.
+// "Model dtype" is the T of decode<T, Policy>. Strides count elements and go over (row, head, token);
+// the last dimension is always contiguous.
+struct DecodeArgs {
+  const void* query;  // [B, Hq, T, D] model dtype
+  const void* key;    // [B, H, T, D] the new keys
+  const void* value;  // [B, H, T, Dv] the new values
+  void* out;          // [B, T, Hq, Dv] contiguous, model dtype
+  void* keys;         // [B, H, N, D] contiguous, model dtype: the cache
+  void* values;       // [B, H, N, Dv]
+  int32_t* position;  // [B, H, N] a token's position in its row's text, -1 where the slot is free
+  float* state;       // [columns, B, H, N], null when the policy has no columns
+  int32_t* seen;      // [B] real tokens before this call, advanced by it
+  const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
+  const double* params;  // [B, P] the policy's numbers, null when it has none
+  const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
+  int64_t query_stride[3];
+  int64_t key_stride[3];
+  int64_t value_stride[3];
+  int32_t batch;
+  int32_t kv_heads;
+  int32_t group;
+  int32_t key_dim;
+  int32_t value_dim;
+  int32_t slots;
+  int32_t tokens;
+  int32_t params_per_row;
+  int32_t window;       // attend to this many newest tokens only, 0 = all
+  int32_t layer;        // with head_offset + head, seed and position the key of random()
+  int32_t head_offset;  // the first KV head's number in the whole model (tensor parallelism)
+  int32_t threads;
+  uint32_t seed;
+  float scale;    // logit = scale * q.k
+  float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none
+};
+
+}  // namespace kvdsl

@@ -1,0 +1,161 @@
+// The two kernels that stream over the cache: keys to scores, and values to weighted sums.
+//
+// Both take pointers to rows instead of one base, so that a free slot can point at zeros (what an evicted token left
+// behind, perhaps NaN, is never read), and both serve several query heads per row that they load, because in a group the
+// heads share keys and values and memory is what decode waits for.
+#pragma once
+
+#include <cmath>
+#include <type_traits>
+
+#include "head.hpp"
+#include "simd.hpp"
+
+namespace kvdsl {
+
+// Rows that are worked on together: one block stays in the first-level cache while every block of heads goes over it.
+constexpr int block = 32;
+// Rows that are in flight at once. Memory is read in nearly linear order, which the hardware can follow.
+constexpr int rows_at_once = registers == 32 ? 4 : 2;
+// While they are worked on, memory further on is fetched: so many bytes ahead, in strictly rising order (the order of
+// the loads themselves, row by row at one d, reads a third slower), perhaps behind the last row: a prefetch never faults.
+constexpr int ahead = 8192;
+
+// The share of head g, of `Heads`, in what is fetched at d.
+template <int Heads, class T>
+inline void fetch(const T* first_row, int d, int g, int bytes_ahead) {
+  constexpr int lines = rows_at_once * pair * static_cast<int>(sizeof(T)) / 64, share = (lines + Heads - 1) / Heads;
+  const char* const from = reinterpret_cast<const char*>(first_row + rows_at_once * d) + bytes_ahead;
+  for (int i = g * share; i < (g + 1) * share && i < lines; ++i) __builtin_prefetch(from + i * 64);
+}
+
+// scores[g][r] = q[g] . rows[r] for rows_at_once rows. q is stored in pairs, with zeros behind dim.
+template <int Heads, class T>
+inline void dot_rows(const float* q, int64_t q_stride, const T* const* rows, int dim, int bytes_ahead, float* scores,
+                     int64_t scores_stride) {
+  constexpr int n = rows_at_once;
+  Floats sum[Heads * n] = {};
+  for (int d = 0; d < dim; d += pair) {
+    Pair k[n];
+    if (d + pair <= dim) {
+      for (int r = 0; r < n; ++r) k[r] = load_pair(rows[r] + d);
+    } else {
+      for (int r = 0; r < n; ++r) k[r] = load_pair(rows[r] + d, dim - d);
+    }
+    for (int g = 0; g < Heads; ++g) {
+      fetch<Heads>(rows[0], d, g, bytes_ahead);
+      const Floats a = once(load(q + g * q_stride + d)), b = once(load(q + g * q_stride + d + width));
+      for (int r = 0; r < n; ++r) sum[g * n + r] += a * k[r].a;
+      for (int r = 0; r < n; ++r) sum[g * n + r] += b * k[r].b;
+    }
+  }
+  float totals[Heads * n];
+  sums<Heads * n>(sum, totals);
+  for (int g = 0; g < Heads; ++g) {
+    for (int r = 0; r < n; ++r) scores[g * scores_stride + r] = totals[g * n + r];
+  }
+}
+
+// out[g] += sum over rows_at_once rows of weights[g][r] * rows[r]; out is stored in pairs.
+template <int Heads, class T>
+inline void add_rows(const float* weights, int64_t weights_stride, const T* const* rows, int dim, int bytes_ahead,
+                     float* out, int64_t out_stride) {
+  constexpr int n = rows_at_once;
+  Floats weight[Heads][n];
+  for (int g = 0; g < Heads; ++g) {
+    for (int r = 0; r < n; ++r) weight[g][r] = once(splat(weights[g * weights_stride + r]));
+  }
+  for (int d = 0; d < dim; d += pair) {
+    Pair v[n];
+    if (d + pair <= dim) {
+      for (int r = 0; r < n; ++r) v[r] = load_pair(rows[r] + d);
+    } else {
+      for (int r = 0; r < n; ++r) v[r] = load_pair(rows[r] + d, dim - d);
+    }
+    for (int g = 0; g < Heads; ++g) {
+      fetch<Heads>(rows[0], d, g, bytes_ahead);
+      float* const to = out + g * out_stride + d;
+      Floats a = load(to), b = load(to + width);
+      for (int r = 0; r < n; ++r) {
+        a += weight[g][r] * v[r].a;
+        b += weight[g][r] * v[r].b;
+      }
+      store(to, a);
+      store(to + width, b);
+    }
+  }
+}
+
+// Calls body(first head, number of heads as a constant) until all heads of the group are served.
+template <class Body>
+inline void for_heads(int group, Body&& body) {
+  int g = 0;
+  for (; g + 4 <= group; g += 4) body(g, std::integral_constant<int, 4>{});
+  if (g + 2 <= group) body(g, std::integral_constant<int, 2>{}), g += 2;
+  if (g < group) body(g, std::integral_constant<int, 1>{});
+}
+
+// scores[g][r] for a block of rows and all heads.
+template <class T>
+inline void dot_block(const float* q, int64_t q_stride, int group, const T* const* rows, int dim, float* scores,
+                      int64_t scores_stride) {
+  for_heads(group, [&](int g, auto heads) {
+    for (int r = 0; r < block; r += rows_at_once) {
+      dot_rows<heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? ahead : 0,
+                        scores + g * scores_stride + r, scores_stride);
+    }
+  });
+}
+
+// out[g] += weights[g] times a block of rows, for all heads.
+template <class T>
+inline void add_block(const float* weights, int64_t weights_stride, int group, const T* const* rows, int dim, float* out,
+                      int64_t out_stride) {
+  for_heads(group, [&](int g, auto heads) {
+    for (int r = 0; r < block; r += rows_at_once) {
+      add_rows<heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? ahead : 0,
+                        out + g * out_stride, out_stride);
+    }
+  });
+}
+
+// A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
+[[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {
+  Floats tops = splat(top);
+  for (int i = 0; i < block; i += width) {
+    Floats x = load(scores + i) * scale;
+    if (softcap > 0) x = softcap * tanh(x / softcap);
+    x = load_as<Ints>(visible + i) != 0 ? x : splat(-INFINITY);
+    store(scores + i, x);
+    tops = max(x, tops);
+  }
+  return max(tops);
+}
+
+// x = e^(x - top) for whole blocks of scores; returns the sum.
+[[gnu::noinline]] inline float exponentiate(float* scores, int n, float top) {
+  Floats total{};
+  for (int i = 0; i < n; i += width) {
+    const Floats e = exp(load(scores + i) - top);
+    store(scores + i, e);
+    total += e;
+  }
+  return sum(total);
+}
+
+// to[i] = mean, maximum or sum over the group's heads of rows[g][i] * factors[g].
+template <Group how>
+[[gnu::noinline]] inline void reduce_group(const float* rows, int64_t stride, int group, const float* factors, int from, int to,
+                         float* reduced) {
+  const float count = how == Group::mean ? static_cast<float>(group) : 1.0f;
+  for (int i = from; i < to; i += width) {
+    Floats x = load(rows + i) * factors[0];
+    for (int g = 1; g < group; ++g) {
+      const Floats other = load(rows + g * stride + i) * factors[g];
+      x = how == Group::max ? (other > x || other != other ? other : x) : x + other;
+    }
+    store(reduced + i, x / count);
+  }
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,467 @@
+// One decode step of a policy, for every row of the batch and every KV head: place, attend, observe, settle.
+//
+// A unit is one KV head of one row. While there are units for every thread, each thread takes one at a time; those left
+// over are shared by all threads, chunk by chunk. A chunk is a run of slots whose partial results are kept apart and
+// combined in order, so that the result does not depend on the number of threads.
+#pragma once
+
+#include <omp.h>
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <new>
+
+#include "args.hpp"
+#include "attend.hpp"
+#include "head.hpp"
+#include "simd.hpp"
+#include "types.hpp"
+
+namespace kvdsl {
+
+enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2 };  // may be combined
+
+inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
+
+// Hands out aligned pieces of a buffer; without one, adds up how much they take.
+class Arena {
+ public:
+  explicit Arena(char* base) : base_(base) {}
+
+  template <class X>
+  X* take(int64_t n) {
+    char* const piece = base_ ? base_ + used_ : nullptr;
+    used_ += round_up(n * static_cast<int64_t>(sizeof(X)), 64);
+    return reinterpret_cast<X*>(piece);
+  }
+
+  int64_t used() const { return used_; }
+
+ private:
+  char* base_;
+  int64_t used_ = 0;
+};
+
+// A buffer that is kept from call to call and only grows.
+class Buffer {
+ public:
+  ~Buffer() { std::free(data_); }
+
+  char* reserve(int64_t bytes) {
+    if (bytes > size_) {
+      std::free(data_);
+      size_ = round_up(bytes, 4096);
+      data_ = static_cast<char*>(std::aligned_alloc(4096, static_cast<std::size_t>(size_)));
+      if (!data_) size_ = 0;
+    }
+    return data_;
+  }
+
+ private:
+  char* data_ = nullptr;
+  int64_t size_ = 0;
+};
+
+// What one unit computes in. Rows of slots are padded to whole blocks, rows of dims to whole pairs (and
+// stored in pairs, see simd.hpp).
+template <class T, class Policy>
+struct Workspace {
+  int chunk, chunks;                           // slots of a chunk, and how many chunks
+  int64_t slot_stride, query_stride, out_stride;
+  float* query;                                // [group, query_stride]
+  float* plain_query;                          // [group, key_dim] the same, in order
+  float* new_key;                              // [key_dim]
+  float* new_value;                            // [value_dim]
+  float* weights;                              // [group, slot_stride] scores, then their exponentials
+  float* attn;                                 // [slot_stride]
+  float* logit;                                // [slot_stride]
+  float* scratch;                              // [scratch_columns, slot_stride]
+  Rank* ranks;                                 // [Head::rank_rows, slot_stride]
+  float* tops;                                 // [chunks, group] the maxima of the scores
+  float* totals;                               // [chunks, group] the sums of the exponentials
+  float* inverses;                             // [group] 1 / the sum of all exponentials
+  float* ones;                                 // [group]
+  float* sums;                                 // [chunks, group, out_stride] the weighted sums of the values
+  T* zeros;                                    // stands for the row of a slot that is not visible
+
+  Workspace(const DecodeArgs& args, Arena& arena) {
+    // Few enough chunks to combine cheaply, small enough to share.
+    chunk = static_cast<int>(round_up((static_cast<int64_t>(args.slots) + 63) / 64, 256));
+    chunks = (args.slots + chunk - 1) / chunk;
+    // Whole powers of two would put every head's row into the same sets of the cache.
+    slot_stride = round_up(args.slots, block) + width;
+    query_stride = round_up(args.key_dim, pair);
+    out_stride = round_up(args.value_dim, pair);
+    query = arena.take<float>(args.group * query_stride);
+    plain_query = arena.take<float>(args.group * args.key_dim);
+    new_key = arena.take<float>(args.key_dim);
+    new_value = arena.take<float>(args.value_dim);
+    weights = arena.take<float>(args.group * slot_stride);
+    attn = arena.take<float>(Policy::needs_attn ? slot_stride : 0);
+    logit = arena.take<float>(Policy::needs_logit ? slot_stride : 0);
+    scratch = arena.take<float>(Policy::scratch_columns * slot_stride);
+    ranks = arena.take<Rank>(Head::rank_rows * slot_stride);
+    tops = arena.take<float>(chunks * args.group);
+    totals = arena.take<float>(chunks * args.group);
+    inverses = arena.take<float>(args.group);
+    ones = arena.take<float>(args.group);
+    sums = arena.take<float>(chunks * args.group * out_stride);
+    const int longest = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
+    zeros = arena.take<T>(longest);
+    if (!zeros) return;
+    std::memset(zeros, 0, sizeof(T) * static_cast<std::size_t>(longest));
+    for (int g = 0; g < args.group; ++g) ones[g] = 1.0f;
+  }
+
+  static int64_t bytes(const DecodeArgs& args) {
+    Arena arena(nullptr);
+    Workspace(args, arena);
+    return arena.used();
+  }
+};
+
+// The lowest free slot, or INT_MAX; counts the held ones on the way.
+[[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {
+  int live = 0, first = INT_MAX;
+#pragma omp simd reduction(+ : live) reduction(min : first)
+  for (int i = 0; i < slots; ++i) {
+    const int free_slot = position[i] < 0 ? i : INT_MAX;
+    first = free_slot < first ? free_slot : first;
+    live += position[i] >= 0;
+  }
+  held = live;
+  return first;
+}
+
+// A policy's settle is the same for every dtype: compiled once.
+template <class Policy>
+[[gnu::noinline]] void settle_head(Head& head) {
+  Policy::settle(head);
+}
+
+template <class T, class Policy>
+class Unit {
+ public:
+  Unit(const DecodeArgs& args, int number, char* workspace) : Unit(args, number, Arena(workspace)) {}
+
+  int chunks() const { return work_.chunks; }
+  bool placed() const { return placed_; }
+  int status() const { return status_; }
+
+  // Puts token t into the first free slot. False if there is nothing to attend with: the token is padding, or no slot
+  // is free.
+  [[gnu::noinline]] bool place(int t) {
+    placed_ = false;
+    if (args_.real && !args_.real[int64_t{row_} * args_.tokens + t]) return false;
+    const int slot = find_free_slot(position_, args_.slots, live_);
+    if (slot == INT_MAX) {
+      status_ |= no_free_slot;
+      return false;
+    }
+    ++live_;
+    newest_ = next_++;
+    oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
+    position_[slot] = newest_;
+
+    const T* const k = token(args_.key, args_.key_stride, head_, t);
+    const T* const v = token(args_.value, args_.value_stride, head_, t);
+    std::memcpy(keys_ + int64_t{slot} * args_.key_dim, k, sizeof(T) * static_cast<std::size_t>(args_.key_dim));
+    std::memcpy(values_ + int64_t{slot} * args_.value_dim, v, sizeof(T) * static_cast<std::size_t>(args_.value_dim));
+    if constexpr (Policy::columns > 0) {
+      for (int c = 0; c < Policy::columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
+      for (int d = 0; d < args_.key_dim; ++d) work_.new_key[d] = to_float(k[d]);
+      for (int d = 0; d < args_.value_dim; ++d) work_.new_value[d] = to_float(v[d]);
+      Policy::place(Slot{slot, newest_, work_.new_key, work_.new_value, args_.key_dim, args_.value_dim, state_,
+                         column_stride_, params()});
+    }
+    for (int g = 0; g < args_.group; ++g) {
+      const T* const q = token(args_.query, args_.query_stride, head_ * args_.group + g, t);
+      float* const to = work_.query + g * work_.query_stride;
+      for (int d = 0; d < args_.key_dim; d += pair) {
+        const Pair x = load_pair(q + d, args_.key_dim - d);
+        store(to + d, x.a);
+        store(to + d + width, x.b);
+      }
+      for (int d = 0; d < args_.key_dim; ++d) work_.plain_query[g * args_.key_dim + d] = to_float(q[d]);
+    }
+    return placed_ = true;
+  }
+
+  // First pass over a chunk: its scores and their maxima.
+  [[gnu::noinline]] void score(int chunk) {
+    float* const tops = work_.tops + int64_t{chunk} * args_.group;
+    for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
+    for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
+      const Rows rows = rows_of(keys_, args_.key_dim, from);
+      if (rows.any) {
+        dot_block(work_.query, work_.query_stride, args_.group, rows.row, args_.key_dim, work_.weights + from,
+                  work_.slot_stride);
+      }
+      for (int g = 0; g < args_.group; ++g) {
+        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
+                                tops[g]);
+      }
+    }
+  }
+
+  // Second pass, once every chunk has its scores: the exponentials (relative to the maximum of all), their sum, and the
+  // values weighted by them.
+  [[gnu::noinline]] void weigh(int chunk) {
+    const int from = chunk * work_.chunk, to = end_of(chunk);
+    if constexpr (Policy::needs_logit) {
+      reduce_group<Policy::group>(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
+    }
+    for (int g = 0; g < args_.group; ++g) {
+      float* const scores = work_.weights + g * work_.slot_stride + from;
+      work_.totals[int64_t{chunk} * args_.group + g] = exponentiate(scores, to - from, top_of(g));
+    }
+    float* const sums = work_.sums + chunk * args_.group * work_.out_stride;
+    for (int64_t i = 0; i < args_.group * work_.out_stride; ++i) sums[i] = 0.0f;
+    for (int i = from; i < to; i += block) {
+      const Rows rows = rows_of(values_, args_.value_dim, i);
+      if (!rows.any) continue;
+      add_block(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, sums, work_.out_stride);
+    }
+  }
+
+  // Combines the chunks into the output, then lets the policy observe and settle.
+  [[gnu::noinline]] void finish(int t) {
+    T* const out = static_cast<T*>(args_.out) + ((int64_t{row_} * args_.tokens + t) * args_.kv_heads + head_) *
+                                                    args_.group * args_.value_dim;
+    if (!placed_) {
+      for (int i = 0; i < args_.group * args_.value_dim; ++i) out[i] = from_float<T>(0.0f);
+      return;
+    }
+    for (int g = 0; g < args_.group; ++g) {
+      float total = args_.sinks ? exp(args_.sinks[head_ * args_.group + g] - top_of(g)) : 0.0f;
+      for (int c = 0; c < work_.chunks; ++c) total += work_.totals[int64_t{c} * args_.group + g];
+      const float inverse = work_.inverses[g] = 1.0f / total;
+      float* const first = work_.sums + g * work_.out_stride;
+      for (int c = 1; c < work_.chunks; ++c) {
+        const float* const other = first + c * args_.group * work_.out_stride;
+        for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
+      }
+      for (int d = 0; d < args_.value_dim; ++d) {
+        out[g * args_.value_dim + d] = from_float<T>(first[place_of<T>(d)] * inverse);
+      }
+    }
+    if constexpr (Policy::needs_attn) {
+      reduce_group<Policy::group>(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots,
+                                  work_.attn);
+    }
+    observe();
+    settle();
+  }
+
+  // For a call that only settles: the newest token is the last one seen.
+  void settle_now() {
+    find_free_slot(position_, args_.slots, live_);
+    newest_ = next_ - 1;
+    if (live_ > 0) settle();
+  }
+
+ private:
+  // A block of rows to stream over.
+  struct Rows {
+    const T* row[block];
+    int32_t visible[block];  // a mask: 0 or -1
+    bool any;
+  };
+
+  Unit(const DecodeArgs& args, int number, Arena arena)
+      : args_(args), work_(args, arena), row_(number / args.kv_heads), head_(number % args.kv_heads) {
+    const int64_t first = int64_t{number} * args.slots;
+    keys_ = static_cast<T*>(args.keys) + first * args.key_dim;
+    values_ = static_cast<T*>(args.values) + first * args.value_dim;
+    position_ = args.position + first;
+    state_ = Policy::columns > 0 ? args.state + first : nullptr;
+    column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
+    next_ = args.seen[row_];
+  }
+
+  const T* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
+    return static_cast<const T*>(base) + row_ * stride[0] + head * stride[1] + t * stride[2];
+  }
+
+  const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
+
+  // Behind the last slot the arrays of slots go on to a whole block.
+  int end_of(int chunk) const {
+    const int end = (chunk + 1) * work_.chunk;
+    return end < args_.slots ? end : static_cast<int>(round_up(args_.slots, block));
+  }
+
+  Rows rows_of(const T* base, int dim, int from) const {
+    Rows rows;
+    const int n = args_.slots - from < block ? args_.slots - from : block;
+    int any = 0;
+    for (int i = 0; i < block; ++i) {
+      const bool seen = i < n && position_[from + i] >= oldest_;
+      rows.row[i] = seen ? base + int64_t{from + i} * dim : work_.zeros;
+      rows.visible[i] = -static_cast<int32_t>(seen);
+      any |= seen;
+    }
+    rows.any = any != 0;
+    return rows;
+  }
+
+  // The maximum over all slots and the sink.
+  float top_of(int g) const {
+    float top = args_.sinks ? args_.sinks[head_ * args_.group + g] : -INFINITY;
+    for (int c = 0; c < work_.chunks; ++c) {
+      const float other = work_.tops[int64_t{c} * args_.group + g];
+      top = other > top ? other : top;
+    }
+    return top;
+  }
+
+  void fill(Slots& slots, int oldest) const {
+    slots.slots = args_.slots;
+    slots.position = position_;
+    slots.newest = newest_;
+    slots.oldest = oldest;
+    slots.window = args_.window;
+    slots.live = live_;
+    slots.state = state_;
+    slots.column_stride = column_stride_;
+    slots.work = work_.scratch;
+    slots.work_stride = work_.slot_stride;
+    slots.params = params();
+    slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
+  }
+
+  void observe() const {
+    QueryOf<T> query;
+    fill(query, oldest_);
+    query.attn = work_.attn;
+    query.logit = work_.logit;
+    query.query = work_.plain_query;
+    query.group = args_.group;
+    query.key_dim = args_.key_dim;
+    query.value_dim = args_.value_dim;
+    query.keys = keys_;
+    query.values = values_;
+    Policy::observe(query);
+  }
+
+  void settle() {
+    Slots slots;
+    fill(slots, 0);
+    Head head(slots, position_, work_.ranks);
+    settle_head<Policy>(head);
+  }
+
+  const DecodeArgs& args_;
+  Workspace<T, Policy> work_;
+  int row_, head_;
+  T* keys_;
+  T* values_;
+  int32_t* position_;
+  float* state_;
+  int64_t column_stride_;
+  int next_;  // the position of the row's next token
+  int newest_ = -1, oldest_ = 0, live_ = 0;
+  bool placed_ = false;
+  int status_ = ok;
+};
+
+inline Buffer& thread_buffer() {
+  static thread_local Buffer buffer;
+  return buffer;
+}
+
+// A unit on one thread.
+template <class T, class Policy>
+inline int decode_alone(const DecodeArgs& args, int number, int64_t workspace) {
+  char* const memory = thread_buffer().reserve(workspace);
+  if (!memory) return out_of_memory;
+  Unit<T, Policy> unit(args, number, memory);
+  for (int t = 0; t < args.tokens; ++t) {
+    if (unit.place(t)) {
+      for (int c = 0; c < unit.chunks(); ++c) unit.score(c);
+      for (int c = 0; c < unit.chunks(); ++c) unit.weigh(c);
+    }
+    unit.finish(t);
+  }
+  return unit.status();
+}
+
+// A few units on all threads of the team; each of them calls this.
+template <class T, class Policy>
+inline void decode_together(Unit<T, Policy>* units, int count, int tokens) {
+  const int chunks = units[0].chunks();
+  for (int t = 0; t < tokens; ++t) {
+#pragma omp for schedule(static)
+    for (int u = 0; u < count; ++u) units[u].place(t);
+#pragma omp for schedule(static)
+    for (int i = 0; i < count * chunks; ++i) {
+      if (units[i / chunks].placed()) units[i / chunks].score(i % chunks);
+    }
+#pragma omp for schedule(static)
+    for (int i = 0; i < count * chunks; ++i) {
+      if (units[i / chunks].placed()) units[i / chunks].weigh(i % chunks);
+    }
+#pragma omp for schedule(static)
+    for (int u = 0; u < count; ++u) units[u].finish(t);
+  }
+}
+
+inline void advance(const DecodeArgs& args) {
+  for (int64_t b = 0; b < args.batch; ++b) {
+    int tokens = args.tokens;
+    if (args.real) {
+      tokens = 0;
+      for (int t = 0; t < args.tokens; ++t) tokens += args.real[b * args.tokens + t] != 0;
+    }
+    args.seen[b] += tokens;
+  }
+}
+
+// T tokens for every row and KV head, one by one. Returns a Status; anything but ok leaves the cache in no defined state.
+template <class T, class Policy>
+int decode(const DecodeArgs& args) {
+  using Unit = kvdsl::Unit<T, Policy>;
+  const int units = args.batch * args.kv_heads;
+  const int threads = args.threads > 1 ? args.threads : 1;
+  const int alone = units / threads * threads, together = units - alone;
+  const int64_t workspace = Workspace<T, Policy>::bytes(args);
+  int status = ok;
+
+  Unit* shared = nullptr;
+  if (together > 0) {
+    static thread_local Buffer buffer;
+    Arena arena(buffer.reserve(together * (workspace + round_up(sizeof(Unit), 64))));
+    shared = arena.take<Unit>(together);
+    if (!shared) return out_of_memory;
+    for (int u = 0; u < together; ++u) new (shared + u) Unit(args, alone + u, arena.take<char>(workspace));
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : status)
+  {
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int u = 0; u < alone; ++u) status |= decode_alone<T, Policy>(args, u, workspace);
+    if (together > 0) decode_together(shared, together, args.tokens);
+  }
+  for (int u = 0; u < together; ++u) status |= shared[u].status();
+  advance(args);
+  return status;
+}
+
+// Settles every head without a query, as after a prompt whose columns were computed elsewhere.
+template <class Policy>
+int settle(const DecodeArgs& args) {
+  const int units = args.batch * args.kv_heads;
+  const int64_t workspace = Workspace<float, Policy>::bytes(args);
+  int status = ok;
+#pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
+  for (int u = 0; u < units; ++u) {
+    char* const memory = thread_buffer().reserve(workspace);
+    if (memory) Unit<float, Policy>(args, u, memory).settle_now();
+    else status |= out_of_memory;
+  }
+  return status;
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,442 @@
+// What a policy sees of one KV head. A policy is a struct of static functions; the driver (decode.hpp) calls
+//
+//   place(Slot&)     when a token enters: fill in the columns that never change
+//   observe(Query&)  after each real query: update the columns from what it attended to
+//   settle(Head&)    after that: score the slots, name the protected ones, evict
+//
+// Loops over slots run from 0 to `slots` and use visible(i) or live(i) as a select, so that they vectorise; a free slot's
+// numbers are finite or stale, never read. Everything is float32.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+
+#include "args.hpp"
+#include "math.hpp"
+#include "random.hpp"
+#include "types.hpp"
+
+namespace kvdsl {
+
+enum class Group { mean, max, sum };
+
+// The defaults: a policy derives from it and restates what it needs.
+struct Slot;
+struct Query;
+class Head;
+struct Policy {
+  static constexpr int columns = 0;          // float32 state columns
+  static constexpr int params = 0;           // numbers per row
+  static constexpr int scratch_columns = 0;  // work rows of `slots` floats
+  static constexpr Group group = Group::mean;
+  static constexpr bool needs_attn = false;
+  static constexpr bool needs_logit = false;
+  static void place(const Slot&) {}
+  static void observe(const Query&) {}
+  static void settle(Head&) {}
+};
+
+// A count of tokens from a policy's number: floored, never negative.
+inline int count(double x) {
+  if (!(x >= 1)) return 0;
+  return x < INT_MAX ? static_cast<int>(x) : INT_MAX;
+}
+
+// A token on its way into the cache. Its columns are 0 already.
+struct Slot {
+  int index;
+  int position;
+  const float* k;  // [key_dim]
+  const float* v;  // [value_dim]
+  int key_dim;
+  int value_dim;
+  float* state;
+  int64_t column_stride;
+  const double* params;
+
+  double param(int i) const { return params[i]; }
+  float& column(int c) const { return state[c * column_stride + index]; }
+};
+
+// The slots of a head, and reductions over those that are visible: what queries and heads have in common.
+struct Slots {
+  int slots;                // how many are allocated
+  const int32_t* position;  // -1 where free
+  int newest;               // the newest token's position
+  int oldest;               // the lowest visible position; 0 when there is no window
+  int window;               // how many queries can see a token, 0 = all
+  int live;                 // tokens held; before anything leaves, in a settle
+  float* state;
+  int64_t column_stride;
+  float* work;
+  int64_t work_stride;
+  const double* params;
+  uint32_t random_key;  // the hash of seed, layer and head
+
+  bool visible(int i) const { return position[i] >= oldest; }
+  int age(int i) const { return newest - position[i]; }
+  // The queries that could see the slot, its own token's included.
+  float observed(int i) const {
+    const int seen = age(i) + 1;
+    return static_cast<float>(window > 0 && seen > window ? window : seen);
+  }
+  float random(int i) const { return to_unit(absorb(absorb(random_key, position[i]), newest)); }
+  double param(int i) const { return params[i]; }
+  float* column(int c) const { return state + c * column_stride; }
+  float* scratch(int c) const { return work + c * work_stride; }
+
+  // Reductions of value(i) over the visible slots, of which there is always one.
+  int count() const {
+    int n = 0;
+#pragma omp simd reduction(+ : n)
+    for (int i = 0; i < slots; ++i) n += visible(i);
+    return n;
+  }
+
+  template <class Value>
+  float sum(Value&& value) const {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < slots; ++i) total += visible(i) ? value(i) : 0.0f;
+    return total;
+  }
+
+  template <class Value>
+  float mean(Value&& value) const {
+    return sum(value) / static_cast<float>(count());
+  }
+
+  // Population deviation, in two passes: no cancellation.
+  template <class Value>
+  float var(Value&& value) const {
+    const float centre = mean(value);
+    return mean([&](int i) { return (value(i) - centre) * (value(i) - centre); });
+  }
+
+  template <class Value>
+  float std(Value&& value) const {
+    return std::sqrt(var(value));
+  }
+
+  // NaN if any visible value is.
+  template <class Value>
+  float max(Value&& value) const {
+    float top = -INFINITY;
+    int nans = 0;
+#pragma omp simd reduction(max : top) reduction(+ : nans)
+    for (int i = 0; i < slots; ++i) {
+      const float x = visible(i) ? value(i) : -INFINITY;
+      nans += x != x;
+      top = x > top ? x : top;
+    }
+    return nans ? NAN : top;
+  }
+
+  template <class Value>
+  float min(Value&& value) const {
+    return -max([&](int i) { return -value(i); });
+  }
+};
+
+// What the query heads of a group give, value(g) each, as one number.
+template <Group how, class Value>
+inline float over_group(int group, Value&& value) {
+  float result = value(0);
+  for (int g = 1; g < group; ++g) result = how == Group::max ? maximum(result, value(g)) : result + value(g);
+  return how == Group::mean ? result / static_cast<float>(group) : result;
+}
+
+// One query that has attended to the slots (or one of T, in turn). visible(i) says which it could see.
+struct Query : Slots {
+  const float* attn;   // [slots] the probability, reduced over the group; valid if Policy::needs_attn
+  const float* logit;  // [slots] the score before softmax, likewise; valid if Policy::needs_logit
+  const float* query;  // [group, key_dim], not scaled
+  int group;
+  int key_dim;
+  int value_dim;
+
+  float q(int g, int d) const { return query[g * key_dim + d]; }
+};
+
+// The same with the cached keys and values, for a policy whose observe is a template over them.
+template <class T>
+struct QueryOf : Query {
+  const T* keys;    // [slots, key_dim]
+  const T* values;  // [slots, value_dim]
+
+  float k(int i, int d) const { return to_float(keys[static_cast<int64_t>(i) * key_dim + d]); }
+  float v(int i, int d) const { return to_float(values[static_cast<int64_t>(i) * value_dim + d]); }
+};
+
+// Ranks. Slots are ordered by (x, position): of two equal ones the newer ranks higher, -0 equals +0, NaN is below
+// everything. The order of x is that of an integer image, which vectorises and can be bisected bit by bit.
+using Rank = int32_t;
+constexpr Rank below_all = INT_MIN;       // a slot that does not count
+constexpr Rank above_all = INT_MAX;       // likewise, at the other end
+constexpr Rank nan_rank = INT_MIN + 1;
+
+inline Rank rank(float x) {
+  const int32_t bits = bit_cast<int32_t>(x + 0.0f);  // turns -0 into +0
+  const int32_t ordered = bits ^ ((bits >> 31) & INT_MAX);
+  return x != x ? nan_rank : ordered;
+}
+
+// One head at the end of a step: protect_*() name what may not leave, evict() frees the lowest-scored of the others.
+class Head : public Slots {
+ public:
+  // The workspace for ranks: `rank_rows` rows of `work_stride` integers.
+  static constexpr int rank_rows = 3;
+
+  Head(const Slots& slots_of, int32_t* positions, int32_t* rows)
+      : Slots(slots_of), places_(positions), ranks_(rows), marks_(rows + work_stride),
+        top_ranks_(rows + 2 * work_stride) {}
+
+  // How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or
+  // with max_drop by so many at a time, to no more than budget + slack.
+  int overflow(int budget, int trigger = 1, int slack = 0, int max_drop = 0) const {
+    if (trigger <= 0 || live - budget < trigger) return 0;
+    if (max_drop <= 0) return live - budget;
+    const int target = live - max_drop > budget ? live - max_drop : budget;
+    return live - (target < budget + slack ? target : budget + slack);
+  }
+
+  void protect_first(int n) {
+    if (n <= 0) return;
+    const int last = n >= live ? INT_MAX : nth_position(n);
+    first_ = last > first_ ? last : first_;
+  }
+
+  void protect_last(int n) {
+    if (n <= 0) return;
+    const int from = n >= live ? 0 : (n == 1 ? newest : nth_position(live - n + 1));
+    last_ = from < last_ ? from : last_;
+  }
+
+  // The n highest of x, which must stay as it is until evict(): ranks are only worked out as far as they matter.
+  void protect_top(const float* x, int n) {
+    if (n <= 0) return;
+    if (n >= live) return protect_last(n);
+    if (tops_ == max_tops) resolve_tops();
+    top_[tops_++] = {x, n};
+  }
+
+  template <class Condition>
+  void protect_where(Condition&& condition) {
+    clear_marks();
+    const int32_t* const marks = marks_;
+    fill(marks_, [=](int i) { return marks[i] | (condition(i) ? 1 : 0); });
+  }
+
+  // Frees the n lowest-scored unprotected slots. If there are fewer, all of those leave and then the lowest-scored
+  // protected ones, the newest token last.
+  void evict(const float* score, int n) {
+    n = n < live ? n : live;
+    if (n <= 0) return;
+    if (n == 1 && free_one(score)) return;
+    resolve_tops();
+    rank_candidates(score);
+    const Rank* const ranks = ranks_;
+    const int candidates = total([=](int i) { return ranks[i] != above_all; });
+    if (candidates >= n) return free_lowest(n);
+    if (candidates > 0) free_lowest(candidates);
+    rank_protected(score);
+    free_lowest(n - candidates);
+  }
+
+ private:
+  static constexpr int max_tops = 4;
+  static constexpr int tries = 2;
+
+  struct Top {
+    const float* x;
+    int n;
+  };
+
+  int32_t* places_;  // position, writable
+  Rank* ranks_;      // the scores' ranks; above_all where a slot is no candidate
+  int32_t* marks_;   // 1 where protected; not valid before clear_marks()
+  Rank* top_ranks_;
+  bool marked_ = false;
+  int first_ = -1;       // positions up to this one are protected
+  int last_ = INT_MAX;   // and from this one on
+  Top top_[max_tops] = {};
+  int tops_ = 0;
+
+  // Loops over all slots; what value() reads it must capture by value, else the loop does not vectorise.
+  template <class Value>
+  int total(Value value) const {
+    const int n = slots;
+    int sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int i = 0; i < n; ++i) sum += value(i);
+    return sum;
+  }
+
+  template <class Value>
+  int least(Value value) const {
+    const int n = slots;
+    int lowest = INT_MAX;
+#pragma omp simd reduction(min : lowest)
+    for (int i = 0; i < n; ++i) {
+      const int x = value(i);
+      lowest = x < lowest ? x : lowest;
+    }
+    return lowest;
+  }
+
+  template <class Value>
+  void fill(int32_t* to, Value value) const {
+    const int n = slots;
+#pragma omp simd
+    for (int i = 0; i < n; ++i) to[i] = value(i);
+  }
+
+  void clear_marks() {
+    if (!marked_) fill(marks_, [](int) { return 0; });
+    marked_ = true;
+  }
+
+  // The n-th lowest position that is held. Mostly the tokens on one side of it are contiguous, which one count proves.
+  [[gnu::noinline]] int nth_position(int n) const {
+    const int32_t* const at = position;
+    const auto at_most = [=](int p) { return total([=](int i) { return (at[i] >= 0) & (at[i] <= p); }); };
+    int low = n - 1, high = newest - (live - n);  // it lies here
+    if (at_most(low) == n) return low;
+    if (at_most(high - 1) < n) return high;
+    while (low < high) {
+      const int middle = low + (high - low) / 2;
+      if (at_most(middle) >= n) high = middle;
+      else low = middle + 1;
+    }
+    return low;
+  }
+
+  // How many slots rank above slot `own` in x.
+  [[gnu::noinline]] int above(const float* x, int own) const {
+    const int32_t* const at = position;
+    const Rank bar = rank(x[own]);
+    const int newer_than = at[own];
+    return total([=](int i) {
+      const Rank other = rank(x[i]);
+      return (at[i] >= 0) & ((other > bar) | ((other == bar) & (at[i] > newer_than)));
+    });
+  }
+
+  // The n-th lowest slot in the order (rank, position), as that pair: bit by bit, a count for each.
+  struct Cut {
+    Rank rank;
+    int position;
+  };
+
+  [[gnu::noinline]] Cut nth(const Rank* ranks, int n) const {
+    const int32_t* const at = position;
+    Rank low = INT_MIN, high = INT_MAX;
+    int below = 0;  // slots whose rank is lower than `low`
+    while (low < high) {
+      const Rank middle = static_cast<Rank>((static_cast<int64_t>(low) + high) >> 1);
+      const int up_to = total([=](int i) { return ranks[i] <= middle; });
+      if (up_to >= n) {
+        high = middle;
+      } else {
+        low = middle + 1;
+        below = up_to;
+      }
+    }
+    const Rank cut = low;
+    if (below + total([=](int i) { return ranks[i] == cut; }) == n) return {cut, INT_MAX};
+    int from = -1, to = newest;  // among equals, the older ones
+    while (from < to) {
+      const int middle = from + (to - from) / 2;
+      const int up_to = total([=](int i) { return (ranks[i] == cut) & (at[i] <= middle); });
+      if (below + up_to >= n) to = middle;
+      else from = middle + 1;
+    }
+    return {cut, from};
+  }
+
+  // Turns the protections by rank into marks.
+  [[gnu::noinline]] void resolve_tops() {
+    const int32_t* const at = position;
+    const Rank* const ranks = top_ranks_;
+    const int32_t* const marks = marks_;
+    for (int t = 0; t < tops_; ++t) {
+      const float* const x = top_[t].x;
+      clear_marks();
+      fill(top_ranks_, [=](int i) { return at[i] >= 0 ? rank(x[i]) : below_all; });
+      const Cut cut = nth(ranks, slots - top_[t].n);  // the highest that is not protected
+      fill(marks_, [=](int i) {
+        return marks[i] | (ranks[i] > cut.rank) | ((ranks[i] == cut.rank) & (at[i] > cut.position));
+      });
+    }
+    tops_ = 0;
+  }
+
+  // Ranks the slots that may leave.
+  [[gnu::noinline]] void rank_candidates(const float* score) {
+    const int32_t* const at = position;
+    const int32_t* const marks = marks_;
+    const int first = first_, last = last_;
+    if (marked_) {
+      fill(ranks_, [=](int i) {
+        return (at[i] > first) & (at[i] < last) & (marks[i] == 0) ? rank(score[i]) : above_all;
+      });
+    } else {
+      fill(ranks_, [=](int i) { return (at[i] > first) & (at[i] < last) ? rank(score[i]) : above_all; });
+    }
+  }
+
+  // Ranks all that is still held, the newest token above the rest.
+  [[gnu::noinline]] void rank_protected(const float* score) {
+    const int32_t* const at = position;
+    const int last = newest;
+    fill(ranks_, [=](int i) {
+      const Rank own = at[i] == last ? above_all - 1 : rank(score[i]);
+      return at[i] >= 0 ? own : above_all;
+    });
+  }
+
+  // Frees the n lowest-ranked slots.
+  [[gnu::noinline]] void free_lowest(int n) {
+    if (n == 1) {
+      places_[lowest()] = -1;
+      return;
+    }
+    const Rank* const ranks = ranks_;
+    const int32_t* const at = position;
+    const Cut cut = nth(ranks, n);
+    fill(places_, [=](int i) {
+      return (ranks[i] < cut.rank) | ((ranks[i] == cut.rank) & (at[i] <= cut.position)) ? -1 : at[i];
+    });
+  }
+
+  // The lowest-ranked slot, of equals the oldest; -1 if nothing is ranked.
+  [[gnu::noinline]] int lowest() const {
+    const Rank* const ranks = ranks_;
+    const int32_t* const at = position;
+    const Rank rank = least([=](int i) { return ranks[i]; });
+    if (rank == above_all) return -1;
+    const int oldest_of_them = least([=](int i) { return ranks[i] == rank ? at[i] : INT_MAX; });
+    return least([=](int i) { return (ranks[i] == rank) & (at[i] == oldest_of_them) ? i : INT_MAX; });
+  }
+
+  // One victim, as in every step of the steady state: take the lowest-scored slot and count how many rank above it
+  // where tops are protected; while it proves protected, take the next. False if it is not found in a few tries.
+  bool free_one(const float* score) {
+    rank_candidates(score);
+    for (int attempt = 0; attempt < tries; ++attempt) {
+      const int victim = lowest();
+      if (victim < 0) return false;
+      bool leaves = true;
+      for (int t = 0; t < tops_ && leaves; ++t) leaves = above(top_[t].x, victim) >= top_[t].n;
+      if (leaves) {
+        places_[victim] = -1;
+        return true;
+      }
+      ranks_[victim] = above_all;
+    }
+    return false;
+  }
+};
+
+}  // namespace kvdsl

@@ -1,0 +1,204 @@
+// The vector of floats that the kernels compute with, through the compiler's vector extensions: the same source serves
+// AVX-512, AVX2, NEON and plain SSE. Intrinsics appear only for half precision, which has no portable spelling.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+#include <type_traits>
+#include <utility>
+
+#include "types.hpp"
+
+#if defined(__F16C__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+namespace kvdsl {
+
+#if defined(__AVX512F__)
+constexpr int width = 16;
+#elif defined(__AVX__)
+constexpr int width = 8;
+#else
+constexpr int width = 4;
+#endif
+
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int registers = 32;
+#else
+constexpr int registers = 16;
+#endif
+
+typedef float Floats __attribute__((vector_size(width * 4)));
+typedef int32_t Ints __attribute__((vector_size(width * 4)));
+typedef uint32_t Bits __attribute__((vector_size(width * 4)));
+
+inline Floats splat(float x) { return Floats{} + x; }
+
+// A vector at any address.
+template <class V, class P>
+inline V load_as(const P* from) {
+  typedef V Unaligned __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const Unaligned*>(from);
+}
+
+inline void store(float* to, Floats v) {
+  typedef Floats Unaligned __attribute__((aligned(4), may_alias));
+  *reinterpret_cast<Unaligned*>(to) = v;
+}
+
+// Loads v once, for all its uses: left alone, GCC prefers to read memory again in every multiplication.
+inline Floats once(Floats v) {
+#if defined(__x86_64__)
+  asm("" : "+v"(v));
+#endif
+  return v;
+}
+
+// Kernels take 2 * width elements at a time, as floats. The order within is the dtype's own: bf16 comes as its even and
+// its odd elements, which costs one shift and one mask where consecutive ones would have to be spread out first. Sums
+// over all elements do not care; place_of() undoes it.
+struct Pair {
+  Floats a, b;
+};
+constexpr int pair = 2 * width;
+
+inline Pair load_pair(const float* from) { return {once(load_as<Floats>(from)), once(load_as<Floats>(from + width))}; }
+
+inline Pair load_pair(const bf16* from) {
+  const Bits both = load_as<Bits>(from);
+  return {reinterpret_cast<Floats>(both << 16), reinterpret_cast<Floats>(both & 0xFFFF0000u)};
+}
+
+inline Pair load_pair(const f16* from) {
+#if defined(__AVX512F__)
+  const auto wide = [](const f16* x) { return _mm512_maskz_cvtph_ps(0xFFFF, load_as<__m256i>(x)); };
+#elif defined(__F16C__)
+  const auto wide = [](const f16* x) { return _mm256_cvtph_ps(load_as<__m128i>(x)); };
+#else
+  const auto wide = [](const f16* x) {
+    Floats v;
+    for (int i = 0; i < width; ++i) v[i] = to_float(x[i]);
+    return v;
+  };
+#endif
+  return {reinterpret_cast<Floats>(wide(from)), reinterpret_cast<Floats>(wide(from + width))};
+}
+
+// The first n elements of a pair, if there are fewer: a row's tail, with zeros behind. Never reads past the row.
+template <class T>
+inline Pair load_pair(const T* from, int n) {
+  if (n >= pair) return load_pair(from);
+  alignas(64) T padded[pair] = {};
+#if defined(__AVX512BW__)
+  const auto bytes = static_cast<unsigned>(n) * sizeof(T);
+  const auto lanes = [&](unsigned at) { return bytes <= at ? 0 : bytes - at >= 64 ? ~0ull : (1ull << (bytes - at)) - 1; };
+  for (unsigned at = 0; at < sizeof(padded); at += 64) {
+    const auto source = reinterpret_cast<const char*>(from) + at;
+    _mm512_store_si512(reinterpret_cast<char*>(padded) + at, _mm512_maskz_loadu_epi8(lanes(at), source));
+  }
+#else
+  __builtin_memcpy(padded, from, static_cast<unsigned>(n) * sizeof(T));
+#endif
+  return load_pair(padded);
+}
+
+// Where element d lies when the pairs of a row are stored one after the other.
+template <class T>
+constexpr int place_of(int d) {
+  if (!std::is_same_v<T, bf16>) return d;
+  return d / pair * pair + d % 2 * width + d % pair / 2;
+}
+
+inline Floats load(const float* from) { return load_as<Floats>(from); }
+
+inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
+
+// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
+template <class F, class I>
+inline F exp_of(F x) {
+  const F clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
+  // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the mantissa.
+  const F shifted = clamped * 1.44269504088896341f + 12582912.0f;
+  const F n = shifted - 12582912.0f;
+  const F r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;  // ln 2 in two parts: the first product is exact
+  F p = r * 1.9875691500e-4f + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  // 2^(n-1), then doubled, so that n = 128 does not overflow before the last step.
+  I exponent;
+  __builtin_memcpy(&exponent, &shifted, sizeof(exponent));
+  exponent = (exponent - 0x4B400000 + 126) << 23;
+  F scale;
+  __builtin_memcpy(&scale, &exponent, sizeof(scale));
+  return x < -86.9f ? F{} : p * scale * 2.0f;
+}
+
+inline float exp(float x) { return exp_of<float, int32_t>(x); }
+inline Floats exp(Floats x) { return exp_of<Floats, Ints>(x); }
+
+// Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
+inline Floats tanh(Floats x) {
+  const Floats size = x < 0.0f ? -x : x;
+  const Floats square = x * x;
+  Floats p = square * -5.70498872745e-3f + 2.06390887954e-2f;
+  p = p * square - 5.37397155531e-2f;
+  p = p * square + 1.33314422036e-1f;
+  p = p * square - 3.33332819422e-1f;
+  const Floats small = p * square * x + x;
+  const Floats tail = 1.0f - 2.0f / (exp(size + size) + 1.0f);
+  return size < 0.625f ? small : (x < 0.0f ? -tail : tail);
+}
+
+inline float sum(Floats v) {
+  float total = 0;
+  for (int i = 0; i < width; ++i) total += v[i];
+  return total;
+}
+
+inline float max(Floats v) {
+  float top = v[0];
+  for (int i = 1; i < width; ++i) top = v[i] > top ? v[i] : top;
+  return top;
+}
+
+// Many sums at once. A fold adds the halves of every run of `Span` lanes, of a into the run's first half and of b into
+// its second; after log2(width) folds in pairs every lane holds another vector's total, in order.
+template <int Span, bool Upper, std::size_t... Lane>
+inline Floats halves(Floats a, Floats b, std::index_sequence<Lane...>) {
+  constexpr std::size_t half = Span / 2;
+  return __builtin_shufflevector(
+      a, b, static_cast<int>((Lane % Span < half ? Lane : Lane - half + width) + (Upper ? half : 0))...);
+}
+
+template <int Span>
+inline Floats fold(Floats a, Floats b) {
+  constexpr auto lanes = std::make_index_sequence<width>{};
+  return halves<Span, false>(a, b, lanes) + halves<Span, true>(a, b, lanes);
+}
+
+template <int Span, int Left>
+inline void fold_all(Floats* v) {
+  if constexpr (Span > 1) {
+    constexpr int half = Left > 1 ? Left / 2 : 1;
+    for (int i = 0; i < half; ++i) v[i] = fold<Span>(v[i], v[Left > 1 ? i + half : i]);
+    fold_all<Span / 2, half>(v);
+  }
+}
+
+// totals[i] = sum(v[i]) for a power of two of vectors, which it uses up.
+template <int Count>
+inline void sums(Floats* v, float* totals) {
+  if constexpr (Count > width) {
+    sums<Count / 2>(v, totals);
+    sums<Count / 2>(v + Count / 2, totals + Count / 2);
+  } else {
+    fold_all<width, Count>(v);
+    for (int i = 0; i < Count; ++i) totals[i] = v[0][i * (width / Count)];
+  }
+}
+
+}  // namespace kvdsl
