@@ -1,0 +1,141 @@
+"""Which models can be served, and giving and taking back their attention.
+
+Binding is stateless: a bound config's attention is named `kvdsl_sdpa` or `kvdsl_eager`, after the attention that keys
+without a layer of ours still go to. Everything that is not a cache of ours therefore runs as before.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf.attention import PREFIX, register
+from kvdsl.runtime.hf.versions import layer_types, text_config
+
+_OWN = "_kvdsl_own_attention"
+_PROBED = "_kvdsl_probed"
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a compiled, PEFT or data-parallel wrapper.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    found = model
+    for _ in range(4):
+        if isinstance(found, PreTrainedModel):
+            return found
+        if hasattr(found, "_orig_mod"):
+            found = found._orig_mod
+        elif hasattr(found, "get_base_model"):
+            found = found.get_base_model()
+        elif isinstance(found, nn.Module) and hasattr(found, "module"):
+            found = found.module
+    raise KvdslError(f"the model must be a transformers model, not {_described(model)}")
+
+
+def _described(thing: Any) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__} (construct or load it first)"
+    return f"{type(thing).__name__} {thing!r}" if isinstance(thing, (str, int, float)) else type(thing).__name__
+
+
+def bind(model: PreTrainedModel) -> None:
+    """Route the model's attention through kvdsl, and check once that this changes nothing by itself.
+
+    Raises:
+        KvdslError: if the model cannot be served; its attention is then as it was.
+    """
+    refuse_unsupported(model)
+    part = text_model(model)
+    own = part.config._attn_implementation
+    if own.startswith(PREFIX):
+        return
+    register()
+    try:
+        if getattr(part, _PROBED, False):
+            _set_attention(part, PREFIX + _delegate(part, own))
+        else:
+            _probe(model, part, PREFIX + _delegate(part, own))
+    except BaseException:
+        part.set_attn_implementation(own)
+        raise
+    setattr(part, _OWN, own)
+
+
+def _probe(model: PreTrainedModel, part: PreTrainedModel, name: str) -> None:
+    """Bind for the first time: through slots that keep everything the logits must be those of eager attention."""
+    from kvdsl.runtime.hf import probe
+
+    _set_attention(part, "eager")
+    expected = probe.plain_logits(model)
+    _set_attention(part, name)
+    probe.compare(model, expected)
+    setattr(part, _PROBED, True)
+
+
+def _set_attention(part: PreTrainedModel, name: str) -> None:
+    part.set_attn_implementation(name)
+    if part.config._attn_implementation != name:
+        raise KvdslError(_unreachable(part))
+
+
+def release(model: Any) -> None:
+    """Give the model its own attention back; caches that were made for it can no longer be used."""
+    part = text_model(unwrap(model))
+    name = part.config._attn_implementation
+    if name.startswith(PREFIX):
+        part.set_attn_implementation(getattr(part, _OWN, name.removeprefix(PREFIX)))
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The outermost part of the model that has the text config: the model itself, or a multimodal model's decoder."""
+    config = text_config(model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config is config:
+            return part
+    return model
+
+
+def _delegate(part: PreTrainedModel, own: str) -> str:
+    """What keys without a layer of ours go to: the model's own attention, or its nearest relative (for flash kernels).
+
+    transformers 4.57 lets models with capped logits run on `sdpa`, which drops the cap: eager attention then is right.
+    """
+    if own == "eager" or getattr(part.config, "attn_logit_softcapping", None) is not None:
+        return "eager"
+    return "sdpa" if getattr(part, "_supports_sdpa", False) else "eager"
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise KvdslError for a model that would be served wrongly or not at all, as far as its class and config tell."""
+    config = text_config(model)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise KvdslError(f"{name} is an encoder-decoder model; kvdsl caches serve decoder-only models")
+    if not getattr(type(text_model(model)), "_can_set_attn_implementation", lambda: True)():
+        raise KvdslError(_unreachable(model))
+    if "chunked_attention" in (layer_types(config) or ()) or getattr(config, "attention_chunk_size", None):
+        raise KvdslError(
+            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, which a policy over the whole "
+            f"text would change: kvdsl does not serve chunked attention"
+        )
+    if getattr(config, "output_attentions", False):
+        raise KvdslError(
+            f"{name}'s config asks for `output_attentions`, which fused attention never builds: set it to False first"
+        )
+
+
+def _unreachable(model: PreTrainedModel) -> str:
+    return (
+        f"the attention of {type(model).__name__} cannot be reached: the model does not call it through transformers' "
+        f"AttentionInterface, so no cache can observe or replace it; use a model that does (Llama, Qwen, Mistral, Gemma, "
+        f"Phi-3, GPT-NeoX and most others)"
+    )

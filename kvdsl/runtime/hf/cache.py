@@ -1,0 +1,244 @@
+"""KVCache: the base of every generated cache class."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Mapping
+from numbers import Real
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache
+
+from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf import binding
+from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, Turn, check_dtype
+from kvdsl.runtime.hf.tensor_parallel import head_offset
+from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
+from kvdsl.runtime.slots import SlotState
+from kvdsl.runtime.spec import PolicySpec
+
+
+class KVCache(Cache):
+    """A cache whose policy decides what stays, for `model.generate(..., past_key_values=cache)`.
+
+    Full-attention layers are managed; sliding-window and linear layers of hybrid models keep transformers' own bounded
+    layers. In a model whose every layer has a sliding window, all are managed.
+
+    Args:
+        model: the model that will use the cache; its attention is prepared, and works as before without the cache.
+        given: the policy's params by name, None for a default.
+        backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
+        seed: of the policy's `random()`.
+
+    Raises:
+        KvdslError: if the model cannot be served, or a param is no number that it can be.
+    """
+
+    spec: ClassVar[PolicySpec]
+
+    def __init__(
+        self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
+    ) -> None:
+        given = {name: _number(self.spec.name, name, value) for name, value in given.items()}
+        model = binding.unwrap(model)
+        check_dtype(model.dtype)
+        backends = _Backends(self.spec, backend)
+        backends.prepare(model)
+        binding.bind(model)
+        self._begin(model, self.spec, given, backends, seed)
+
+    @classmethod
+    def assemble(
+        cls, model: PreTrainedModel, spec: PolicySpec, given: Mapping[str, float | None], choose: ChooseBackend
+    ) -> KVCache:
+        """A cache from its parts, for a model that is bound already."""
+        cache = cls.__new__(cls)
+        cache._begin(model, spec, given, choose, 0)
+        return cache
+
+    def _begin(
+        self, model: PreTrainedModel, spec: PolicySpec, given: Mapping[str, float | None], choose: ChooseBackend, seed: int
+    ) -> None:
+        self._spec = spec
+        self._given = dict(given)
+        self._config = text_config(model)
+        self._turn = Turn(model)
+        self._choose = choose
+        windows = managed_windows(model, self._config)
+        layers = native_layers(self._config)
+        for index, window in windows.items():
+            state = SlotState(spec, given, layer=index, layers=len(layers), seed=seed)
+            layer = SlotLayer(state, choose, self._turn, window=window)
+            layer.head_offset = head_offset(model, self._config)
+            layers[index] = layer
+        super().__init__(layers=layers)
+
+    # -- what the policy holds -----------------------------------------------------------------------------------------
+
+    def positions(self, layer: int) -> Tensor:
+        """The text position of every slot's token, int32 [batch, kv_heads, slots]; -1 is a free slot. A copy.
+
+        Raises:
+            KvdslError: if the layer is not managed, or nothing is cached.
+        """
+        return self._state(layer).position.clone()
+
+    def state(self, layer: int) -> dict[str, Tensor]:
+        """The policy's state columns by name, float32 [batch, kv_heads, slots] each. Copies.
+
+        Raises:
+            KvdslError: if the layer is not managed, or nothing is cached.
+        """
+        return dict(zip(self._spec.columns, self._state(layer).columns.clone(), strict=True))
+
+    def _state(self, layer: int) -> SlotState:
+        managed = self.managed
+        if not -len(self.layers) <= layer < len(self.layers):
+            raise KvdslError(f"there is no layer {layer}: the model has {len(self.layers)} (0 to {len(self.layers) - 1})")
+        found = self.layers[layer]
+        if not isinstance(found, SlotLayer):
+            raise KvdslError(f"layer {layer} is transformers' own {type(found).__name__}; the policy manages {managed}")
+        if not found.state.allocated:
+            raise KvdslError("nothing is cached yet: generate, or run the model once with this cache")
+        return found.state
+
+    @property
+    def managed(self) -> list[int]:
+        """The layers that the policy manages."""
+        return [index for index, layer in enumerate(self.layers) if isinstance(layer, SlotLayer)]
+
+    def bytes(self) -> int:
+        """What the cache occupies: the slots, and the layers that stay transformers' own."""
+        return sum(layer.bytes() if isinstance(layer, SlotLayer) else _native_bytes(layer) for layer in self.layers)
+
+    def __repr__(self) -> str:
+        given = [f"{name}={value:g}" for name, value in self._given.items() if value is not None]
+        first = self.layers[self.managed[0]]
+        managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
+        facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
+        if first.state.allocated:
+            facts += [f"{first.state.slots} slots per KV head", f"{self.bytes() / 1024:,.0f} KiB"]
+        return f"<{type(self).__name__}({', '.join(given)}): {', '.join(facts)}>"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
+        """An independent cache with the same content, for instance to continue one prompt several times."""
+        for shared in (self._spec, self._choose, self._config):
+            memo[id(shared)] = shared
+        made = type(self).__new__(type(self))
+        memo[id(self)] = made
+        made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
+        return made
+
+    # -- what transformers asks ----------------------------------------------------------------------------------------
+
+    @staticmethod
+    def release(model: Any) -> None:
+        """Give the model its own attention back; caches that were made for it can no longer be used."""
+        binding.release(model)
+
+    def reset(self) -> None:
+        """Forget everything, before an unrelated prompt."""
+        fresh = native_layers(self._config)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, SlotLayer):
+                layer.reset()
+            else:  # transformers 4.57 only zeroes such a layer
+                self.layers[index] = fresh[index]
+
+    def check_closed(self) -> None:
+        """Raise KvdslError if keys were handed out that never met our attention."""
+        if self._turn.open is not None:
+            raise KvdslError(
+                f"the keys of layer {self._turn.open} did not reach kvdsl's attention: the model changes them after caching "
+                f"(as compressed latents, for example) or calls an attention of its own"
+            )
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Nothing, where nothing is to be removed.
+
+        Raises:
+            KvdslError: for anything else.
+        """
+        self.layers[self.managed[0]].crop(tokens_to_remove)
+
+    def activate_past_recording(self) -> None:
+        """Refuse: what evicted tokens held is gone.
+
+        Raises:
+            KvdslError: always.
+        """
+        raise KvdslError(
+            "assisted decoding and prompt lookup take tokens back, but what these displaced from the cache is gone: "
+            "generate without `assistant_model` and `prompt_lookup_num_tokens`"
+        )
+
+
+class _Backends:
+    """The backend for a device and dtype, made once."""
+
+    def __init__(self, spec: PolicySpec, name: str) -> None:
+        self._spec = spec
+        self._name = name
+        self._made: dict[tuple[torch.device, torch.dtype], Backend] = {}
+
+    def __call__(self, device: torch.device, dtype: torch.dtype) -> Backend:
+        found = self._made.get((device, dtype))
+        if found is None:
+            found = self._made[device, dtype] = choose(self._spec, self._name, device, dtype)
+        return found
+
+    def prepare(self, model: PreTrainedModel) -> None:
+        """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
+        if model.device.type != "meta":
+            self(model.device, model.dtype)
+
+
+def managed_windows(model: PreTrainedModel, config: Any) -> dict[int, int | None]:
+    """The layers that a policy manages and the window in which each attends, None for the whole text.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    native = native_layers(config)
+    full: dict[int, int | None] = {index: None for index, layer in enumerate(native) if is_full(layer)}
+    if full:
+        return full
+    windows = {index: sliding_window(layer) for index, layer in enumerate(native)}
+    if native and all(window is not None for window in windows.values()):
+        return windows
+    kinds = sorted({type(layer).__name__ for layer in native})
+    raise KvdslError(f"{type(model).__name__} has no layer with an ordinary cache to manage, only {', '.join(kinds)}")
+
+
+def _native_bytes(layer: Any) -> int:
+    tensors: list[Any] = []
+    for value in vars(layer).values():
+        tensors += value.values() if isinstance(value, dict) else [value]
+    return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
+
+
+def _number(policy: str, name: str, value: Any) -> float | None:
+    """The param as a float, None for the default.
+
+    Raises:
+        KvdslError: if it is no finite number, or a budget that holds nothing.
+    """
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise KvdslError(f"`{name}` of {policy} is {value!r}; {_allowed(name)}")
+    number = float(value)
+    if not math.isfinite(number) or (name == "budget" and number <= 0):
+        raise KvdslError(f"`{name}` of {policy} is {number:g}; {_allowed(name)}")
+    return number
+
+
+def _allowed(name: str) -> str:
+    if name == "budget":
+        return "give a number of tokens (512), or a rate of the prompt between 0 and 1 (0.25)"
+    return "give a finite number"

@@ -1,0 +1,327 @@
+"""One layer's slots, seen as a transformers cache layer."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import CacheLayerMixin
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf.attention import SlotLength, mark
+from kvdsl.runtime.hf.versions import token_count
+from kvdsl.runtime.slots import AttentionCall, SlotState
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.backends import Backend
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""What keys and values may be stored in."""
+
+ChooseBackend = Callable[[torch.device, torch.dtype], "Backend"]
+
+
+class Turn:
+    """What the layers of one cache must agree on: whose turn it is, and how far they all are.
+
+    Attributes:
+        open: the index of the layer that was given keys and whose attention has not run yet, or None.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.open: int | None = None
+        self._model = weakref.ref(model)
+        self._layers: list[SlotLayer] = []
+
+    def enter(self, layer: SlotLayer) -> None:
+        """A layer joins, in the model's order."""
+        self._layers.append(layer)
+
+    def begin(self, layer: SlotLayer, tokens: int) -> None:
+        """A layer is given keys.
+
+        Raises:
+            KvdslError: if the last layer's keys never met our attention, or if the last forward was cut short.
+        """
+        if self.open is not None:
+            raise KvdslError(
+                f"the keys of layer {self.open} did not reach kvdsl's attention: this is not the model that the cache was made "
+                f"for, its attention was changed afterwards, or the last forward was interrupted; use the model that was "
+                f"given to the constructor, or call `cache.reset()`"
+            )
+        first, last = self._layers[0], self._layers[-1]
+        level = last.length == layer.length if layer is first else first.length == layer.length + tokens
+        if not level:
+            raise KvdslError("the last forward was interrupted between two layers: call `cache.reset()` and start again")
+        self.open = layer.index
+
+    def end(self, layer: SlotLayer) -> None:
+        """The layer's attention runs.
+
+        Raises:
+            KvdslError: if it already ran on these keys.
+        """
+        if self.open != layer.index:
+            raise KvdslError(
+                f"layer {layer.index}'s keys are attended to more than once in a forward (shared between layers), which a "
+                f"cache that observes attention does not support"
+            )
+        self.open = None
+
+    def is_first(self, layer: SlotLayer) -> bool:
+        """Whether the layer is the first of ours that a forward meets."""
+        return self._layers[0] is layer
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether the module is part of the model that the cache was made for."""
+        model = self._model()
+        return model is not None and any(module is part for part in model.modules())
+
+
+class SlotLayer(CacheLayerMixin):
+    """One layer: counts what the model has seen, and passes attention on to a backend.
+
+    `update` stores nothing: it hands the new keys and values back, marked, and the attention function calls `attend`.
+
+    Attributes:
+        state: the slots.
+        window: how far back queries see, themselves included, or None.
+        length: tokens that the model has seen, padding included (transformers' idea of the cache's length).
+    """
+
+    is_sliding = False
+    is_compileable = False
+    is_croppable = False
+
+    def __init__(self, state: SlotState, choose: ChooseBackend, turn: Turn, *, window: int | None = None) -> None:
+        super().__init__()
+        self.state = state
+        self.window = window
+        self.length = 0
+        self.batch_size = -1
+        self.head_offset: Callable[[int], int] = lambda local_heads: 0
+        self.is_initialized = False
+        self._choose = choose
+        self._turn = turn
+        self._module: Callable[[], nn.Module | None] = lambda: None
+        turn.enter(self)
+
+    @property
+    def index(self) -> int:
+        """The layer's number in the model."""
+        return self.state.layer
+
+    # -- a forward -----------------------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
+        """Nothing to do: the slots are allocated when the prompt's length is known."""
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        """Take note of new tokens and hand them back marked.
+
+        Args:
+            key_states: [batch, kv_heads, tokens, key_dim].
+            value_states: [batch, kv_heads, tokens, value_dim].
+
+        Raises:
+            KvdslError: if they cannot continue what is cached.
+        """
+        self._check_continues(key_states)
+        self._turn.begin(self, key_states.shape[2])
+        return mark(key_states, self), value_states
+
+    def _check_continues(self, key: Tensor) -> None:
+        if self.length == 0:
+            check_dtype(key.dtype)
+            return
+        if key.shape[0] != self.batch_size:
+            raise KvdslError(
+                f"the cache holds {self.batch_size} rows, but {key.shape[0]} came in: call `cache.reset()` before another batch"
+            )
+        if self.state.allocated and (key.device != self.state.keys.device):
+            raise KvdslError(
+                f"the cache lies on {self.state.keys.device}, but the model now runs on {key.device}: call `cache.reset()`"
+            )
+
+    def attend(
+        self,
+        module: nn.Module,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        real: Tensor | None,
+        *,
+        scaling: float,
+        softcap: float | None,
+        sinks: Tensor | None,
+        positions: Tensor | None,
+    ) -> Tensor:
+        """Cache the new tokens and attend: [batch, tokens, query_heads, value_dim].
+
+        Args:
+            query, key, value: as in `AttentionCall`, `key` marked by `update`.
+            real: bool [batch, tokens], False for padding, or None.
+            positions: the model's position ids, [batch or 1, tokens], to notice an unrelated text; None where it has none.
+
+        Raises:
+            KvdslError: if the tokens cannot continue what is cached.
+        """
+        self._turn.end(self)
+        self._check_module(module)
+        with _no_gradients():
+            self._check_text(positions, real, query.shape[2])
+            if key.dtype != value.dtype:  # under autocast the rotation leaves queries and keys in float32
+                query, key = query.to(value.dtype), key.to(value.dtype)
+            call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks)
+            return self._serve(call)
+
+    def _serve(self, call: AttentionCall) -> Tensor:
+        """Every forward up to the first one of a single token is the prompt; the very first is, whatever its length."""
+        batch, heads, tokens, _ = call.key.shape
+        if self.length == 0:
+            self.state.head_offset = self.head_offset(heads)
+            self.batch_size = batch
+            self.is_initialized = True
+        elif tokens == 1:
+            self.state.decoding = True
+        backend = self._choose(call.key.device, call.key.dtype)
+        serve = backend.decode if self.state.decoding else backend.prefill
+        out = serve(self.state, call)
+        self.length += tokens
+        return out
+
+    def _check_module(self, module: nn.Module) -> None:
+        if self._module() is module:
+            return
+        if not self._turn.owns(module):
+            raise KvdslError(
+                "this cache was made for another model: construct a cache for the model that you run (each model has its own)"
+            )
+        self._module = weakref.ref(module)
+
+    def _check_text(self, positions: Tensor | None, real: Tensor | None, tokens: int) -> None:
+        """Notice positions that go back: an unrelated prompt. Looks at the first layer, and never waits for a GPU's decode step."""
+        if positions is None or positions.ndim != 2 or not self.state.allocated or not self._turn.is_first(self):
+            return
+        if tokens == 1 and positions.device.type != "cpu":
+            return
+        new = torch.full_like(self.state.seen, tokens) if real is None else real.sum(1)
+        behind = positions.amax(1) + 1 < self.state.seen + new
+        if bool((behind & (new > 0)).any()):
+            raise KvdslError(
+                f"position {int(positions.max())} comes after {int(self.state.seen.max())} cached tokens: this text does not "
+                f"continue the cached one; call `cache.reset()` before an unrelated prompt"
+            )
+
+    # -- what transformers asks ----------------------------------------------------------------------------------------
+
+    def get_seq_length(self, *args: Any) -> int:
+        """Tokens seen, padding included."""
+        return self.length
+
+    def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
+        """The logical length after the forward, marked as ours, and no offset.
+
+        Raises:
+            KvdslError: if nothing is new.
+        """
+        tokens = token_count(query_length)
+        if tokens == 0:
+            raise KvdslError(
+                f"the text is not longer than the {self.length} tokens that are cached, so there is nothing to run: "
+                f"call `cache.reset()` before an unrelated prompt"
+            )
+        return SlotLength(self.length + tokens), 0
+
+    def get_max_length(self) -> int:
+        """No limit: the slots bound the memory, not the text."""
+        return -1
+
+    get_max_cache_shape = get_max_length
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Forget everything."""
+        self.state.reset()
+        self.length = 0
+        self.batch_size = -1
+        self.is_initialized = False
+        self._turn.open = None
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        """Row i becomes what row beam_idx[i] was."""
+        self._rows(beam_idx)
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        """Keep these rows only."""
+        if indices.dtype == torch.bool:
+            indices = indices.nonzero().flatten()
+        self._rows(indices)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to itself."""
+        if self.length:
+            with _no_gradients():
+                self.state.repeat_rows(repeats)
+            self.batch_size *= repeats
+
+    def _rows(self, rows: Tensor) -> None:
+        if self.length:
+            with _no_gradients():
+                self.state.select_rows(rows)
+            self.batch_size = len(rows)
+
+    def crop(self, tokens: int) -> None:
+        """Nothing, where nothing is to be removed (0, or an absolute length that is not below the current one).
+
+        Raises:
+            KvdslError: for anything else.
+        """
+        if tokens == 0 or tokens >= self.length:
+            return
+        raise KvdslError(
+            "cannot remove tokens from the end of a cache that evicts: what they displaced is gone; assisted decoding and "
+            "prompt lookup need that, so generate without them"
+        )
+
+    def offload(self) -> NoReturn:
+        """Refuse: the slots are small enough to stay.
+
+        Raises:
+            KvdslError: always.
+        """
+        raise KvdslError(
+            "offloading is not supported: a budget bounds the memory instead; lower it, or leave offloading out"
+        )
+
+    prefetch = offload
+
+    def bytes(self) -> int:
+        """What the slots occupy."""
+        return self.state.bytes()
+
+    def __repr__(self) -> str:
+        window = "" if self.window is None else f", window={self.window}"
+        return f"SlotLayer(layer={self.index}, slots={self.state.slots}, length={self.length}{window})"
+
+
+def check_dtype(dtype: torch.dtype) -> None:
+    """Raise KvdslError for a dtype that no backend stores."""
+    if dtype not in DTYPES:
+        names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
+        raise KvdslError(f"keys and values are {str(dtype).removeprefix('torch.')}; kvdsl stores {names}: convert the model")
+
+
+def _no_gradients() -> AbstractContextManager[Any]:
+    """Neither a gradient graph nor inference tensors, so that slots written in one mode can be updated in any other."""
+    if not torch.is_inference_mode_enabled():
+        return torch.no_grad()
+    stack = ExitStack()
+    stack.enter_context(torch.inference_mode(False))
+    stack.enter_context(torch.no_grad())
+    return stack

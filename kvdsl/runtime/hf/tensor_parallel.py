@@ -1,0 +1,40 @@
+"""Which of a layer's KV heads this process has, under transformers' tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from kvdsl.runtime.errors import KvdslError
+
+
+def head_offset(model: PreTrainedModel, config: Any) -> Callable[[int], int]:
+    """A function from the number of local KV heads to the first one's number in the whole layer.
+
+    Only `random()` asks: every head must draw the same numbers wherever it lives.
+    """
+    ranks = getattr(model, "_tp_size", None) or 1
+
+    def offset(local_heads: int) -> int:
+        if ranks == 1 or not dist.is_available() or not dist.is_initialized():
+            return 0
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        if local_heads * ranks != heads:
+            raise KvdslError(
+                f"{heads} KV heads do not divide evenly over {ranks} processes ({local_heads} here): choose a tp_size that "
+                f"divides {heads}"
+            )
+        return _rank(model) * local_heads
+
+    return offset
+
+
+def _rank(model: PreTrainedModel) -> int:
+    """This process's place in the tensor-parallel group."""
+    mesh = getattr(model, "_device_mesh", None)
+    if mesh is None:
+        return dist.get_rank() % int(model._tp_size)  # type: ignore[arg-type]
+    return int(mesh.get_local_rank("tp") if mesh.ndim > 1 else mesh.get_local_rank())

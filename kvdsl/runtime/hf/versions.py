@@ -1,0 +1,74 @@
+"""What differs between releases of transformers, in one place.
+
+Supported: 4.57 and 5.x. The layers' own methods accept every release's arguments:
+
+    lazy_initialization(k)          4.57        (k, v)                  5.x
+    update(k, v, cache_kwargs)      .. 5.3      (k, v)                  5.5 ..
+    get_mask_sizes(cache_position)  .. 5.3      (query_length: int)     5.5 ..
+    get_max_cache_shape()           .. 5.12     get_max_length()        5.16 ..
+    crop(length)                    .. 5.12     crop(-tokens)           5.16 ..
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import transformers
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+
+OLDEST = (4, 57)
+
+
+def check_version() -> None:
+    """Refuse a transformers whose caches have another shape.
+
+    Raises:
+        ImportError: below 4.57.
+    """
+    found = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if found < OLDEST:
+        raise ImportError(
+            f"kvdsl needs transformers >= {OLDEST[0]}.{OLDEST[1]}, found {transformers.__version__}: "
+            f"pip install --upgrade transformers"
+        )
+
+
+check_version()
+
+
+def token_count(query_length: int | Tensor) -> int:
+    """How many tokens a forward brings, from what `get_mask_sizes` is given: a number, or their cache positions."""
+    return query_length.shape[0] if isinstance(query_length, Tensor) else query_length
+
+
+def mask_tokens(arguments: dict[str, Any]) -> int:
+    """How many tokens a forward brings, from what a mask function is given."""
+    if "q_length" in arguments:
+        return int(arguments["q_length"])
+    return int(arguments["cache_position"].shape[0])
+
+
+def text_config(model: nn.Module) -> Any:
+    """The config of the part that generates text: the whole config, or a multimodal model's text config."""
+    return model.config.get_text_config(decoder=True)  # type: ignore[union-attr, operator]
+
+
+def native_layers(config: Any) -> list[Any]:
+    """The layers that transformers' own cache has for this model, one per decoder layer."""
+    return list(DynamicCache(config=config).layers)
+
+
+def layer_types(config: Any) -> list[str] | None:
+    """The config's word for each layer's kind, where it has one."""
+    return getattr(config, "layer_types", None)
+
+
+def is_full(layer: Any) -> bool:
+    """Whether a native layer caches all tokens for ordinary attention, and nothing beside them."""
+    return type(layer) is DynamicLayer
+
+
+def sliding_window(layer: Any) -> int | None:
+    """The window of a native layer that caches a sliding window for ordinary attention, else None."""
+    return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else None

@@ -1,0 +1,111 @@
+"""Under a budget that does not hold everything: the bound holds, and a row of a batch gets what it gets alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.hf import policies, zoo
+
+BUDGET = 12
+
+
+def kept(cache: Any, row: int) -> list[list[list[int]]]:
+    """Sorted text positions of one row, per managed layer and KV head."""
+    return [[sorted(int(p) for p in head if p >= 0) for head in cache.positions(layer)[row]] for layer in cache.managed]
+
+
+def run(family: str, policy: str, inputs: dict[str, Tensor], new: int = 15) -> tuple[Any, tuple[Tensor, Tensor]]:
+    """A cache after generating, and the text."""
+    model = zoo.model(family)
+    cache = policies.make(policy, model, budget=BUDGET)
+    return cache, zoo.greedy(model, inputs, new, past_key_values=cache)
+
+
+@pytest.mark.parametrize("policy", policies.EVICTING)
+@pytest.mark.parametrize("length", [5, 30])
+def test_budget_bounds_every_head(policy: str, length: int) -> None:
+    cache, _ = run("llama", policy, zoo.plain(zoo.prompt(2, length)), new=30)
+    for layer in cache.managed:
+        positions = cache.positions(layer)
+        live = (positions >= 0).sum(-1)
+        assert (live == BUDGET).all()
+        assert positions.shape[-1] <= BUDGET + 1
+        assert int(positions.max()) < length + 29
+        for row in range(2):
+            for head in positions[row]:
+                assert len(set(head[head >= 0].tolist())) == BUDGET, "a token twice"
+
+
+@pytest.mark.parametrize("policy", policies.EVICTING)
+@pytest.mark.parametrize("family", ["llama", "mistral-windowed", "gemma2", "gpt_neox"])
+def test_padded_row_gets_what_it_gets_alone(family: str, policy: str) -> None:
+    rows = zoo.prompt(3, 31, seed=5)
+    texts = [rows[0], rows[1, :18], rows[2, :7]]
+    together, (tokens, logits) = run(family, policy, zoo.left_padded(texts))
+    for row, text in enumerate(texts):
+        alone, theirs = run(family, policy, zoo.plain(text[None]))
+        zoo.assert_same_text((tokens[row, None], logits[row, None]), theirs)
+        assert kept(together, row) == kept(alone, 0)
+
+
+def test_padding_in_front_of_all_rows_changes_nothing() -> None:
+    text = zoo.prompt(1, 20)
+    inputs = zoo.plain(text)
+    shifted = {name: torch.cat([torch.zeros(1, 9, dtype=torch.long), tensor], 1) for name, tensor in inputs.items()}
+    cache, expected = run("llama", policies.OBSERVING, inputs)
+    other, found = run("llama", policies.OBSERVING, shifted)
+    zoo.assert_same_text(found, expected)
+    assert kept(cache, 0) == kept(other, 0)
+
+
+def test_eviction_changes_the_text() -> None:
+    """Otherwise the comparisons above would compare nothing."""
+    inputs = zoo.plain(zoo.prompt(1, 40))
+    full = zoo.greedy(zoo.untouched("llama"), inputs, 15)
+    _, evicted = run("llama", policies.OBSERVING, inputs)
+    assert (full[1][:, -1] - evicted[1][:, -1]).abs().max() > 1e-2
+
+
+def test_rate_of_the_prompt_is_per_row() -> None:
+    model = zoo.model("llama")
+    cache = policies.make(policies.OBSERVING, model, budget=0.5)
+    rows = zoo.prompt(2, 40)
+    zoo.greedy(model, zoo.left_padded([rows[0], rows[1, :20]]), 10, past_key_values=cache)
+    live = (cache.positions(0) >= 0).sum(-1)
+    assert live[0].tolist() == [20, 20]
+    assert live[1].tolist() == [10, 10]
+
+
+def test_windowed_model_attends_within_its_window_only() -> None:
+    """Mistral's window is 8, the budget holds everything: the text is the native cache's, whatever the slots still hold."""
+    model, inputs = zoo.model("mistral-windowed"), zoo.plain(zoo.prompt(1, 30))
+    cache = policies.make(policies.OBSERVING, model, budget=100)
+    ours = zoo.greedy(model, inputs, 12, past_key_values=cache)
+    zoo.assert_same_text(ours, zoo.greedy(zoo.untouched("mistral-windowed"), inputs, 12))
+    assert cache.managed == [0, 1]
+    bounded = policies.make(policies.OBSERVING, model, budget=10)
+    zoo.greedy(model, inputs, 12, past_key_values=bounded)
+    assert int((bounded.positions(0) >= 0).sum(-1).max()) == 10
+
+
+def test_hybrid_model_keeps_its_own_sliding_layers() -> None:
+    cache, _ = run("gemma2", policies.OBSERVING, zoo.plain(zoo.prompt(1, 30)))
+    assert cache.managed == [1]
+    assert type(cache.layers[0]).__name__ == "DynamicSlidingWindowLayer"
+    assert cache.positions(1).shape[-1] <= BUDGET + 1
+
+
+def test_state_columns_belong_to_the_kept_slots() -> None:
+    cache, _ = run("llama", policies.OBSERVING, zoo.plain(zoo.prompt(2, 30)))
+    columns = cache.state(0)
+    assert columns, "the policy observes attention"
+    for column in columns.values():
+        assert column.shape == cache.positions(0).shape
+        assert column.dtype == torch.float32
+        assert torch.isfinite(column[cache.positions(0) >= 0]).all()
+    next(iter(columns.values())).fill_(7)
+    assert not (next(iter(cache.state(0).values())) == 7).all(), "state() must hand out copies"

@@ -1,0 +1,35 @@
+"""A budget that holds everything changes nothing, on any family, under any policy, with and without padding."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+from torch import Tensor
+
+from tests.hf import policies, zoo
+
+LENGTH, NEW = 19, 10
+
+CASES = [(family, policy) for family in zoo.PROMISED for policy in policies.NAMES]
+CASES += [(family, policies.OBSERVING) for family in zoo.FAMILIES if family not in zoo.PROMISED]
+
+
+def inputs(batch: int) -> dict[str, Tensor]:
+    """One row, or two of which the second is left-padded."""
+    rows = zoo.prompt(2, LENGTH)
+    return zoo.plain(rows[:1]) if batch == 1 else zoo.left_padded([rows[0], rows[1, :11]])
+
+
+@cache
+def expected(family: str, batch: int) -> tuple[Tensor, Tensor]:
+    """What a model that never met kvdsl says, with transformers' own DynamicCache."""
+    return zoo.greedy(zoo.untouched(family), inputs(batch), NEW)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize(("family", "policy"), CASES)
+def test_budget_that_holds_everything_is_the_dynamic_cache(family: str, policy: str, batch: int) -> None:
+    model = zoo.model(family)
+    cache = policies.make(policy, model, budget=64)
+    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, past_key_values=cache), expected(family, batch))

@@ -1,0 +1,258 @@
+"""What `generate` can do: chat, sampling, beams, streams, pipelines, prompts in chunks, embeddings."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
+
+from tests.hf import policies, zoo
+
+BUDGETS = [12, 200]
+
+
+def caches(budget: int, count: int = 1, family: str = "llama") -> list[Any]:
+    """Fresh caches of a policy that observes attention."""
+    return [policies.make(policies.OBSERVING, zoo.model(family), budget=budget) for _ in range(count)]
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """Words w0 to w100."""
+    words = {f"w{index}": index for index in range(zoo.VOCAB)}
+    made = Tokenizer(models.WordLevel(words, unk_token="w3"))
+    made.pre_tokenizer = pre_tokenizers.Whitespace()
+    return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="w0", bos_token="w1", eos_token="w2")
+
+
+# -- chat --------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-windowed"])
+def test_chat_on_one_cache_is_the_whole_text(family: str) -> None:
+    model, other = zoo.model(family), zoo.untouched(family)
+    cache = policies.make(policies.OBSERVING, model, budget=200)
+    text = zoo.prompt(1, 14)
+    for turn in range(3):
+        theirs = zoo.greedy(other, zoo.plain(text), 6)
+        ours = zoo.greedy(model, zoo.plain(text), 6, past_key_values=cache)
+        zoo.assert_same_text(ours, theirs)
+        text = torch.cat([text, theirs[0], zoo.prompt(1, 5, seed=turn + 20)], 1)
+    assert cache.get_seq_length() == text.shape[1] - 6
+
+
+@pytest.mark.parametrize("policy", policies.NAMES)
+def test_chat_with_left_padding(policy: str) -> None:
+    model, other = zoo.model("llama"), zoo.untouched("llama")
+    cache = policies.make(policy, model, budget=200)
+    rows = zoo.prompt(2, 14)
+    inputs = zoo.left_padded([rows[0], rows[1, :8]])
+    for turn in range(2):
+        theirs = zoo.greedy(other, inputs, 6)
+        zoo.assert_same_text(zoo.greedy(model, inputs, 6, past_key_values=cache), theirs)
+        ids = torch.cat([inputs["input_ids"], theirs[0], zoo.prompt(2, 5, seed=turn)], 1)
+        more = torch.ones(2, ids.shape[1] - inputs["attention_mask"].shape[1], dtype=torch.long)
+        inputs = {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], more], 1)}
+
+
+def test_second_turn_under_eviction_is_token_by_token() -> None:
+    """A later prompt acts as if its tokens came one by one."""
+    model = zoo.model("llama")
+    whole, single = caches(12, 2)
+    first, second = zoo.prompt(1, 20), zoo.prompt(1, 9, seed=3)
+    for cache in (whole, single):
+        model(first, past_key_values=cache)
+        model(second[:, :1], past_key_values=cache)
+    together = model(second[:, 1:], past_key_values=whole).logits
+    steps = [model(second[:, at : at + 1], past_key_values=single).logits for at in range(1, 9)]
+    assert (together - torch.cat(steps, 1)).abs().max() < 1e-4
+    assert whole.positions(0).sort(-1).values.equal(single.positions(0).sort(-1).values)
+
+
+def test_reset_forgets_everything() -> None:
+    for family in ("llama", "gemma2"):
+        model, inputs = zoo.model(family), zoo.plain(zoo.prompt(1, 25))
+        used, fresh = caches(12, 2, family)
+        zoo.greedy(model, zoo.plain(zoo.prompt(2, 30, seed=8)), 10, past_key_values=used)
+        used.reset()
+        assert used.get_seq_length() == 0
+        theirs = zoo.greedy(model, inputs, 10, past_key_values=fresh)
+        zoo.assert_same_text(zoo.greedy(model, inputs, 10, past_key_values=used), theirs, bound=1e-6)
+
+
+# -- ways of choosing tokens -------------------------------------------------------------------------------------------
+
+
+def test_sampling() -> None:
+    ids = zoo.prompt(2, 15)
+    options = {"max_new_tokens": 12, "do_sample": True, "temperature": 0.8, "top_k": 20}
+    torch.manual_seed(3)
+    theirs = zoo.untouched("llama").generate(**zoo.plain(ids), **options)
+    torch.manual_seed(3)
+    ours = zoo.model("llama").generate(**zoo.plain(ids), **options, past_key_values=caches(200)[0])
+    assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("returned", [1, 3])
+def test_beams(returned: int) -> None:
+    rows = zoo.prompt(2, 15)
+    inputs = zoo.left_padded([rows[0], rows[1, :9]])
+    options = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False, "num_return_sequences": returned}
+    theirs = zoo.untouched("llama").generate(**inputs, **options)
+    ours = zoo.model("llama").generate(**inputs, **options, past_key_values=caches(200)[0])
+    assert ours.tolist() == theirs.tolist()
+
+
+def test_beams_under_eviction_score_what_a_single_run_of_their_text_scores() -> None:
+    """Each beam's slots must follow its own ancestors: replaying the winner alone gives its score."""
+    model, (cache, replay) = zoo.model("llama"), caches(12, 2)
+    ids = zoo.prompt(1, 25)
+    options = {"max_new_tokens": 12, "num_beams": 4, "do_sample": False, "length_penalty": 0.0}
+    out = model.generate(
+        **zoo.plain(ids), **options, past_key_values=cache, return_dict_in_generate=True, output_scores=True
+    )
+    text, total = out.sequences, 0.0
+    logits = model(ids, past_key_values=replay).logits[:, -1]
+    for at in range(ids.shape[1], text.shape[1]):
+        total += float(logits.log_softmax(-1)[0, text[0, at]])
+        logits = model(text[:, at : at + 1], past_key_values=replay).logits[:, -1]
+    assert abs(total - float(out.sequences_scores[0])) < 1e-3
+
+
+def test_several_sequences_per_prompt() -> None:
+    ids = zoo.prompt(1, 15)
+    options = {"max_new_tokens": 8, "do_sample": True, "num_return_sequences": 4}
+    torch.manual_seed(5)
+    theirs = zoo.untouched("llama").generate(**zoo.plain(ids), **options)
+    torch.manual_seed(5)
+    ours = zoo.model("llama").generate(**zoo.plain(ids), **options, past_key_values=caches(200)[0])
+    assert ours.tolist() == theirs.tolist()
+
+
+# -- ways of giving and taking text ------------------------------------------------------------------------------------
+
+
+def test_streamers() -> None:
+    ids, tok = zoo.prompt(1, 15), tokenizer()
+    plain = zoo.model("llama").generate(**zoo.plain(ids), max_new_tokens=9, do_sample=False, past_key_values=caches(12)[0])
+    streamer = TextIteratorStreamer(tok, skip_prompt=True)
+    zoo.model("llama").generate(
+        **zoo.plain(ids), max_new_tokens=9, do_sample=False, past_key_values=caches(12)[0], streamer=streamer
+    )
+    assert "".join(streamer).split() == tok.decode(plain[0, 15:]).split()
+    assert issubclass(TextIteratorStreamer, TextStreamer)
+
+
+def test_pipeline() -> None:
+    tok = tokenizer()
+    prompt = " ".join(f"w{index}" for index in zoo.prompt(1, 15)[0].tolist())
+    results = []
+    for model, cache in ((zoo.untouched("llama"), None), (zoo.model("llama"), caches(200)[0])):
+        generator = pipeline("text-generation", model=model, tokenizer=tok)
+        more = {} if cache is None else {"past_key_values": cache}
+        results.append(generator(prompt, max_new_tokens=8, do_sample=False, **more)[0]["generated_text"])
+    assert results[0] == results[1]
+    assert results[1].count("w") == 23
+
+
+@pytest.mark.parametrize("chunk", [4, 7, 64])
+def test_prompt_in_chunks(chunk: int) -> None:
+    rows = zoo.prompt(2, 23)
+    inputs = zoo.left_padded([rows[0], rows[1, :15]])
+    theirs = zoo.greedy(
+        zoo.untouched("llama"), inputs, 8, past_key_values=DynamicCache(), prefill_chunk_size=chunk
+    )  # 4.57 itself forgets the padding's positions here
+    ours = zoo.greedy(zoo.model("llama"), inputs, 8, past_key_values=caches(200)[0], prefill_chunk_size=chunk)
+    zoo.assert_same_text(ours, theirs)
+
+
+def test_prompt_in_chunks_stays_within_the_budget() -> None:
+    cache = caches(12)[0]
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 50)), 8, past_key_values=cache, prefill_chunk_size=10)
+    assert (cache.positions(0) >= 0).sum(-1).tolist() == [[12, 12]]
+
+
+def test_prompt_of_embeddings() -> None:
+    ids = zoo.prompt(1, 15)
+    model, other = zoo.model("llama"), zoo.untouched("llama")
+    theirs = other.generate(inputs_embeds=other.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False)
+    ours = model.generate(
+        inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False, past_key_values=caches(200)[0]
+    )
+    assert ours.tolist() == theirs.tolist()
+
+
+@pytest.mark.parametrize("length", [1, 2])
+def test_shortest_prompts(length: int) -> None:
+    inputs = zoo.plain(zoo.prompt(2, length))
+    theirs = zoo.greedy(zoo.untouched("llama"), inputs, 8)
+    zoo.assert_same_text(zoo.greedy(zoo.model("llama"), inputs, 8, past_key_values=caches(200)[0]), theirs)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_modes_may_change_between_calls(budget: int) -> None:
+    """Slots written in inference mode are updated without it, and with gradients on."""
+    model, (mixed, plain) = zoo.model("llama"), caches(budget, 2)
+    ids = zoo.prompt(1, 20)
+    with torch.inference_mode():
+        model(ids[:, :15], past_key_values=mixed)
+    for at in range(15, 20):
+        with torch.set_grad_enabled(at % 2 == 0):
+            last = model(ids[:, at : at + 1], past_key_values=mixed).logits
+    with torch.no_grad():
+        model(ids[:, :15], past_key_values=plain)
+        for at in range(15, 20):
+            expected = model(ids[:, at : at + 1], past_key_values=plain).logits
+    assert (last - expected).abs().max() < 1e-5
+    assert not any(getattr(mixed.layers[0].state, name).requires_grad for name in ("keys", "values", "columns"))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision(dtype: torch.dtype) -> None:
+    model = zoo.make("Llama").to(dtype)
+    inputs = zoo.plain(zoo.prompt(2, 20))
+    theirs = zoo.greedy(model, inputs, 1)
+    cache = policies.make(policies.OBSERVING, model, budget=200)
+    ours = zoo.greedy(model, inputs, 1, past_key_values=cache)
+    assert (ours[1] - theirs[1]).abs().max() < 0.1 * theirs[1].abs().max()
+    assert cache.layers[0].state.keys.dtype == dtype
+    small = policies.make(policies.OBSERVING, model, budget=8)
+    zoo.greedy(model, inputs, 6, past_key_values=small)
+    assert (small.positions(0) >= 0).sum(-1).unique().tolist() == [8]
+
+
+def test_autocast() -> None:
+    model, cache = zoo.model("llama"), caches(12)[0]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        _, logits = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 6, past_key_values=cache)
+    assert torch.isfinite(logits).all()
+    assert cache.layers[0].state.keys.dtype == torch.bfloat16
+
+
+def test_right_padding_in_one_forward() -> None:
+    """Not what `generate` is for, but a scoring forward may do it."""
+    model, other = zoo.model("llama"), zoo.untouched("llama")
+    ids = zoo.prompt(2, 12)
+    mask = torch.ones_like(ids)
+    mask[1, 7:] = 0
+    with torch.no_grad():
+        ours = model(ids, attention_mask=mask, past_key_values=caches(200)[0]).logits
+        theirs = other(ids, attention_mask=mask).logits
+    assert (ours - theirs)[mask.bool()].abs().max() < 1e-4
+
+
+def test_copied_cache_continues_one_prompt_several_times() -> None:
+    model, shared = zoo.model("gemma2"), caches(12, family="gemma2")[0]
+    ids = zoo.prompt(1, 25)
+    with torch.no_grad():
+        model(ids, past_key_values=shared)
+        branches = [copy.deepcopy(shared) for _ in range(2)]
+        before = shared.positions(1)
+        first = [model(ids[:, at : at + 1], past_key_values=branches[0]).logits for at in range(6)]
+        second = [model(ids[:, at : at + 1], past_key_values=branches[1]).logits for at in range(6)]
+    assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+    assert torch.equal(shared.positions(1), before)
+    assert shared.get_seq_length() == 25

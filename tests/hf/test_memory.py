@@ -1,0 +1,121 @@
+"""Memory is allocated once: 2,000 tokens later every buffer lies where it lay, and nothing has grown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.slots import SlotState
+from tests.hf import policies, zoo
+
+TOKENS, BUDGET = 2000, 256
+
+
+def addresses(cache: Any) -> list[tuple[int, ...]]:
+    """Where every tensor of every managed layer lies."""
+    states = [cache.layers[layer].state for layer in cache.managed]
+    return [tuple(getattr(state, name).data_ptr() for name in SlotState.TENSORS) for state in states]
+
+
+class NewStorage(TorchDispatchMode):
+    """Notes every operation that allocates at least so many bytes."""
+
+    def __init__(self, bound: int) -> None:
+        super().__init__()
+        self.bound = bound
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {x.untyped_storage().data_ptr() for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        for x in tree_leaves(out):
+            if isinstance(x, torch.Tensor) and x.untyped_storage().data_ptr() not in known:
+                size = x.untyped_storage().nbytes()
+                if size >= self.bound:
+                    self.found.append(f"{func} {list(x.shape)} {size} bytes")
+        return out
+
+
+def decode(model: Any, cache: Any, ids: torch.Tensor) -> None:
+    """Feed tokens one by one."""
+    for at in range(ids.shape[1]):
+        model(ids[:, at : at + 1], past_key_values=cache)
+
+
+def run(policy: str, backend: str) -> None:
+    model = zoo.model("llama")
+    try:
+        cache = policies.make(policy, model, budget=BUDGET, backend=backend)
+    except KvdslError as error:
+        pytest.skip(str(error))
+    ids = zoo.prompt(1, TOKENS + 300)
+    process = psutil.Process()
+    with torch.no_grad():
+        model(ids[:, :300], past_key_values=cache)
+        decode(model, cache, ids[:, 300:500])
+        began, resident, size = addresses(cache), process.memory_info().rss, cache.bytes()
+        decode(model, cache, ids[:, 500:-100])
+        grown = process.memory_info().rss - resident
+        column = cache.positions(0).numel() * 4
+        with NewStorage(column) as seen:
+            decode(model, cache, ids[:, -100:])
+    assert addresses(cache) == began
+    assert cache.bytes() == size
+    assert grown < 4 << 20, f"the process grew by {grown} bytes over {TOKENS - 300} tokens"
+    if backend == "cpu":
+        assert seen.found == []
+    assert (cache.positions(0) >= 0).sum(-1).unique().tolist() == [BUDGET]
+    assert cache.get_seq_length() == TOKENS + 300
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
+def test_two_thousand_tokens(policy: str) -> None:
+    run(policy, "cpu")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", policies.EVICTING)
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_two_thousand_tokens_everywhere(policy: str, backend: str) -> None:
+    run(policy, backend)
+
+
+def test_beams_reorder_in_place() -> None:
+    model = zoo.model("llama")
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    with torch.no_grad():
+        model(zoo.prompt(3, 20), past_key_values=cache)
+    began, before = addresses(cache), cache.positions(0)
+    cache.reorder_cache(torch.tensor([2, 0, 0]))
+    assert addresses(cache) == began
+    assert torch.equal(cache.positions(0), before[[2, 0, 0]])
+
+
+def test_batch_operations() -> None:
+    model, ids = zoo.model("llama"), zoo.prompt(3, 20)
+    cache, single = (policies.make(policies.OBSERVING, model, budget=12) for _ in range(2))
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+        cache.batch_select_indices(torch.tensor([1]))
+        cache.batch_repeat_interleave(2)
+        ours = model(ids[:2, :1], past_key_values=cache).logits
+        model(ids[1:2], past_key_values=single)
+        theirs = model(ids[:1, :1], past_key_values=single).logits
+    assert ours.shape[0] == 2
+    assert (ours[0] - theirs[0]).abs().max() < 1e-5
+    assert torch.equal(cache.positions(1)[0], single.positions(1)[0])
+
+
+def test_size_is_known_in_advance() -> None:
+    """Keys and values of the budget and one more slot, and a few floats a slot."""
+    model, cache = zoo.model("llama"), policies.make(policies.OBSERVING, zoo.model("llama"), budget=64)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 100)), 3, past_key_values=cache)
+    slots = 2 * 2 * 65  # batch, KV heads, slots
+    columns = len(cache.state(0))
+    assert abs(cache.bytes() - 2 * slots * (2 * 16 * 4 + 4 + 4 * columns)) < 200

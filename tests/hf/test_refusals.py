@@ -1,0 +1,276 @@
+"""What cannot work is refused with one clear line, and the model is left as it was."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from kvdsl.runtime.errors import KvdslError
+from tests.hf import policies, zoo
+
+
+def cache_for(model: Any, **options: Any) -> Any:
+    """A cache of a policy that observes attention."""
+    return policies.make(policies.OBSERVING, model, **{"budget": 16, **options})
+
+
+def said(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """The message, after checking its style."""
+    text = str(error.value)
+    assert "\n" not in text
+    assert len(text) < 400
+    return text
+
+
+# -- models ------------------------------------------------------------------------------------------------------------
+
+OUT_OF_REACH: dict[str, tuple[str, dict[str, Any]]] = {
+    "gptj": ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
+    "codegen": ("CodeGen", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8, "n_positions": 64}),
+    "bloom": ("Bloom", {"n_layer": 2, "n_head": 4}),
+    "falcon": ("Falcon", {}),
+    "mpt": ("Mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}),
+    "gpt_neo": ("GPTNeo", {"num_layers": 2, "num_heads": 4, "attention_types": [[["global"], 2]]}),
+    "xglm": ("XGLM", {"d_model": 64, "num_layers": 2, "attention_heads": 4, "ffn_dim": 64}),
+}
+
+
+@pytest.mark.parametrize("family", OUT_OF_REACH)
+def test_attention_that_cannot_be_reached(family: str) -> None:
+    stem, extra = OUT_OF_REACH[family]
+    model = zoo.make(stem, **extra)
+    own = model.config._attn_implementation
+    with pytest.raises(KvdslError, match="cannot be reached") as error:
+        cache_for(model)
+    assert type(model).__name__ in said(error)
+    assert model.config._attn_implementation == own
+
+
+def test_chunked_attention() -> None:
+    model = zoo.make("Llama4Text", head_dim=16, intermediate_size_mlp=64, num_local_experts=1, attention_chunk_size=16)
+    with pytest.raises(KvdslError, match="chunk") as error:
+        cache_for(model)
+    said(error)
+
+
+def test_compressed_latents() -> None:
+    """DeepSeek's cached latents become keys after caching (5.x); 4.57 caches expanded keys, which works."""
+    sizes = {"q_lora_rank": None, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 16}
+    experts = {"first_k_dense_replace": 2, "n_routed_experts": 4, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1}
+    model = zoo.make("DeepseekV3", **sizes, **experts, num_key_value_heads=4)
+    own = model.config._attn_implementation
+    if transformers.__version__.startswith("4."):
+        assert cache_for(model).managed == [0, 1]
+        return
+    with pytest.raises(KvdslError, match="did not reach") as error:
+        cache_for(model)
+    said(error)
+    assert model.config._attn_implementation == own
+    model(zoo.prompt(1, 4))
+
+
+def test_encoder_decoder() -> None:
+    config = transformers.T5Config(vocab_size=99, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=4)
+    with pytest.raises(KvdslError, match="encoder-decoder") as error:
+        cache_for(transformers.T5ForConditionalGeneration(config))
+    said(error)
+
+
+@pytest.mark.parametrize("thing", ["gpt2", None, 3, torch.nn.Linear(2, 2), transformers.LlamaForCausalLM])
+def test_what_is_no_model(thing: Any) -> None:
+    with pytest.raises(KvdslError, match="must be a transformers model") as error:
+        cache_for(thing)
+    said(error)
+
+
+def test_float64_model() -> None:
+    with pytest.raises(KvdslError, match=r"float64.*float32, bfloat16, float16") as error:
+        cache_for(zoo.make("Llama").double())
+    said(error)
+
+
+class _Unfaithful(transformers.LlamaForCausalLM):
+    """Reaches attention, but with something on top that kvdsl cannot know: the self-test must notice."""
+
+    def forward(self, *args: Any, past_key_values: Any = None, **kwargs: Any) -> Any:
+        out = super().forward(*args, past_key_values=past_key_values, **kwargs)
+        if past_key_values is not None:
+            out.logits = out.logits.flip(-1)
+        return out
+
+
+def test_self_test_compares_logits() -> None:
+    model = _Unfaithful(zoo.model("llama").config.__class__(**zoo.untouched("llama").config.to_dict())).eval()
+    own = model.config._attn_implementation
+    with pytest.raises(KvdslError, match="differ by") as error:
+        cache_for(model)
+    said(error)
+    assert model.config._attn_implementation == own
+
+
+# -- params ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("budget", [0, -1, -0.5, math.nan, math.inf, "abc", "512", True, [512], 2 + 1j])
+def test_budgets_that_are_none(budget: Any) -> None:
+    with pytest.raises(KvdslError, match=r"budget.*number of tokens") as error:
+        cache_for(zoo.model("llama"), budget=budget)
+    said(error)
+
+
+def test_unknown_param_and_backend() -> None:
+    with pytest.raises(TypeError, match="bugdet"):
+        cache_for(zoo.model("llama"), bugdet=3)
+    with pytest.raises(KvdslError, match="backend `cuda-graphs`") as error:
+        cache_for(zoo.model("llama"), backend="cuda-graphs")
+    said(error)
+
+
+# -- ways of use -------------------------------------------------------------------------------------------------------
+
+
+def test_output_attentions() -> None:
+    model = zoo.model("llama")
+    options = {"max_new_tokens": 3, "output_attentions": True, "return_dict_in_generate": True}
+    with pytest.raises((KvdslError, ValueError), match="output_attentions"):
+        model.generate(**zoo.plain(zoo.prompt(1, 9)), **options, past_key_values=cache_for(model))
+    with pytest.raises((KvdslError, ValueError), match="output_attentions"):
+        model(zoo.prompt(1, 9), past_key_values=cache_for(model), output_attentions=True)
+
+
+def test_ready_made_masks() -> None:
+    model, ids = zoo.model("llama"), zoo.prompt(1, 6)
+    for mask in (torch.zeros(1, 1, 6, 6), torch.ones(1, 1, 6, 6).tril().bool()):
+        with pytest.raises(KvdslError, match=r"ready-made mask.*2-D") as error:
+            model(ids, attention_mask=mask, past_key_values=cache_for(model))
+        said(error)
+
+
+def used(family: str = "llama", length: int = 20) -> tuple[Any, Any]:
+    """A model and a cache that has text in it: 20 tokens of a prompt and 5 of 6 generated."""
+    model = zoo.model(family)
+    cache = cache_for(model)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, length)), 6, past_key_values=cache)
+    return model, cache
+
+
+@pytest.mark.parametrize("length", [2, 12, 13, 24, 25])
+def test_unrelated_prompt_that_is_not_longer(length: int) -> None:
+    model, cache = used()
+    with pytest.raises((KvdslError, IndexError), match=r"reset|out of bounds") as error:
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, past_key_values=cache)
+    if not transformers.__version__.startswith("4."):  # 4.x stops before it asks the cache
+        assert "reset()" in said(error)
+    cache.reset()
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, past_key_values=cache)
+
+
+def test_unrelated_prompt_in_a_bare_forward() -> None:
+    model, cache = used()
+    ids = zoo.prompt(1, 7)
+    with pytest.raises(KvdslError, match=r"mask covers 7.*25 are cached.*reset\(\)") as error:
+        model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+    said(error)
+    with pytest.raises(KvdslError, match=r"does not continue.*reset\(\)") as error:
+        model(ids, position_ids=torch.arange(7)[None], past_key_values=cache)
+    said(error)
+    model(ids, past_key_values=cache)  # says nothing about its place, so it continues
+
+
+def test_another_batch() -> None:
+    model, cache = used()
+    with pytest.raises(KvdslError, match=r"holds 1 rows.*2 came.*reset\(\)") as error:
+        model(zoo.prompt(2, 3), past_key_values=cache)
+    said(error)
+    cache.reset()
+    model(zoo.prompt(2, 3), past_key_values=cache)
+
+
+def test_another_model() -> None:
+    model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
+    bound = zoo.make("Llama")
+    cache_for(bound)
+    with pytest.raises(KvdslError, match="made for another model") as error:
+        bound(zoo.prompt(1, 5), past_key_values=cache)
+    said(error)
+    cache.reset()
+    with pytest.raises(KvdslError, match=r"did not reach.*not the model that the cache was made for") as error:
+        zoo.untouched("llama")(zoo.prompt(1, 5), past_key_values=cache)
+    said(error)
+    cache.reset()
+    model(zoo.prompt(1, 5), past_key_values=cache)
+
+
+def test_released_model() -> None:
+    model = zoo.make("Llama")
+    cache = cache_for(model)
+    type(cache).release(model)
+    with pytest.raises(KvdslError, match=r"did not reach.*attention was changed") as error:
+        model(zoo.prompt(1, 5), past_key_values=cache)
+    said(error)
+
+
+def test_interrupted_forward() -> None:
+    model = zoo.make("Llama")
+    cache = cache_for(model)
+    model(zoo.prompt(1, 5), past_key_values=cache)
+
+    def stop(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    hook = model.model.layers[0].mlp.register_forward_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        model(zoo.prompt(1, 1), past_key_values=cache)
+    hook.remove()
+    with pytest.raises(KvdslError, match=r"interrupted.*reset\(\)") as error:
+        model(zoo.prompt(1, 1), past_key_values=cache)
+    said(error)
+    cache.reset()
+    model(zoo.prompt(1, 5), past_key_values=cache)
+
+
+def test_what_takes_tokens_back() -> None:
+    model, cache = used()
+    cache.crop(0)
+    with pytest.raises(KvdslError, match="evicts") as error:
+        cache.crop(-1)
+    said(error)
+    ids = zoo.plain(zoo.prompt(1, 5).repeat(1, 4))  # something to look up
+    with pytest.raises(KvdslError, match=r"lookup|evicts"):  # 4.57 wants an end-of-text token here
+        options = {"max_new_tokens": 8, "prompt_lookup_num_tokens": 3, "eos_token_id": 2}
+        model.generate(**ids, **options, past_key_values=cache_for(model))
+    with pytest.raises(KvdslError, match="assist"):
+        model.generate(**ids, max_new_tokens=8, assistant_model=zoo.untouched("llama"), past_key_values=cache_for(model))
+
+
+def test_dropout() -> None:
+    model = zoo.make("Llama", attention_dropout=0.3)
+    cache = cache_for(model)
+    model.train()
+    with pytest.raises(KvdslError, match=r"dropout.*eval\(\)") as error:
+        model(zoo.prompt(1, 5), past_key_values=cache)
+    said(error)
+
+
+def test_questions_about_nothing() -> None:
+    cache = cache_for(zoo.model("gemma2"))
+    with pytest.raises(KvdslError, match="nothing is cached") as error:
+        cache.positions(1)
+    said(error)
+    with pytest.raises(KvdslError, match="layer 0 is transformers' own") as error:
+        cache.state(0)
+    said(error)
+    with pytest.raises(KvdslError, match="no layer 7") as error:
+        cache.positions(7)
+    said(error)
+
+
+def test_offloading() -> None:
+    _, cache = used()
+    with pytest.raises(KvdslError, match="offloading") as error:
+        cache.offload(0)
+    said(error)

@@ -1,0 +1,172 @@
+"""A bound model still belongs to everybody: other caches, other threads, training, saving."""
+
+from __future__ import annotations
+
+import copy
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from tests.hf import policies, zoo
+
+
+def bound(family: str, **extra: Any) -> Any:
+    """A fresh model that was given to a cache."""
+    stem, sizes = zoo.FAMILIES[family]
+    model = zoo.make(stem, **{**sizes, **extra})
+    policies.make(policies.OBSERVING, model, budget=12)
+    return model
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt_oss", "mistral-windowed", "qwen3"])
+def test_model_without_the_cache_is_itself(family: str) -> None:
+    """Logits, and gradients of a padded batch, with no cache at all."""
+    stem, sizes = zoo.FAMILIES[family]
+    model, other = bound(family), zoo.make(stem, **sizes)
+    if family == "gemma2":
+        other.set_attn_implementation("eager")  # 4.57 would drop the cap
+    rows = zoo.prompt(2, 20)
+    inputs = zoo.left_padded([rows[0], rows[1, :9]])
+    labels = inputs["input_ids"].masked_fill(inputs["attention_mask"] == 0, -100)
+    results = []
+    for each in (model, other):
+        each.zero_grad()
+        out = each(**inputs, labels=labels, use_cache=False)
+        out.loss.backward()
+        results.append((out.loss.item(), next(p.grad for n, p in each.named_parameters() if "k_proj" in n)))
+    assert abs(results[0][0] - results[1][0]) < 1e-5
+    assert (results[0][1] - results[1][1]).abs().max() < 1e-4
+
+
+def test_packed_texts_without_the_cache_are_kept_apart() -> None:
+    """Positions that start again within a row mean several texts; the model's own mask function must see that."""
+    model, other = bound("llama"), zoo.untouched("llama")
+    ids = zoo.prompt(1, 10)
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4, 5]])
+    with torch.no_grad():
+        ours = model(ids, position_ids=positions, use_cache=False).logits
+        theirs = other(ids, position_ids=positions, use_cache=False).logits
+        assert (ours - theirs).abs().max() < 1e-5
+        assert (ours[:, 4:] - model(ids[:, 4:], use_cache=False).logits).abs().max() < 1e-4
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "mistral-windowed"])
+def test_foreign_caches(family: str) -> None:
+    model, other = bound(family), zoo.untouched(family)
+    rows = zoo.prompt(2, 20)
+    inputs = zoo.left_padded([rows[0], rows[1, :9]])
+    theirs = zoo.greedy(other, inputs, 10)
+    zoo.assert_same_text(zoo.greedy(model, inputs, 10), theirs)
+    zoo.assert_same_text(zoo.greedy(model, inputs, 10, past_key_values=DynamicCache(config=model.config)), theirs)
+    zoo.assert_same_text(zoo.greedy(model, inputs, 10, cache_implementation="static", disable_compile=True), theirs)
+
+
+def test_assistant_may_be_bound() -> None:
+    """Assisted decoding with transformers' own caches, by a model that has met kvdsl."""
+    model, other, inputs = bound("llama"), zoo.untouched("llama"), zoo.plain(zoo.prompt(1, 15))
+    expected = other.generate(**inputs, max_new_tokens=10, do_sample=False)
+    found = other.generate(**inputs, max_new_tokens=10, do_sample=False, assistant_model=model)
+    assert found.tolist() == expected.tolist()
+
+
+def test_several_caches_interleaved() -> None:
+    model = zoo.model("llama")
+    texts = [zoo.prompt(1, 20, seed=seed) for seed in range(3)]
+    alone = []
+    for text in texts:
+        cache = policies.make(policies.OBSERVING, model, budget=12)
+        alone.append([model(text[:, :15], past_key_values=cache).logits[:, -1]])
+        alone[-1] += [model(text[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(15, 20)]
+    caches = [policies.make(policies.OBSERVING, model, budget=12) for _ in texts]
+    together: list[list[torch.Tensor]] = [[] for _ in texts]
+    for begin, end in [(0, 15), *((at, at + 1) for at in range(15, 20))]:
+        for index, text in enumerate(texts):
+            together[index].append(model(text[:, begin:end], past_key_values=caches[index]).logits[:, -1])
+    for expected, found in zip(alone, together, strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+
+
+def test_threads() -> None:
+    """Four threads on two models, each with its own cache."""
+    models = [zoo.model("llama"), zoo.model("gemma2")]
+
+    def work(index: int) -> list[list[int]]:
+        model = models[index % 2]
+        cache = policies.make(policies.OBSERVING, model, budget=12)
+        tokens, _ = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20, seed=index)), 12, past_key_values=cache)
+        return list(tokens.tolist())
+
+    expected = [work(index) for index in range(4)]
+    with ThreadPoolExecutor(4) as pool:
+        assert list(pool.map(work, range(4))) == expected
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_release_gives_the_own_attention_back(own: str) -> None:
+    model = zoo.make("Llama", attn_implementation=own)
+    ids = zoo.prompt(1, 9)
+    expected = model(ids).logits
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    assert model.config._attn_implementation != own
+    type(cache).release(model)
+    assert model.config._attn_implementation == own
+    assert torch.equal(model(ids).logits, expected)
+    type(cache).release(model)  # again: nothing to do
+    again = policies.make(policies.OBSERVING, model, budget=12)
+    model(ids, past_key_values=again)
+
+
+def test_saved_model_knows_nothing_of_kvdsl(tmp_path: Path) -> None:
+    model = bound("llama")
+    model.save_pretrained(tmp_path)
+    assert "kvdsl" not in (tmp_path / "config.json").read_text()
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert "kvdsl" not in loaded.config._attn_implementation
+    with torch.no_grad():
+        difference = loaded(zoo.prompt(1, 9)).logits - zoo.untouched("llama")(zoo.prompt(1, 9)).logits
+    assert difference.abs().max() < 1e-5
+
+
+def test_copied_model() -> None:
+    """A copy of a bound model is bound, and takes caches of its own."""
+    model = copy.deepcopy(bound("llama"))
+    cache = policies.make(policies.OBSERVING, model, budget=200)
+    inputs = zoo.plain(zoo.prompt(1, 15))
+    zoo.assert_same_text(zoo.greedy(model, inputs, 5, past_key_values=cache), zoo.greedy(zoo.untouched("llama"), inputs, 5))
+
+
+def test_modes_of_modules_survive_the_self_test() -> None:
+    model = zoo.make("Llama").train()
+    model.model.layers[1].eval()
+    policies.make(policies.OBSERVING, model, budget=12)
+    assert model.training
+    assert model.model.layers[0].mlp.training
+    assert not model.model.layers[1].mlp.training
+
+
+def test_bare_decoder() -> None:
+    """The model without its head takes a cache as well."""
+    model = zoo.make("Llama").model
+    cache = policies.make(policies.OBSERVING, model, budget=200)
+    ids = zoo.prompt(1, 12)
+    with torch.no_grad():
+        model(ids[:, :-1], past_key_values=cache)
+        last = model(ids[:, -1:], past_key_values=cache).last_hidden_state
+        assert (last - model(ids, use_cache=False).last_hidden_state[:, -1:]).abs().max() < 1e-4
+
+
+def test_repr_and_bytes() -> None:
+    cache = policies.make(policies.OBSERVING, zoo.model("gemma2"), budget=12)
+    assert "budget=12" in repr(cache)
+    assert "1 of 2 layers" in repr(cache)
+    empty = cache.bytes()
+    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=cache)
+    assert "22 tokens seen" in repr(cache)
+    assert cache.bytes() > empty
+    native = sum(tensor.nbytes for tensor in vars(cache.layers[0]).values() if isinstance(tensor, torch.Tensor))
+    assert native >= 2 * 2 * 7 * 16 * 4  # keys and values, 2 heads, a window of 8 less the next token, 16 dims
+    assert cache.bytes() == cache.layers[1].state.bytes() + native

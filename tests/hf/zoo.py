@@ -1,0 +1,129 @@
+"""Tiny models of many families, made from configs with fixed seeds, and what to compare them by."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+import transformers
+from torch import Tensor
+
+VOCAB = 101
+
+_SMALL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+    "attention_dropout": 0.0,
+    "initializer_range": 0.2,  # attention that is far from uniform
+}
+
+_ALTERNATING = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("Llama", {}),
+    "qwen2": ("Qwen2", {}),
+    "qwen3": ("Qwen3", {"head_dim": 32}),
+    "mistral": ("Mistral", {"sliding_window": None}),
+    "mistral-windowed": ("Mistral", {"sliding_window": 8}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, **_ALTERNATING}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "query_pre_attn_scalar": 16, **_ALTERNATING}),
+    "phi3": ("Phi3", {}),
+    "gpt_neox": ("GPTNeoX", {"rotary_pct": 0.5}),
+    # beyond the families that are promised
+    "qwen2-hybrid": ("Qwen2", {"use_sliding_window": True, "max_window_layers": 1, **_ALTERNATING}),
+    "mixtral": ("Mixtral", {"num_local_experts": 2, "sliding_window": None}),
+    "phi": ("Phi", {"partial_rotary_factor": 0.5}),
+    "stablelm": ("StableLm", {"partial_rotary_factor": 0.5}),
+    "olmo2": ("Olmo2", {}),
+    "cohere": ("Cohere", {}),
+    "granite": ("Granite", {}),
+    "starcoder2": ("Starcoder2", {"sliding_window": None}),
+    "smollm3": ("SmolLM3", {}),
+    "glm4": ("Glm4", {"head_dim": 16}),
+    "gpt_oss": ("GptOss", {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1, **_ALTERNATING}),
+    "gpt2": ("GPT2", {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 512}),
+    "opt": ("OPT", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+}
+
+PROMISED = tuple(FAMILIES)[:9]
+
+if int(transformers.__version__.split(".")[0]) < 5:  # their attention cannot be reached in 4.x
+    del FAMILIES["opt"], FAMILIES["stablelm"]
+
+
+@cache
+def model(family: str) -> Any:
+    """A tiny causal language model in evaluation mode, the same at every call."""
+    stem, extra = FAMILIES[family]
+    return make(stem, **extra)
+
+
+@cache
+def untouched(family: str) -> Any:
+    """The same model once more, which no test gives to a kvdsl cache; its attention is the plainest there is."""
+    stem, extra = FAMILIES[family]
+    made = make(stem, **extra)
+    made.set_attn_implementation("eager")
+    return made
+
+
+def make(stem: str, **extra: Any) -> Any:
+    """A fresh model of the named class with the small sizes, its weights from a fixed seed."""
+    config = getattr(transformers, f"{stem}Config")(**{**_SMALL, **extra})
+    config.eos_token_id = None
+    name = stem.removesuffix("Text") if not hasattr(transformers, f"{stem}ForCausalLM") else stem
+    suffix = "LMHeadModel" if stem == "GPT2" else "ForCausalLM"
+    torch.manual_seed(7)
+    made = getattr(transformers, name + suffix)(config).eval()
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def prompt(batch: int, length: int, seed: int = 1) -> Tensor:
+    """Random token ids, none of which is padding: [batch, length]."""
+    return torch.randint(3, VOCAB, (batch, length), generator=torch.Generator().manual_seed(seed))
+
+
+def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
+    """Inputs of rows [length] each, padded on the left to the longest."""
+    longest = max(len(row) for row in rows)
+    ids = torch.zeros(len(rows), longest, dtype=torch.long)
+    mask = torch.zeros_like(ids)
+    for index, row in enumerate(rows):
+        ids[index, longest - len(row) :] = row
+        mask[index, longest - len(row) :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def greedy(model: Any, inputs: dict[str, Tensor], tokens: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """New tokens [batch, tokens] and their logits [batch, tokens, vocabulary], chosen greedily."""
+    options = {"max_new_tokens": tokens, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+    out = model.generate(**inputs, **options, **kwargs)
+    return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits, 1)
+
+
+def plain(ids: Tensor) -> dict[str, Tensor]:
+    """Inputs without padding."""
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def assert_same_text(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], bound: float = 1e-4) -> None:
+    """Logits within the bound until the tokens diverge, which they may only where the best two are that close."""
+    for row in range(len(theirs[0])):
+        for step in range(theirs[0].shape[1]):
+            difference = (ours[1][row, step] - theirs[1][row, step]).abs().max()
+            assert difference <= bound, f"row {row}, token {step}: logits differ by {difference:.2g}"
+            if ours[0][row, step] != theirs[0][row, step]:
+                best = theirs[1][row, step].topk(2).values
+                assert best[0] - best[1] <= bound, f"row {row}, token {step}: another token at a clear choice"
+                break
