@@ -1,0 +1,78 @@
+# What can be done here. `make` alone lists it.
+#
+# Nothing is needed but Python 3.10 or later with pip, and a C++ compiler: everything else goes into .venv.
+
+PYTHON  ?= python3
+TORCH   ?= torch==2.13.0
+WORKERS ?= 2
+PYTEST_ARGS ?=
+
+VENV   := .venv
+PY     := $(VENV)/bin/python
+KVDSL  := $(PY) -m kvdsl
+READY  := $(VENV)/.kvdsl-ready
+OLDEST := transformers==4.57.6
+OLD    := $(VENV)/transformers-oldest
+
+# Committed, as examples of what the compiler makes; the other packages are made by `make generate`.
+EXEMPLARS := roco h2o streaming_llm vatp_h2o
+POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
+
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test test-slow test-oldest generate lint format bench accept gpu clean
+
+help:  ## list what can be made
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+venv: $(READY)  ## create .venv with everything that development needs
+
+$(READY): pyproject.toml
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
+	  || $(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	touch $@
+
+demo: $(READY)  ## the full cache and RoCo at a quarter of it, side by side on a page of a book
+	$(PY) scripts/demo.py
+
+test: $(READY)  ## the tests, but for the slow ones
+	$(KVDSL) compile --check $(EXEMPLARS)
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+
+test-slow: $(READY)  ## the slow tests
+	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+
+test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release that kvdsl supports
+	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/hf $(PYTEST_ARGS)
+
+$(OLD)/.ready: $(READY)
+	rm -rf $(OLD)
+	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OLD) '$(OLDEST)'
+	touch $@
+
+generate: $(READY)  ## compile every shipped policy into generated/
+	$(KVDSL) compile $(POLICIES)
+
+lint: $(READY)  ## ruff and mypy
+	$(PY) -m ruff check
+	$(PY) -m ruff format --check
+	$(PY) -m mypy
+
+format: $(READY)  ## mend what ruff can mend
+	$(PY) -m ruff check --fix
+	$(PY) -m ruff format
+
+bench: $(READY)  ## one decode step of RoCo against torch's attention, on this machine
+	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
+
+accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2: of one issue)
+	$(PY) scripts/accept.py $(if $(ISSUE),--issue $(ISSUE))
+
+gpu: $(READY)  ## what needs a GPU
+	@if test -f scripts/gpu.py; then $(PY) scripts/gpu.py; else \
+	  echo 'There is no Triton backend in this version yet: on a GPU the torch backend serves. Nothing to run.' >&2; exit 2; fi
+
+clean:  ## remove what was built, but keep .venv
+	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
+	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

@@ -1,0 +1,120 @@
+"""`kvdsl bench`: how fast a policy runs, next to what it would replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import click
+
+from kvdsl.cli.common import json_option, print_json, set_option
+
+BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
+"""What `--backend` takes."""
+
+
+@click.group()
+def command() -> None:
+    """Measure how fast a policy runs.
+
+    What is compared runs in turns in one process, on the same threads and the same bytes. Times are medians in milliseconds, in
+    brackets the first and third quartile; ratios are taken within a round, and their median over the rounds is given.
+    """
+
+
+@command.command()
+@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Rows.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
+@click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
+@click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
+@click.option("--live", type=click.IntRange(8), default=4096, show_default=True, help="Slots that a step attends to.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
+@set_option
+@json_option
+def decode(
+    policy: str, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """One decode step: place, attend, observe, settle, over a full cache.
+
+    Compared with a streaming read of the same bytes (the roofline), torch's fused attention, which keeps no statistics and evicts
+    nothing, and with the same statistics and eviction in eager torch, with repeat_kv (as H2O's and EasyKV's code does) and without.
+
+    \b
+    Examples:
+      kvdsl bench decode --policy roco --live 4096
+      kvdsl bench decode --policy h2o --live 8192 --dtype bf16 --json
+    """
+    refuse_triton(backend)
+    import torch
+
+    from kvdsl.bench.decode import Shape, bench_decode
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+
+    if "budget" in settings:
+        raise click.BadParameter("`--live` decides the budget here (it is live - 1)", param_hint="--set")
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shape = Shape(batch, kv_heads, group, head_dim, live, dtype)
+    with progress(f"{spec.name}, {live} live slots", repeats + warmup) as tick:
+        result = bench_decode(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+    if as_json:
+        print_json(result, dtype=dtype, seed=seed)
+    else:
+        _show(result)
+
+
+def refuse_triton(backend: str) -> None:
+    """There is no Triton backend yet; say so before anything is loaded."""
+    if backend == "triton":
+        raise click.BadParameter(
+            "the triton backend comes in a later version; use `auto`, `cpu` or `torch`", param_hint="--backend"
+        )
+
+
+_ROWS = (
+    ("{name} ({backend})", "ms", None),
+    ("SDPA ({sdpa_call}; no statistics)", "sdpa_ms", "vs_sdpa"),
+    ("SDPA, group folded into rows", "sdpa_folded_ms", "vs_sdpa_folded"),
+    ("grouped eager torch", "grouped_ms", "vs_grouped"),
+    ("eager torch with repeat_kv", "eager_ms", "vs_eager"),
+    ("the same, buffers allocated once", "eager_preallocated_ms", "vs_eager_preallocated"),
+)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=_title(result), title_justify="left", box=None, pad_edge=False)
+    for header in ("", "ms a step", "", "slower by"):
+        table.add_column(header, justify="left" if header == "" else "right")
+    for label, time, ratio in _ROWS:
+        spread = f"[{result[time + '_q1']:.2f} .. {result[time + '_q3']:.2f}]"
+        slower = "" if ratio is None else f"{result[ratio]:.2f}x"
+        table.add_row(label.format(name=result["policy"], **result), f"{result[time]:.2f}", spread, slower)
+    console.print(table, markup=False)
+    console.print(
+        f"{result['gbps']:.1f} GB/s of keys and values; a streaming read of the same bytes moves {result['read_gbps']:.1f} GB/s: "
+        f"{100 * result['roofline']:.0f} % of the roofline",
+        highlight=False,
+    )
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    return (
+        f"batch {result['batch']}, {result['kv_heads']} KV heads x {result['group']}, head size {result['head_dim']}, "
+        f"{result['live']} live slots, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB, {result['threads']} threads, "
+        f"{result['repeats']} rounds"
+    )

@@ -1,0 +1,184 @@
+"""What the commands share: options, exit codes, JSON, and how errors are told."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+from click.exceptions import NoArgsIsHelpError
+
+from kvdsl.runtime.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.diagnostics import Diagnostic
+    from kvdsl.ir.nodes import Policy
+
+CLEAN, FINDINGS, COULD_NOT_RUN = 0, 1, 2
+"""Exit codes."""
+
+FORMAT_VERSION = "1.0"
+
+# These say that the command was not given what it needs, rather than that something is wrong with a policy.
+_USAGE_CODES = frozenset({"KV0214", "KV0215", "KV0216"})
+_UNREADABLE = "KV0114"
+
+
+def finish(code: int) -> NoReturn:
+    """End the command with this exit code."""
+    raise click.exceptions.Exit(code)
+
+
+# -- options -----------------------------------------------------------------------------------------------------------
+
+
+def _parse_settings(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    settings: dict[str, str] = {}
+    for text in values:
+        name, equals, value = text.partition("=")
+        if not equals or not name.strip() or not value.strip():
+            raise click.BadParameter(f"`{text}` is not of the form NAME=VALUE, for example `--set budget=256`")
+        settings[name.strip()] = value.strip()
+    return settings
+
+
+set_option = click.option(
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", callback=_parse_settings,
+    help="Change the default of one of the policy's params; may be repeated.",
+)  # fmt: skip
+"""`--set NAME=VALUE`, given to the command as `settings: dict[str, str]`."""
+
+json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+"""`--json`, given to the command as `as_json: bool`."""
+
+
+# -- output ------------------------------------------------------------------------------------------------------------
+
+
+def print_json(content: Mapping[str, Any], *, dtype: str | None = None, seed: int | None = None) -> None:
+    """Print the command's one JSON object, with its format's version and the environment."""
+    from kvdsl.environment import environment
+
+    whole = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype, seed=seed), **content}
+    click.echo(json.dumps(whole, indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def params_as_data(policy: Policy) -> list[dict[str, Any]]:
+    """The params of a policy for a JSON object; a default is an expression in the language."""
+    from kvdsl.ir.printer import print_expression
+
+    return [
+        {"name": one.name, "default": print_expression(one.default), "unit": one.unit, "low": one.low, "high": one.high}
+        for one in policy.params
+    ]
+
+
+def error(message: str, hint: str | None = None) -> None:
+    """One line on standard error, and perhaps a second one that says how to mend it."""
+    from kvdsl.diagnostics import wants_color
+
+    color = wants_color(sys.stderr)
+    click.echo(click.style("error", fg="red", bold=True) + f": {message}", err=True, color=color)
+    if hint:
+        click.echo(click.style("help", fg="cyan") + f": {hint}", err=True, color=color)
+
+
+def report(diagnostics: Iterable[Diagnostic]) -> None:
+    """Diagnostics for people, on standard error; nothing if there are none."""
+    from kvdsl.diagnostics import render_human, wants_color
+
+    found = list(diagnostics)
+    for one in found:
+        if _could_not_run(one):
+            error(_one_line(one.message), one.help)
+    text = render_human([one for one in found if not _could_not_run(one)], color=wants_color(sys.stderr))
+    if text:
+        click.echo(text, err=True, nl=False, color=wants_color(sys.stderr))
+
+
+def exit_code(diagnostics: Iterable[Diagnostic], *, deny_warnings: bool = False) -> int:
+    """What diagnostics mean for the exit code: a policy that is not there could not be checked."""
+    found = list(diagnostics)
+    if any(_could_not_run(one) for one in found):
+        return COULD_NOT_RUN
+    return FINDINGS if any(one.severity == "error" or deny_warnings for one in found) else CLEAN
+
+
+def _could_not_run(found: Diagnostic) -> bool:
+    # A file that an import names is the policy's mistake, and its diagnostic points to the import.
+    return found.code in _USAGE_CODES or (found.code == _UNREADABLE and found.span.start == found.span.end)
+
+
+# -- errors ------------------------------------------------------------------------------------------------------------
+
+
+def guarded(action: Callable[[], Any]) -> int:
+    """Run a command; whatever goes wrong becomes a clear message and the right exit code."""
+    try:
+        code = action()
+        sys.stdout.flush()
+        return code if isinstance(code, int) else CLEAN
+    except BrokenPipeError:
+        # Whoever reads our output has seen enough.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return CLEAN
+    except (KeyboardInterrupt, click.Abort):
+        error("interrupted")
+        return 130
+    except Exception as failure:
+        return _tell(failure)
+
+
+def _tell(failure: Exception) -> int:
+    from kvdsl.diagnostics import DiagnosticError
+
+    if isinstance(failure, DiagnosticError):
+        report(failure.diagnostics)
+        return exit_code(failure.diagnostics)
+    if isinstance(failure, NoArgsIsHelpError):
+        click.echo(failure.format_message(), err=True)
+        return COULD_NOT_RUN
+    known = _in_words(failure)
+    if known is None and os.environ.get("KVDSL_DEBUG") == "1":
+        traceback.print_exception(failure)
+    error(*(known or _internal(failure)))
+    return COULD_NOT_RUN
+
+
+def _in_words(failure: Exception) -> tuple[str, str | None] | None:
+    """What to say of a failure, and how to mend it; None if it is a mistake of kvdsl's own."""
+    if isinstance(failure, click.ClickException):
+        return _usage(failure)
+    if isinstance(failure, KvdslError):
+        return _one_line(str(failure)), None
+    if isinstance(failure, OSError) and failure.strerror:
+        about = f"{failure.filename}: " if failure.filename is not None else ""
+        return f"{about}{failure.strerror}", None
+    if isinstance(failure, ModuleNotFoundError) and not (failure.name or "").startswith("kvdsl"):
+        return f"this needs {failure.name}, which is not installed", "`kvdsl doctor` says what is there and what is missing"
+    if type(failure).__name__ == "AssetError":  # its module need not be imported to know it
+        return _one_line(str(failure)), None
+    return None
+
+
+def _internal(failure: Exception) -> tuple[str, str]:
+    text = _one_line(str(failure))[:200]
+    hint = "please file an issue with the command and the policy; KVDSL_DEBUG=1 shows where it happened"
+    return f"internal error: {type(failure).__name__}: {text}", hint
+
+
+def _usage(failure: click.ClickException) -> tuple[str, str]:
+    ctx = getattr(failure, "ctx", None)
+    path = ctx.command_path if ctx is not None else "kvdsl"
+    message = _one_line(failure.format_message()).rstrip(".")
+    return message[:1].lower() + message[1:] if message[1:2].islower() else message, f"see `{path} --help`"
+
+
+def _one_line(text: str) -> str:
+    from kvdsl.diagnostics import printable
+
+    return printable(" ".join(text.split()))

@@ -1,0 +1,177 @@
+"""`kvdsl compile`: policies become Python packages."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import click
+
+from kvdsl.cli.common import CLEAN, FINDINGS, exit_code, finish, json_option, print_json, report, set_option
+from kvdsl.ir.nodes import Policy
+from kvdsl.runtime.errors import KvdslError
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A policy and the files of its package, by path below the output folder.
+
+    Attributes:
+        changed: those that differ from what is there.
+    """
+
+    policy: Policy
+    files: dict[str, str]
+    changed: tuple[str, ...]
+
+
+@click.command()
+@click.argument("policies", metavar="FILE...", nargs=-1, required=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
+              help="The folder that the packages go into.")  # fmt: skip
+@set_option
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 and show the difference if something would change.")
+@click.option("--emit", type=click.Choice(["ir", "plan", "code"]), help="Print one stage of the compiler and write nothing.")
+@json_option
+def command(
+    policies: tuple[str, ...], out: Path, settings: dict[str, str], check: bool, emit: str | None, as_json: bool
+) -> None:
+    """Turn policies into Python packages.
+
+    FILE is a .kv file, or a policy that comes with kvdsl by its name (see `kvdsl list`). `roco.kv` becomes the package
+    `generated/roco` with the class `RoCoCache`. Files that would not change are not touched.
+
+    \b
+    Examples:
+      kvdsl compile roco                         a shipped policy
+      kvdsl compile mine.kv --out caches         a policy of your own
+      kvdsl compile h2o --set budget=1024        with another default
+      kvdsl compile --check roco h2o             for CI: is what is committed up to date?
+      kvdsl compile roco --emit ir               what the compiler made of it
+    """
+    analysed = [_analyse(name, settings) for name in policies]
+    if emit is not None:
+        for policy, source in analysed:
+            click.echo(_stage(policy, source, emit), nl=False)
+        return
+    compiled = [_compile(policy, source, out) for policy, source in analysed]
+    _refuse_same_names(compiled)
+    if not check:
+        _write(compiled, out)
+    if as_json:
+        print_json({"policies": [_as_data(one, out) for one in compiled]})
+    else:
+        _show(compiled, out, check)
+    finish(FINDINGS if check and any(one.changed for one in compiled) else CLEAN)
+
+
+def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
+    """The checked policy and its source; warnings are shown, errors end the command."""
+    from kvdsl.compiler import analyse, find_policy
+
+    if Path(name).is_dir():
+        raise KvdslError(f"`{name}` is a folder; name the .kv files in it, such as {Path(name) / '*.kv'}")
+    path = find_policy(name)
+    analysis = analyse(path, settings=settings)
+    report(analysis.diagnostics)
+    if not analysis.ok:
+        finish(exit_code(analysis.diagnostics))
+    if not analysis.policies:
+        raise KvdslError(f"`{name}` has no policy, only lets; import it from a policy and compile that")
+    return analysis.policy, path.read_text(encoding="utf-8-sig")
+
+
+def _compile(policy: Policy, source: str, out: Path) -> Compiled:
+    from kvdsl.emit.package import package
+    from kvdsl.emit.render import differing
+
+    files = {f"{policy.stem}/{name}": text for name, text in package(policy, source).items()}
+    if not (out / "__init__.py").exists():
+        files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n'} | files
+    return Compiled(policy, files, tuple(differing(files, out)))
+
+
+def _refuse_same_names(compiled: list[Compiled]) -> None:
+    stems = [one.policy.stem for one in compiled]
+    twice = sorted({stem for stem in stems if stems.count(stem) > 1})
+    if twice:
+        raise click.UsageError(f"several of the files would become the package `{twice[0]}`")
+
+
+def _write(compiled: list[Compiled], out: Path) -> None:
+    from kvdsl.emit.render import write
+
+    for one in compiled:
+        (out / one.policy.stem).mkdir(parents=True, exist_ok=True)
+        write({name: one.files[name] for name in one.changed}, out)
+
+
+def _as_data(one: Compiled, out: Path) -> dict[str, object]:
+    def below(names: Iterable[str]) -> list[str]:
+        return [(out / name).as_posix() for name in names]
+
+    return {"name": one.policy.name, "files": below(one.files), "changed": below(one.changed)}
+
+
+# -- for people --------------------------------------------------------------------------------------------------------
+
+
+def _show(compiled: list[Compiled], out: Path, check: bool) -> None:
+    for one in compiled:
+        for name in one.files:
+            state = ("would change" if check else "written") if name in one.changed else "unchanged"
+            click.echo(f"{state:<12} {(out / name).as_posix()}")
+    if check:
+        for one in compiled:
+            for name in one.changed:
+                click.echo("".join(_difference(out, name, one.files[name])), nl=False)
+        if any(one.changed for one in compiled):
+            names = " ".join(one.policy.stem for one in compiled if one.changed)
+            click.echo(f"not up to date: run `kvdsl compile {names}`", err=True)
+    elif len(compiled) == 1:
+        click.echo(f"\n{_usage(compiled[0].policy, out)}")
+
+
+def _difference(out: Path, name: str, text: str) -> Iterator[str]:
+    path = out / name
+    old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
+    lines = difflib.unified_diff(
+        old.splitlines(keepends=True), text.splitlines(keepends=True), f"{path.as_posix()} (there)", f"{path.as_posix()} (new)"
+    )
+    return (line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+def _usage(policy: Policy, out: Path) -> str:
+    """How to import what was made: as a package where the folder's path is one."""
+    stem, name = policy.stem, f"{policy.name}Cache"
+    parts = out.parts
+    if not out.is_absolute() and all(part.isidentifier() for part in parts):
+        module = ".".join((*parts, stem))
+        lines = [f"from {module} import {name}"]
+    else:
+        lines = [f"from {stem} import {name}          # with {out} on the import path"]
+    budget = "budget=512" if any(param.name == "budget" for param in policy.params) else ""
+    lines.append(f"out = model.generate(**inputs, past_key_values={name}(model{', ' if budget else ''}{budget}))")
+    return "\n".join(lines)
+
+
+# -- stages ------------------------------------------------------------------------------------------------------------
+
+
+def _stage(policy: Policy, source: str, stage: str) -> str:
+    if stage == "ir":
+        from kvdsl.ir.printer import print_policy
+
+        return print_policy(policy)
+    if stage == "plan":
+        import pprint
+
+        from kvdsl.lower.plan import make_plan
+
+        return pprint.pformat(make_plan(policy), width=120) + "\n"
+    from kvdsl.emit.package import package
+
+    files = package(policy, source)
+    return "".join(f"# {'-' * 20} {policy.stem}/{name}\n{text}\n" for name, text in files.items())

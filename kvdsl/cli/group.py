@@ -1,0 +1,89 @@
+"""The group of all commands. A command's file is imported when the command is used."""
+
+from __future__ import annotations
+
+import importlib
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import click
+
+from kvdsl import __version__
+from kvdsl.cli.common import guarded
+
+COMMANDS = {
+    "compile": "Turn policies into Python packages.",
+    "check": "Check policies and say what is wrong, where, and how to mend it.",
+    "list": "List the policies that come with kvdsl.",
+    "explain": "Say in words what a policy does, or what an error code means.",
+    "run": "Generate text under a policy, next to the full cache.",
+    "bench": "Measure how fast a policy runs.",
+    "eval": "Measure what a policy costs in quality.",
+    "doctor": "Say what works on this machine, and why the rest does not.",
+}
+"""Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
+
+PLANNED = ("build", "fmt", "test", "reproduce")
+"""Commands that a later version will have."""
+
+
+class LazyGroup(click.Group):
+    """A group that knows its commands' names and summaries without importing them."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The names, in the order in which they are useful."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """The command, imported now; None if there is none of that name."""
+        if cmd_name not in COMMANDS:
+            return None
+        command: click.Command = importlib.import_module(f"kvdsl.cli.{cmd_name}").command
+        return command
+
+    def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does, with a help for names that are no commands."""
+        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+            raise click.UsageError(_unknown(args[0]), ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """The list in `--help`, without importing anything."""
+        with formatter.section("Commands"):
+            formatter.write_dl(list(COMMANDS.items()))
+
+
+def _unknown(name: str) -> str:
+    from kvdsl.diagnostics import did_you_mean, printable
+
+    if name in PLANNED:
+        return f"this version of kvdsl has no `{name}` yet"
+    if name.endswith(".kv"):
+        return f"`{printable(name)}` is a file, not a command; did you mean `kvdsl compile {printable(name)}`?"
+    hint = did_you_mean(name, COMMANDS)
+    return f"there is no command `{printable(name)}`" + (f"; {hint}" if hint else "")
+
+
+@click.command(
+    cls=LazyGroup,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 110},
+    epilog="Exit codes: 0 all is well, 1 something was found, 2 could not run. `kvdsl COMMAND --help` has examples.",
+)
+@click.version_option(__version__, prog_name="kvdsl")
+def group(**_: Any) -> None:
+    """A small language for the KV-cache policies of language models, and its compiler.
+
+    \b
+    kvdsl list                  what comes with it
+    kvdsl explain roco          what a policy does, in words
+    kvdsl compile roco          makes generated/roco/, so that
+                                `from generated.roco import RoCoCache` works
+    """
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command line (the process's own by default) and give its exit code. Errors become one clear line."""
+    # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
+    os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
+    return guarded(lambda: group.main(None if argv is None else list(argv), prog_name="kvdsl", standalone_mode=False))

@@ -1,0 +1,97 @@
+"""`kvdsl run`: text under a policy, next to the full cache."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli.bench import BACKENDS, refuse_triton
+from kvdsl.cli.common import json_option, print_json, set_option
+
+if TYPE_CHECKING:
+    from kvdsl.eval.generate import Generated
+
+model_option = click.option(
+    "--model", metavar="PATH_OR_ID",
+    help="A model's folder, or its id on the Hugging Face hub [default: the model that ships with kvdsl].",
+)  # fmt: skip
+dtype_option = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Run the model in this dtype.")
+
+
+@click.command()
+@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@set_option
+@model_option
+@click.option("--prompt", help="The text to go on from [default: a page of the book that ships with kvdsl].")
+@click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text.")
+@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@dtype_option
+@click.option("--compare", is_flag=True, help="Generate with the full cache too, and say how far the texts agree.")
+@json_option
+def command(
+    policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
+    max_new_tokens: int, backend: str, dtype: str | None, compare: bool, as_json: bool,
+) -> None:  # fmt: skip
+    """Generate text under a policy, greedily.
+
+    \b
+    Examples:
+      kvdsl run --policy roco --set budget=128 --compare
+      kvdsl run --policy mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
+    """
+    refuse_triton(backend)
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give --prompt or --prompt-file, not both")
+    if prompt is not None and not prompt.strip():
+        raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+    from kvdsl.eval.generate import generate, generate_full, same_prefix, warm_up
+    from kvdsl.eval.models import check_length, load_model
+    from kvdsl.loading import load
+
+    cache_class: Any = load(policy, **settings)
+    lm, tokenizer = load_model(model, dtype)
+    ids = _prompt_ids(tokenizer, prompt, prompt_file)
+    check_length(lm, len(ids) + max_new_tokens)
+    full = generate_full(lm, tokenizer, ids, max_new_tokens) if compare else None
+    cache = cache_class(lm, backend=backend)
+    warm_up(lm, tokenizer, ids[:64], cache)
+    ours = generate(lm, tokenizer, ids, max_new_tokens, cache)
+    result: dict[str, Any] = {"policy": cache_class.spec.stem, **_figures(ours), "full_cache_bytes": ours.full_cache_bytes}
+    if full is not None:
+        result["full"] = _figures(full)
+        result["same_prefix_tokens"] = same_prefix(ours.tokens, full.tokens)
+    if as_json:
+        print_json(result, dtype=str(lm.dtype).removeprefix("torch."))
+    else:
+        _show(cache_class.spec.name, ours, full)
+
+
+def _prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
+    from kvdsl.eval.models import encode, first_token, page, read_text
+
+    text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
+    return first_token(tokenizer) + encode(tokenizer, text)
+
+
+def _figures(found: Generated) -> dict[str, Any]:
+    return {
+        "text": found.text, "prompt_tokens": found.prompt_tokens, "new_tokens": len(found.tokens),
+        **found.times(), "cache_bytes": found.cache_bytes,
+    }  # fmt: skip
+
+
+def _show(name: str, ours: Generated, full: Generated | None) -> None:
+    from rich.console import Console
+
+    from kvdsl.eval.report import comparison, summary_line
+
+    console = Console(highlight=False)
+    if full is None:
+        console.print(ours.text, markup=False)
+        console.print(summary_line(name, ours), style="dim", markup=False)
+    else:
+        for table in comparison(name, ours, full):
+            console.print(table)

@@ -1,0 +1,72 @@
+"""What a result was made with: the `environment` object of every `--json` output."""
+
+from __future__ import annotations
+
+import os
+import platform
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from kvdsl import __version__
+
+
+def environment(*, dtype: str | None = None, seed: int | None = None) -> dict[str, Any]:
+    """Versions and machine. torch is asked only if it is imported already: most commands do without it.
+
+    Args:
+        dtype, seed: of the computation, where there is one.
+    """
+    return {
+        "kvdsl": __version__,
+        "python": platform.python_version(),
+        "torch": version("torch"),
+        "transformers": version("transformers"),
+        "triton": version("triton"),
+        "cpu": processor(),
+        "threads": _threads(),
+        "gpu": _gpu(),
+        "dtype": dtype,
+        "seed": seed,
+    }
+
+
+def version(package: str) -> str | None:
+    """The installed version of a package, without importing it; None if it is not there."""
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def processor() -> str:
+    """The processor's name."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def cores() -> int:
+    """How many cores this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _torch() -> Any:
+    return sys.modules.get("torch")
+
+
+def _threads() -> int:
+    torch = _torch()
+    return cores() if torch is None else int(torch.get_num_threads())
+
+
+def _gpu() -> str | None:
+    torch = _torch()
+    if torch is None or not torch.cuda.is_available():
+        return None
+    return str(torch.cuda.get_device_name())

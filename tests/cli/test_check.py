@@ -1,0 +1,89 @@
+"""`kvdsl check`."""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from kvdsl.cli.common import FORMAT_VERSION
+from tests.cli.harness import run
+
+GOOD = 'kv 1\n\npolicy Good {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n'
+BAD = 'kv 1\n\npolicy Bad {\n  "Mine."\n  param budget = 64\n  score attn\n  keep lst 3\n}\n'
+WARNED = GOOD.replace('  "Mine."\n', "")
+
+
+@pytest.fixture(autouse=True)
+def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, text in {"good.kv": GOOD, "bad.kv": BAD, "warned.kv": WARNED, "inner/deep.kv": GOOD, ".hidden/no.kv": BAD}.items():
+        Path(name).parent.mkdir(exist_ok=True)
+        Path(name).write_text(text)
+
+
+def test_says_that_all_is_well(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "good.kv", "roco")
+    assert (result.code, result.err) == (0, "")
+    assert "2 files" in result.out
+
+
+def test_points_at_the_place_and_says_how_to_mend_it(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "bad.kv")
+    assert result.code == 1
+    assert "bad.kv:" in result.err
+    assert "^" in result.err
+    assert "help:" in result.err
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "bad.kv", "good.kv", "--format", "json")
+    assert result.code == 1
+    assert result.json()["format_version"] == FORMAT_VERSION
+    found = result.json()["diagnostics"]
+    assert found
+    for one in found:
+        assert {"code", "severity", "message", "help", "file", "range"} <= one.keys()
+        assert one["file"] == "bad.kv"
+        assert one["range"]["start"].keys() == one["range"]["end"].keys() == {"line", "column"}
+
+
+def test_json_without_findings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", "good.kv", "--format", "json").json()["diagnostics"] == []
+
+
+def test_github(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "bad.kv", "--format", "github")
+    assert result.code == 1
+    assert all(line.startswith("::error file=bad.kv,line=") for line in result.out.splitlines())
+
+
+def test_warnings_are_no_findings_unless_denied(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "warned.kv")
+    assert result.code == 0
+    assert "warning[" in result.err
+    assert run(capsys, "check", "warned.kv", "--deny-warnings").code == 1
+
+
+def test_without_files_checks_the_folder(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.kv").unlink()
+    Path("warned.kv").unlink()
+    result = run(capsys, "check")
+    assert result.code == 0
+    assert "2 files" in result.out
+    assert run(capsys, "check", "inner").out == "1 file checked: all is well\n"
+
+
+def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(BAD.encode())))
+    result = run(capsys, "check", "-", "--format", "json")
+    assert result.code == 1
+    assert {one["file"] for one in json.loads(result.out)["diagnostics"]} == {"-"}
+
+
+def test_would_it_work_with_this_budget(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", "h2o", "--set", "recent=512").code == 0
+    assert run(capsys, "check", "h2o", "--set", "recent=513").code == 1

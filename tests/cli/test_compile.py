@@ -1,0 +1,105 @@
+"""`kvdsl compile`."""
+
+from __future__ import annotations
+
+import ast
+import os
+from pathlib import Path
+
+import pytest
+
+from kvdsl.compiler import shipped_policies
+from tests.cli.harness import run
+
+PYTHON = ["__init__.py", "cache.py", "kernels_torch.py"]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("stem", [path.stem for path in shipped_policies()])
+def test_compiles_every_shipped_policy(capsys: pytest.CaptureFixture[str], stem: str) -> None:
+    result = run(capsys, "compile", stem)
+    assert (result.code, result.err) == (0, "")
+    for name in PYTHON:
+        ast.parse(Path("generated", stem, name).read_text())
+    assert Path("generated", stem, "kernels_cpu.cpp").exists()
+    assert f"from generated.{stem} import " in result.out
+
+
+def test_leaves_alone_what_would_not_change(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "compile", "roco")
+    file = Path("generated/roco/cache.py")
+    os.utime(file, ns=(1, 1))
+    Path("generated/__init__.py").write_text("# mine\n")
+    result = run(capsys, "compile", "roco")
+    assert result.code == 0
+    assert "written" not in result.out
+    assert file.stat().st_mtime_ns == 1
+    assert Path("generated/__init__.py").read_text() == "# mine\n"
+
+
+def test_check_shows_the_difference_and_writes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "compile", "roco")
+    assert run(capsys, "compile", "roco", "--check").code == 0
+    file = Path("generated/roco/cache.py")
+    edited = file.read_text().replace("class RoCoCache", "class Edited")
+    file.write_text(edited)
+    result = run(capsys, "compile", "roco", "--check")
+    assert result.code == 1
+    assert "-class Edited" in result.out
+    assert "+class RoCoCache" in result.out
+    assert "kvdsl compile roco" in result.err
+    assert file.read_text() == edited
+
+
+def test_check_reports_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "compile", "h2o", "--check")
+    assert result.code == 1
+    assert "generated/h2o/cache.py" in result.out
+    assert not Path("generated").exists()
+
+
+def test_json(capsys: pytest.CaptureFixture[str]) -> None:
+    first = run(capsys, "compile", "roco", "h2o", "--out", "caches", "--json").json()["policies"]
+    assert [one["name"] for one in first] == ["RoCo", "H2O"]
+    assert "caches/roco/cache.py" in first[0]["files"]
+    assert first[0]["changed"] == first[0]["files"]
+    second = run(capsys, "compile", "roco", "h2o", "--out", "caches", "--json").json()["policies"]
+    assert [one["changed"] for one in second] == [[], []]
+
+
+def test_set_changes_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    run(capsys, "compile", "roco", "--set", "budget=256")
+    assert "budget: float = 256" in Path("generated/roco/cache.py").read_text()
+
+
+def test_a_policy_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("calm.kv").write_text('kv 1\n\npolicy Calm {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n')
+    assert run(capsys, "compile", "calm.kv").code == 0
+    assert "class CalmCache" in Path("generated/calm/cache.py").read_text()
+
+
+def test_two_files_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("roco.kv").write_text('kv 1\n\npolicy Mine {\n  "Mine."\n}\n')
+    result = run(capsys, "compile", "roco", "roco.kv")
+    assert result.code == 2
+    assert "`roco`" in result.err
+
+
+@pytest.mark.parametrize("stage", ["ir", "plan", "code"])
+def test_emit_prints_a_stage_and_writes_nothing(capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    result = run(capsys, "compile", "roco", "--emit", stage)
+    assert result.code == 0
+    assert "RoCo" in result.out
+    assert not Path("generated").exists()
+
+
+def test_an_error_in_one_file_writes_none(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("bad.kv").write_text('kv 1\n\npolicy Bad {\n  "Mine."\n  param budget = 64\n  score attn\n}\n')
+    result = run(capsys, "compile", "roco", "bad.kv")
+    assert result.code == 1
+    assert "KV0301" in result.err
+    assert not Path("generated").exists()

@@ -1,0 +1,175 @@
+"""Whatever a user does wrong: one clear line with a hint, the right exit code, no traceback (`run` checks the latter)."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+import kvdsl
+from kvdsl.cli.common import guarded
+from kvdsl.runtime.errors import KvdslError
+from tests.cli.harness import run
+
+POLICY = 'kv 1\n\npolicy Mine {{\n  "Mine."\n  param budget = 512\n  score mean(attn)\n  {}\n}}\n'
+
+USAGE = [
+    (["chek"], "`check`"),
+    (["fmt"], "`fmt`"),
+    (["roco.kv"], "kvdsl compile roco.kv"),
+    (["compile"], "--help"),
+    (["compile", "roco", "--ot", "x"], "--out"),
+    (["compile", "rocco"], "`roco`"),
+    (["check", "rocco"], "`roco`"),
+    (["explain", "rocco"], "`roco`"),
+    (["explain", "KV0300"], "KV03"),
+    (["compile", "missing.kv"], "missing.kv"),
+    (["check", "missing.kv"], "missing.kv"),
+    (["compile", "folder"], "folder"),
+    (["compile", "roco", "--set", "buget=3"], "`budget`"),
+    (["compile", "roco", "--set", "budget=abc"], "--set budget=256"),
+    (["compile", "roco", "--set", "budget=inf"], "--set budget=256"),
+    (["compile", "roco", "--set", "budget"], "--set budget=256"),
+    (["check", "roco", "--format", "xml"], "json"),
+    (["compile", "roco", "--out", "file"], "file"),
+]
+
+FINDINGS = [
+    (["compile", "roco", "--set", "budget=0"], "at least 1"),
+    (["compile", "roco", "--set", "budget=-1"], "at least 1"),
+    (["compile", "h2o", "--set", "budget=100", "--set", "recent=200"], "200"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("file").write_text("")
+
+
+@pytest.mark.parametrize(("arguments", "says"), USAGE, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_what_cannot_run(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    result = run(capsys, *arguments)
+    assert result.code == 2
+    assert result.out == ""
+    assert says in result.err
+    assert result.err.startswith("error: ")
+    assert len(result.err.splitlines()) <= 2
+
+
+@pytest.mark.parametrize(("arguments", "says"), FINDINGS, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+def test_what_a_setting_makes_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
+    result = run(capsys, *arguments)
+    assert result.code == 1
+    assert says in result.err
+    assert "error[KV" in result.err
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("scor mean(attn)", "`score`"),
+        ("keep lst 3", "last"),
+        ("keep first 600", "512"),
+        ("keep first 300\n  keep last 300", "600"),
+        ("override budget -1", "-1"),
+        ("param x = budgett", "`budget`"),
+        ("pages 16", "not"),
+    ],
+)
+def test_what_a_policy_gets_wrong(capsys: pytest.CaptureFixture[str], line: str, says: str) -> None:
+    Path("mine.kv").write_text(POLICY.format(line))
+    for command in ("check", "compile", "explain"):
+        result = run(capsys, command, "mine.kv")
+        assert result.code == 1
+        assert says in result.err
+        assert "mine.kv:" in result.err
+
+
+@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"kv 1\0", b"", b"\x7fELF" + bytes(range(256)), b"kv 1\n" + b"#" * 70_000])
+def test_what_is_no_policy(capsys: pytest.CaptureFixture[str], content: bytes) -> None:
+    Path("mine.kv").write_bytes(content)
+    for command in ("check", "compile", "explain"):
+        result = run(capsys, command, "mine.kv")
+        assert result.code == 1
+        assert result.out == ""
+        assert "error[KV" in result.err
+
+
+def test_a_library_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("mine.kv").write_text("kv 1\n\nlet half(x) = x / 2\n")
+    assert run(capsys, "check", "mine.kv").code == 0
+    assert "only lets" in run(capsys, "compile", "mine.kv").err
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
+def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
+    os.symlink("/proc/self/mem", "mine.kv")  # opens, but its first bytes cannot be read, not even by root
+    result = run(capsys, "check", "mine.kv")
+    assert result.code == 2
+    assert "cannot" in result.err
+
+
+def test_an_output_folder_that_cannot_be_made(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "compile", "roco", "--out", "file/below")
+    assert result.code == 2
+    assert "file/below" in result.err
+    assert len(result.err.splitlines()) <= 2
+
+
+# -- what only happens when a policy is loaded -------------------------------------------------------------------------
+
+
+def told(capsys: pytest.CaptureFixture[str], failure: Exception) -> str:
+    """What the command line says of an exception."""
+
+    def fail() -> None:
+        raise failure
+
+    assert guarded(fail) == 2
+    err: str = capsys.readouterr().err
+    assert "Traceback" not in err
+    return err
+
+
+def test_a_cache_folder_that_cannot_be_written(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVDSL_CACHE_DIR", "/dev/null/below")
+    with pytest.raises(KvdslError) as caught:
+        kvdsl.load("window", budget=77)
+    said = told(capsys, caught.value)
+    assert "/dev/null/below" in said
+    assert "KVDSL_CACHE_DIR" in said
+    assert len(said.splitlines()) == 1
+
+
+@pytest.mark.parametrize("variable", ["CXX", "PATH"])
+def test_a_compiler_that_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    from kvdsl.build.cxx import shared_library
+
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv(variable, "/nonexistent")
+    Path("kernels.cpp").write_text("int nothing;\n")
+    with pytest.raises(KvdslError) as caught:
+        shared_library(Path("kernels.cpp"), "nothing")
+    said = told(capsys, caught.value)
+    assert "compiler" in said
+    assert "install g++" in said
+    assert len(said.splitlines()) == 1
+
+
+def test_internal_errors_ask_for_an_issue(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("KVDSL_DEBUG", raising=False)
+    said = told(capsys, RuntimeError("first\nsecond"))
+    assert "internal error: RuntimeError: first second" in said
+    assert "file an issue" in said
+    monkeypatch.setenv("KVDSL_DEBUG", "1")
+
+    def fail() -> None:
+        raise RuntimeError("first")
+
+    assert guarded(fail) == 2
+    assert "Traceback" in capsys.readouterr().err

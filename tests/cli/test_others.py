@@ -1,0 +1,104 @@
+"""`kvdsl list`, `explain`, `doctor`, help and version."""
+
+from __future__ import annotations
+
+import pytest
+
+import kvdsl
+from kvdsl.cli import COMMANDS
+from kvdsl.codes import CODES
+from kvdsl.compiler import shipped_policies
+from tests.cli.harness import run
+
+STEMS = [path.stem for path in shipped_policies()]
+
+
+def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert kvdsl.__version__ in run(capsys, "--version").out
+    result = run(capsys, "--help")
+    assert result.code == 0
+    assert all(name in result.out for name in COMMANDS)
+    assert run(capsys).code == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_examples(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    result = run(capsys, name, "--help")
+    assert result.code == 0
+    assert f"kvdsl {name}" in result.out
+
+
+def test_list(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "list")
+    assert result.code == 0
+    assert [line.split()[0] for line in result.out.splitlines() if not line.startswith(" ")] == STEMS
+
+
+def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
+    policies = {one["file"]: one for one in run(capsys, "list", "--json").json()["policies"]}
+    assert list(policies) == [f"{stem}.kv" for stem in STEMS]
+    roco = policies["roco.kv"]
+    assert roco["name"] == "RoCo"
+    assert "Efficacy" in roco["paper"]
+    assert [(one["name"], one["default"]) for one in roco["params"]] == [("budget", "512"), ("protect", "budget / 2")]
+    assert policies["full.kv"]["paper"] is None
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_explain_policies(capsys: pytest.CaptureFixture[str], stem: str) -> None:
+    result = run(capsys, "explain", stem)
+    assert (result.code, result.err) == (0, "")
+    for word in ("keeps", "tracks", "costs", "backends"):
+        assert f"\n  {word}" in result.out
+    content = run(capsys, "explain", stem, "--json").json()
+    assert {"name", "params", "state", "requires", "bytes_per_token", "backends"} <= content.keys()
+
+
+def test_explain_json(capsys: pytest.CaptureFixture[str]) -> None:
+    roco = run(capsys, "explain", "roco", "--json", "--head-dim", "64", "--dtype", "float32").json()
+    assert [column["name"] for column in roco["state"]] == ["sum_attn", "sum_attn_squared"]
+    assert all(column["dtype"] == "float32" and column["bytes_per_slot"] == 4 for column in roco["state"])
+    assert roco["requires"] == ["attn"]
+    assert roco["bytes_per_token"] == 2 * 64 * 4 + 4 + 2 * 4
+    assert {one["name"]: one["ok"] for one in roco["backends"]} == {"cpu": True, "torch": True, "triton": False}
+    assert run(capsys, "explain", "vatp_h2o", "--json").json()["requires"] == ["attn", "v"]
+    assert run(capsys, "explain", "window", "--json").json()["requires"] == []
+
+
+def test_explain_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "budget = 77" in run(capsys, "explain", "roco", "--set", "budget=77").out
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_explain_codes(capsys: pytest.CaptureFixture[str], code: str) -> None:
+    result = run(capsys, "explain", code.lower())
+    assert result.code == 0
+    assert CODES[code].title in result.out
+    assert run(capsys, "explain", code, "--json").json()["title"] == CODES[code].title
+
+
+def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "doctor")
+    assert result.code == 0
+    for name in ("python", "torch", "transformers", "compiler", "kvdsl", "triton"):
+        assert f" {name} " in result.out
+    checks = run(capsys, "doctor", "--json").json()["checks"]
+    assert all({"group", "name", "ok", "detail", "help"} == check.keys() for check in checks)
+
+
+def test_doctor_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "/nonexistent/g++")
+    result = run(capsys, "doctor", "--json")
+    assert result.code == 0
+    checks = {check["name"]: check for check in result.json()["checks"]}
+    assert checks["compiler"]["ok"] is False
+    assert "install g++" in checks["compiler"]["detail"]
+    assert checks["cpu"]["ok"] is False
+    assert checks["torch"]["ok"] is True
+
+
+def test_doctor_without_a_cache_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVDSL_CACHE_DIR", "/dev/null/below")
+    checks = {check["name"]: check for check in run(capsys, "doctor", "--json").json()["checks"]}
+    assert checks["kvdsl"]["ok"] is False
+    assert "KVDSL_CACHE_DIR" in checks["kvdsl"]["help"]

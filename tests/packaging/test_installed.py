@@ -1,0 +1,118 @@
+"""kvdsl works from a wheel, from an editable install and from a plain checkout alike, and compiles to the same files."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import kvdsl
+
+ROOT = Path(__file__).parent.parent.parent
+NEEDED = ["grammar/kv.lark", "grammar/prelude.kv", "templates/python/cache.py.jinja", "policies/roco.kv"]
+
+pytest.importorskip("hatchling")
+
+
+def build(kind: str, source: Path, folder: Path) -> Path:
+    """An archive of the project: a `wheel`, `wheel:editable` or `sdist`."""
+    command = [sys.executable, "-m", "hatchling", "build", "-t", kind, "-d", str(folder)]
+    done = subprocess.run(command, cwd=source, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    (made,) = folder.iterdir()
+    return made
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("wheel", ROOT, tmp_path_factory.mktemp("wheel"))
+
+
+@pytest.fixture(scope="module")
+def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build("sdist", ROOT, tmp_path_factory.mktemp("sdist"))
+
+
+def environment(folder: Path, wheel: Path) -> Path:
+    """A virtual environment's Python that has the wheel, and sees what this one has installed, but no other kvdsl."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
+    (site,) = folder.glob("lib/python*/site-packages")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(site)
+    # A path that a .pth file adds is searched, but .pth files in it (such as this environment's own kvdsl) are not read.
+    others = [path for path in sys.path if "site-packages" in path]
+    (site / "others.pth").write_text("\n".join(others) + "\n")
+    return folder / "bin" / "python"
+
+
+def run(python: str | Path, folder: Path, *arguments: str, **variables: str) -> str:
+    kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([str(python), *arguments], cwd=folder, env=kept | variables, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def works(python: str | Path, folder: Path, home: Path, **variables: str) -> None:
+    """What must work wherever kvdsl comes from; `home` is where its code has to lie."""
+    where = run(python, folder, "-c", "import kvdsl; print(kvdsl.__file__, kvdsl.__version__)", **variables).split()
+    assert where == [str(home / "kvdsl" / "__init__.py"), kvdsl.__version__]
+    assert "roco " in run(python, folder, "-m", "kvdsl", "list", **variables)
+    run(python, folder, "-m", "kvdsl", "compile", "roco", "vatp_h2o", **variables)
+    run(sys.executable, folder, "-m", "kvdsl", "compile", "--check", "roco", "vatp_h2o", PYTHONPATH=str(ROOT))
+    code = "from generated.roco import RoCoCache; print(RoCoCache.spec.cpu_source.exists())"
+    assert run(python, folder, "-c", code, **variables) == "True\n"
+    code = "from kvdsl.build.cxx import INCLUDE; print((INCLUDE / 'kvdsl' / 'decode.hpp').exists())"
+    assert run(python, folder, "-c", code, **variables) == "True\n"
+    code = "import kvdsl.assets as a; a.check_digests(a.reference_model_path()); print(len(a.book_text()) > 1000)"
+    assert run(python, folder, "-c", code, **variables) == "True\n"
+
+
+def test_a_wheel(wheel: Path, tmp_path: Path) -> None:
+    python = environment(tmp_path / "venv", wheel)
+    (site,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    works(python, tmp_path, site)
+    code = "from kvdsl.policies import H2OCache; print(H2OCache.__name__)"
+    assert run(python, tmp_path, "-c", code, KVDSL_CACHE_DIR=str(tmp_path / "cache")) == "H2OCache\n"
+
+
+def test_an_editable_install(tmp_path: Path) -> None:
+    pytest.importorskip("editables")
+    works(environment(tmp_path / "venv", build("wheel:editable", ROOT, tmp_path / "dist")), tmp_path, ROOT)
+
+
+def test_a_plain_checkout(tmp_path: Path) -> None:
+    works(sys.executable, tmp_path, ROOT, PYTHONPATH=str(ROOT))
+
+
+def test_what_a_wheel_holds(wheel: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        metadata = archive.read(next(name for name in names if name.endswith("dist-info/METADATA"))).decode()
+        entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
+    assert {f"kvdsl/_data/{name}" for name in NEEDED} <= set(names)
+    assert {"kvdsl/py.typed", "kvdsl/runtime/include/kvdsl/decode.hpp"} <= set(names)
+    assert any(name.startswith("kvdsl/assets/reference_model/") for name in names)
+    assert all(name.startswith(("kvdsl/", f"kvdsl-{kvdsl.__version__}.dist-info/")) for name in names)
+    assert not [name for name in names if "__pycache__" in name or name.endswith((".so", ".pyc"))]
+    assert "License-Expression: Apache-2.0" in metadata
+    assert "kvdsl = kvdsl.cli:main" in entry_points
+    assert wheel.stat().st_size < 40 * 2**20
+
+
+def test_what_an_sdist_holds(sdist: Path, wheel: Path, tmp_path: Path) -> None:
+    """The sources and the tests, nothing built; and a wheel made from it is the wheel made from the checkout."""
+    top = f"kvdsl-{kvdsl.__version__}"
+    with tarfile.open(sdist) as archive:
+        names = archive.getnames()
+        archive.extractall(tmp_path / "source", **({"filter": "data"} if hasattr(tarfile, "data_filter") else {}))  # type: ignore[arg-type]
+    for name in (*NEEDED, "pyproject.toml", "Makefile", "README.md", "LICENSE", "tests/conftest.py", "kvdsl/py.typed"):
+        assert f"{top}/{name}" in names
+    assert not [name for name in names if "/.venv" in name or "__pycache__" in name or "_cache/" in name]
+    again = build("wheel", tmp_path / "source" / top, tmp_path / "dist")
+    with zipfile.ZipFile(again) as second, zipfile.ZipFile(wheel) as first:
+        assert sorted(second.namelist()) == sorted(first.namelist())
