@@ -1,0 +1,69 @@
+"""Making caches for a measurement: policies by name, with budgets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from kvdsl.loading import load
+from kvdsl.runtime.errors import KvdslError
+
+
+class Policies:
+    """Cache classes by name, loaded once."""
+
+    def __init__(self, names: Sequence[str], settings: Mapping[str, str], backend: str = "auto") -> None:
+        self.backend = backend
+        self.classes = {name: load(name, **settings) for name in names}
+
+    def pairs(self, budgets: Sequence[float]) -> Iterator[tuple[str, float | None]]:
+        """Every policy with every budget; one that has no budget comes once, with None."""
+        for name, cache_class in self.classes.items():
+            if "budget" not in cache_class.spec.params:
+                yield name, None
+                continue
+            for budget in budgets:
+                yield name, budget
+
+    def make(self, name: str, model: Any, budget: float | None) -> Any:
+        """A fresh cache."""
+        given = {} if budget is None else {"budget": budget}
+        cache_class: Any = self.classes[name]
+        return cache_class(model, backend=self.backend, **given)
+
+    def release(self, model: Any) -> None:
+        """Give the model its own attention back."""
+        for cache_class in self.classes.values():
+            cache_class.release(model)
+
+
+def parse_budgets(text: str) -> list[float]:
+    """`128,0.25` as numbers; those that are whole stay whole.
+
+    Raises:
+        KvdslError: if one is not a number above 0.
+    """
+    found: list[float] = []
+    for part in (piece.strip() for piece in text.split(",")):
+        try:
+            value = float(part)
+        except ValueError:
+            value = -1.0
+        if not 0 < value < float("inf"):
+            raise KvdslError(
+                f"`{part}` is no budget; give numbers of tokens (128), or rates of the prompt (0.25), separated by commas"
+            )
+        found.append(int(value) if value.is_integer() else value)
+    return found
+
+
+def parse_policies(text: str) -> list[str]:
+    """`roco,h2o` as names.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    names = [piece.strip() for piece in text.split(",") if piece.strip()]
+    if not names:
+        raise KvdslError("no policy is named; give for example `--policies full,roco,h2o`")
+    return list(dict.fromkeys(names))

@@ -1,0 +1,155 @@
+"""Loading a model and the text that it is measured on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.errors import KvdslError
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
+    """A causal language model, ready for inference on the best device, and its tokenizer.
+
+    Args:
+        name: a folder or the id of a model on the Hugging Face hub; None for the model that ships with kvdsl.
+        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the shipped model) or what the checkpoint holds.
+
+    Raises:
+        KvdslError: if there is no such model, in one line.
+    """
+    kind = None if dtype is None else DTYPES[dtype]
+    if name is None:
+        from kvdsl.assets import load_reference_model
+
+        with quiet():
+            model, tokenizer = load_reference_model(kind)
+    else:
+        model, tokenizer = _pretrained(name, kind)
+    return model.to("cuda" if torch.cuda.is_available() else "cpu").eval(), tokenizer
+
+
+def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    _check_folder(name)
+    try:
+        with quiet():
+            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto"), AutoTokenizer.from_pretrained(name)
+    except (OSError, ValueError, ImportError) as error:
+        raise KvdslError(f"cannot load the model `{name}`: {_first_sentence(error)}") from error
+
+
+def _check_folder(name: str) -> None:
+    """Tell a folder that is not there from a hub id, which has at most one slash and does not begin with a dot or a slash."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise KvdslError(f"{path} holds no config.json: it is not the folder of a model")
+        return
+    if path.is_file():
+        raise KvdslError(f"{path} is a file; give the folder of a model")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise KvdslError(
+            f"there is no model folder {name}; give a folder with a config.json, or a model's id on the Hugging Face hub"
+        )
+
+
+def _first_sentence(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0][:300] if lines else type(error).__name__
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Transformers without its progress bars and warnings."""
+    from transformers.utils import logging
+
+    verbosity = logging.get_verbosity()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        logging.enable_progress_bar()
+
+
+# -- text --------------------------------------------------------------------------------------------------------------
+
+
+def read_text(path: Path | None) -> str:
+    """A text file, or the book that ships with kvdsl.
+
+    Raises:
+        KvdslError: if the file is not UTF-8, or holds nothing.
+    """
+    if path is None:
+        from kvdsl.assets import book_text
+
+        return book_text()
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise KvdslError(f"{path} is not UTF-8 text") from error
+    if not text.strip():
+        raise KvdslError(f"{path} is empty")
+    return text
+
+
+def encode(tokenizer: Any, text: str) -> list[int]:
+    """Token ids without special tokens."""
+    return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
+
+
+def first_token(tokenizer: Any) -> list[int]:
+    """What the tokenizer puts before every text: the BOS token, where there is one."""
+    bos = tokenizer.bos_token_id
+    return [] if bos is None else [int(bos)]
+
+
+def windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
+    """`count` stretches of the text, evenly over it, each `length` tokens with its BOS: int64 [count, length].
+
+    Raises:
+        KvdslError: if the text is too short for one.
+    """
+    bos, ids = first_token(tokenizer), encode(tokenizer, text)
+    body = length - len(bos)
+    if body < 1 or len(ids) < body:
+        raise KvdslError(
+            f"the text has {len(ids)} tokens, fewer than the {body} that one stretch needs; give a longer text or fewer tokens"
+        )
+    last = len(ids) - body
+    starts = [last * index // max(1, count - 1) for index in range(count)]
+    return torch.tensor([bos + ids[start : start + body] for start in starts])
+
+
+def check_length(model: Any, tokens: int) -> None:
+    """Raise KvdslError where a text is longer than the model was made for."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if limit is not None and tokens > limit:
+        raise KvdslError(f"{tokens} tokens are more than the {limit} that this model was made for; ask for fewer")
+
+
+_PAGE_CHARACTERS = 2800
+"""About a printed page and a half."""
+
+
+def page(number: int = 3) -> str:
+    """A page of the book that ships with kvdsl, from the beginning of a sentence to the end of one."""
+    text = read_text(None)
+    start = _sentence_end(text, number * _PAGE_CHARACTERS)
+    return text[start : _sentence_end(text, start + _PAGE_CHARACTERS)].strip()
+
+
+def _sentence_end(text: str, at: int) -> int:
+    end = text.find(". ", at)
+    return len(text) if end < 0 else end + 1
