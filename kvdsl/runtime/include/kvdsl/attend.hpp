@@ -18,32 +18,32 @@ constexpr int block = 32;
 // Rows that are in flight at once. Memory is read in nearly linear order, which the hardware can follow.
 constexpr int rows_at_once = registers == 32 ? 4 : 2;
 // While they are worked on, memory further on is fetched: so many bytes ahead, in strictly rising order (the order of
-// the loads themselves, row by row at one d, reads a third slower), perhaps behind the last row: a prefetch never faults.
+// the loads themselves, row by row at one d, reads a fifth slower), perhaps behind the last row: a prefetch never faults.
 constexpr int ahead = 8192;
 
 // The share of head g, of `Heads`, in what is fetched at d.
 template <int Heads, class T>
-inline void fetch(const T* first_row, int d, int g, int bytes_ahead) {
+inline void fetch(const void* first_row, int d, int g, int bytes_ahead) {
   constexpr int lines = rows_at_once * pair * static_cast<int>(sizeof(T)) / 64, share = (lines + Heads - 1) / Heads;
-  const char* const from = reinterpret_cast<const char*>(first_row + rows_at_once * d) + bytes_ahead;
+  const char* const from = reinterpret_cast<const char*>(static_cast<const T*>(first_row) + rows_at_once * d) + bytes_ahead;
   for (int i = g * share; i < (g + 1) * share && i < lines; ++i) __builtin_prefetch(from + i * 64);
 }
 
 // scores[g][r] = q[g] . rows[r] for rows_at_once rows. q is stored in pairs, with zeros behind dim.
-template <int Heads, class T>
-inline void dot_rows(const float* q, int64_t q_stride, const T* const* rows, int dim, int bytes_ahead, float* scores,
+template <class T, int Heads>
+inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, int dim, int bytes_ahead, float* scores,
                      int64_t scores_stride) {
   constexpr int n = rows_at_once;
   Floats sum[Heads * n] = {};
   for (int d = 0; d < dim; d += pair) {
     Pair k[n];
     if (d + pair <= dim) {
-      for (int r = 0; r < n; ++r) k[r] = load_pair(rows[r] + d);
+      for (int r = 0; r < n; ++r) k[r] = load_pair(static_cast<const T*>(rows[r]) + d);
     } else {
-      for (int r = 0; r < n; ++r) k[r] = load_pair(rows[r] + d, dim - d);
+      for (int r = 0; r < n; ++r) k[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
     }
     for (int g = 0; g < Heads; ++g) {
-      fetch<Heads>(rows[0], d, g, bytes_ahead);
+      fetch<Heads, T>(rows[0], d, g, bytes_ahead);
       const Floats a = once(load(q + g * q_stride + d)), b = once(load(q + g * q_stride + d + width));
       for (int r = 0; r < n; ++r) sum[g * n + r] += a * k[r].a;
       for (int r = 0; r < n; ++r) sum[g * n + r] += b * k[r].b;
@@ -57,8 +57,8 @@ inline void dot_rows(const float* q, int64_t q_stride, const T* const* rows, int
 }
 
 // out[g] += sum over rows_at_once rows of weights[g][r] * rows[r]; out is stored in pairs.
-template <int Heads, class T>
-inline void add_rows(const float* weights, int64_t weights_stride, const T* const* rows, int dim, int bytes_ahead,
+template <class T, int Heads>
+inline void add_rows(const float* weights, int64_t weights_stride, const void* const* rows, int dim, int bytes_ahead,
                      float* out, int64_t out_stride) {
   constexpr int n = rows_at_once;
   Floats weight[Heads][n];
@@ -68,12 +68,12 @@ inline void add_rows(const float* weights, int64_t weights_stride, const T* cons
   for (int d = 0; d < dim; d += pair) {
     Pair v[n];
     if (d + pair <= dim) {
-      for (int r = 0; r < n; ++r) v[r] = load_pair(rows[r] + d);
+      for (int r = 0; r < n; ++r) v[r] = load_pair(static_cast<const T*>(rows[r]) + d);
     } else {
-      for (int r = 0; r < n; ++r) v[r] = load_pair(rows[r] + d, dim - d);
+      for (int r = 0; r < n; ++r) v[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
     }
     for (int g = 0; g < Heads; ++g) {
-      fetch<Heads>(rows[0], d, g, bytes_ahead);
+      fetch<Heads, T>(rows[0], d, g, bytes_ahead);
       float* const to = out + g * out_stride + d;
       Floats a = load(to), b = load(to + width);
       for (int r = 0; r < n; ++r) {
@@ -95,29 +95,62 @@ inline void for_heads(int group, Body&& body) {
   if (g < group) body(g, std::integral_constant<int, 1>{});
 }
 
-// scores[g][r] for a block of rows and all heads.
+// What the driver needs to know of a dtype, so that it is compiled once for all of them.
+struct Dtype {
+  int size;
+  // scores[g][r] = q[g] . rows[r] for a block of rows and all heads of the group.
+  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, float* scores,
+              int64_t scores_stride);
+  // out[g] += the sum of weights[g][r] * rows[r] over a block of rows, for all heads of the group.
+  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim, float* out,
+              int64_t out_stride);
+  // A row of n as floats: in order, and in pairs with zeros behind.
+  void (*read)(const void* row, int n, float* plain, float* pairs);
+  // And back: pairs, scaled, into a row of n.
+  void (*write)(const float* pairs, float scale, int n, void* row);
+};
+
 template <class T>
-inline void dot_block(const float* q, int64_t q_stride, int group, const T* const* rows, int dim, float* scores,
-                      int64_t scores_stride) {
+void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, float* scores,
+               int64_t scores_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      dot_rows<heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? ahead : 0,
-                        scores + g * scores_stride + r, scores_stride);
+      dot_rows<T, heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? ahead : 0,
+                           scores + g * scores_stride + r, scores_stride);
     }
   });
 }
 
-// out[g] += weights[g] times a block of rows, for all heads.
 template <class T>
-inline void add_block(const float* weights, int64_t weights_stride, int group, const T* const* rows, int dim, float* out,
-                      int64_t out_stride) {
+void add_block(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim, float* out,
+               int64_t out_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      add_rows<heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? ahead : 0,
-                        out + g * out_stride, out_stride);
+      add_rows<T, heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? ahead : 0,
+                           out + g * out_stride, out_stride);
     }
   });
 }
+
+template <class T>
+void read_row(const void* row, int n, float* plain, float* pairs) {
+  const T* const from = static_cast<const T*>(row);
+  for (int d = 0; d < n; d += pair) {
+    const Pair x = load_pair(from + d, n - d);
+    store(pairs + d, x.a);
+    store(pairs + d + width, x.b);
+  }
+  for (int d = 0; d < n; ++d) plain[d] = pairs[place_of<T>(d)];
+}
+
+template <class T>
+void write_row(const float* pairs, float scale, int n, void* row) {
+  T* const to = static_cast<T*>(row);
+  for (int d = 0; d < n; ++d) to[d] = from_float<T>(pairs[place_of<T>(d)] * scale);
+}
+
+template <class T>
+constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, write_row<T>};
 
 // A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
 [[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {

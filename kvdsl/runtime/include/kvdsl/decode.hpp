@@ -65,60 +65,94 @@ class Buffer {
   int64_t size_ = 0;
 };
 
-// What one unit computes in. Rows of slots are padded to whole blocks, rows of dims to whole pairs (and
-// stored in pairs, see simd.hpp).
-template <class T, class Policy>
-struct Workspace {
-  int chunk, chunks;                           // slots of a chunk, and how many chunks
-  int64_t slot_stride, query_stride, out_stride;
-  float* query;                                // [group, query_stride]
-  float* plain_query;                          // [group, key_dim] the same, in order
-  float* new_key;                              // [key_dim]
-  float* new_value;                            // [value_dim]
-  float* weights;                              // [group, slot_stride] scores, then their exponentials
-  float* attn;                                 // [slot_stride]
-  float* logit;                                // [slot_stride]
-  float* scratch;                              // [scratch_columns, slot_stride]
-  Rank* ranks;                                 // [Head::rank_rows, slot_stride]
-  float* tops;                                 // [chunks, group] the maxima of the scores
-  float* totals;                               // [chunks, group] the sums of the exponentials
-  float* inverses;                             // [group] 1 / the sum of all exponentials
-  float* ones;                                 // [group]
-  float* sums;                                 // [chunks, group, out_stride] the weighted sums of the values
-  T* zeros;                                    // stands for the row of a slot that is not visible
+// What the driver needs to know of a policy, for the same reason that there is a Dtype.
+struct Steps {
+  Dtype dtype;
+  int columns;
+  int scratch_columns;
+  bool needs_attn;
+  bool needs_logit;
+  void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
+  void (*place)(const Slot&);
+  void (*observe)(const Query&, const void* keys, const void* values);
+  void (*settle)(Head&);
+};
 
-  Workspace(const DecodeArgs& args, Arena& arena) {
+template <class T, class Policy>
+void observe(const Query& query, const void* keys, const void* values) {
+  QueryOf<T> typed;
+  static_cast<Query&>(typed) = query;
+  typed.keys = static_cast<const T*>(keys);
+  typed.values = static_cast<const T*>(values);
+  Policy::observe(typed);
+}
+
+template <class T, class Policy>
+constexpr Steps steps = {dtype<T>,
+                         Policy::columns,
+                         Policy::scratch_columns,
+                         Policy::needs_attn,
+                         Policy::needs_logit,
+                         reduce_group<Policy::group>,
+                         Policy::place,
+                         observe<T, Policy>,
+                         Policy::settle};
+
+// What one unit computes in. Rows of slots are padded to whole blocks, rows of dims to whole pairs (and stored in pairs,
+// see simd.hpp).
+struct Workspace {
+  int chunk, chunks;  // slots of a chunk, and how many chunks
+  int64_t slot_stride, query_stride, out_stride;
+  float* query;        // [group, query_stride]
+  float* plain_query;  // [group, key_dim] the same, in order
+  float* plain_key;    // [key_dim] the new token's
+  float* plain_value;  // [value_dim]
+  float* pairs;        // [longest dim]
+  float* weights;      // [group, slot_stride] scores, then their exponentials
+  float* attn;         // [slot_stride]
+  float* logit;        // [slot_stride]
+  float* scratch;      // [scratch_columns, slot_stride]
+  Rank* ranks;         // [Head::rank_rows, slot_stride]
+  float* tops;         // [chunks, group] the maxima of the scores
+  float* totals;       // [chunks, group] the sums of the exponentials
+  float* inverses;     // [group] 1 / the sum of all exponentials
+  float* ones;         // [group]
+  float* sums;         // [chunks, group, out_stride] the weighted sums of the values
+  char* zeros;         // stands for the row of a slot that is not visible
+
+  [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena) {
     // Few enough chunks to combine cheaply, small enough to share.
-    chunk = static_cast<int>(round_up((static_cast<int64_t>(args.slots) + 63) / 64, 256));
+    chunk = static_cast<int>(round_up((int64_t{args.slots} + 63) / 64, 256));
     chunks = (args.slots + chunk - 1) / chunk;
     // Whole powers of two would put every head's row into the same sets of the cache.
     slot_stride = round_up(args.slots, block) + width;
     query_stride = round_up(args.key_dim, pair);
     out_stride = round_up(args.value_dim, pair);
+    const int64_t longest = query_stride > out_stride ? query_stride : out_stride;
     query = arena.take<float>(args.group * query_stride);
     plain_query = arena.take<float>(args.group * args.key_dim);
-    new_key = arena.take<float>(args.key_dim);
-    new_value = arena.take<float>(args.value_dim);
+    plain_key = arena.take<float>(args.key_dim);
+    plain_value = arena.take<float>(args.value_dim);
+    pairs = arena.take<float>(longest);
     weights = arena.take<float>(args.group * slot_stride);
-    attn = arena.take<float>(Policy::needs_attn ? slot_stride : 0);
-    logit = arena.take<float>(Policy::needs_logit ? slot_stride : 0);
-    scratch = arena.take<float>(Policy::scratch_columns * slot_stride);
+    attn = arena.take<float>(steps.needs_attn ? slot_stride : 0);
+    logit = arena.take<float>(steps.needs_logit ? slot_stride : 0);
+    scratch = arena.take<float>(steps.scratch_columns * slot_stride);
     ranks = arena.take<Rank>(Head::rank_rows * slot_stride);
     tops = arena.take<float>(chunks * args.group);
     totals = arena.take<float>(chunks * args.group);
     inverses = arena.take<float>(args.group);
     ones = arena.take<float>(args.group);
     sums = arena.take<float>(chunks * args.group * out_stride);
-    const int longest = args.key_dim > args.value_dim ? args.key_dim : args.value_dim;
-    zeros = arena.take<T>(longest);
+    zeros = arena.take<char>(longest * steps.dtype.size);
     if (!zeros) return;
-    std::memset(zeros, 0, sizeof(T) * static_cast<std::size_t>(longest));
+    std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype.size));
     for (int g = 0; g < args.group; ++g) ones[g] = 1.0f;
   }
 
-  static int64_t bytes(const DecodeArgs& args) {
+  static int64_t bytes(const DecodeArgs& args, const Steps& steps) {
     Arena arena(nullptr);
-    Workspace(args, arena);
+    Workspace(args, steps, arena);
     return arena.used();
   }
 };
@@ -136,16 +170,11 @@ struct Workspace {
   return first;
 }
 
-// A policy's settle is the same for every dtype: compiled once.
-template <class Policy>
-[[gnu::noinline]] void settle_head(Head& head) {
-  Policy::settle(head);
-}
-
-template <class T, class Policy>
+// One KV head of one row.
 class Unit {
  public:
-  Unit(const DecodeArgs& args, int number, char* workspace) : Unit(args, number, Arena(workspace)) {}
+  Unit(const DecodeArgs& args, const Steps& steps, int number, char* workspace)
+      : Unit(args, steps, number, Arena(workspace)) {}
 
   int chunks() const { return work_.chunks; }
   bool placed() const { return placed_; }
@@ -166,26 +195,20 @@ class Unit {
     oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
     position_[slot] = newest_;
 
-    const T* const k = token(args_.key, args_.key_stride, head_, t);
-    const T* const v = token(args_.value, args_.value_stride, head_, t);
-    std::memcpy(keys_ + int64_t{slot} * args_.key_dim, k, sizeof(T) * static_cast<std::size_t>(args_.key_dim));
-    std::memcpy(values_ + int64_t{slot} * args_.value_dim, v, sizeof(T) * static_cast<std::size_t>(args_.value_dim));
-    if constexpr (Policy::columns > 0) {
-      for (int c = 0; c < Policy::columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
-      for (int d = 0; d < args_.key_dim; ++d) work_.new_key[d] = to_float(k[d]);
-      for (int d = 0; d < args_.value_dim; ++d) work_.new_value[d] = to_float(v[d]);
-      Policy::place(Slot{slot, newest_, work_.new_key, work_.new_value, args_.key_dim, args_.value_dim, state_,
-                         column_stride_, params()});
+    const char* const k = token(args_.key, args_.key_stride, head_, t);
+    const char* const v = token(args_.value, args_.value_stride, head_, t);
+    std::memcpy(row(keys_, args_.key_dim, slot), k, static_cast<std::size_t>(size(args_.key_dim)));
+    std::memcpy(row(values_, args_.value_dim, slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    if (steps_.columns > 0) {
+      for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
+      steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
+      steps_.dtype.read(v, args_.value_dim, work_.plain_value, work_.pairs);
+      steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
+                        column_stride_, params()});
     }
     for (int g = 0; g < args_.group; ++g) {
-      const T* const q = token(args_.query, args_.query_stride, head_ * args_.group + g, t);
-      float* const to = work_.query + g * work_.query_stride;
-      for (int d = 0; d < args_.key_dim; d += pair) {
-        const Pair x = load_pair(q + d, args_.key_dim - d);
-        store(to + d, x.a);
-        store(to + d + width, x.b);
-      }
-      for (int d = 0; d < args_.key_dim; ++d) work_.plain_query[g * args_.key_dim + d] = to_float(q[d]);
+      steps_.dtype.read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
+                        work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
     }
     return placed_ = true;
   }
@@ -197,8 +220,8 @@ class Unit {
     for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
       const Rows rows = rows_of(keys_, args_.key_dim, from);
       if (rows.any) {
-        dot_block(work_.query, work_.query_stride, args_.group, rows.row, args_.key_dim, work_.weights + from,
-                  work_.slot_stride);
+        steps_.dtype.dot(work_.query, work_.query_stride, args_.group, rows.row, args_.key_dim, work_.weights + from,
+                         work_.slot_stride);
       }
       for (int g = 0; g < args_.group; ++g) {
         tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
@@ -211,8 +234,8 @@ class Unit {
   // values weighted by them.
   [[gnu::noinline]] void weigh(int chunk) {
     const int from = chunk * work_.chunk, to = end_of(chunk);
-    if constexpr (Policy::needs_logit) {
-      reduce_group<Policy::group>(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
+    if (steps_.needs_logit) {
+      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
     }
     for (int g = 0; g < args_.group; ++g) {
       float* const scores = work_.weights + g * work_.slot_stride + from;
@@ -223,16 +246,17 @@ class Unit {
     for (int i = from; i < to; i += block) {
       const Rows rows = rows_of(values_, args_.value_dim, i);
       if (!rows.any) continue;
-      add_block(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, sums, work_.out_stride);
+      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, sums,
+                       work_.out_stride);
     }
   }
 
   // Combines the chunks into the output, then lets the policy observe and settle.
   [[gnu::noinline]] void finish(int t) {
-    T* const out = static_cast<T*>(args_.out) + ((int64_t{row_} * args_.tokens + t) * args_.kv_heads + head_) *
-                                                    args_.group * args_.value_dim;
+    char* const out = static_cast<char*>(args_.out) +
+                      size(((int64_t{row_} * args_.tokens + t) * args_.kv_heads + head_) * args_.group * args_.value_dim);
     if (!placed_) {
-      for (int i = 0; i < args_.group * args_.value_dim; ++i) out[i] = from_float<T>(0.0f);
+      std::memset(out, 0, static_cast<std::size_t>(size(int64_t{args_.group} * args_.value_dim)));
       return;
     }
     for (int g = 0; g < args_.group; ++g) {
@@ -244,13 +268,10 @@ class Unit {
         const float* const other = first + c * args_.group * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
       }
-      for (int d = 0; d < args_.value_dim; ++d) {
-        out[g * args_.value_dim + d] = from_float<T>(first[place_of<T>(d)] * inverse);
-      }
+      steps_.dtype.write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
-    if constexpr (Policy::needs_attn) {
-      reduce_group<Policy::group>(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots,
-                                  work_.attn);
+    if (steps_.needs_attn) {
+      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
     }
     observe();
     settle();
@@ -266,24 +287,29 @@ class Unit {
  private:
   // A block of rows to stream over.
   struct Rows {
-    const T* row[block];
+    const void* row[block];
     int32_t visible[block];  // a mask: 0 or -1
     bool any;
   };
 
-  Unit(const DecodeArgs& args, int number, Arena arena)
-      : args_(args), work_(args, arena), row_(number / args.kv_heads), head_(number % args.kv_heads) {
+  Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
+      : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
+        head_(number % args.kv_heads) {
     const int64_t first = int64_t{number} * args.slots;
-    keys_ = static_cast<T*>(args.keys) + first * args.key_dim;
-    values_ = static_cast<T*>(args.values) + first * args.value_dim;
+    keys_ = static_cast<char*>(args.keys) + size(first * args.key_dim);
+    values_ = static_cast<char*>(args.values) + size(first * args.value_dim);
     position_ = args.position + first;
-    state_ = Policy::columns > 0 ? args.state + first : nullptr;
+    state_ = steps.columns > 0 ? args.state + first : nullptr;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
     next_ = args.seen[row_];
   }
 
-  const T* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
-    return static_cast<const T*>(base) + row_ * stride[0] + head * stride[1] + t * stride[2];
+  int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
+
+  char* row(char* base, int dim, int slot) const { return base + size(int64_t{slot} * dim); }
+
+  const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
+    return static_cast<const char*>(base) + size(row_ * stride[0] + head * stride[1] + t * stride[2]);
   }
 
   const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
@@ -294,13 +320,13 @@ class Unit {
     return end < args_.slots ? end : static_cast<int>(round_up(args_.slots, block));
   }
 
-  Rows rows_of(const T* base, int dim, int from) const {
+  Rows rows_of(char* base, int dim, int from) const {
     Rows rows;
     const int n = args_.slots - from < block ? args_.slots - from : block;
     int any = 0;
     for (int i = 0; i < block; ++i) {
       const bool seen = i < n && position_[from + i] >= oldest_;
-      rows.row[i] = seen ? base + int64_t{from + i} * dim : work_.zeros;
+      rows.row[i] = seen ? row(base, dim, from + i) : work_.zeros;
       rows.visible[i] = -static_cast<int32_t>(seen);
       any |= seen;
     }
@@ -334,7 +360,7 @@ class Unit {
   }
 
   void observe() const {
-    QueryOf<T> query;
+    Query query;
     fill(query, oldest_);
     query.attn = work_.attn;
     query.logit = work_.logit;
@@ -342,23 +368,22 @@ class Unit {
     query.group = args_.group;
     query.key_dim = args_.key_dim;
     query.value_dim = args_.value_dim;
-    query.keys = keys_;
-    query.values = values_;
-    Policy::observe(query);
+    steps_.observe(query, keys_, values_);
   }
 
   void settle() {
     Slots slots;
     fill(slots, 0);
     Head head(slots, position_, work_.ranks);
-    settle_head<Policy>(head);
+    steps_.settle(head);
   }
 
   const DecodeArgs& args_;
-  Workspace<T, Policy> work_;
+  const Steps& steps_;
+  Workspace work_;
   int row_, head_;
-  T* keys_;
-  T* values_;
+  char* keys_;
+  char* values_;
   int32_t* position_;
   float* state_;
   int64_t column_stride_;
@@ -374,11 +399,10 @@ inline Buffer& thread_buffer() {
 }
 
 // A unit on one thread.
-template <class T, class Policy>
-inline int decode_alone(const DecodeArgs& args, int number, int64_t workspace) {
+inline int decode_alone(const DecodeArgs& args, const Steps& steps, int number, int64_t workspace) {
   char* const memory = thread_buffer().reserve(workspace);
   if (!memory) return out_of_memory;
-  Unit<T, Policy> unit(args, number, memory);
+  Unit unit(args, steps, number, memory);
   for (int t = 0; t < args.tokens; ++t) {
     if (unit.place(t)) {
       for (int c = 0; c < unit.chunks(); ++c) unit.score(c);
@@ -390,8 +414,7 @@ inline int decode_alone(const DecodeArgs& args, int number, int64_t workspace) {
 }
 
 // A few units on all threads of the team; each of them calls this.
-template <class T, class Policy>
-inline void decode_together(Unit<T, Policy>* units, int count, int tokens) {
+inline void decode_together(Unit* units, int count, int tokens) {
   const int chunks = units[0].chunks();
   for (int t = 0; t < tokens; ++t) {
 #pragma omp for schedule(static)
@@ -409,6 +432,7 @@ inline void decode_together(Unit<T, Policy>* units, int count, int tokens) {
   }
 }
 
+// Each row has seen its real tokens.
 inline void advance(const DecodeArgs& args) {
   for (int64_t b = 0; b < args.batch; ++b) {
     int tokens = args.tokens;
@@ -420,14 +444,11 @@ inline void advance(const DecodeArgs& args) {
   }
 }
 
-// T tokens for every row and KV head, one by one. Returns a Status; anything but ok leaves the cache in no defined state.
-template <class T, class Policy>
-int decode(const DecodeArgs& args) {
-  using Unit = kvdsl::Unit<T, Policy>;
+inline int decode(const DecodeArgs& args, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int threads = args.threads > 1 ? args.threads : 1;
   const int alone = units / threads * threads, together = units - alone;
-  const int64_t workspace = Workspace<T, Policy>::bytes(args);
+  const int64_t workspace = Workspace::bytes(args, steps);
   int status = ok;
 
   Unit* shared = nullptr;
@@ -436,12 +457,12 @@ int decode(const DecodeArgs& args) {
     Arena arena(buffer.reserve(together * (workspace + round_up(sizeof(Unit), 64))));
     shared = arena.take<Unit>(together);
     if (!shared) return out_of_memory;
-    for (int u = 0; u < together; ++u) new (shared + u) Unit(args, alone + u, arena.take<char>(workspace));
+    for (int u = 0; u < together; ++u) new (shared + u) Unit(args, steps, alone + u, arena.take<char>(workspace));
   }
 #pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : status)
   {
 #pragma omp for schedule(dynamic, 1) nowait
-    for (int u = 0; u < alone; ++u) status |= decode_alone<T, Policy>(args, u, workspace);
+    for (int u = 0; u < alone; ++u) status |= decode_alone(args, steps, u, workspace);
     if (together > 0) decode_together(shared, together, args.tokens);
   }
   for (int u = 0; u < together; ++u) status |= shared[u].status();
@@ -449,19 +470,29 @@ int decode(const DecodeArgs& args) {
   return status;
 }
 
-// Settles every head without a query, as after a prompt whose columns were computed elsewhere.
-template <class Policy>
-int settle(const DecodeArgs& args) {
+inline int settle(const DecodeArgs& args, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
-  const int64_t workspace = Workspace<float, Policy>::bytes(args);
+  const int64_t workspace = Workspace::bytes(args, steps);
   int status = ok;
 #pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
   for (int u = 0; u < units; ++u) {
     char* const memory = thread_buffer().reserve(workspace);
-    if (memory) Unit<float, Policy>(args, u, memory).settle_now();
+    if (memory) Unit(args, steps, u, memory).settle_now();
     else status |= out_of_memory;
   }
   return status;
+}
+
+// T tokens for every row and KV head, one by one. Returns a Status; anything but ok leaves the cache in no defined state.
+template <class T, class Policy>
+int decode(const DecodeArgs& args) {
+  return decode(args, steps<T, Policy>);
+}
+
+// Settles every head without a query, as after a prompt whose columns were computed elsewhere.
+template <class Policy>
+int settle(const DecodeArgs& args) {
+  return settle(args, steps<float, Policy>);
 }
 
 }  // namespace kvdsl

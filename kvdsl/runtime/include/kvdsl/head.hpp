@@ -4,8 +4,8 @@
 //   observe(Query&)  after each real query: update the columns from what it attended to
 //   settle(Head&)    after that: score the slots, name the protected ones, evict
 //
-// Loops over slots run from 0 to `slots` and use visible(i) or live(i) as a select, so that they vectorise; a free slot's
-// numbers are finite or stale, never read. Everything is float32.
+// Loops over slots run from 0 to `slots` and use visible(i) (in settle: held at all) as a select, so that they vectorise.
+// What a free slot's numbers are does not matter. Everything is float32.
 #pragma once
 
 #include <climits>

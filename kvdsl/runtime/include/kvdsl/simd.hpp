@@ -1,5 +1,5 @@
 // The vector of floats that the kernels compute with, through the compiler's vector extensions: the same source serves
-// AVX-512, AVX2, NEON and plain SSE. Intrinsics appear only for half precision, which has no portable spelling.
+// AVX-512, AVX2, NEON and plain SSE.
 #pragma once
 
 #include <cstddef>
@@ -8,10 +8,6 @@
 #include <utility>
 
 #include "types.hpp"
-
-#if defined(__F16C__) || defined(__AVX512F__)
-#include <immintrin.h>
-#endif
 
 namespace kvdsl {
 
@@ -70,36 +66,31 @@ inline Pair load_pair(const bf16* from) {
   return {reinterpret_cast<Floats>(both << 16), reinterpret_cast<Floats>(both & 0xFFFF0000u)};
 }
 
-inline Pair load_pair(const f16* from) {
+// Half precision has no portable spelling, and <immintrin.h> takes longer to read than all of these headers.
+inline Floats load_halves(const f16* from) {
 #if defined(__AVX512F__)
-  const auto wide = [](const f16* x) { return _mm512_maskz_cvtph_ps(0xFFFF, load_as<__m256i>(x)); };
-#elif defined(__F16C__)
-  const auto wide = [](const f16* x) { return _mm256_cvtph_ps(load_as<__m128i>(x)); };
+  typedef int16_t Halves __attribute__((vector_size(32)));
+  return __builtin_ia32_vcvtph2ps512_mask(load_as<Halves>(from), Floats{}, -1, 4);
+#elif defined(__F16C__) && defined(__AVX__)
+  typedef int16_t Halves __attribute__((vector_size(16)));
+  return __builtin_ia32_vcvtph2ps256(load_as<Halves>(from));
 #else
-  const auto wide = [](const f16* x) {
-    Floats v;
-    for (int i = 0; i < width; ++i) v[i] = to_float(x[i]);
-    return v;
-  };
+  Floats v;
+  for (int i = 0; i < width; ++i) v[i] = to_float(from[i]);
+  return v;
 #endif
-  return {reinterpret_cast<Floats>(wide(from)), reinterpret_cast<Floats>(wide(from + width))};
 }
+
+inline Pair load_pair(const f16* from) { return {load_halves(from), load_halves(from + width)}; }
 
 // The first n elements of a pair, if there are fewer: a row's tail, with zeros behind. Never reads past the row.
 template <class T>
 inline Pair load_pair(const T* from, int n) {
   if (n >= pair) return load_pair(from);
-  alignas(64) T padded[pair] = {};
-#if defined(__AVX512BW__)
-  const auto bytes = static_cast<unsigned>(n) * sizeof(T);
-  const auto lanes = [&](unsigned at) { return bytes <= at ? 0 : bytes - at >= 64 ? ~0ull : (1ull << (bytes - at)) - 1; };
-  for (unsigned at = 0; at < sizeof(padded); at += 64) {
-    const auto source = reinterpret_cast<const char*>(from) + at;
-    _mm512_store_si512(reinterpret_cast<char*>(padded) + at, _mm512_maskz_loadu_epi8(lanes(at), source));
-  }
-#else
-  __builtin_memcpy(padded, from, static_cast<unsigned>(n) * sizeof(T));
-#endif
+  T padded[pair] = {};
+  const int half = n >= width ? width : 0;
+  if (half > 0) __builtin_memcpy(padded, from, sizeof(T) * width);
+  if (n > half) __builtin_memcpy(padded + half, from + half, sizeof(T) * static_cast<unsigned>(n - half));
   return load_pair(padded);
 }
 
