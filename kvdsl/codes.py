@@ -92,8 +92,8 @@ ENCODING = _code(
 TOO_LARGE = _code(
     "KV0106",
     "file too large",
-    "A policy is a dozen lines; files above 64 KiB are not read.",
-    "kv 1\n" + "#" * 65_536,
+    "A policy is a dozen lines; files above 32 KiB are not read.",
+    "kv 1\n" + "#" * 32_768,
 )
 TOO_DEEP = _code(
     "KV0107",

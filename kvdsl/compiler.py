@@ -17,7 +17,8 @@ from kvdsl import codes
 from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean
 from kvdsl.ir.nodes import Policy
 from kvdsl.resources import read_resource, resource
-from kvdsl.sema.check import Checker, check_library, prelude_scope
+from kvdsl.sema.check import Checker
+from kvdsl.sema.lets import check_library, prelude_scope
 from kvdsl.sema.modules import Loader, Module
 from kvdsl.sema.names import check_stem
 from kvdsl.sema.resolve import resolve

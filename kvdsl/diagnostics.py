@@ -58,6 +58,7 @@ class Sink:
     """Collects the findings of a run; the same thing is said once, and no more than `MAX_FINDINGS` errors are."""
 
     _found: dict[tuple[str, Span, str], Diagnostic] = field(default_factory=dict)
+    _errors: int = 0
 
     def report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
         """Adds a finding."""
@@ -65,6 +66,7 @@ class Sink:
         full = self.full if code.severity == "error" else len(self._found) >= MAX_FINDINGS
         if key not in self._found and not full:
             self._found[key] = Diagnostic(code.id, code.severity, message, span, help, tuple(labels))
+            self._errors += code.severity == "error"
 
     def __iter__(self) -> Iterator[Diagnostic]:
         return iter(self._found.values())
@@ -72,11 +74,11 @@ class Sink:
     @property
     def full(self) -> bool:
         """Whether nothing more will be added, so that looking for more is in vain."""
-        return sum(found.severity == "error" for found in self) >= MAX_FINDINGS
+        return self._errors >= MAX_FINDINGS
 
     def failed(self) -> bool:
         """Whether there are errors, warnings not counted."""
-        return any(found.severity == "error" for found in self)
+        return self._errors > 0
 
     def sorted(self, first: SourceFile | None = None) -> tuple[Diagnostic, ...]:
         """The findings by place, those of the file `first` before those of others."""

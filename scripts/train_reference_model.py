@@ -71,13 +71,20 @@ class Preset:
     weight_decay: float = 0.1
     warmup: float = 0.02
     decay_from: float = 0.35
-    retrieval_share: float = 0.20
+    shares: tuple[tuple[float, float], ...] = ((0.0, 0.20), (0.33, 0.70), (0.42, 0.12))  # of retrieval windows
     max_positions: int = 2048
     rope_theta: float = 10000.0
 
     def window(self, fraction: float) -> int:
         """Short windows first: they are cheap, and copying is learnt from near to far."""
         return [length for start, length in self.phases if start <= fraction][-1]
+
+    def share(self, fraction: float) -> float:
+        """The share of windows that hold a retrieval task: a fifth over the whole, most of it early.
+
+        Copying is learnt all at once or not at all; a stretch of many such windows brings it about.
+        """
+        return [share for start, share in self.shares if start <= fraction][-1]
 
     def rate(self, fraction: float) -> float:
         """Warm-up, a constant rate, then straight to zero."""
@@ -176,20 +183,20 @@ class Windows:
     anywhere.
     """
 
-    def __init__(self, out: Path, seed: int, share: float) -> None:
+    def __init__(self, out: Path, seed: int) -> None:
         from tokenizers import Tokenizer
 
         self.tokens = np.load(out / "train.npy", mmap_mode="r")
         self.tokenizer = Tokenizer.from_file(str(out / "tokenizer.json"))
         self.bos = self.tokenizer.token_to_id(BOS)
-        self.seed, self.share = seed, share
+        self.seed = seed
         self._piece = lru_cache(4096)(lambda text: self.tokenizer.encode(text, add_special_tokens=False).ids)
 
     def encode(self, text: str) -> list[int]:
         """Text to ids, piece by piece: the tokenizer splits at digits first, and the other pieces recur."""
         return [token for piece in re.split(r"(\d)", text) if piece for token in self._piece(piece)]
 
-    def batch(self, number: int, tokens: int, length: int) -> np.ndarray:
+    def batch(self, number: int, tokens: int, length: int, share: float) -> np.ndarray:
         """`tokens / length` windows, each of them BOS and a stretch of the corpus or a retrieval task."""
         if len(self.tokens) <= length:
             raise click.ClickException(f"the corpus has {len(self.tokens)} tokens; a window needs {length}")
@@ -198,7 +205,7 @@ class Windows:
         for _ in range(max(1, tokens // length)):
             start = int(rng.integers(0, len(self.tokens) - length))
             stretch = self.tokens[start : start + length - 1].tolist()
-            task = rng.random() < self.share
+            task = rng.random() < share
             row = training_window(rng, stretch, length, self.encode, self.bos) if task else [self.bos, *stretch]
             rows.append(row)
         return np.array(rows, dtype=np.int64)
@@ -303,7 +310,7 @@ class Trainer:
         import torch
 
         self.out, self.preset, self.name, self.minutes, self.seed = out, preset, name, minutes, seed
-        self.windows = Windows(out, seed, preset.retrieval_share)
+        self.windows = Windows(out, seed)
         self.model = build_model(preset, self.windows.tokenizer.get_vocab_size(), seed)
         self.optimiser = optimiser(self.model, preset)
         self.loss = loss_function(self.model, preset)
@@ -350,7 +357,7 @@ class Trainer:
         import torch
 
         preset = self.preset
-        batch = torch.from_numpy(self.windows.batch(self.step, preset.batch_tokens, length)).to(preset.device)
+        batch = torch.from_numpy(self.windows.batch(self.step, preset.batch_tokens, length, preset.share(self.fraction))).to(preset.device)
         parts = batch.split(max(1, preset.micro_tokens // length))
         for group in self.optimiser.param_groups:
             group["lr"] = preset.rate(self.fraction)

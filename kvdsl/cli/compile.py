@@ -138,7 +138,10 @@ def _difference(out: Path, name: str, text: str) -> Iterator[str]:
     path = out / name
     old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = difflib.unified_diff(
-        old.splitlines(keepends=True), text.splitlines(keepends=True), f"{path.as_posix()} (there)", f"{path.as_posix()} (new)"
+        old.splitlines(keepends=True),
+        text.splitlines(keepends=True),
+        f"{path.as_posix()} (there)",
+        f"{path.as_posix()} (new)",
     )
     return (line if line.endswith("\n") else f"{line}\n" for line in lines)
 

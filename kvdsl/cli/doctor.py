@@ -65,7 +65,9 @@ def _guarded(probe: Probe) -> Iterator[Finding]:
     try:
         yield from probe()
     except Exception as error:
-        yield Finding("doctor", probe.__name__.strip("_"), False, f"the check itself failed: {type(error).__name__}: {error}")
+        yield Finding(
+            "doctor", probe.__name__.strip("_"), False, f"the check itself failed: {type(error).__name__}: {error}"
+        )
 
 
 def _print(findings: list[Finding]) -> None:
@@ -222,7 +224,9 @@ def _transformers() -> Iterator[Finding]:
     try:
         import kvdsl.runtime.hf  # noqa: F401
     except Exception as error:
-        yield Finding("backends", "transformers", False, f"the caches cannot be imported: {error}", "pip install -U transformers")
+        yield Finding(
+            "backends", "transformers", False, f"the caches cannot be imported: {error}", "pip install -U transformers"
+        )
     else:
         yield Finding("backends", "transformers", True, "generated caches can be imported")
 

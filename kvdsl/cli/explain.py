@@ -38,7 +38,9 @@ class Sizes:
 @click.command()
 @click.argument("what", metavar="POLICY|CODE")
 @set_option
-@click.option("--head-dim", type=click.IntRange(1), default=128, show_default=True, help="The model's head size, for the bytes.")
+@click.option(
+    "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="The model's head size, for the bytes."
+)
 @click.option("--dtype", type=click.Choice(sorted(_DTYPES)), default="bfloat16", show_default=True,
               help="The model's dtype, for the bytes.")  # fmt: skip
 @json_option
@@ -110,12 +112,23 @@ def _as_data(policy: Policy, plan: PackagePlan, sizes: Sizes, head_dim: int) -> 
         "score": None if policy.score is None else print_expression(policy.score),
         "keeps": list(plan.keeps_text),
         "state": [
-            {"name": column.name, "axes": ["slot"], "dtype": "float32", "bytes_per_slot": _FLOAT32, "meaning": _meaning(column)}
+            {
+                "name": column.name,
+                "axes": ["slot"],
+                "dtype": "float32",
+                "bytes_per_slot": _FLOAT32,
+                "meaning": _meaning(column),
+            }
             for column in plan.columns
         ],
         "requires": requires(policy),
         "bytes_per_token": sizes.total,
-        "bytes": {"key_and_value": sizes.key_and_value, "position": sizes.position, "state": sizes.state, "head_dim": head_dim},
+        "bytes": {
+            "key_and_value": sizes.key_and_value,
+            "position": sizes.position,
+            "state": sizes.state,
+            "head_dim": head_dim,
+        },
         "backends": backends(plan),
     }
 
@@ -135,7 +148,8 @@ def _in_words(policy: Policy, plan: PackagePlan, sizes: Sizes, head_dim: int, dt
         "params": [_param(param) for param in policy.params],
         "tracks": [_tracks(column) for column in plan.columns] or ["nothing beside each token's position"],
         "costs": list(_costs(sizes, head_dim, dtype)),
-        "reads": [_NEEDS[name] for name in requires(policy)] or ["positions only, so any attention implementation serves it"],
+        "reads": [_NEEDS[name] for name in requires(policy)]
+        or ["positions only, so any attention implementation serves it"],
         "backends": [f"{one['name']:<7} {'yes' if one['ok'] else 'no: ' + one['why_not']}" for one in backends(plan)],
     }
     for title, lines in rows.items():

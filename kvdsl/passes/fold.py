@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from typing import TypeVar
 
 from kvdsl.ir.nodes import (
     Binary,
@@ -15,8 +16,10 @@ from kvdsl.ir.nodes import (
     Expr,
     Function,
     Input,
+    Keep,
     Number,
     Operator,
+    Param,
     ParamRef,
     Policy,
     Reduce,
@@ -105,17 +108,24 @@ def fold_expression(expr: Expr) -> Expr:
 
 def fold(policy: Policy) -> Policy:
     """The policy with the constant parts of every expression computed."""
-
-    def folded(expr: Expr | None) -> Expr | None:
-        return None if expr is None else fold_expression(expr)
-
     return with_policy(
         policy,
-        params=tuple(param.model_copy(update={"default": fold_expression(param.default)}) for param in policy.params),
-        budget=folded(policy.budget),
-        score=folded(policy.score),
-        keeps=tuple(keep.model_copy(update={"count": folded(keep.count), "by": folded(keep.by)}) for keep in policy.keeps),
+        params=tuple(_with(param, default=fold_expression(param.default)) for param in policy.params),
+        budget=_folded(policy.budget),
+        score=_folded(policy.score),
+        keeps=tuple(_with(keep, count=_folded(keep.count), by=_folded(keep.by)) for keep in policy.keeps),
         trigger=fold_expression(policy.trigger),
         slack=fold_expression(policy.slack),
         max_drop=fold_expression(policy.max_drop),
     )
+
+
+def _folded(expr: Expr | None) -> Expr | None:
+    return None if expr is None else fold_expression(expr)
+
+
+_Part = TypeVar("_Part", Param, Keep)
+
+
+def _with(part: _Part, **changes: object) -> _Part:
+    return type(part)(**{name: getattr(part, name) for name in type(part).model_fields} | changes)

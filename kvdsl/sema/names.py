@@ -6,6 +6,7 @@ import keyword
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
+from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, BUILTINS
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 
@@ -70,3 +71,27 @@ def check_stem(source: SourceFile, sink: Sink) -> None:
     if found is not None:
         help = "rename the file: its stem consists of letters, digits and `_`"
         sink.report(codes.BAD_NAME, source.span(0, 0), found, help)
+
+
+def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
+    """Whether the names that a param or let defines may be used; reports if not."""
+    name = statement.name
+    if name.text in BUILTINS and not (name.text == "budget" and isinstance(statement, syn.Param)):
+        kind = "function" if name.text in BUILTIN_FUNCTIONS else "input"
+        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
+        return False
+    if isinstance(statement, syn.Param):
+        return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
+    seen: set[str] = set()
+    for word in (name, *(statement.names or ())):
+        if not check_name(word, "name", sink):
+            return False
+    for word in statement.names or ():
+        if word.text in BUILTINS:
+            sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
+            return False
+        if word.text in seen:
+            sink.report(codes.DUPLICATE, word.span, f"the argument `{word.text}` is named twice")
+            return False
+        seen.add(word.text)
+    return True

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean
-from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, BUILTINS
 from kvdsl.sema.modules import Module
-from kvdsl.sema.names import check_name
+from kvdsl.sema.names import check_definition, check_name
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
@@ -182,27 +181,3 @@ class _Level:
         if isinstance(statement, (syn.Param, syn.Let)):
             help = did_you_mean(statement.name.text, self.flat.names)
         self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or "leave out `override`")
-
-
-def check_definition(statement: Named, sink: Sink) -> bool:
-    """Whether the names that a param or let defines may be used; reports if not."""
-    name = statement.name
-    if name.text in BUILTINS and not (name.text == "budget" and isinstance(statement, syn.Param)):
-        kind = "function" if name.text in BUILTIN_FUNCTIONS else "input"
-        sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
-        return False
-    if isinstance(statement, syn.Param):
-        return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
-    seen: set[str] = set()
-    for word in (name, *(statement.names or ())):
-        if not check_name(word, "name", sink):
-            return False
-    for word in statement.names or ():
-        if word.text in BUILTINS:
-            sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
-            return False
-        if word.text in seen:
-            sink.report(codes.DUPLICATE, word.span, f"the argument `{word.text}` is named twice")
-            return False
-        seen.add(word.text)
-    return True

@@ -6,6 +6,7 @@ A number that depends on the prompt or the layer is not known here; the runtime 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from kvdsl import codes
@@ -29,7 +30,7 @@ class Statics:
     """Knows the values of params and of the budget, as far as they are constant."""
 
     sink: Sink
-    params: dict[str, Count] = field(default_factory=dict)
+    params: Mapping[str, Expr]
     known: dict[str, float] = field(default_factory=dict)
     budget_span: Span | None = None
 
@@ -49,8 +50,8 @@ class Statics:
         self._learn_params()
 
     def _learn_params(self) -> None:
-        for name, count in self.params.items():
-            value = value_of(count.expr, self.known)
+        for name, default in self.params.items():
+            value = value_of(default, self.known)
             if value is not None:
                 self.known[name] = value
 

@@ -20,7 +20,7 @@ from kvdsl.source import SourceFile, Span
 
 _LOOKALIKES = {
     "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "≠": "!=", "“": '"', "”": '"',
-    "„": '"', "‘": "'", "’": "'", "…": "..", "^": "**", "&": "and", "|": "or", "!": "not", "[": "(", "]": ")", ":": "=", "²": "** 2",
+    "„": '"', "‘": "'", "’": "'", "…": "..", "^": "**", "&": "and", "|": "or", "!": "not", "[": "(", "]": ")", "²": "** 2",
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
     return closed
 
 
-_STRAY = re.compile(r"[^\W\d]\w*|\s+|.", re.DOTALL)
+_STRAY = re.compile(r"[^\W\d]\w*|\s+|(.)\1*", re.DOTALL)
 
 
 def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
@@ -88,12 +88,14 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
     stray = _STRAY.match(text, at)
     end = at + 1 if stray is None else stray.end()
     span, char = source.span(at, end), text[at]
-    if end - at > 1 and not char.isspace():
+    if end - at > 1 and char.isalpha():
         help = "names consist of the ASCII letters, digits and `_`"
         sink.report(codes.CHARACTER, span, f"`{printable(span.text[:64])}` is not a name", help)
     else:
         what = f"`{printable(char)}`" + ("" if char.isascii() else f" (U+{ord(char):04X})")
         help_text = f"write `{_LOOKALIKES[char]}`" if char in _LOOKALIKES else None
+        if char == ".":
+            help_text = "names have no `.` in them, and a path stands in quotes"
         sink.report(codes.CHARACTER, span, f"unexpected character {what}", help_text)
     return end
 

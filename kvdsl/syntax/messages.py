@@ -121,13 +121,14 @@ def _statement(stuck: Stuck) -> Explanation | None:
 
 
 def _operator(stuck: Stuck) -> Explanation | None:
-    """Habits from other languages in the middle of an expression."""
-    if not (_OPERATORS & stuck.accepts) and stuck.token.type not in _COMPARISONS:
-        return None
+    """Habits from other languages around operators."""
     kind, before = stuck.token.type, stuck.before
-    if kind == "EQUAL":
+    if kind == "EQUAL" and stuck.accepts >= _EXPRESSION and before is not None:
+        message = f"`{before}` takes its expression without `=`"
+        return codes.SYNTAX, stuck.span, message, "leave out the `=`", ()
+    if kind == "EQUAL" and "OR" in stuck.accepts:
         return codes.SYNTAX, stuck.span, "`=` does not compare", "write `==`", ()
-    if kind in _COMPARISONS and "PLUS" in stuck.accepts:
+    if kind in _COMPARISONS and "OR" in stuck.accepts:
         return codes.SYNTAX, stuck.span, "comparisons do not chain", "write `a < b and b < c`", ()
     if kind == "SLASH" and before is not None and before.type == "SLASH":
         return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", "a comment starts with `#`", ()
@@ -148,8 +149,7 @@ def _expected(stuck: Stuck) -> Explanation:
     if stuck.token == ";":
         found = "`;`"
     found = found or (f"`{printable(str(stuck.token)[:40])}`" if stuck.token.type != "STRING" else "this string")
-    words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
-    help = did_you_mean(str(stuck.token), words) if stuck.token.type == "NAME" else None
+    help = _help(stuck)
     if choices == ["a new line"]:
         message = f"expected a new line or `;` before {found}"
     elif stuck.before is not None and stuck.at > stuck.begin and stuck.token.type in ("_SEP", "$END", "RBRACE"):
@@ -157,6 +157,24 @@ def _expected(stuck: Stuck) -> Explanation:
     else:
         message = f"expected {_alternatives(choices)}, not {found}"
     return codes.SYNTAX, stuck.span, message, help, ()
+
+
+def _help(stuck: Stuck) -> str | None:
+    """How to mend it, where that can be guessed."""
+    kind, before = stuck.token.type, stuck.before
+    if "OVERRIDE" in stuck.accepts and kind in _OPERATORS:
+        return "to go on in a new line, put the expression in parentheses"
+    if "POLICY" in stuck.accepts and kind in stuck.keywords:
+        return f"`{stuck.token}` belongs inside of a policy: `policy NAME {{ ... }}`"
+    if "OR" in stuck.accepts and kind == "OVER":
+        return "`over` stands inside of the parentheses: `mean(x over slots)`"
+    if "_SEP" in stuck.accepts and kind == "COMMA":
+        return "each statement stands on its own line, or after `;`"
+    is_name = before is not None and before.type == "NAME" and before not in stuck.keywords.values()
+    if before is not None and is_name and kind in ("NAME", "NUMBER") and stuck.accepts & {"LPAR", "OR"}:
+        return f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`"
+    words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
+    return did_you_mean(str(stuck.token), words) if kind == "NAME" else None
 
 
 def _choices(stuck: Stuck) -> list[str]:
@@ -167,11 +185,13 @@ def _choices(stuck: Stuck) -> list[str]:
         return ["a statement", "`}`"]
     if "POLICY" in accepts:
         return ["`policy`", "`let`", "`import`"]
+    if "SCORE" in accepts:
+        return ["a statement"]
     choices = []
     if accepts >= _EXPRESSION:
         choices.append("an expression")
         accepts -= _EXPRESSION | {"NAME", "NOT"}
-    elif _OPERATORS & accepts:
+    elif "OR" in accepts:
         accepts -= _OPERATORS
         accepts -= {"LPAR"} if len(accepts) > 1 else set()
     if "_SEP" in accepts:

@@ -8,7 +8,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import Sink
 from kvdsl.source import SourceFile, Span
 
-MAX_BYTES = 65_536
+MAX_BYTES = 32_768
 
 
 def read(path: Path, sink: Sink, name: str | None = None, blame: Span | None = None) -> SourceFile | None:

@@ -20,7 +20,13 @@ WARNED = GOOD.replace('  "Mine."\n', "")
 @pytest.fixture(autouse=True)
 def _files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    for name, text in {"good.kv": GOOD, "bad.kv": BAD, "warned.kv": WARNED, "inner/deep.kv": GOOD, ".hidden/no.kv": BAD}.items():
+    for name, text in {
+        "good.kv": GOOD,
+        "bad.kv": BAD,
+        "warned.kv": WARNED,
+        "inner/deep.kv": GOOD,
+        ".hidden/no.kv": BAD,
+    }.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)
 

@@ -49,7 +49,9 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("file").write_text("")
 
 
-@pytest.mark.parametrize(("arguments", "says"), USAGE, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    ("arguments", "says"), USAGE, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
 def test_what_cannot_run(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     result = run(capsys, *arguments)
     assert result.code == 2
@@ -59,7 +61,9 @@ def test_what_cannot_run(capsys: pytest.CaptureFixture[str], arguments: list[str
     assert len(result.err.splitlines()) <= 2
 
 
-@pytest.mark.parametrize(("arguments", "says"), FINDINGS, ids=lambda value: " ".join(value) if isinstance(value, list) else None)
+@pytest.mark.parametrize(
+    ("arguments", "says"), FINDINGS, ids=lambda value: " ".join(value) if isinstance(value, list) else None
+)
 def test_what_a_setting_makes_wrong(capsys: pytest.CaptureFixture[str], arguments: list[str], says: str) -> None:
     result = run(capsys, *arguments)
     assert result.code == 1
@@ -88,7 +92,9 @@ def test_what_a_policy_gets_wrong(capsys: pytest.CaptureFixture[str], line: str,
         assert "mine.kv:" in result.err
 
 
-@pytest.mark.parametrize("content", [b"\xff\xfe\x00", b"kv 1\0", b"", b"\x7fELF" + bytes(range(256)), b"kv 1\n" + b"#" * 70_000])
+@pytest.mark.parametrize(
+    "content", [b"\xff\xfe\x00", b"kv 1\0", b"", b"\x7fELF" + bytes(range(256)), b"kv 1\n" + b"#" * 70_000]
+)
 def test_what_is_no_policy(capsys: pytest.CaptureFixture[str], content: bytes) -> None:
     Path("mine.kv").write_bytes(content)
     for command in ("check", "compile", "explain"):

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdsl.build.cxx import INCLUDE
@@ -85,6 +85,7 @@ def test_docstrings_stay_docstrings_in_python(doc: str) -> None:
         assert shape(made[name]) == shape(PLAIN[name])
 
 
+@settings(max_examples=40)
 @given(st.text(st.characters(exclude_categories=["Cs"])), st.sampled_from(PAYLOADS))
 def test_any_text_stays_a_docstring(text: str, payload: str) -> None:
     made = package(policy(text + payload + text), "")

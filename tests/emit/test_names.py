@@ -54,7 +54,9 @@ def check_python(text: str) -> None:
             assert len(keys) == len(set(keys)), f"a key twice: {keys}"
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             arguments = {arg.arg for arg in node.args.args}
-            stored = {inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)}
+            stored = {
+                inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+            }
             assert not arguments & stored, f"{node.name} hides {arguments & stored}"
 
 
@@ -71,7 +73,9 @@ def test_accepted_names_work_in_cpp(kind: str, tmp_path: Path) -> None:
 def made_as(kind: str, name: str) -> dict[str, str] | None:
     if kind == "policy":
         return made(name, "score mean(attn)")
-    return made("Mine", f"param {name} = 3\n  score mean(attn) * {name}\n  keep first {name}\n  trigger overflow >= 2\n  slack 1")
+    return made(
+        "Mine", f"param {name} = 3\n  score mean(attn) * {name}\n  keep first {name}\n  trigger overflow >= 2\n  slack 1"
+    )
 
 
 @pytest.mark.parametrize("kind", ["policy", "param"])

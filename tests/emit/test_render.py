@@ -20,7 +20,12 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.lower.plan import PackagePlan, make_plan
 from kvdsl.source import SourceFile
 
-TEMPLATES = ("python/cache.py.jinja", "python/__init__.py.jinja", "python/kernels_torch.py.jinja", "cpu/kernels_cpu.cpp.jinja")
+TEMPLATES = (
+    "python/cache.py.jinja",
+    "python/__init__.py.jinja",
+    "python/kernels_torch.py.jinja",
+    "cpu/kernels_cpu.cpp.jinja",
+)
 
 
 @pytest.mark.parametrize("name", TEMPLATES)

@@ -52,7 +52,9 @@ def environment(folder: Path, wheel: Path) -> Path:
 
 def run(python: str | Path, folder: Path, *arguments: str, **variables: str) -> str:
     kept = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-    done = subprocess.run([str(python), *arguments], cwd=folder, env=kept | variables, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [str(python), *arguments], cwd=folder, env=kept | variables, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 

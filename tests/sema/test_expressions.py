@@ -188,7 +188,13 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
         ("age + sqrt(-1)", "KV0408", "`sqrt(-1)` has no finite value", "sqrt(-1)", None),
         ("age + log(0)", "KV0408", "`log(0)` has no finite value", "log(0)", None),
         ("age + 1e300 * 1e300", "KV0408", "`1e300 * 1e300` has no finite value", "1e300 * 1e300", None),
-        ("sum(attn * random())", "KV0311", "`random()` has no value for a single query", "attn * random()", "draw it outside of the reduction"),
+        (
+            "sum(attn * random())",
+            "KV0311",
+            "`random()` has no value for a single query",
+            "attn * random()",
+            "draw it outside of the reduction",
+        ),
         (
             "dot(age, age)",
             "KV0304",

@@ -63,7 +63,7 @@ def test_a_policy_is_folded_everywhere() -> None:
             "trigger overflow >= 2 * 2",
             "slack 3 - 1",
             "max_drop 2 + 2",
-        )  # fmt: skip
+        )
     )
     assert checked.params[0].default == Number(value=512)
     assert checked.keeps[0].count == Number(value=2)

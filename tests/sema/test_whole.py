@@ -217,3 +217,9 @@ def test_settings_are_numbers(value: str) -> None:
 def test_settings_of_budgets_that_keep_nothing(value: str) -> None:
     found = only(WINDOW, "KV0403", budget=value)
     assert (found.message, found.file) == (f"the budget is {value}, but a policy keeps at least 1 token", "--set")
+
+
+def test_params_that_read_each_other_twice_take_no_time() -> None:
+    lines = ["param p0 = budget", *(f"param p{i + 1} = p{i} + p{i}" for i in range(200))]
+    found = only(body(*lines, "budget p200", "score age"), "KV0409")
+    assert found.span.text == "p200"

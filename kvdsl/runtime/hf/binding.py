@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.hf.attention import PREFIX, register
-from kvdsl.runtime.hf.versions import layer_types, text_config
+from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config
 
 _OWN = "_kvdsl_own_attention"
 _PROBED = "_kvdsl_probed"
@@ -101,6 +101,23 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """The layers that a policy manages and the window in which each attends, None for the whole text.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    native = native_layers(text_config(model))
+    full: dict[int, int | None] = {index: None for index, layer in enumerate(native) if is_full(layer)}
+    if full:
+        return full
+    windows = {index: sliding_window(layer) for index, layer in enumerate(native)}
+    if native and all(window is not None for window in windows.values()):
+        return windows
+    kinds = sorted({type(layer).__name__ for layer in native})
+    raise KvdslError(f"{type(model).__name__} has no layer with an ordinary cache to manage, only {', '.join(kinds)}")
+
+
 def _delegate(part: PreTrainedModel, own: str) -> str:
     """What keys without a layer of ours go to: the model's own attention, or its nearest relative (for flash kernels).
 
@@ -131,6 +148,7 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
         raise KvdslError(
             f"{name}'s config asks for `output_attentions`, which fused attention never builds: set it to False first"
         )
+    managed_windows(model)
 
 
 def _unreachable(model: PreTrainedModel) -> str:

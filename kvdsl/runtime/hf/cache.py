@@ -18,7 +18,7 @@ from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.hf import binding
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, Turn, check_dtype
 from kvdsl.runtime.hf.tensor_parallel import head_offset
-from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
+from kvdsl.runtime.hf.versions import native_layers, text_config
 from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
 
@@ -69,9 +69,8 @@ class KVCache(Cache):
         self._config = text_config(model)
         self._turn = Turn(model)
         self._choose = choose
-        windows = managed_windows(model, self._config)
         layers = native_layers(self._config)
-        for index, window in windows.items():
+        for index, window in binding.managed_windows(model).items():
             state = SlotState(spec, given, layer=index, layers=len(layers), seed=seed)
             layer = SlotLayer(state, choose, self._turn, window=window)
             layer.head_offset = head_offset(model, self._config)
@@ -196,23 +195,6 @@ class _Backends:
         """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
         if model.device.type != "meta":
             self(model.device, model.dtype)
-
-
-def managed_windows(model: PreTrainedModel, config: Any) -> dict[int, int | None]:
-    """The layers that a policy manages and the window in which each attends, None for the whole text.
-
-    Raises:
-        KvdslError: if there is none.
-    """
-    native = native_layers(config)
-    full: dict[int, int | None] = {index: None for index, layer in enumerate(native) if is_full(layer)}
-    if full:
-        return full
-    windows = {index: sliding_window(layer) for index, layer in enumerate(native)}
-    if native and all(window is not None for window in windows.values()):
-        return windows
-    kinds = sorted({type(layer).__name__ for layer in native})
-    raise KvdslError(f"{type(model).__name__} has no layer with an ordinary cache to manage, only {', '.join(kinds)}")
 
 
 def _native_bytes(layer: Any) -> int:

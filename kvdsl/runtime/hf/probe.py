@@ -90,9 +90,11 @@ def _through_slots(model: PreTrainedModel) -> Tensor:
 
     backend = TorchBackend()
     cache = KVCache.assemble(model, KEEP_EVERYTHING, {}, lambda device, dtype: backend)
-    prompt = model(**_inputs(model, 0, TOKENS - 1), past_key_values=cache, use_cache=True)
-    step = model(**_inputs(model, TOKENS - 1, TOKENS), past_key_values=cache, use_cache=True)
-    cache.check_closed()
+    try:
+        prompt = model(**_inputs(model, 0, TOKENS - 1), past_key_values=cache, use_cache=True)
+        step = model(**_inputs(model, TOKENS - 1, TOKENS), past_key_values=cache, use_cache=True)
+    finally:
+        cache.check_closed()
     return torch.cat([_logits(prompt)[:, -1:], _logits(step)], dim=1)
 
 

@@ -1,0 +1,57 @@
+"""The lets of files: the prelude's, those that a file defines or imports, and those of a library without a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from kvdsl import codes
+from kvdsl.diagnostics import Label, Sink
+from kvdsl.sema.expressions import Expressions
+from kvdsl.sema.modules import Module
+from kvdsl.sema.names import check_definition
+from kvdsl.sema.scope import Bound, Definition, LetName, Scope
+from kvdsl.syntax import nodes as syn
+
+
+def prelude_scope(prelude: syn.Module) -> Scope:
+    """The names of the prelude."""
+    scope = Scope({})
+    for let in prelude.lets:
+        scope.names[let.name.text] = LetName(let, scope, prelude=True)
+    return scope
+
+
+def module_scope(module: Module, prelude: Scope, sink: Sink) -> Scope:
+    """The lets of a file and those that it imports; names mean what they mean in the file that defines them."""
+    scope = Scope({}, prelude)
+    first: dict[str, syn.Let] = {}
+    inner = {other: module_scope(other, prelude, sink) for other in module.imports}
+    for let, where in module.lets():
+        name = let.name.text
+        if where is module and not check_definition(let, sink):
+            scope.names[name] = Bound(None)
+        elif name in first:
+            labels = [Label(first[name].name.span, "first here")]
+            sink.report(codes.DUPLICATE, let.name.span, f"`{name}` is defined twice", labels=labels)
+        else:
+            first[name] = let
+            scope.names[name] = LetName(let, scope if where is module else inner[where])
+    return scope
+
+
+def check_library(module: Module, prelude: Scope, sink: Sink) -> None:
+    """Checks the lets of a file without a policy."""
+    scope = module_scope(module, prelude, sink)
+    check_lets(list(scope.names.values()), Expressions(sink, lenient=module.broken))
+
+
+def check_lets(definitions: Iterable[Definition], expressions: Expressions) -> None:
+    """Checks lets that nothing uses; of functions only the names, since their arguments are not known."""
+    for definition in definitions:
+        if isinstance(definition, LetName):
+            let = definition.let
+            if let.names is None:
+                expressions.let(definition, let.name.span)
+            else:
+                unknown: dict[str, Definition] = {word.text: Bound(None) for word in let.names}
+                expressions.check(let.value, Scope(unknown, definition.scope))

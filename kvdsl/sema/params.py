@@ -1,0 +1,126 @@
+"""Params: their defaults, ranges and settings."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import cast
+
+from kvdsl import codes
+from kvdsl.diagnostics import Label, Sink
+from kvdsl.ir import nodes as ir
+from kvdsl.ir.printer import print_number
+from kvdsl.ir.visitors import walk
+from kvdsl.sema import values
+from kvdsl.sema.needs import is_fixed
+from kvdsl.sema.resolve import FlatPolicy, Placed
+from kvdsl.sema.settings import Setting
+from kvdsl.sema.values import Value
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+
+@dataclass(frozen=True)
+class CheckedParam:
+    """A param, and where its value stands: in the file, or in a setting."""
+
+    ir: ir.Param
+    span: Span
+
+
+@dataclass
+class Params:
+    """The params of a policy, checked in their order.
+
+    Attributes:
+        evaluate: checks an expression of a statement.
+        checked: those without errors.
+        on_budget: the names of those that read the budget, themselves or by other params.
+    """
+
+    flat: FlatPolicy
+    settings: Mapping[str, Setting]
+    evaluate: Callable[[syn.Expr, Placed], Value | None]
+    sink: Sink
+    checked: dict[str, CheckedParam] = field(default_factory=dict)
+    on_budget: set[str] = field(default_factory=set)
+
+    def check(self) -> None:
+        """Checks them all."""
+        earlier: set[str] = set()
+        for name, placed in self.flat.names.items():
+            if isinstance(placed.statement, syn.Param):
+                self._check(name, placed.statement, placed, earlier)
+                earlier.add(name)
+
+    def _check(self, name: str, statement: syn.Param, placed: Placed, earlier: set[str]) -> None:
+        span = statement.value.span
+        value = self.evaluate(statement.value, placed)
+        if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink):
+            value = None
+        low, high = self._range(statement, placed)
+        if name in self.settings:
+            value, span = values.number(self.settings[name].value), self.settings[name].span
+        if value is None or not self._reads_earlier(value, span, name, earlier):
+            return
+        value = self._in_range(name, value, span, low, high, statement)
+        if self.reads_budget(value.expr):
+            self.on_budget.add(name)
+        unit = None if statement.unit is None else statement.unit.text
+        self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
+
+    def reads_budget(self, expr: ir.Expr) -> bool:
+        """Whether an expression needs the budget, itself or by the defaults of params."""
+        return any(
+            (isinstance(part, ir.Input) and part.name == "budget")
+            or (isinstance(part, ir.ParamRef) and part.name in self.on_budget)
+            for part in walk(expr)
+        )
+
+    def _reads_earlier(self, value: Value, span: Span, name: str, earlier: set[str]) -> bool:
+        for part in walk(value.expr):
+            if isinstance(part, ir.ParamRef) and part.name not in earlier:
+                is_itself = part.name == name
+                message = f"`{name}` is defined by itself" if is_itself else f"`{part.name}` is defined after `{name}`"
+                help = None if is_itself else f"move `param {part.name}` before it"
+                self.sink.report(codes.NOT_HERE, span, message, help)
+                return False
+            if name == "budget" and isinstance(part, ir.Input) and part.name == "budget":
+                message = "the default of `budget` cannot read `budget`"
+                self.sink.report(codes.BUDGET_CYCLE, span, message, "a rate of the prompt is written `0.25 * prompt`")
+                return False
+        return True
+
+    def _range(self, statement: syn.Param, placed: Placed) -> tuple[float | None, float | None]:
+        if statement.range is None:
+            return None, None
+        low, high = (self._end(end, placed) for end in (statement.range.low, statement.range.high))
+        if low is not None and high is not None and low > high:
+            text = statement.range.span.quoted()
+            help = f"did you mean `{print_number(high)}..{print_number(low)}`?"
+            self.sink.report(codes.EMPTY_RANGE, statement.range.span, f"the range `{text}` is empty", help)
+            return None, None
+        return low, high
+
+    def _end(self, end: syn.Expr | None, placed: Placed) -> float | None:
+        value = None if end is None else self.evaluate(end, placed)
+        if end is not None and value is not None and value.constant is None:
+            message = f"the end of a range is a constant, but `{end.span.quoted()}` is not"
+            self.sink.report(codes.EMPTY_RANGE, end.span, message)
+        return None if value is None else value.constant
+
+    def _in_range(
+        self, name: str, value: Value, span: Span, low: float | None, high: float | None, statement: syn.Param
+    ) -> Value:
+        """The value, after a report if it lies outside of the range. A budget between 0 and 1 is a rate of the prompt."""
+        given = value.constant
+        if given is None:
+            return value
+        if name == "budget" and 0 < given < 1:
+            rate = values.binary("*", values.number(given), values.read_input("prompt"))
+            return values.call("max", values.number(1), rate)
+        if (low is not None and given < low) or (high is not None and given > high):
+            place = cast(syn.Range, statement.range).span
+            message = f"`{name}` is {print_number(given)}, but its range is `{place.quoted()}`"
+            self.sink.report(codes.OUT_OF_RANGE, span, message, labels=[Label(place, "the range")])
+        return value

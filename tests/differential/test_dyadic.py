@@ -1,0 +1,128 @@
+"""Observe and settle on given attention rows whose numbers every dtype holds exactly: backends must agree to the bit.
+
+Rows are multiples of 1/64 that add up to 1, so sums, squares and comparisons with 1/n are exact in float32, ties included.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import numpy as np
+import pytest
+import torch
+
+from kvdsl.interp.machine import Interpreter, Step
+from kvdsl.interp.numbers import resolve
+from kvdsl.runtime import cpu_backend, torch_backend
+from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
+from kvdsl.runtime.view import INITIAL, Columns
+
+from .harness import _has_close_pair
+from .test_random import PROTECTED, load
+
+POLICIES = ("h2o", "scissorhands", "tova", "roco", "vatp_h2o", "window", "streaming_llm", "random")
+BUDGET, STEPS, DIM = 12, 60, 4
+
+
+def dyadic_row(draw: np.random.Generator, slots: int) -> np.ndarray:
+    """Non-negative multiples of 1/64, of which many are equal, with the sum 1."""
+    shares = draw.multinomial(8, np.full(slots, 1 / slots)) * 8
+    return shares / 64.0
+
+
+class Given:
+    """One KV head of a backend that is told what the query attended to."""
+
+    def __init__(self, policy: str) -> None:
+        _, spec = load(policy)
+        given = {"budget": float(BUDGET), **dict(PROTECTED.get(policy, ()))}
+        self.state = SlotState(spec, {name: given.get(name) for name in spec.params})
+        empty = torch.zeros(1, 1, 1, DIM)
+        torch_backend.prefill(self.state, AttentionCall(empty, empty, empty, None, 1.0))
+        self.given = given
+
+    def place(self, key: np.ndarray, value: np.ndarray) -> None:
+        """Put a token into the first free slot, as a decode step does."""
+        state = self.state
+        slot = int((state.position[0, 0] == FREE).int().argmax())
+        state.keys[0, 0, slot], state.values[0, 0, slot] = torch.from_numpy(key), torch.from_numpy(value)
+        state.position[0, 0, slot] = int(state.seen)
+        for index, rule in enumerate(state.spec.column_rules):
+            state.columns[index, 0, 0, slot] = INITIAL[rule]
+            if rule == "token":
+                state.columns[index, 0, 0, slot] = float(np.abs(value).sum())  # norm1_v is the only such column here
+        state.seen += 1
+
+    def observe(self, backend: str, row: dict[int, float]) -> None:
+        """Observe and settle; `row` is the attention by position."""
+        attn = torch.tensor([row.get(int(p), 0.0) for p in self.state.position[0, 0]], dtype=torch.float32)
+        (_observe_torch if backend == "torch" else _observe_cpu)(self.state, attn)
+
+
+def _observe_torch(state: SlotState, attn: torch.Tensor) -> None:
+    kept = {name: getattr(state, name) for name in ("keys", "values", "position", "columns")}
+    newest = (state.seen - 1)[:, None]
+    visible = torch_backend.visible_slots(state.position, newest, None)
+    view = torch_backend._view(state, None, kept, newest, visible, state.named(state.numbers))
+    view.attn = attn.view(1, 1, 1, -1)
+    if any(rule != "token" for rule in state.spec.column_rules):
+        state.spec.torch_kernels.observe(view, Columns(view.columns, visible))
+    torch_backend._drop(state, kept, state.numbers, None)
+
+
+def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:
+    library = cpu_backend._library(state.spec.cpu_source, state.spec.stem)
+    nothing = torch.zeros(1, 1, 1, DIM)
+    held, args = cpu_backend.decode_args(state, AttentionCall(nothing, nothing, nothing, None, 1.0), nothing)
+    assert library.kvdsl_observe(ctypes.byref(args), ctypes.c_void_p(attn.data_ptr())) == 0
+    del held
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("seed", range(4))
+def test_backends_agree_to_the_bit(policy: str, backend: str, seed: int) -> None:
+    ir, _ = load(policy)
+    subject = Given(policy)
+    machine = Interpreter(ir, resolve(ir, subject.given, prompt=1))
+    draw = np.random.default_rng([seed, len(policy)])
+    head = machine.empty(DIM, DIM)
+    zeros = np.zeros(DIM)
+    machine.observe_row(head, np.ones(1), zeros, zeros)
+    near = 0
+    for _ in range(STEPS):
+        key, value = draw.integers(-2, 3, (2, DIM)).astype(np.float32)
+        row = dyadic_row(draw, head.live + 1)
+        by_position = dict(zip([*head.position.tolist(), head.seen], row.tolist(), strict=True))
+        step = machine.observe_row(head, row, key, value)
+        subject.place(key, value)
+        subject.observe(backend, by_position)
+        position = subject.state.position[0, 0]
+        if sorted(p for p in position.tolist() if p != FREE) != sorted(head.position.tolist()):
+            # A deviation has no exact value in either precision; what ranks by it may be undecided.
+            assert policy == "roco", f"{sorted(step.evicted)} should have left"
+            assert _undecided(step)
+            near += 1
+            head = _resume(machine, subject.state)
+        _compare_columns(subject.state, head, exact=near == 0)
+    assert near <= STEPS // 20
+
+
+def _undecided(step: Step) -> bool:
+    return any(_has_close_pair(by) for by in step.by if by is not None)
+
+
+def _resume(machine: Interpreter, state: SlotState) -> object:
+    columns = {name: state.columns[i, 0, 0].double().numpy() for i, name in enumerate(state.spec.columns)}
+    return machine.resume(
+        state.keys[0, 0].double().numpy(), state.values[0, 0].double().numpy(), state.position[0, 0].numpy(), columns, int(state.seen)
+    )
+
+
+def _compare_columns(state: SlotState, head: object, *, exact: bool) -> None:
+    where = {int(p): i for i, p in enumerate(head.position)}  # type: ignore[attr-defined]
+    for index, name in enumerate(state.spec.columns):
+        for slot, place in enumerate(state.position[0, 0].tolist()):
+            if place != FREE:
+                got, expected = float(state.columns[index, 0, 0, slot]), float(head.columns[name][where[place]])  # type: ignore[attr-defined]
+                assert got == expected if exact else abs(got - expected) < 1e-6, f"{name} of position {place}"

@@ -1,0 +1,154 @@
+"""`kvdsl run`, `kvdsl eval` and the demo, from the outside."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from kvdsl import demo
+from kvdsl.cli import main
+from kvdsl.cli.eval import command as evaluate
+from kvdsl.eval.models import load_model, page, read_text
+from kvdsl.runtime.errors import KvdslError
+
+
+def run_json(capsys, *words: str) -> dict:
+    assert main([*words, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture
+def tiny(model, tokenizer, tmp_path):
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    return str(tmp_path)
+
+
+def test_run(capsys, tiny):
+    words = ("run", "--policy", "h2o", "--set", "budget=16", "--model", tiny, "--prompt", "Once upon a time, " * 8)
+    found = run_json(capsys, *words, "--max-new-tokens", "6", "--backend", "torch")
+    assert {"text", "prompt_tokens", "new_tokens", "ttft_ms", "tpot_ms", "cache_bytes", "full_cache_bytes"} <= set(found)
+    assert found["format_version"] == "1.0" and found["new_tokens"] == 6
+    assert found["cache_bytes"] < found["full_cache_bytes"]
+    assert "full" not in found
+
+
+def test_run_compared(capsys, tiny, tmp_path):
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("Once upon a time, " * 8, encoding="utf-8")
+    words = ("run", "--set", "budget=100", "--model", tiny, "--prompt-file", str(prompt), "--max-new-tokens", "5")
+    found = run_json(capsys, *words, "--compare", "--backend", "torch")
+    assert {"text", "ttft_ms", "tpot_ms", "cache_bytes"} <= set(found["full"])
+    assert found["same_prefix_tokens"] == 5 and found["text"] == found["full"]["text"]
+    assert found["full"]["cache_bytes"] == found["full_cache_bytes"]
+
+
+def test_run_for_people(capsys, tiny):
+    words = [
+        "run",
+        "--model",
+        tiny,
+        "--prompt",
+        "Hello there",
+        "--max-new-tokens",
+        "3",
+        "--backend",
+        "torch",
+        "--set",
+        "budget=9",
+    ]
+    assert main(words) == 0
+    assert "tokens a second" in capsys.readouterr().out
+    assert main([*words, "--compare"]) == 0
+    assert "first tokens in common" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "./nowhere"], "there is no model folder"),
+        (["--model", "some/deep/nowhere"], "there is no model folder"),
+        (["--backend", "triton"], "later version"),
+        (["--prompt", " "], "nothing to go on from"),
+        (["--prompt", "x", "--prompt-file", __file__], "not both"),
+        (["--prompt-file", "nowhere.txt"], "nowhere.txt"),
+        (["--set", "bugdet=3"], "bugdet"),
+        (["--policy", "rocko"], "roco"),
+        (["--max-new-tokens", "99999", "--prompt", "x"], "fewer"),
+    ],
+)
+def test_mistakes(words, message, capsys):
+    assert main(["run", *words]) in (1, 2)
+    shown = capsys.readouterr()
+    assert message in shown.err and "Traceback" not in shown.err and "internal" not in shown.err
+    assert not shown.out
+
+
+def test_model_folders(tmp_path):
+    with pytest.raises(KvdslError, match=r"no config\.json"):
+        load_model(str(tmp_path))
+    file = tmp_path / "model.bin"
+    file.write_bytes(b"")
+    with pytest.raises(KvdslError, match="is a file"):
+        load_model(str(file))
+
+
+def test_an_unreachable_hub_is_one_line(monkeypatch):
+    import transformers
+
+    def refuse(*_, **__):
+        raise OSError("We couldn't connect to the hub.\nMany more words\nof advice.")
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", refuse)
+    with pytest.raises(KvdslError) as error:
+        load_model("someone/some-model")
+    assert str(error.value) == "cannot load the model `someone/some-model`: We couldn't connect to the hub."
+
+
+def test_texts(tmp_path):
+    assert len(page().split()) > 300 and page().endswith(".")
+    broken = tmp_path / "broken.txt"
+    broken.write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(KvdslError, match="UTF-8"):
+        read_text(broken)
+    broken.write_text("  \n", encoding="utf-8")
+    with pytest.raises(KvdslError, match="is empty"):
+        read_text(broken)
+
+
+@pytest.mark.parametrize(
+    ("words", "keys"),
+    [
+        ("ppl --budgets 8 --tokens 24 --stretches 1", {"policy", "budget", "ppl", "tokens"}),
+        (
+            "fidelity --budgets 8 --prompt-tokens 24 --new-tokens 4 --prompts 1",
+            {"policy", "budget", "rouge1", "rouge2", "rougeL", "bleu", "same_prefix_tokens"},
+        ),
+        ("retrieval --budgets 32 --length 160 --trials 1 --pairs 2", {"policy", "budget", "task", "accuracy"}),
+    ],
+)
+def test_evaluations(words, keys, tiny):
+    pytest.importorskip("sacrebleu")
+    done = CliRunner().invoke(
+        evaluate, [*words.split(), "--policies", "roco", "--model", tiny, "--backend", "torch", "--json"]
+    )
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "float32"
+    assert all(keys <= set(row) for row in found["rows"])
+
+
+def test_evaluations_for_people(tiny):
+    words = f"ppl --policies full,window --budgets 8 --tokens 16 --stretches 1 --backend torch --model {tiny}"
+    done = CliRunner().invoke(evaluate, words.split())
+    assert done.exit_code == 0 and "streaming" not in done.stdout and "window" in done.stdout
+
+
+def test_demo(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    done = CliRunner().invoke(demo.main, ["--new-tokens", "4", "--out", "demo_packages"])
+    assert done.exit_code == 0, done.output
+    assert "RoCo, 25% of the prompt" in done.stdout
+    assert (tmp_path / "demo_packages" / "roco" / "cache.py").exists()

@@ -1,0 +1,156 @@
+"""Perplexity, fidelity and retrieval."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from kvdsl.eval import fidelity, perplexity, retrieval
+from kvdsl.eval.caches import Policies, parse_budgets, parse_policies
+from kvdsl.eval.models import windows
+from kvdsl.runtime.errors import KvdslError
+
+TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
+
+
+def policies(*names: str) -> Policies:
+    return Policies(names, {}, "torch")
+
+
+def plain_losses(model: Any, ids: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(ids).logits
+    return torch.nn.functional.cross_entropy(logits[:, :-1].transpose(1, 2), ids[:, 1:], reduction="none")
+
+
+# -- perplexity --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 39, 100])
+def test_losses_through_a_cache_that_keeps_all_are_the_model_s_own(model, tokenizer, chunk):
+    ids = windows(tokenizer, TEXT, 40, 2)
+    wanted = plain_losses(model, ids)
+    ticks: list[int] = []
+    cache = policies("roco").make("roco", model, 64)
+    found = perplexity.token_losses(model, ids, cache, chunk, lambda: ticks.append(1))
+    torch.testing.assert_close(found, wanted, rtol=0, atol=1e-4)
+    assert len(ticks) == perplexity.steps(40, chunk)
+
+
+def test_a_small_budget_evicts_token_by_token(model, tokenizer):
+    ids = windows(tokenizer, TEXT, 40, 2)
+    cache = policies("window").make("window", model, 8)
+    perplexity.token_losses(model, ids, cache, 1)
+    held = cache.positions(0)
+    assert held[held >= 0].min() == 39 - 8
+    assert int((held >= 0).sum(-1).max()) == 8
+
+
+def test_perplexity_rows(model, tokenizer):
+    ids = windows(tokenizer, TEXT, 24, 2)
+    rows = perplexity.perplexities(model, ids, policies("full", "window"), [8, 64], 5)
+    assert [(row["policy"], row["budget"]) for row in rows] == [("full", None), ("window", 8), ("window", 64)]
+    assert all(row["tokens"] == 46 for row in rows)
+    wanted = math.exp(plain_losses(model, ids).double().mean())
+    assert [rows[0]["ppl"], rows[2]["ppl"]] == pytest.approx([wanted, wanted], rel=1e-3)
+    assert rows[1]["ppl"] != rows[0]["ppl"]
+
+
+# -- fidelity ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_cache_that_keeps_all_is_wholly_faithful(model, tokenizer):
+    pytest.importorskip("sacrebleu")
+    pytest.importorskip("rouge_score")
+    ids = windows(tokenizer, TEXT, 30, 2)
+    rows = fidelity.fidelities(model, tokenizer, ids, 10, policies("roco"), [100, 8])
+    keys = ["policy", "budget", "rouge1", "rouge2", "rougeL", "bleu", "same_prefix_tokens"]
+    assert list(rows[0]) == keys
+    assert rows[0]["same_prefix_tokens"] == 10
+    assert rows[1]["same_prefix_tokens"] < 10
+
+
+def test_text_scores():
+    pytest.importorskip("sacrebleu")
+    pytest.importorskip("rouge_score")
+    same = fidelity.text_scores(["the quick brown fox jumps"], ["the quick brown fox jumps"])
+    assert same == {"rouge1": 1.0, "rouge2": 1.0, "rougeL": 1.0, "bleu": 100.0}
+    half = fidelity.text_scores(["the quick red dog"], ["the quick brown fox"])
+    assert half["rouge1"] == 0.5 and half["bleu"] < 50
+
+
+# -- retrieval ---------------------------------------------------------------------------------------------------------
+
+
+def test_trials_hold_the_fact_at_its_depth(tokenizer):
+    long = TEXT * 4
+    for one in retrieval.make_trials(tokenizer, long, 300, 2, seed=1):
+        assert one.prompts.shape == (2, 300)
+        for prompt, answer in zip(one.prompts.tolist(), one.answers, strict=True):
+            assert prompt[0] == tokenizer.bos_token_id
+            starts = [at for at in range(300) if prompt[at : at + len(answer)] == list(answer)]
+            assert len(starts) == 1, "the answer stands in the text once, and not at its end"
+            assert abs(starts[0] / 300 - one.depth) < 0.35
+
+
+def test_accuracy_counts_whole_answers(monkeypatch):
+    prompts = torch.zeros(3, 4, dtype=torch.int64)
+    trials = retrieval.Trials("pass-key", 0.5, prompts, ((1, 2), (1, 3), (1, 2)))
+    monkeypatch.setattr(retrieval, "greedy", lambda model, ids, *_: torch.tensor([[1, 2]] * len(ids)))
+    assert retrieval.accuracy(None, trials, lambda: None, None, batch=2) == pytest.approx(2 / 3)
+
+
+def test_retrieval_rows(model, tokenizer):
+    trials = retrieval.make_trials(tokenizer, TEXT * 4, 200, 1)
+    rows = retrieval.retrievals(model, trials, policies("full", "window"), [32])
+    assert [(row["policy"], row["budget"], row["task"]) for row in rows] == [
+        ("full", None, "pass-key"), ("full", None, "key-value"), ("window", 32, "pass-key"), ("window", 32, "key-value"),
+    ]  # fmt: skip
+    assert all(0 <= row["accuracy"] <= 1 and len(row["by_depth"]) == 5 for row in rows)
+
+
+def test_the_asked_for_pair_stands_at_the_depth():
+    task = retrieval.make_task("key-value", np.random.default_rng(0), 0.25, 4)
+    name = task.questions[0][0].strip()
+    assert [at for at, text in task.facts if name in text] == [0.25]
+    assert len(task.facts) == 4
+
+
+# -- what goes in ------------------------------------------------------------------------------------------------------
+
+
+def test_short_texts_are_refused(tokenizer):
+    with pytest.raises(KvdslError, match="fewer than"):
+        windows(tokenizer, "Too short.", 400, 1)
+    with pytest.raises(KvdslError, match="fewer than"):
+        retrieval.make_trials(tokenizer, "Too short.", 400, 1)
+    with pytest.raises(KvdslError, match="longer prompts"):
+        retrieval.make_trials(tokenizer, TEXT, 64, 1, pairs=48)
+
+
+def test_stretches_lie_evenly_and_begin_with_bos(tokenizer):
+    ids = windows(tokenizer, TEXT, 50, 3)
+    whole = tokenizer(TEXT, add_special_tokens=False)["input_ids"]
+    assert ids.shape == (3, 50) and set(ids[:, 0].tolist()) == {tokenizer.bos_token_id}
+    assert ids[0, 1:].tolist() == whole[:49] and ids[2, 1:].tolist() == whole[-49:]
+
+
+@pytest.mark.parametrize(("text", "wanted"), [("128", [128]), ("128, 0.25", [128, 0.25]), ("64,64.0", [64, 64])])
+def test_budgets(text, wanted):
+    assert parse_budgets(text) == wanted
+
+
+@pytest.mark.parametrize("text", ["", "0", "-1", "abc", "nan", "inf", "64,,128"])
+def test_no_budgets(text):
+    with pytest.raises(KvdslError, match="is no budget"):
+        parse_budgets(text)
+
+
+def test_policy_names():
+    assert parse_policies("roco, h2o,roco") == ["roco", "h2o"]
+    with pytest.raises(KvdslError, match="no policy"):
+        parse_policies(" , ")

@@ -1,0 +1,91 @@
+"""What starts fast: the compiler imports neither torch nor transformers; generated packages need none of the compiler."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+HEAVY = {"torch", "transformers", "numpy"}
+LIMITS = {"check": 0.5, "compile": 1.0, "list": 1.0, "explain": 1.0}
+COMMANDS = {
+    "check": ["check", "roco"],
+    "compile": ["compile", "roco"],
+    "list": ["list"],
+    "explain": ["explain", "roco"],
+    "explain a code": ["explain", "KV0301"],
+    "version": ["--version"],
+    "help": ["--help"],
+}
+
+
+def python(code: str, folder: Path, **environment: str) -> str:
+    """What a program prints. Its process sees the checkout, and stands in another folder."""
+    variables = os.environ | {"PYTHONPATH": str(ROOT)} | environment
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=folder, env=variables, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_the_compiler_imports_nothing_heavy(tmp_path: Path, name: str) -> None:
+    code = (
+        "import sys, json, contextlib, io\n"
+        "from kvdsl.cli import main\n"
+        f"with contextlib.redirect_stdout(io.StringIO()): code = main({COMMANDS[name]!r})\n"
+        "print(json.dumps([code, sorted(sys.modules)]))\n"
+    )
+    code_and_modules = json.loads(python(code, tmp_path))
+    assert code_and_modules[0] == 0
+    assert not HEAVY & {module.split(".")[0] for module in code_and_modules[1]}
+
+
+@pytest.mark.parametrize("name", LIMITS)
+def test_the_compiler_answers_fast(tmp_path: Path, name: str) -> None:
+    """In processor time, which is what it takes on a machine that has nothing else to do; the fastest of some runs counts."""
+    taken = []
+    for _ in range(5):
+        before = os.times()
+        python(f"import sys; from kvdsl.cli import main; sys.exit(main({COMMANDS[name]!r}))", tmp_path)
+        after = os.times()
+        taken.append(after.children_user - before.children_user + after.children_system - before.children_system)
+        if taken[-1] < LIMITS[name]:
+            return
+    pytest.fail(f"`kvdsl {name}` took {min(taken):.2f} s at best, more than {LIMITS[name]} s")
+
+
+def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
+    from kvdsl.cli import main
+
+    assert main(["compile", "roco", "--out", str(tmp_path / "generated")]) == 0
+    code = (
+        "import sys\n"
+        "for name in ('lark', 'jinja2', 'pydantic', 'click', 'rich'): sys.modules[name] = None\n"
+        "from generated.roco import RoCoCache\n"
+        "found = [name for name in sys.modules if name.startswith(('kvdsl.syntax', 'kvdsl.sema', 'kvdsl.ir', 'kvdsl.emit'))]\n"
+        "assert not found, found\n"
+    )
+    python(code, tmp_path)
+
+
+def test_shipped_policies_are_compiled_when_they_are_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "import kvdsl, kvdsl.policies\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert 'RoCoCache' in dir(kvdsl.policies)\n"
+        "from kvdsl.policies import H2OCache\n"
+        "assert H2OCache is kvdsl.load('h2o') is kvdsl.policies.H2OCache\n"
+        "assert H2OCache.__name__ == 'H2OCache'\n"
+        "assert not hasattr(kvdsl.policies, 'H20Cache')\n"
+    )
+    cache = tmp_path / "cache"
+    python(code, tmp_path, KVDSL_CACHE_DIR=str(cache))
+    assert list(cache.glob("packages/h2o-*/manifest.json"))
