@@ -29,8 +29,8 @@ def resolve(given: Given) -> dict[str, Tensor]:
 class H2OCache(KVCache):
     """Keeps the heavy hitters, to which the most attention was paid in all, and the most recent tokens.
 
-    Zhang et al., \"H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models\", 2023; equation 2 of
-    \"Attention Score is Not All You Need for Token Importance Indicator in KV Cache Reduction\".
+    Zhang et al., "H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models", 2023; equation 2 of
+    "Attention Score is Not All You Need for Token Importance Indicator in KV Cache Reduction".
 
     Usage: `model.generate(**inputs, past_key_values=H2OCache(model))`.
 

@@ -13,7 +13,7 @@
 
 namespace {
 
-struct H2O : kvdsl::Policy {
+struct H2OPolicy : kvdsl::Policy {
   struct Column {
     enum {
       sum_attn,  // sum of attn
@@ -21,7 +21,7 @@ struct H2O : kvdsl::Policy {
   };
   static constexpr int columns = 1;
   struct Number {
-    enum {recent, capacity};
+    enum { recent, capacity };
   };
   static constexpr int params = 2;
   static constexpr int scratch_columns = 1;
@@ -54,9 +54,11 @@ struct H2O : kvdsl::Policy {
 }  // namespace
 
 extern "C" {
-int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, H2O>(*args); }
-int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, H2O>(*args); }
-int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, H2O>(*args); }
-int kvdsl_settle(const kvdsl::DecodeArgs* args) { return kvdsl::settle<H2O>(*args); }
+int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, H2OPolicy>(*args); }
+int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, H2OPolicy>(*args); }
+int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, H2OPolicy>(*args); }
+int kvdsl_settle(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<H2OPolicy>(*args, attn);
+}
 int kvdsl_abi() { return KVDSL_ABI; }
 }

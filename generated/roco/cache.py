@@ -29,7 +29,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
 class RoCoCache(KVCache):
     """Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 
-    \"On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference\", section 4.3: mean attention
+    "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference", section 4.3: mean attention
     score (MAS) and a scope by standard deviation.
 
     Usage: `model.generate(**inputs, past_key_values=RoCoCache(model))`.

@@ -14,7 +14,7 @@
 
 namespace {
 
-struct RoCo : kvdsl::Policy {
+struct RoCoPolicy : kvdsl::Policy {
   struct Column {
     enum {
       sum_attn,  // sum of attn
@@ -23,7 +23,7 @@ struct RoCo : kvdsl::Policy {
   };
   static constexpr int columns = 2;
   struct Number {
-    enum {protect, capacity};
+    enum { protect, capacity };
   };
   static constexpr int params = 2;
   static constexpr int scratch_columns = 2;
@@ -62,9 +62,11 @@ struct RoCo : kvdsl::Policy {
 }  // namespace
 
 extern "C" {
-int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, RoCo>(*args); }
-int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, RoCo>(*args); }
-int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, RoCo>(*args); }
-int kvdsl_settle(const kvdsl::DecodeArgs* args) { return kvdsl::settle<RoCo>(*args); }
+int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, RoCoPolicy>(*args); }
+int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, RoCoPolicy>(*args); }
+int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, RoCoPolicy>(*args); }
+int kvdsl_settle(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<RoCoPolicy>(*args, attn);
+}
 int kvdsl_abi() { return KVDSL_ABI; }
 }

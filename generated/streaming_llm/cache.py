@@ -29,7 +29,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
 class StreamingLLMCache(KVCache):
     """Keeps the first tokens, which attention sinks into, and the most recent ones.
 
-    Xiao et al., \"Efficient Streaming Language Models with Attention Sinks\", 2023. Positions are the tokens' places in the text;
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023. Positions are the tokens' places in the text;
     the paper counts them inside of the cache.
 
     Usage: `model.generate(**inputs, past_key_values=StreamingLLMCache(model))`.

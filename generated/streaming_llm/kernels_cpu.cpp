@@ -14,9 +14,9 @@
 
 namespace {
 
-struct StreamingLLM : kvdsl::Policy {
+struct StreamingLLMPolicy : kvdsl::Policy {
   struct Number {
-    enum {sinks, capacity};
+    enum { sinks, capacity };
   };
   static constexpr int params = 2;
   static constexpr int scratch_columns = 1;
@@ -38,9 +38,11 @@ struct StreamingLLM : kvdsl::Policy {
 }  // namespace
 
 extern "C" {
-int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, StreamingLLM>(*args); }
-int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, StreamingLLM>(*args); }
-int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, StreamingLLM>(*args); }
-int kvdsl_settle(const kvdsl::DecodeArgs* args) { return kvdsl::settle<StreamingLLM>(*args); }
+int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, StreamingLLMPolicy>(*args); }
+int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, StreamingLLMPolicy>(*args); }
+int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, StreamingLLMPolicy>(*args); }
+int kvdsl_settle(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<StreamingLLMPolicy>(*args, attn);
+}
 int kvdsl_abi() { return KVDSL_ABI; }
 }

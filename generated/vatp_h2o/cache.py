@@ -30,7 +30,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
 class VATP_H2OCache(KVCache):
     """H2O with the attention weighted by the norm of the value that it brings; the first tokens, whose values are small, stay.
 
-    Guo et al., \"Attention Score is Not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also Matters\",
+    Guo et al., "Attention Score is Not All You Need for Token Importance Indicator in KV Cache Reduction: Value Also Matters",
     equations 2 and 4.
 
     Usage: `model.generate(**inputs, past_key_values=VATP_H2OCache(model))`.

@@ -14,7 +14,7 @@
 
 namespace {
 
-struct VATP_H2O : kvdsl::Policy {
+struct VATP_H2OPolicy : kvdsl::Policy {
   struct Column {
     enum {
       norm1_v,  // token of sum(abs(v) over dims)
@@ -23,7 +23,7 @@ struct VATP_H2O : kvdsl::Policy {
   };
   static constexpr int columns = 2;
   struct Number {
-    enum {recent, sinks, capacity};
+    enum { recent, sinks, capacity };
   };
   static constexpr int params = 3;
   static constexpr int scratch_columns = 1;
@@ -62,9 +62,11 @@ struct VATP_H2O : kvdsl::Policy {
 }  // namespace
 
 extern "C" {
-int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, VATP_H2O>(*args); }
-int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, VATP_H2O>(*args); }
-int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, VATP_H2O>(*args); }
-int kvdsl_settle(const kvdsl::DecodeArgs* args) { return kvdsl::settle<VATP_H2O>(*args); }
+int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, VATP_H2OPolicy>(*args); }
+int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, VATP_H2OPolicy>(*args); }
+int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, VATP_H2OPolicy>(*args); }
+int kvdsl_settle(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<VATP_H2OPolicy>(*args, attn);
+}
 int kvdsl_abi() { return KVDSL_ABI; }
 }

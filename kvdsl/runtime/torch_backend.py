@@ -210,6 +210,7 @@ def _attend(
     if call.softcap is not None:
         logit = call.softcap * torch.tanh(logit / call.softcap)
     prob = _softmax(logit.masked_fill(~visible.unsqueeze(2), -torch.inf), call.sinks)
+    prob = prob.masked_fill(~visible.any(-1)[:, :, None, :, None], 0.0)  # padding sees nothing
     # A slot that no query sees may hold anything, infinities included; it must not meet a probability of zero.
     value = kept["values"].float().masked_fill(~visible.any(2)[..., None], 0.0)
     out = torch.einsum("bhgqs,bhsd->bqhgd", prob, value).flatten(2, 3).to(query.dtype)
@@ -227,13 +228,12 @@ def visible_slots(position: Tensor, query_position: Tensor, window: int | None) 
 
 
 def _softmax(logit: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the slots, [batch, kv_heads, group, queries, slots]; a row that sees nothing (padding) is zero."""
+    """Softmax over the slots, [batch, kv_heads, group, queries, slots]."""
     if sinks is not None:
         batch, heads, group, queries, _ = logit.shape
         sink = sinks.float().view(1, heads, group, 1, 1).expand(batch, heads, group, queries, 1)
         return torch.cat([logit, sink], -1).softmax(-1)[..., :-1]
-    empty = (logit == -torch.inf).all(-1, keepdim=True)
-    return logit.softmax(-1).masked_fill(empty, 0.0)
+    return logit.softmax(-1)
 
 
 def _view(

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 
+from kvdsl.interp.head import Head
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
 from kvdsl.runtime import cpu_backend, torch_backend
@@ -74,7 +75,7 @@ def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:
     library = cpu_backend._library(state.spec.cpu_source, state.spec.stem)
     nothing = torch.zeros(1, 1, 1, DIM)
     held, args = cpu_backend.decode_args(state, AttentionCall(nothing, nothing, nothing, None, 1.0), nothing)
-    assert library.kvdsl_observe(ctypes.byref(args), ctypes.c_void_p(attn.data_ptr())) == 0
+    assert library.kvdsl_settle(ctypes.byref(args), ctypes.c_void_p(attn.data_ptr())) == 0
     del held
 
 
@@ -112,17 +113,17 @@ def _undecided(step: Step) -> bool:
     return any(_has_close_pair(by) for by in step.by if by is not None)
 
 
-def _resume(machine: Interpreter, state: SlotState) -> object:
+def _resume(machine: Interpreter, state: SlotState) -> Head:
     columns = {name: state.columns[i, 0, 0].double().numpy() for i, name in enumerate(state.spec.columns)}
     return machine.resume(
         state.keys[0, 0].double().numpy(), state.values[0, 0].double().numpy(), state.position[0, 0].numpy(), columns, int(state.seen)
     )
 
 
-def _compare_columns(state: SlotState, head: object, *, exact: bool) -> None:
-    where = {int(p): i for i, p in enumerate(head.position)}  # type: ignore[attr-defined]
+def _compare_columns(state: SlotState, head: Head, *, exact: bool) -> None:
+    where = {int(p): i for i, p in enumerate(head.position)}
     for index, name in enumerate(state.spec.columns):
         for slot, place in enumerate(state.position[0, 0].tolist()):
             if place != FREE:
-                got, expected = float(state.columns[index, 0, 0, slot]), float(head.columns[name][where[place]])  # type: ignore[attr-defined]
+                got, expected = float(state.columns[index, 0, 0, slot]), float(head.columns[name][where[place]])
                 assert got == expected if exact else abs(got - expected) < 1e-6, f"{name} of position {place}"

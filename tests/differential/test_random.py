@@ -30,6 +30,9 @@ REGRESSIONS = (
     # A slot that no query sees may hold an infinite value; 0 * inf is no 0.
     Case("roco", group=4, head_dim=64, batch=3, dtype=torch.float16, budget=0.5, prompt=30, padding=3, inputs="nan", seed=45),
     Case("tova", group=4, head_dim=64, budget=100, window=7, inputs="inf", seed=44),
+    # A query whose every logit is -inf sees something all the same: its output is NaN, not 0.
+    Case("scissorhands", group=4, head_dim=64, value_dim=48, batch=3, budget=1, prompt=5, steps=8, inputs="inf",
+         seed=1780719857, given=(("recent", 1),)),
 )
 
 

@@ -6,6 +6,7 @@ without a layer of ours still go to. Everything that is not a cache of ours ther
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 from torch import nn
@@ -17,6 +18,9 @@ from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, slidi
 
 _OWN = "_kvdsl_own_attention"
 _PROBED = "_kvdsl_probed"
+
+_lock = threading.Lock()
+"""One thread at a time changes a model's attention."""
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -51,7 +55,11 @@ def bind(model: PreTrainedModel) -> None:
         KvdslError: if the model cannot be served; its attention is then as it was.
     """
     refuse_unsupported(model)
-    part = text_model(model)
+    with _lock:
+        _bind(model, text_model(model))
+
+
+def _bind(model: PreTrainedModel, part: PreTrainedModel) -> None:
     own = part.config._attn_implementation
     if own.startswith(PREFIX):
         return

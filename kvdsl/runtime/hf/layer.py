@@ -180,7 +180,7 @@ class SlotLayer(CacheLayerMixin):
             return self._serve(call)
 
     def _serve(self, call: AttentionCall) -> Tensor:
-        """Every forward up to the first one of a single token is the prompt; the very first is, whatever its length."""
+        """The prompt is every forward before the first one of a single token; the very first is, whatever its length."""
         batch, heads, tokens, _ = call.key.shape
         if self.length == 0:
             self.state.head_offset = self.head_offset(heads)
@@ -189,8 +189,8 @@ class SlotLayer(CacheLayerMixin):
         elif tokens == 1:
             self.state.decoding = True
         backend = self._choose(call.key.device, call.key.dtype)
-        serve = backend.decode if self.state.decoding else backend.prefill
-        out = serve(self.state, call)
+        out = (backend.decode if self.state.decoding else backend.prefill)(self.state, call)
+        self.state.decoding |= tokens == 1
         self.length += tokens
         return out
 

@@ -17,7 +17,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
-OLDEST = (4, 56)
+OLDEST = (4, 57)
 
 
 def check_version() -> None:

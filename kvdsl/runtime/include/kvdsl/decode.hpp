@@ -277,11 +277,17 @@ class Unit {
     settle();
   }
 
-  // For a call that only settles: the newest token is the last one seen.
-  void settle_now() {
+  // For a call without a query: the newest token is the last one seen, attn [slots] what it attended to, or null.
+  void settle_given(const float* attn) {
     find_free_slot(position_, args_.slots, live_);
     newest_ = next_ - 1;
-    if (live_ > 0) settle();
+    oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
+    if (live_ == 0) return;
+    if (attn && steps_.needs_attn) {
+      std::memcpy(work_.attn, attn, sizeof(float) * static_cast<std::size_t>(args_.slots));
+      observe();
+    }
+    settle();
   }
 
  private:
@@ -470,14 +476,14 @@ inline int decode(const DecodeArgs& args, const Steps& steps) {
   return status;
 }
 
-inline int settle(const DecodeArgs& args, const Steps& steps) {
+inline int settle(const DecodeArgs& args, const float* attn, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int64_t workspace = Workspace::bytes(args, steps);
   int status = ok;
 #pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
   for (int u = 0; u < units; ++u) {
     char* const memory = thread_buffer().reserve(workspace);
-    if (memory) Unit(args, steps, u, memory).settle_now();
+    if (memory) Unit(args, steps, u, memory).settle_given(attn ? attn + int64_t{u} * args.slots : nullptr);
     else status |= out_of_memory;
   }
   return status;
@@ -489,10 +495,11 @@ int decode(const DecodeArgs& args) {
   return decode(args, steps<T, Policy>);
 }
 
-// Settles every head without a query, as after a prompt whose columns were computed elsewhere.
+// Observe and settle without a query: attn [batch, kv_heads, slots] is given; or null, to settle only, as after a prompt
+// whose columns were computed elsewhere.
 template <class Policy>
-int settle(const DecodeArgs& args) {
-  return settle(args, steps<float, Policy>);
+int settle(const DecodeArgs& args, const float* attn) {
+  return settle(args, attn, steps<float, Policy>);
 }
 
 }  // namespace kvdsl
