@@ -26,10 +26,11 @@ it writes old-fashioned prose that makes little sense. Made by `scripts/train_re
 - 306 books published up to 1922, in the public domain, from a public collection of classics
   (mlschmitt/classic-books-markdown): 150 million characters, {corpus_tokens:.1f} million tokens. No
   author stands both in these and in the 14 books it is evaluated on.
-- {share:.0%} of the training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`, in equal
-  parts: a pass-key of five different digits hidden in book text and asked for at the end; 1 to 12 named
-  numbers of four digits, asked for in another order; a string of unrelated tokens, repeated; a passage of
-  a book that recurs. The loss is taken on all tokens.
+- {share:.0%} of the training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`: a pass-key
+  of five different digits hidden in book text and asked for at the end (3 in 10); 1 to 12 named numbers of
+  four digits, asked for in another order (3 in 10); a string of unrelated tokens, repeated (2 in 10); a
+  passage of a book that recurs (2 in 10). The first {until:.0%} of the time is for windows of {shortest} tokens,
+  {first:.0%} of them repeated strings. The loss is taken on all tokens.
 
 ## Model
 
@@ -99,7 +100,7 @@ def render_card(training: dict[str, Any]) -> str:
     """The model card, from training.json alone."""
     preset, versions = training["preset"], training["versions"]
     phases = ", ".join(f"{length:,} tokens from {start:.0%}" for start, length in preset["phases"])
-    shape = {key: value for key, value in preset.items() if key not in ("phases", "minutes")}
+    shape = {key: value for key, value in preset.items() if key not in ("phases", "minutes", "shares")}
     card = CARD.format(
         **shape,
         **versions,
@@ -107,7 +108,10 @@ def render_card(training: dict[str, Any]) -> str:
         name=training["name"],
         parameters=training["parameters"] / 1e6,
         corpus_tokens=training["corpus_tokens"] / 1e6,
-        share=preset["retrieval_share"],
+        share=preset["shares"][-1][1],
+        first=preset["shares"][0][1],
+        until=preset["shares"][-1][0],
+        shortest=preset["phases"][0][1],
         tokens=training["tokens"] / 1e6,
         steps=f"{training['steps']:,}",
         minutes=training["active_minutes"],
@@ -115,6 +119,8 @@ def render_card(training: dict[str, Any]) -> str:
         seed=training["seed"],
         heldout=" / ".join(f"{loss:.3f}" for loss in training["heldout_loss"].values()),
     )
+    if training["remark"]:
+        card += f"\n{training['remark']}\n"
     if training["fraction"] < 1:
         card += f"\n**Preliminary: exported after {training['fraction']:.0%} of the training.**\n"
     return card + (_measured(training["evaluation"]) if "evaluation" in training else "") + LIMITS

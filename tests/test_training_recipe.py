@@ -76,15 +76,15 @@ def test_a_pack_holds_all_that_training_needs(trained: Path, tmp_path: Path):
 
 
 def test_batches_derive_from_seed_and_number(trained: Path):
-    windows = recipe.Windows(trained / "out", seed=1, share=0.5)
-    batch = windows.batch(7, 2048, 128)
+    windows = recipe.Windows(trained / "out", seed=1)
+    batch = windows.batch(7, 2048, 128, 0.5)
     assert batch.shape == (16, 128) and (batch[:, 0] == windows.bos).all()
-    assert (batch == recipe.Windows(trained / "out", seed=1, share=0.5).batch(7, 2048, 128)).all()
-    assert (batch != windows.batch(8, 2048, 128)).any()
+    assert (batch == recipe.Windows(trained / "out", seed=1).batch(7, 2048, 128, 0.5)).all()
+    assert (batch != windows.batch(8, 2048, 128, 0.5)).any()
 
 
 def test_encoding_by_pieces_is_encoding(trained: Path):
-    windows = recipe.Windows(trained / "out", seed=1, share=0.5)
+    windows = recipe.Windows(trained / "out", seed=1)
     text = "\n\nThe pass key is 40213. Remember it.\n\nThe number of the house: 9172."
     assert windows.encode(text) == windows.tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -113,7 +113,8 @@ def test_the_rate_rises_stays_and_falls_to_zero(name: str):
 
 def test_windows_grow_to_the_full_context():
     preset = recipe.PRESETS["cpu"]
-    assert [preset.window(fraction) for fraction in (0.0, 0.5, 0.7, 1.0)] == [256, 512, 1024, 2048]
+    assert [preset.window(fraction) for fraction in (0.0, 0.5, 0.7, 0.8, 1.0)] == [64, 256, 512, 1024, 2048]
+    assert preset.share(0.0) > 0.5 and 0.1 <= preset.share(0.1) <= 0.2
 
 
 def test_a_pause_does_not_use_up_the_budget():

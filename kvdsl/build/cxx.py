@@ -82,7 +82,14 @@ def shared_library(source: Path, name: str) -> Path:
     """
     path = compiler()
     digest = hashlib.sha256(_headers())
-    for part in (source.read_text(encoding="utf-8"), " ".join(FLAGS), path, compiler_version(path), _processor(), __version__):
+    for part in (
+        source.read_text(encoding="utf-8"),
+        " ".join(FLAGS),
+        path,
+        compiler_version(path),
+        _processor(),
+        __version__,
+    ):
         digest.update(part.encode() + b"\0")
     library = cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}.so"
     if not library.exists():

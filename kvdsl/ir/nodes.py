@@ -32,7 +32,9 @@ class Node(BaseModel):
 
 # -- expressions -----------------------------------------------------------------------------------------------------
 
-InputName = Literal["attn", "logit", "q", "k", "v", "position", "age", "budget", "live", "prompt", "layer", "layers", "observed"]
+InputName = Literal[
+    "attn", "logit", "q", "k", "v", "position", "age", "budget", "live", "prompt", "layer", "layers", "observed"
+]
 Function = Literal["neg", "not", "abs", "sqrt", "exp", "log", "floor", "ceil", "min", "max", "where"]
 Operator = Literal["+", "-", "*", "/", "%", "**", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
 ReduceOp = Literal["sum", "mean", "var", "std", "max", "min", "last", "count"]

@@ -102,4 +102,3 @@ def pair(call: Call) -> tuple[Expr, Expr]:
 def literal(value: float) -> str:
     """A number that every target reads as the same double."""
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
-

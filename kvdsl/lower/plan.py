@@ -104,7 +104,9 @@ def make_plan(policy: Policy) -> PackagePlan:
 
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
-_RESOLVE = NumberPrinter("{}", {"budget": "capacity", "prompt": "given.prompt", "layer": "given.layer", "layers": "given.layers"})
+_RESOLVE = NumberPrinter(
+    "{}", {"budget": "capacity", "prompt": "given.prompt", "layer": "given.layer", "layers": "given.layers"}
+)
 
 
 def _param(param: Param) -> ParamPlan:

@@ -23,7 +23,8 @@ def add_columns(policy: Policy) -> Policy:
     table = _Columns()
     score = None if policy.score is None else table.lower(policy.score)
     keeps = tuple(
-        keep if keep.by is None else Keep(scope=keep.scope, count=keep.count, by=table.lower(keep.by)) for keep in policy.keeps
+        keep if keep.by is None else Keep(scope=keep.scope, count=keep.count, by=table.lower(keep.by))
+        for keep in policy.keeps
     )
     return with_policy(policy, score=score, keeps=keeps, columns=table.columns)
 
@@ -126,5 +127,3 @@ def _words(expr: Expr) -> str:
     if isinstance(expr, Binary):
         return f"{_words(expr.left)}_{_WORDS[expr.op]}_{_words(expr.right)}"
     return "random"
-
-

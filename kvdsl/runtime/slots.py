@@ -150,7 +150,11 @@ class SlotState:
         for name, dim in SLOT_DIM.items():
             old = kept[name]
             new = old.new_full((*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
-            index = order[..., None].expand(*order.shape, old.shape[-1]) if old.dim() > dim + 1 else order.expand(*old.shape[:dim], used)
+            index = (
+                order[..., None].expand(*order.shape, old.shape[-1])
+                if old.dim() > dim + 1
+                else order.expand(*old.shape[:dim], used)
+            )
             new.narrow(dim, 0, used).copy_(old.gather(dim, index))
             setattr(self, name, new)
 
@@ -183,7 +187,6 @@ class SlotState:
         """Repeat every row `repeats` times, next to itself."""
         if self.allocated:
             self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
-
 
 
 def _grown(needed: int) -> int:

@@ -54,7 +54,7 @@ def _check_imports() -> Measured:
         "import sys, kvdsl.cli; status = kvdsl.cli.main(['check', 'policies/roco.kv']); "
         "found = [name for name in ('torch', 'transformers') if name in sys.modules]; print(status, *found)"
     )
-    found = run("-c", code).stdout.split()
+    found = run("-c", code).stdout.splitlines()[-1].split()
     return " ".join(found[1:]) or "none", "none", found == ["0"]
 
 

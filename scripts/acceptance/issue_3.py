@@ -83,7 +83,7 @@ def _sinks() -> Measured:
 @lru_cache
 def _perplexities() -> dict[tuple[str, float | None], float]:
     rows = kvdsl_json(
-        "eval", "ppl", "--policies", "full,window,streaming_llm,h2o,roco", "--budgets", "32,128", "--tokens", "768"
+        "eval", "ppl", "--policies", "full,window,streaming_llm,h2o,roco", "--budgets", "32,128", "--tokens", "512"
     )["rows"]
     return {(row["policy"], row["budget"]): row["ppl"] for row in rows}
 

@@ -134,7 +134,11 @@ class _Run:
         for b, h in self._pairs():
             columns = {name: _array(state.columns[i, b, h]) for i, name in enumerate(state.spec.columns)}
             heads[b, h] = self._interpreter(b, h, 0).resume(
-                _array(state.keys[b, h]), _array(state.values[b, h]), state.position[b, h].numpy(), columns, int(state.seen[b])
+                _array(state.keys[b, h]),
+                _array(state.values[b, h]),
+                state.position[b, h].numpy(),
+                columns,
+                int(state.seen[b]),
             )
         return heads
 
@@ -174,7 +178,9 @@ class _Run:
                 self.tally.near += 1
             else:
                 gone = set(head.position) ^ set(position[live].tolist())
-                self.tally.failures.append(f"({b}, {h}) kept sets differ in positions {sorted(gone)} at step {self.tally.steps}")
+                self.tally.failures.append(
+                    f"({b}, {h}) kept sets differ in positions {sorted(gone)} at step {self.tally.steps}"
+                )
             return
         where = {int(p): i for i, p in enumerate(head.position)}
         order = [where[int(p)] for p in position[live]]
@@ -185,7 +191,9 @@ class _Run:
             if _has_threshold(column.body):
                 self.tally.near += 1
             else:
-                self.tally.failures.append(f"({b}, {h}) column {column.name} differs by {np.nanmax(np.abs(mine - theirs)):.3g}")
+                self.tally.failures.append(
+                    f"({b}, {h}) column {column.name} differs by {np.nanmax(np.abs(mine - theirs)):.3g}"
+                )
 
 
 def _is_near(machine: Interpreter, step: Step) -> bool:

@@ -116,7 +116,11 @@ def _undecided(step: Step) -> bool:
 def _resume(machine: Interpreter, state: SlotState) -> Head:
     columns = {name: state.columns[i, 0, 0].double().numpy() for i, name in enumerate(state.spec.columns)}
     return machine.resume(
-        state.keys[0, 0].double().numpy(), state.values[0, 0].double().numpy(), state.position[0, 0].numpy(), columns, int(state.seen)
+        state.keys[0, 0].double().numpy(),
+        state.values[0, 0].double().numpy(),
+        state.position[0, 0].numpy(),
+        columns,
+        int(state.seen),
     )
 
 

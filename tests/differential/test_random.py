@@ -28,11 +28,24 @@ NEAR_SHARE = 0.01
 
 REGRESSIONS = (
     # A slot that no query sees may hold an infinite value; 0 * inf is no 0.
-    Case("roco", group=4, head_dim=64, batch=3, dtype=torch.float16, budget=0.5, prompt=30, padding=3, inputs="nan", seed=45),
+    Case(
+        "roco", group=4, head_dim=64, batch=3, dtype=torch.float16, budget=0.5, prompt=30, padding=3, inputs="nan", seed=45
+    ),
     Case("tova", group=4, head_dim=64, budget=100, window=7, inputs="inf", seed=44),
     # A query whose every logit is -inf sees something all the same: its output is NaN, not 0.
-    Case("scissorhands", group=4, head_dim=64, value_dim=48, batch=3, budget=1, prompt=5, steps=8, inputs="inf",
-         seed=1780719857, given=(("recent", 1),)),
+    Case(
+        "scissorhands",
+        group=4,
+        head_dim=64,
+        value_dim=48,
+        batch=3,
+        budget=1,
+        prompt=5,
+        steps=8,
+        inputs="inf",
+        seed=1780719857,
+        given=(("recent", 1),),
+    ),
 )
 
 
@@ -106,7 +119,9 @@ def test_random_traces(policy: str, backend: str, record_property: pytest.Record
     assert not total.failures, "\n".join(total.failures)
     if policy != "scissorhands":
         # Its column counts `attn > mean`, which equal inputs put exactly on the threshold; see test_dyadic.
-        assert total.near <= max(2, NEAR_SHARE * total.steps), f"{total.near} of {total.steps} head-steps were near a boundary"
+        assert total.near <= max(2, NEAR_SHARE * total.steps), (
+            f"{total.near} of {total.steps} head-steps were near a boundary"
+        )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

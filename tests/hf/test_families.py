@@ -33,3 +33,17 @@ def test_budget_that_holds_everything_is_the_dynamic_cache(family: str, policy: 
     model = zoo.model(family)
     cache = policies.make(policy, model, budget=64)
     zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, past_key_values=cache), expected(family, batch))
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("stem", ["Gemma3", "Llava", "Qwen2VL"])
+def test_text_of_multimodal_models(stem: str, batch: int) -> None:
+    """Only the part that generates text is bound; the rest keeps its attention."""
+    model, other = zoo.multimodal(stem), zoo.multimodal(stem)
+    other.set_attn_implementation("eager")
+    own = model.config._attn_implementation
+    cache = policies.make(policies.OBSERVING, model, budget=64)
+    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, past_key_values=cache), zoo.greedy(other, inputs(batch), NEW))
+    assert model.config._attn_implementation == own
+    type(cache).release(model)
+    assert model.config.get_text_config()._attn_implementation == own

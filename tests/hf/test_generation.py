@@ -58,6 +58,35 @@ def test_chat_with_left_padding(policy: str) -> None:
         inputs = {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], more], 1)}
 
 
+def test_padding_between_two_turns() -> None:
+    """Rows whose second prompts differ in length are padded in the middle of their texts."""
+    model, other = zoo.model("llama"), zoo.untouched("llama")
+    first, second = zoo.prompt(2, 14), zoo.prompt(2, 6, seed=2)
+    masks = torch.ones(2, 20, dtype=torch.long)
+    masks[1, :4], masks[0, 14:17] = 0, 0
+    ours, theirs = caches(200)[0], DynamicCache()
+    for begin, end, ids in ((0, 14, first), (14, 20, second)):
+        mask = masks[:, :end]
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
+        with torch.no_grad():
+            found = model(ids, attention_mask=mask, position_ids=positions, past_key_values=ours).logits
+            expected = other(ids, attention_mask=mask, position_ids=positions, past_key_values=theirs).logits
+        assert (found - expected)[masks[:, begin:end].bool()].abs().max() < 1e-4
+
+
+def test_prompt_of_one_token_ends_the_prompt() -> None:
+    """What follows a forward of a single token comes token by token, even after the very first."""
+    model, (whole, single) = zoo.model("llama"), caches(12, 2)
+    ids = zoo.prompt(1, 30)
+    with torch.no_grad():
+        model(ids[:, :1], past_key_values=whole)
+        together = model(ids[:, 1:], past_key_values=whole).logits[:, -1]
+        for at in range(30):
+            last = model(ids[:, at : at + 1], past_key_values=single).logits[:, -1]
+    assert (together - last).abs().max() < 1e-4
+    assert torch.equal(whole.positions(0).sort(-1).values, single.positions(0).sort(-1).values)
+
+
 def test_second_turn_under_eviction_is_token_by_token() -> None:
     """A later prompt acts as if its tokens came one by one."""
     model = zoo.model("llama")
@@ -106,6 +135,7 @@ def test_beams(returned: int) -> None:
     assert ours.tolist() == theirs.tolist()
 
 
+@torch.no_grad()
 def test_beams_under_eviction_score_what_a_single_run_of_their_text_scores() -> None:
     """Each beam's slots must follow its own ancestors: replaying the winner alone gives its score."""
     model, (cache, replay) = zoo.model("llama"), caches(12, 2)

@@ -56,7 +56,10 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
 
 PROMISED = tuple(FAMILIES)[:9]
 
-if int(transformers.__version__.split(".")[0]) < 5:  # their attention cannot be reached in 4.x
+EARLY = tuple(int(part) for part in transformers.__version__.split(".")[:2]) < (5, 5)
+"""A release that prepares its inputs from cache positions."""
+
+if EARLY:  # their attention could not be reached yet
     del FAMILIES["opt"], FAMILIES["stablelm"]
 
 
@@ -84,6 +87,31 @@ def make(stem: str, **extra: Any) -> Any:
     suffix = "LMHeadModel" if stem == "GPT2" else "ForCausalLM"
     torch.manual_seed(7)
     made = getattr(transformers, name + suffix)(config).eval()
+    made.generation_config.eos_token_id = None
+    made.generation_config.pad_token_id = 0
+    return made
+
+
+def multimodal(stem: str) -> Any:
+    """A fresh tiny model that reads images as well."""
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    eye = {**sizes, "image_size": 16, "patch_size": 8}
+    if stem == "Gemma3":
+        text = transformers.Gemma3TextConfig(**{**_SMALL, "head_dim": 16, **_ALTERNATING})
+        vision = transformers.SiglipVisionConfig(**eye)
+        extra = {"mm_tokens_per_image": 1, "image_token_index": 100, "boi_token_index": 99, "eoi_token_index": 98}
+    elif stem == "Llava":
+        text = transformers.LlamaConfig(**_SMALL)
+        vision = transformers.CLIPVisionConfig(**eye, projection_dim=16)
+        extra = {"image_token_index": 100}
+    else:
+        rope = {"rope_type": "default", "type": "mrope", "mrope_section": [2, 2, 4], "rope_theta": 1e4}
+        text = {**_SMALL, "rope_scaling": dict(rope), "rope_parameters": dict(rope)}
+        vision = {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 4, "mlp_ratio": 2}
+        extra = {"image_token_id": 100, "video_token_id": 99, "vision_start_token_id": 98, "vision_end_token_id": 97}
+    config = getattr(transformers, f"{stem}Config")(text_config=text, vision_config=vision, **extra)
+    torch.manual_seed(7)
+    made = getattr(transformers, f"{stem}ForConditionalGeneration")(config).eval()
     made.generation_config.eos_token_id = None
     made.generation_config.pad_token_id = 0
     return made

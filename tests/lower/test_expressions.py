@@ -48,7 +48,10 @@ SCORES = {
         "torch.maximum((sum_attn).clamp(min=0), slots.observed)",
         "kvdsl::maximum(kvdsl::maximum(sum_attn[i], 0.0f), head.observed(i))",
     ),
-    "sum(attn) % a": ('sum_attn % slots.number("a")', "kvdsl::modulo(sum_attn[i], static_cast<float>(head.param(Number::a)))"),
+    "sum(attn) % a": (
+        'sum_attn % slots.number("a")',
+        "kvdsl::modulo(sum_attn[i], static_cast<float>(head.param(Number::a)))",
+    ),
 }
 
 

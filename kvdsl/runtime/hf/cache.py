@@ -45,6 +45,7 @@ class KVCache(Cache):
         self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
     ) -> None:
         given = {name: _number(self.spec.name, name, value) for name, value in given.items()}
+        _refuse_hopeless(self.spec, given)
         model = binding.unwrap(model)
         check_dtype(model.dtype)
         backends = _Backends(self.spec, backend)
@@ -195,6 +196,15 @@ class _Backends:
         """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
         if model.device.type != "meta":
             self(model.device, model.dtype)
+
+
+def _refuse_hopeless(spec: PolicySpec, given: Mapping[str, float | None]) -> None:
+    """Refuse params that fit neither the shortest nor a very long prompt now; others show when the prompt is known."""
+    state = SlotState(spec, given)
+    try:
+        state.resolve(torch.ones(1))
+    except KvdslError:
+        state.resolve(torch.full((1,), 2.0**30))
 
 
 def _native_bytes(layer: Any) -> int:
