@@ -209,7 +209,7 @@ def track_(values: Any, text: str) -> Any:
     show_default="../shared/corpus/dev.tar.xz",
     help="Archive or folder of .txt books.",
 )
-@click.option("--windows", type=int, default=168, show_default=True, help="Windows to measure perplexity on.")
+@click.option("--windows", type=int, default=112, show_default=True, help="Windows to measure perplexity on.")
 @click.option("--trials", type=int, default=20, show_default=True, help="Trials for each recall task, length and depth.")
 @click.option("--threads", type=int, help="CPU threads [default: all].")
 @click.option("--seed", type=int, default=7, show_default=True)
@@ -235,7 +235,7 @@ def main(
         "note": note,
         "seed": seed,
         "perplexity": measure.perplexity(windows),
-        "recall": measure.recall((256, 512, 1024, 2048), trials),
+        "recall": measure.recall((256, 512, 1024), trials),
         "sinks": measure.sinks(512, few),
         "limited": measure.limited(1024, few),
     }

@@ -26,11 +26,11 @@ it writes old-fashioned prose that makes little sense. Made by `scripts/train_re
 - 306 books published up to 1922, in the public domain, from a public collection of classics
   (mlschmitt/classic-books-markdown): 150 million characters, {corpus_tokens:.1f} million tokens. No
   author stands both in these and in the 14 books it is evaluated on.
-- {share:.0%} of the training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`: a pass-key
-  of five different digits hidden in book text and asked for at the end (3 in 10); 1 to 12 named numbers of
-  four digits, asked for in another order (3 in 10); a string of unrelated tokens, repeated (2 in 10); a
-  passage of a book that recurs (2 in 10). The first {until:.0%} of the time is for windows of {shortest} tokens,
-  {first:.0%} of them repeated strings. The loss is taken on all tokens.
+- Some training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`: {shares} of the time
+  on. Windows of less than 96 tokens repeat a string of unrelated tokens. In longer ones the task is a
+  pass-key of five different digits, hidden in book text and asked for at the end (35 %); up to 16 named
+  numbers of four digits, asked for in another order (35 %); a repeated string (15 %); a passage of a book
+  that recurs (15 %). The loss is taken on all tokens.
 
 ## Model
 
@@ -44,8 +44,10 @@ every window, which the tokenizer adds. No end-of-text token. Weights in bfloat1
 {tokens:.1f} million tokens in {steps} steps and {minutes:.0f} minutes of computing ({machine}; torch
 {torch}, transformers {transformers}; seed {seed}). AdamW (betas 0.9 and 0.95, weight decay
 {weight_decay}, clipping at 1), {batch_tokens:,} tokens a step, learning rate {learning_rate} after a
-warm-up, falling to 0 from {decay_from:.0%} of the time on. Windows of {phases}. Loss on held-out authors
-(mean over windows of 512 / 1,024 / 2,048 tokens): {heldout}.
+warm-up, falling to 0 from {decay_from:.0%} of the time on. Window length by share of the time:
+{phases}.
+
+Loss on held-out authors (mean over windows of 512 / 1,024 / 2,048 tokens): {heldout}.
 """
 
 MEASURED = """
@@ -99,7 +101,7 @@ with it say how policies compare on a small model; they do not carry over to lar
 def render_card(training: dict[str, Any]) -> str:
     """The model card, from training.json alone."""
     preset, versions = training["preset"], training["versions"]
-    phases = ", ".join(f"{length:,} tokens from {start:.0%}" for start, length in preset["phases"])
+    phases = ", ".join(f"{length:,} from {start:.0%}" for start, length in preset["phases"])
     shape = {key: value for key, value in preset.items() if key not in ("phases", "minutes", "shares")}
     card = CARD.format(
         **shape,
@@ -108,10 +110,7 @@ def render_card(training: dict[str, Any]) -> str:
         name=training["name"],
         parameters=training["parameters"] / 1e6,
         corpus_tokens=training["corpus_tokens"] / 1e6,
-        share=preset["shares"][-1][1],
-        first=preset["shares"][0][1],
-        until=preset["shares"][-1][0],
-        shortest=preset["phases"][0][1],
+        shares=", ".join(f"{share:.0%} from {start:.0%}" for start, share in preset["shares"]),
         tokens=training["tokens"] / 1e6,
         steps=f"{training['steps']:,}",
         minutes=training["active_minutes"],

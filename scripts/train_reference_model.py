@@ -71,7 +71,7 @@ class Preset:
     weight_decay: float = 0.1
     warmup: float = 0.02
     decay_from: float = 0.50
-    shares: tuple[tuple[float, float], ...] = ((0.0, 0.80), (0.05, 0.20), (0.60, 0.35), (0.80, 0.20))  # of retrieval windows
+    shares: tuple[tuple[float, float], ...] = ((0.0, 0.80), (0.05, 0.20), (0.60, 0.35), (0.85, 0.20))  # of retrieval windows
     max_positions: int = 2048
     rope_theta: float = 10000.0
 
@@ -94,7 +94,7 @@ class Preset:
         return self.learning_rate * max(0.0, min(rise, fall))
 
 
-PHASES = ((0.0, 64), (0.05, 256), (0.68, 512), (0.80, 1024), (0.91, 2048))
+PHASES = ((0.0, 64), (0.05, 256), (0.68, 512), (0.75, 1024), (0.85, 2048))
 PRESETS = {
     "gpu": Preset(7, 384, 1024, 8, 4, 131072, 65536, 8.0, PHASES, device="cuda"),
     "cpu": Preset(5, 256, 512, 8, 4, 4096, 4096, 60.0, PHASES),

@@ -13,6 +13,7 @@ from typing import Any
 
 from acceptance.registry import (
     REPO,
+    Case,
     Measured,
     all_pass,
     at_least,
@@ -21,6 +22,7 @@ from acceptance.registry import (
     kvdsl_json,
     median_seconds,
     run,
+    test_cases,
     tests,
 )
 
@@ -213,7 +215,24 @@ def _families() -> Measured:
 
 @criterion(2, "differential tests against the interpreter")
 def _differential() -> Measured:
-    return all_pass(tests("tests/differential"), 300)
+    counts = tests("tests/differential")
+    from tests.differential.test_random import CASES_PER_POLICY
+
+    runs = [
+        case for case in test_cases("tests/differential") if "test_random_traces" in case.name and case.outcome == "passed"
+    ]
+    cases = CASES_PER_POLICY * len(runs)
+    near, steps = (_recorded(runs, name) for name in ("near", "head_steps"))
+    value = f"{cases} random cases; {counts}; {near} of {steps} head-steps near a boundary"
+    return (
+        value,
+        ">= 300 cases for each backend, 0 failed, < 1 %",
+        counts.failed == 0 and cases >= 600 and near < 0.01 * steps,
+    )
+
+
+def _recorded(cases: list[Case], name: str) -> int:
+    return sum(int(value) for case in cases for key, value in case.recorded if key == name)
 
 
 @criterion(2, "left-padded batches give each row what it gets alone")

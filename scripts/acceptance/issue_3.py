@@ -41,8 +41,9 @@ def _size() -> Measured:
 @criterion(3, "the weights' digests are checked on load")
 def _digests() -> Measured:
     from kvdsl.assets import AssetError, load_reference_model, reference_model_path
+    from kvdsl.eval.models import load_model
 
-    load_reference_model()
+    load_model(None)
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(reference_model_path(), Path(folder) / "model"))
         weights = copy / "model.safetensors"

@@ -133,11 +133,20 @@ class Counts:
         return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
 
 
+@dataclass(frozen=True)
+class Case:
+    """A test with its module, how it ended, and what it recorded."""
+
+    name: str
+    outcome: str
+    recorded: tuple[tuple[str, str], ...]
+
+
 @lru_cache
-def test_cases(path: str) -> tuple[tuple[str, str], ...]:
-    """(name with its module, outcome) of every test under a path, slow ones included; the whole suite is run once only."""
+def test_cases(path: str) -> tuple[Case, ...]:
+    """Every test under a path, slow ones included; the whole suite is run once only."""
     if path != SUITE and _whole_suite_ran:
-        return tuple(case for case in test_cases(SUITE) if case[0].startswith(path.replace("/", ".") + "."))
+        return tuple(case for case in test_cases(SUITE) if case.name.startswith(path.replace("/", ".") + "."))
     if not (REPO / path).exists():
         raise NotMeasured(f"there is no {path}")
     with tempfile.TemporaryDirectory() as folder:
@@ -155,17 +164,18 @@ SUITE = "tests"
 _whole_suite_ran: list[bool] = []
 
 
-def _cases(found: Iterable[ET.Element]) -> Iterable[tuple[str, str]]:
+def _cases(found: Iterable[ET.Element]) -> Iterable[Case]:
     for case in found:
         kinds = {child.tag for child in case}
         outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        yield f"{case.get('classname')}.{case.get('name')}", outcome
+        recorded = tuple((one.get("name", ""), one.get("value", "")) for one in case.iter("property"))
+        yield Case(f"{case.get('classname')}.{case.get('name')}", outcome, recorded)
 
 
 def tests(path: str, named: str = "") -> Counts:
     """How the tests under a path ended whose names hold one of `named` (words, divided by |)."""
     words = named.split("|")
-    outcomes = [outcome for name, outcome in test_cases(path) if any(word in name for word in words)]
+    outcomes = [case.outcome for case in test_cases(path) if any(word in case.name for word in words)]
     return Counts(*(outcomes.count(kind) for kind in ("passed", "failed", "skipped")))
 
 

@@ -93,8 +93,8 @@ def test_trials_hold_the_fact_at_its_depth(tokenizer):
         for prompt, answer in zip(one.prompts.tolist(), one.answers, strict=True):
             assert prompt[0] == tokenizer.bos_token_id
             starts = [at for at in range(300) if prompt[at : at + len(answer)] == list(answer)]
-            assert len(starts) == 1, "the answer stands in the text once, and not at its end"
-            assert abs(starts[0] / 300 - one.depth) < 0.35
+            assert starts and starts[-1] + len(answer) < 300, "the answer stands in the text, and not at its end"
+            assert all(abs(start / 300 - one.depth) < 0.35 for start in starts)
 
 
 def test_accuracy_counts_whole_answers(monkeypatch):
