@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
+import os
 import sys
+import tempfile
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -41,13 +44,15 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
 
 
 def _publish(files: dict[str, str], folder: Path) -> None:
-    """Write the package; its manifest comes last and says that it is whole."""
+    """Write the package into a private folder and rename that: another process sees all of it or nothing."""
     from kvdsl.emit.render import write
 
-    writable(folder)
+    writable(folder.parent)
     try:
-        write({name: text for name, text in files.items() if name != "manifest.json"}, folder)
-        write({"manifest.json": files["manifest.json"]}, folder)
+        with tempfile.TemporaryDirectory(prefix="writing-", dir=folder.parent) as private:
+            write(files, Path(private) / folder.name)
+            with contextlib.suppress(OSError):  # somebody else was faster, with the same files
+                os.rename(Path(private) / folder.name, folder)
     except OSError as error:
         raise KvdslError(f"cannot write to {folder} ({error.strerror}); set KVDSL_CACHE_DIR to another folder") from error
 

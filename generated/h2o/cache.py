@@ -22,7 +22,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     budget = given.tokens("budget", 512)
     capacity = given.count(budget)
     recent = given.number("recent", capacity / 2)
-    given.check_fits(given.count(recent), capacity, "keep last recent")
+    given.check_fits(given.largest(), given.largest(recent), capacity, "keep last recent")
     return {"recent": recent, "capacity": capacity}
 
 

@@ -22,7 +22,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     budget = given.tokens("budget", 512)
     capacity = given.count(budget)
     protect = given.number("protect", capacity / 2)
-    given.check_fits(given.count(1), capacity, "keep last 1")
+    given.check_fits(given.largest(), given.largest(1), capacity, "keep last 1")
     return {"protect": protect, "capacity": capacity}
 
 

@@ -22,7 +22,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     sinks = given.number("sinks", 4)
     budget = given.tokens("budget", 512)
     capacity = given.count(budget)
-    given.check_fits(given.count(sinks) + given.count(1), capacity, "keep first sinks, keep last 1")
+    given.check_fits(given.largest(sinks), given.largest(1), capacity, "keep first sinks, keep last 1")
     return {"sinks": sinks, "capacity": capacity}
 
 

@@ -23,7 +23,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     capacity = given.count(budget)
     recent = given.number("recent", capacity / 2)
     sinks = given.number("sinks", 20)
-    given.check_fits(given.count(recent) + given.count(sinks), capacity, "keep last recent, keep first sinks")
+    given.check_fits(given.largest(sinks), given.largest(recent), capacity, "keep last recent, keep first sinks")
     return {"recent": recent, "sinks": sinks, "capacity": capacity}
 
 

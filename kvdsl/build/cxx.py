@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -30,25 +31,25 @@ FLAGS = (
 _COMPILERS = ("g++", "clang++", "c++")
 
 
-def compiler() -> str:
-    """The C++ compiler: `$CXX`, else the first of the usual names.
+def compiler() -> list[str]:
+    """The command of the C++ compiler: `$CXX` (which may have arguments), else the first of the usual names.
 
     Raises:
         KvdslError: if there is none.
     """
-    named = os.environ.get("CXX")
-    for name in (named,) if named else _COMPILERS:
+    named = shlex.split(os.environ.get("CXX", ""))
+    for name in named[:1] or _COMPILERS:
         path = shutil.which(name)
         if path:
-            return path
-    tried = named or ", ".join(_COMPILERS)
+            return [path, *named[1:]]
+    tried = " ".join(named) or ", ".join(_COMPILERS)
     raise KvdslError(f"no C++ compiler found (tried {tried}); install g++ or clang++, or set CXX")
 
 
 @lru_cache
-def compiler_version(path: str) -> str:
+def compiler_version(*command: str) -> str:
     """The first line of `--version`."""
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
+    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
     return (done.stdout or done.stderr).splitlines()[0].strip() if done.stdout or done.stderr else "unknown"
 
 
@@ -80,29 +81,28 @@ def shared_library(source: Path, name: str) -> Path:
     Raises:
         KvdslError: without a compiler, without a writable cache folder, or if the compiler refuses the source.
     """
-    path = compiler()
+    cxx = compiler()
     digest = hashlib.sha256(_headers())
     for part in (
         source.read_text(encoding="utf-8"),
-        " ".join(FLAGS),
-        path,
-        compiler_version(path),
+        " ".join((*cxx, *FLAGS)),
+        compiler_version(*cxx),
         _processor(),
         __version__,
     ):
         digest.update(part.encode() + b"\0")
     library = cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}.so"
     if not library.exists():
-        _build(path, source, name, library)
+        _build(cxx, source, name, library)
     return library
 
 
-def _build(path: str, source: Path, name: str, library: Path) -> None:
+def _build(cxx: list[str], source: Path, name: str, library: Path) -> None:
     folder = writable(library.parent)
     started = time.perf_counter()
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as private:
         made = Path(private) / library.name
-        command = [path, *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(made)]
+        command = [*cxx, *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(made)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise KvdslError(_refusal(command, done.stderr, folder / f"{name}.log"))

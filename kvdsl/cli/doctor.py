@@ -178,12 +178,12 @@ def _compiler() -> Iterator[Finding]:
     from kvdsl.runtime.errors import KvdslError
 
     try:
-        path = compiler()
+        command = compiler()
     except KvdslError as error:
         yield Finding("C++", "compiler", False, str(error), "without one the torch backend serves, which is slower")
         return
-    yield Finding("C++", "compiler", True, f"{compiler_version(path)} ({path})")
-    problem = _build_problem([path, *FLAGS])
+    yield Finding("C++", "compiler", True, f"{compiler_version(*command)} ({' '.join(command)})")
+    problem = _build_problem([*command, *FLAGS])
     hint = "the compiler needs C++17, -march=native and OpenMP" if problem else None
     yield Finding("C++", "builds", problem is None, problem or "a test library with OpenMP", hint)
 

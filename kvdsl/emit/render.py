@@ -28,6 +28,7 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
     env = environment()
     context = {field.name: getattr(plan, field.name) for field in fields(plan)}
     context |= {"abi": ABI, "banner": _banner(plan, source), "uses_torch": _uses_torch(plan)}
+    context["resolve_uses_torch"] = any("torch." in line for line in (*plan.resolve, *dict(plan.numbers).values()))
     files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}
     for name, text in files.items():
         files[name] = _tidy(text)

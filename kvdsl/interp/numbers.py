@@ -80,7 +80,7 @@ class _Params(dict[str, float]):
 
     def __missing__(self, name: str) -> float:
         value = self._given[name] if name in self._given else evaluate_number(self._defaults[name], self.scope)
-        if name == "budget" and 0 < value < 1:  # a rate of the prompt
+        if name == "budget" and name in self._given and 0 < value < 1:  # a rate of the prompt
             value = max(1.0, floored(value * float(self.scope.inputs["prompt"].item())))
         self[name] = value
         return value

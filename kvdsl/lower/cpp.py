@@ -17,6 +17,7 @@ from kvdsl.lower.spelling import spelled
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
+_INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
 
 
@@ -50,10 +51,6 @@ class _CppPrinter(Printer):
         args = pair(expr) if expr.function in ("min", "max") else expr.args
         arguments = ", ".join(self.value(arg) for arg in args)
         return f"{names.get(expr.function, 'std::' + expr.function)}({arguments})", ATOM
-
-    def truth(self, expr: Expr, at_least: int = 0) -> str:
-        text = super().truth(expr, at_least)
-        return text.replace(" != 0)", f" != {self.zero})") if text.endswith(" != 0)") else text
 
 
 class CountPrinter(_CppPrinter):
@@ -229,14 +226,16 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
 
 
 def _overflow(numbers: tuple[str, ...]) -> str:
-    """The call that says how many tokens must leave."""
+    """The arguments of the call that says how many tokens must leave."""
     if "capacity" not in numbers:
         return ""
+    stated = [name for name in ("capacity", "trigger", "slack", "max_drop") if name in numbers]
+    if stated == ["capacity"]:
+        return "kvdsl::count(head.param(Number::capacity))"
     defaults = {"trigger": "1", "slack": "0", "max_drop": "0"}
-    arguments = [f"kvdsl::count(head.param(Number::{n}))" if n in numbers else defaults[n] for n in defaults]
-    while arguments and arguments[-1] == list(defaults.values())[len(arguments) - 1]:
-        arguments.pop()
-    return ", ".join(["kvdsl::count(head.param(Number::capacity))", *arguments])
+    return ", ".join(
+        f"kvdsl::count(head.param(Number::{name}))" if name in stated else defaults[name] for name in ("capacity", *defaults)
+    )
 
 
 def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
@@ -269,7 +268,11 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
         assert keep.by is not None
         return f"head.protect_where([&](int i) {{ return {printer.truth(keep.by)}; }});"
     assert keep.count is not None
-    count = str(int(keep.count.value)) if isinstance(keep.count, Number) else f"kvdsl::count({CountPrinter()(keep.count)})"
+    count = (
+        str(min(int(keep.count.value), _INT_MAX))
+        if isinstance(keep.count, Number)
+        else f"kvdsl::count({CountPrinter()(keep.count)})"
+    )
     by = f"{rank}, " if keep.scope == "top" else ""
     return f"head.protect_{keep.scope}({by}{count});"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
 from kvdsl.ir.visitors import walk
 
@@ -24,11 +23,6 @@ def reads(expr: Expr, *names: str) -> bool:
     return any(isinstance(node, Input) and node.name in names for node in walk(expr))
 
 
-def is_number(expr: Expr) -> bool:
-    """Whether the expression has one value per row (or per row and KV head, where it reads `live`)."""
-    return not axes_of(expr)
-
-
 class NotLowerable(Exception):
     """The target has no code for this expression; the text says which and why."""
 
@@ -40,6 +34,7 @@ class Printer(ABC):
     strength: ClassVar[dict[str, int]]
     spelling: ClassVar[dict[str, str]]
     negation: ClassVar[tuple[str, int]]
+    zero: ClassVar[str] = "0"
 
     def __call__(self, expr: Expr, at_least: int = 0) -> str:
         """The expression's text, in parentheses if it binds less tightly than `at_least`."""
@@ -53,12 +48,13 @@ class Printer(ABC):
         if isinstance(expr, Call):
             if expr.function == "neg":
                 sign, binds = self.negation
-                return f"{sign}{self.value(expr.args[0], binds)}", binds
+                return f"{sign}{self.value(expr.args[0], binds + 1)}", binds  # never --x
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
         assert isinstance(expr, (Number, ParamRef, Input, Random, ColumnRef))
-        return self.leaf(expr), ATOM
+        below_zero = isinstance(expr, Number) and expr.value < 0
+        return self.leaf(expr), self.negation[1] if below_zero else ATOM
 
     def binary(self, expr: Binary) -> tuple[str, int]:
         """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
@@ -78,7 +74,7 @@ class Printer(ABC):
         """The expression as a condition: a number holds where it is not 0."""
         if is_condition(expr):
             return self(expr, at_least)
-        return f"({self(expr, self.strength['!='] + 1)} != 0)"
+        return f"({self(expr, self.strength['!='] + 1)} != {self.zero})"
 
     @abstractmethod
     def as_number(self, condition: str) -> str: ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -147,18 +148,21 @@ def _given(param: Param) -> str:
 
 
 def _fits(policy: Policy) -> Iterator[str]:
-    """What `keep first` and `keep last` protect must leave room for a candidate."""
+    """What `keep first` and `keep last` protect must leave room for a candidate. Keeps of one kind overlap."""
     static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
-    counts = " + ".join(f"given.count({_RESOLVE(keep.count)})" for keep in static if keep.count is not None)
-    if counts:
-        yield f'given.check_fits({counts}, capacity, "{", ".join(print_keep(keep) for keep in static)}")'
+    if static:
+        first, last = (
+            f"given.largest({', '.join(_RESOLVE(keep.count) for keep in static if keep.scope == scope and keep.count is not None)})"
+            for scope in ("first", "last")
+        )
+        yield f"given.check_fits({first}, {last}, capacity, {json.dumps(', '.join(print_keep(keep) for keep in static))})"
 
 
 def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
     """Names and texts of the numbers that kernels read per row, in the order of the table."""
     if policy.budget is None:
         return ()
-    exprs = [*_settle_numbers(policy), *(column.body for column in policy.columns)]
+    exprs = [*_keep_counts(policy), *(column.body for column in policy.columns)]
     exprs += [e for e in (policy.score, *(keep.by for keep in policy.keeps)) if e is not None]
     wanted = [(spelled(param.name), spelled(param.name)) for param in policy.params if _refers(exprs, param.name)]
     wanted += [(name, f"given.{name}") for name in ("prompt", "layer", "layers") if any(reads(e, name) for e in exprs)]
@@ -170,7 +174,7 @@ def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
     return tuple(wanted)
 
 
-def _settle_numbers(policy: Policy) -> list[Expr]:
+def _keep_counts(policy: Policy) -> list[Expr]:
     return [keep.count for keep in policy.keeps if keep.count is not None]
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TAKEN = frozenset({"given", "capacity", "trigger", "slack", "max_drop", "Number", "Column", "math_errhandling"})
+_TAKEN = frozenset({"torch", "given", "capacity", "trigger", "slack", "max_drop", "Number", "Column", "math_errhandling"})
 _LIKE_A_MACRO = re.compile(r"[A-Z][A-Z0-9_]+|[a-z]*_?errhandling|linux|unix|stdin|stdout|stderr")
 
 

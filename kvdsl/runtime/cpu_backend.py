@@ -79,7 +79,14 @@ class CpuBackend:
 
 
 def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tuple[Tensor | None, ...], DecodeArgs]:
-    """The kernel's arguments, and the tensors that must live as long as they do."""
+    """The kernel's arguments, and the tensors that must live as long as they do.
+
+    Raises:
+        KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
+    """
+    shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
+    if shapes != [(x.dtype, x.shape[:2], x.shape[-1]) for x in (state.keys, state.values)]:
+        raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
     query, key, value = (_last_dim_contiguous(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
@@ -106,7 +113,15 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
 def _library(source: Path, stem: str) -> ctypes.CDLL:
     from kvdsl.build.cxx import shared_library
 
-    return _open(shared_library(source, stem))
+    path = shared_library(source, stem)
+    try:
+        return _open(path)
+    except OSError:
+        path.unlink(missing_ok=True)  # a broken file, perhaps of a disk that was full: build it once more
+    try:
+        return _open(shared_library(source, stem))
+    except OSError as error:
+        raise KvdslError(f"the C++ kernels of `{stem}` cannot be loaded ({error}); set KVDSL_CACHE_DIR elsewhere") from error
 
 
 @lru_cache

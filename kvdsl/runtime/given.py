@@ -39,28 +39,45 @@ class Given:
         return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
     def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-        """The param as tokens: a value below 1 is a rate of the row's prompt (at least one token)."""
+        """The param as tokens: a value below 1 that the user gave is a rate of the row's prompt (at least one token).
+
+        Raises:
+            KvdslError: if it holds nothing.
+        """
+        given = self._values.get(name)
+        if given is not None and 0 < given < 1:
+            return (given * self.prompt).floor().clamp(min=1)
         value = self.number(name, default, low=low, high=high)
-        if bool((value <= 0).any()):
+        if bool(((value <= 0) & (self.prompt > 0)).any()):
             raise KvdslError(
-                f"`{name}` of {self._policy} is {float(value.min()):g}; give a number of tokens (512), or a rate of the prompt (0.25)"
+                f"`{name}` of {self._policy} is {float(value.min()):g}; "
+                f"give a number of tokens (512), or a rate of the prompt (0.25)"
             )
-        return torch.where(value < 1, (value * self.prompt).floor().clamp(min=1), value)
+        return value
 
     def count(self, value: Tensor | float) -> Tensor:
-        """A count of tokens: floored, not below 0."""
-        return torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).floor().clamp(min=0)
+        """A count of tokens, float64 [batch]: floored, not below 0."""
+        count = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device)
+        return count.floor().clamp(min=0).expand_as(self.prompt)
 
-    def check_fits(self, fixed: Tensor, capacity: Tensor, keeps: str) -> None:
-        """Static keeps must leave room for a candidate.
+    def check_fits(self, first: Tensor, last: Tensor, capacity: Tensor, keeps: str) -> None:
+        """What `keep first` and `keep last` protect must leave room for a candidate.
 
         Raises:
             KvdslError: if they protect more tokens than the budget holds.
         """
-        worst = int((fixed.expand_as(capacity) - capacity).argmax())
-        protected, budget = float(fixed.expand_as(capacity)[worst]), float(capacity[worst])
-        if protected > budget:
+        excess = (first + last - capacity).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
+        worst = int(excess.argmax())
+        if excess[worst] > 0:
+            protected, budget = float((first + last)[worst]), float(capacity[worst])
             raise KvdslError(
                 f"{self._policy} protects {protected:g} tokens ({keeps}) but its budget holds {budget:g}; "
                 f"raise the budget or protect fewer"
             )
+
+    def largest(self, *counts: Tensor | float) -> Tensor:
+        """The largest of some counts, float64 [batch]; 0 of none."""
+        found = self.count(0)
+        for count in counts:
+            found = torch.maximum(found, self.count(count))
+        return found

@@ -9,7 +9,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-_INT32_MIN = -(2**31)
+_NAN = -(2**31) + 1  # below every number, above what marks a free slot
 
 
 def rank_key(x: Tensor, position: Tensor) -> Tensor:
@@ -24,7 +24,7 @@ def rank_key(x: Tensor, position: Tensor) -> Tensor:
     """
     bits = (x.float() + 0.0).contiguous().view(torch.int32)
     ordered = torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    ordered = torch.where(x.isnan(), _INT32_MIN, ordered)
+    ordered = torch.where(x.isnan(), _NAN, ordered)
     return (ordered.long() << 32) | position.long().clamp(min=0)
 
 
@@ -51,18 +51,23 @@ class Protection:
         """Protect the `count` live slots with the largest positions."""
         self._add(_ranks(self.position.long()) >= self.mask.shape[-1] - _tokens(count))
 
-    def top(self, by: Tensor, count: Tensor | float) -> None:
+    def top(self, by: Tensor | float, count: Tensor | float) -> None:
         """Protect the `count` live slots that rank highest by `by`, [batch, kv_heads, 1, slots]."""
-        by = by.squeeze(2).expand_as(self.position)
-        key = torch.where(self.alive, rank_key(by, self.position), torch.iinfo(torch.int64).min)
+        key = torch.where(self.alive, rank_key(_per_slot(by, self.position), self.position), torch.iinfo(torch.int64).min)
         self._add(_ranks(key) >= self.mask.shape[-1] - _tokens(count))
 
-    def where(self, condition: Tensor) -> None:
+    def where(self, condition: Tensor | bool) -> None:
         """Protect the slots where the condition, [batch, kv_heads, 1, slots], holds."""
-        self._add(condition.squeeze(2) != 0)
+        self._add(_per_slot(condition, self.position) != 0)
 
     def _add(self, mask: Tensor) -> None:
         self.mask |= mask & self.alive
+
+
+def _per_slot(x: Tensor | float, position: Tensor) -> Tensor:
+    """A value over slots, [batch, kv_heads, 1, slots] or with any of these axes of size 1, as [batch, kv_heads, slots]."""
+    given = torch.as_tensor(x, device=position.device)
+    return (given.squeeze(2) if given.dim() == 4 else given).expand_as(position)
 
 
 def _tokens(count: Tensor | float) -> Tensor | int:
@@ -70,14 +75,14 @@ def _tokens(count: Tensor | float) -> Tensor | int:
     return count.floor().clamp(min=0) if isinstance(count, Tensor) else max(0, int(count // 1))
 
 
-def eviction_order(score: Tensor, protection: Protection) -> Tensor:
+def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
     """Each slot's place in the order of leaving, 0 first; free slots come last.
 
     Args:
         score: float32 [batch, kv_heads, 1, slots].
     """
     position = protection.position
-    by_score = rank_key(score.squeeze(2).expand_as(position), position)
+    by_score = rank_key(_per_slot(score, position), position)
     newest = position == position.amax(-1, keepdim=True)
     unwilling = protection.mask.int() + (protection.mask & newest).int()  # 0 free to leave, 1 protected, 2 the newest
     unwilling = torch.where(protection.alive, unwilling, 3)

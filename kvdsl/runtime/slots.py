@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.given import Given
 from kvdsl.runtime.spec import PolicySpec
 
@@ -130,11 +132,12 @@ class SlotState:
 
     def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
         """Whether the cache grows, and the slots to allocate: what a settle keeps and what may come in before the next."""
-        largest = {name: float(value.max()) for name, value in self.named(numbers).items()}
-        trigger = largest.get("trigger", 1.0)
-        if not self.bounded or trigger == 0:
+        named = self.named(numbers)
+        if not self.bounded or ("trigger" in named and bool((named["trigger"] == 0).any())):
             return True, _grown(self._filled + 1)
-        return False, int(largest["capacity"] + max(trigger, largest.get("slack", 0.0) + 1))
+        largest = {name: float(value.max()) for name, value in named.items()}
+        slack = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
+        return False, _whole(largest["capacity"] + max(largest.get("trigger", 1.0), slack + 1))
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
@@ -149,7 +152,7 @@ class SlotState:
         used = order.shape[-1]
         for name, dim in SLOT_DIM.items():
             old = kept[name]
-            new = old.new_full((*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
+            new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
             index = (
                 order[..., None].expand(*order.shape, old.shape[-1])
                 if old.dim() > dim + 1
@@ -187,6 +190,20 @@ class SlotState:
         """Repeat every row `repeats` times, next to itself."""
         if self.allocated:
             self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
+
+
+def _allocated(like: Tensor, shape: tuple[int, ...], value: int) -> Tensor:
+    try:
+        return like.new_full(shape, value)
+    except RuntimeError as error:
+        size = math.prod(shape) * like.element_size()
+        raise KvdslError(f"no memory for {size / 2**30:,.1f} GiB of slots ({list(shape)}); lower the budget") from error
+
+
+def _whole(slots: float) -> int:
+    if slots >= 2**31:
+        raise KvdslError(f"a budget of {slots:g} slots per KV head is more than any cache can have; lower it")
+    return int(slots)
 
 
 def _grown(needed: int) -> int:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.settle import Protection, eviction_order, overflow
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
+from kvdsl.runtime.slots import FREE, SLOT_DIM, AttentionCall, SlotState
 from kvdsl.runtime.view import INITIAL, Columns, View
 
 _BLOCK_BYTES = 64 << 20
@@ -53,7 +53,7 @@ def prefill(state: SlotState, call: AttentionCall) -> Tensor:
     numbers = state.resolve(seen)
     out = torch.cat(list(_attend_blocks(state, call, kept, new_position, numbers)), dim=1)
     if state.bounded:
-        _drop(state, kept, numbers, call.window)
+        _drop(state, kept, numbers, call.window, real.any(1))
     state.store(kept, seen, numbers)
     return out.masked_fill(~real[:, :, None, None], 0)
 
@@ -85,8 +85,7 @@ def _everything(state: SlotState, call: AttentionCall, new_position: Tensor) -> 
     if not state.allocated:
         kept = {name: tensor.contiguous() for name, tensor in new.items()}
     else:
-        axis = {"keys": 2, "values": 2, "position": 2, "columns": 3}
-        kept = {name: torch.cat([getattr(state, name), tensor], axis[name]) for name, tensor in new.items()}
+        kept = {name: torch.cat([getattr(state, name), tensor], SLOT_DIM[name]) for name, tensor in new.items()}
     _place(state, kept, slice(kept["position"].shape[2] - tokens, None))
     return kept
 
@@ -108,11 +107,14 @@ def _attend_blocks(
         yield out
 
 
-def _drop(state: SlotState, kept: dict[str, Tensor], numbers: Tensor, window: int | None) -> None:
-    """Evict from `kept` in place: the victims' positions become FREE."""
+def _drop(state: SlotState, kept: dict[str, Tensor], numbers: Tensor, window: int | None, rows: Tensor) -> None:
+    """Evict from `kept` in place, in the rows (bool [batch]) that have a new token: the victims' positions become FREE.
+
+    Everything is computed at every settle, due or not: asking would wait for the device.
+    """
     named = state.named(numbers)
     per_row = {name: value.view(-1, 1, 1) for name, value in named.items()}
-    leaving = overflow((kept["position"] >= 0).sum(-1, keepdim=True), per_row)
+    leaving = overflow((kept["position"] >= 0).sum(-1, keepdim=True), per_row) * rows.view(-1, 1, 1)
     newest = kept["position"].amax((1, 2))[:, None]
     slots = _view(state, window, kept, newest, (kept["position"] >= 0).unsqueeze(2), named)
     protection = Protection(kept["position"])
@@ -136,7 +138,7 @@ def _one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
 
 def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     new_position, real = _new_positions(state, call)
-    kept = {name: getattr(state, name) for name in ("keys", "values", "position", "columns")}
+    kept = {name: getattr(state, name) for name in SLOT_DIM}
     slot = _free_slot(state)
     _overwrite(state, call, slot, new_position, real)
     _place(state, kept, slice(None), slot)
@@ -146,7 +148,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
         row.visible &= real[:, None, :, None]
         state.spec.torch_kernels.observe(row, Columns(row.columns, row.visible))
     if state.bounded:
-        _drop(state, kept, state.numbers, call.window)
+        _drop(state, kept, state.numbers, call.window, real[:, 0])
     return out.masked_fill(~real[:, :, None, None], 0)
 
 

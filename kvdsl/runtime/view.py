@@ -23,7 +23,7 @@ class View:
         attn, logit: float32 [batch, kv_heads, queries, slots], reduced over the group; None in a settle.
         position: float32 [batch, kv_heads, 1, slots].
         newest: float32 [batch, 1, queries, 1], the position of each query's own token.
-        seen_live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
+        live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
         window: queries see this many tokens, or None.
         numbers: the policy's numbers, float32 [batch, 1, 1, 1] each.
         columns: the state columns, float32 [batch, kv_heads, slots] each.

@@ -22,7 +22,7 @@ _CPP_KEYWORDS = """
 """
 
 _CLASS_NAMES = """
-    self cls model backend seed config device dtype threads args kwargs mode cache layer_idx positions state reset
+    self cls super model backend seed config device dtype threads args kwargs mode cache layer_idx positions state reset
     release
 """
 

@@ -68,7 +68,7 @@ def _observe_torch(state: SlotState, attn: torch.Tensor) -> None:
     view.attn = attn.view(1, 1, 1, -1)
     if any(rule != "token" for rule in state.spec.column_rules):
         state.spec.torch_kernels.observe(view, Columns(view.columns, visible))
-    torch_backend._drop(state, kept, state.numbers, None)
+    torch_backend._drop(state, kept, state.numbers, None, torch.ones(1, dtype=torch.bool))
 
 
 def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:

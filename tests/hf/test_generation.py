@@ -286,3 +286,17 @@ def test_copied_cache_continues_one_prompt_several_times() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(shared.positions(1), before)
     assert shared.get_seq_length() == 25
+
+
+def test_what_is_cached_keeps_its_dtype() -> None:
+    """A forward in another dtype (autocast on or off in between) must not be read as the cache's bytes."""
+    model = zoo.model("llama")
+    ids = torch.arange(12)[None] % 50
+    for first, second in ((True, False), (False, True)):
+        (cache,) = caches(8)
+        with torch.no_grad():
+            for autocast, part in ((first, ids[:, :10]), (second, ids[:, 10:11]), (second, ids[:, 11:])):
+                with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                    logits = model(part, past_key_values=cache).logits
+        assert logits.isfinite().all()
+        assert logits.abs().sum() > 0

@@ -174,10 +174,12 @@ class SlotLayer(CacheLayerMixin):
         self._check_module(module)
         with _no_gradients():
             self._check_text(positions, real, query.shape[2])
-            if key.dtype != value.dtype:  # under autocast the rotation leaves queries and keys in float32
-                query, key = query.to(value.dtype), key.to(value.dtype)
-            call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks)
-            return self._serve(call)
+            # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
+            stored = self.state.keys.dtype if self.state.allocated else value.dtype
+            call = AttentionCall(
+                query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks
+            )
+            return self._serve(call).to(value.dtype)
 
     def _serve(self, call: AttentionCall) -> Tensor:
         """The prompt is every forward before the first one of a single token; the very first is, whatever its length."""

@@ -24,7 +24,8 @@ inline X minimum(X a, X b) {
 // The remainder with the sign of the divisor, as Python has it.
 template <class X>
 inline X modulo(X a, X b) {
-  return a - b * std::floor(a / b);
+  const X rest = std::fmod(a, b);
+  return (rest != 0) & ((rest < 0) != (b < 0)) ? rest + b : rest;
 }
 
 // Reductions of value(d) over the dims of a vector.

@@ -1,0 +1,80 @@
+"""Policies that once made backends differ from the interpreter, or crash. Each is here with what was wrong."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+
+from kvdsl.compiler import analyse
+from kvdsl.ir.nodes import Policy
+from kvdsl.passes.columns import add_columns
+from kvdsl.passes.fold import fold
+from kvdsl.runtime.spec import PolicySpec
+
+from .harness import Case, compare
+
+BODIES: dict[str, tuple[str, Case]] = {
+    # resolve() called torch functions that cache.py did not import
+    "param of the prompt": ("param a = 4\nbudget max(prompt / 4, a)\nscore sum(attn)", Case("p", prompt=30)),
+    "floor of the prompt": ("budget floor(prompt / 3) + 2\nscore sum(attn)", Case("p", prompt=30)),
+    # a constant was no tensor per row
+    "constant budget": ("budget 6\nscore sum(attn)", Case("p", batch=2, prompt=12)),
+    # printed as --x, a decrement
+    "double negation": ("param budget = 6\nscore -(-sum(attn))", Case("p", budget=6)),
+    # -2 ** x is -(2 ** x)
+    "negative base": ("param budget = 6\nscore (-2) ** age * sum(attn)", Case("p", budget=6)),
+    # one row's trigger decided for all: a row that never prunes ran out of slots
+    "trigger per row": (
+        "param budget = 4\nscore sum(attn)\ntrigger overflow >= prompt / 10",
+        Case("p", budget=4, batch=2, prompt=12, padding=6, steps=12),
+    ),
+    # a NaN at position 0 ranked with the free slots
+    "NaN at position 0": (
+        "param budget = 4\nscore position\nkeep top prompt + 2 by position / position\ntrigger overflow >= 3",
+        Case("p", budget=4, batch=2, prompt=6, padding=3),
+    ),
+    # more than an int holds
+    "count past int": (
+        "budget prompt / 2\nscore position\nkeep top 3000000000 by age\nkeep last 0",
+        Case("p", prompt=12),
+    ),
+    # a remainder by infinity, and by what no float is exactly
+    "modulo": ("param budget = 6\nscore position % (6 / age) + (position % 0.1) * 0", Case("p", budget=6)),
+    # keeps of one kind overlap: 5 and 6 are 6
+    "keeps of one kind": ("param budget = 8\nscore sum(attn)\nkeep last 5\nkeep last 6", Case("p", budget=8, prompt=20)),
+    # one number for all slots: the older leaves
+    "constant score": ("param budget = 6\nscore 5\nkeep where layer < 3 and position < 2", Case("p", budget=6)),
+    # slack without max_drop has no effect, and is not allocated
+    "slack alone": ("param budget = 4\nscore sum(attn)\nslack 50", Case("p", budget=4, prompt=12)),
+    "lazy pruning": (
+        "param budget = 4\nscore sum(attn)\ntrigger overflow >= 3\nslack 2\nmax_drop 1",
+        Case("p", budget=4, batch=2, prompt=12, padding=3, at_once=2, steps=12),
+    ),
+    "group max and live": (
+        "param budget = 6\ngroup max\nscore sum(attn * live)\nkeep last 2",
+        Case("p", budget=6, group=4, batch=2, prompt=12, padding=3),
+    ),
+    "what reads q": ("param budget = 6\nscore std(dot(q, k)) + max(logit)", Case("p", budget=6, group=4)),
+}
+
+
+@lru_cache
+def load(name: str, folder: Path) -> tuple[Policy, PolicySpec]:
+    import kvdsl
+
+    file = folder / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{BODIES[name][0]}\n}}\n', encoding="utf-8")
+    analysis = analyse(file)
+    assert analysis.ok, analysis.diagnostics
+    return add_columns(fold(analysis.policy)), kvdsl.load(file).spec
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", BODIES)
+def test_backends_agree_with_the_interpreter(name: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    policy, spec = load(name, tmp_path_factory.getbasetemp())
+    total = compare(policy, spec, backend, BODIES[name][1])
+    assert not total.failures, "\n".join(total.failures)
+    assert total.near <= 0.2 * total.steps
