@@ -17,7 +17,7 @@ pipeline_tag: text-generation
 # kvdsl reference model
 
 A causal language model of {parameters:.2f} million parameters that comes with kvdsl, so that a cache
-policy can be tried before anything has been downloaded. It is a measuring instrument, not an assistant:
+policy can be tried before anything has been downloaded. It is a measuring instrument, not a chat model:
 it writes old-fashioned prose that makes little sense. Made by `scripts/train_reference_model.py` (preset
 `{name}`); every figure below is also in `training.json`.
 
