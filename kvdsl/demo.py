@@ -46,13 +46,11 @@ def _show_policy(console: Any) -> None:
 
 def _compile(console: Any, out: Path) -> Any:
     """`kvdsl compile policies/roco.kv`, and the import that follows it."""
-    from kvdsl.compiler import analyse, find_policy
-    from kvdsl.emit.package import package
+    from kvdsl.emit.package import compile_file
     from kvdsl.emit.render import write
 
     begun = time.perf_counter()
-    path = find_policy("roco")
-    files = package(analyse(path).policy, path.read_text(encoding="utf-8"))
+    files = compile_file("roco", {}).files
     write(files, out / "roco")
     taken = time.perf_counter() - begun
     console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {out / 'roco'}/: {', '.join(files)}")

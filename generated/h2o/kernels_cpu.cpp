@@ -23,7 +23,6 @@ struct H2OPolicy : kvdsl::Policy {
   struct Number {
     enum { recent, capacity };
   };
-  static constexpr int params = 2;
   static constexpr int scratch_columns = 1;
   static constexpr kvdsl::Group group = kvdsl::Group::mean;
   static constexpr bool needs_attn = true;

@@ -25,7 +25,6 @@ struct RoCoPolicy : kvdsl::Policy {
   struct Number {
     enum { protect, capacity };
   };
-  static constexpr int params = 2;
   static constexpr int scratch_columns = 2;
   static constexpr kvdsl::Group group = kvdsl::Group::mean;
   static constexpr bool needs_attn = true;

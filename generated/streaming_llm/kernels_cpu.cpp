@@ -18,7 +18,6 @@ struct StreamingLLMPolicy : kvdsl::Policy {
   struct Number {
     enum { sinks, capacity };
   };
-  static constexpr int params = 2;
   static constexpr int scratch_columns = 1;
 
   static void settle(kvdsl::Head& head) {

@@ -25,7 +25,6 @@ struct VATP_H2OPolicy : kvdsl::Policy {
   struct Number {
     enum { recent, sinks, capacity };
   };
-  static constexpr int params = 3;
   static constexpr int scratch_columns = 1;
   static constexpr kvdsl::Group group = kvdsl::Group::mean;
   static constexpr bool needs_attn = true;

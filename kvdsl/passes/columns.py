@@ -14,7 +14,6 @@ from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, K
 from kvdsl.ir.visitors import rewrite, walk, with_policy
 
 _OBSERVED = Input(name="observed")
-_TOKEN_INPUTS = {"k", "v", "budget", "prompt", "layer", "layers"}
 _MAX_NAME = 40
 
 
@@ -88,11 +87,11 @@ def _quotient(total: Expr) -> Expr:
 
 
 def _is_of_token(expr: Expr) -> bool:
-    """Whether the value is the token's own: fixed from the moment it is placed."""
+    """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
     leaves = [node for node in walk(expr) if not isinstance(node, (Call, Binary, Reduce))]
     reads_vector = axes_of(expr) == {Axis.SLOT}
     return reads_vector and all(
-        isinstance(leaf, (Number, ParamRef)) or (isinstance(leaf, Input) and leaf.name in _TOKEN_INPUTS) for leaf in leaves
+        isinstance(leaf, Number) or (isinstance(leaf, Input) and leaf.name in ("k", "v")) for leaf in leaves
     )
 
 

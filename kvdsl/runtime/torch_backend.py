@@ -86,7 +86,7 @@ def _everything(state: SlotState, call: AttentionCall, new_position: Tensor) -> 
         kept = {name: tensor.contiguous() for name, tensor in new.items()}
     else:
         kept = {name: torch.cat([getattr(state, name), tensor], SLOT_DIM[name]) for name, tensor in new.items()}
-    _place(state, kept, slice(kept["position"].shape[2] - tokens, None))
+    _place(state, call, kept["columns"][..., -tokens:])
     return kept
 
 
@@ -141,7 +141,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     kept = {name: getattr(state, name) for name in SLOT_DIM}
     slot = _free_slot(state)
     _overwrite(state, call, slot, new_position, real)
-    _place(state, kept, slice(None), slot)
+    _place_in(state, call, slot, real)
     state.seen += real[:, 0]
     out, row = _attend(state, call, kept, call.query, new_position, state.numbers)
     if state.spec.columns:
@@ -169,25 +169,26 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
 
 
-def _place(state: SlotState, kept: dict[str, Tensor], part: slice, slot: Tensor | None = None) -> None:
-    """Compute the columns that a token has by itself, for the slots in `part` or for one slot per KV head."""
+def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor) -> None:
+    """`_place` for one new token per KV head, in its slot, int64 [batch, kv_heads, 1]; padding leaves everything as it was."""
+    index = slot[None].expand(len(state.columns), -1, -1, -1)
+    old = state.columns.gather(3, index)
+    new = old.clone()
+    _place(state, call, new)
+    state.columns.scatter_(3, index, torch.where(real[:, None], new, old))
+
+
+def _place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
+    """Compute the columns that the new tokens have by themselves, [len(spec.columns), batch, kv_heads, tokens]."""
     if "token" not in state.spec.column_rules:
         return
-    key, value, columns = kept["keys"][:, :, part], kept["values"][:, :, part], kept["columns"][..., part]
-    if slot is not None:
-        wide = slot[..., None]
-        key = key.gather(2, wide.expand(-1, -1, -1, key.shape[-1]))
-        value = value.gather(2, wide.expand(-1, -1, -1, value.shape[-1]))
-        columns = columns.gather(3, slot[None].expand(columns.shape[0], -1, -1, -1))
-    names = dict(zip(state.spec.columns, columns, strict=True))
-    empty = key.new_zeros(1, 1, 1, 1)
+    named = dict(zip(state.spec.columns, columns, strict=True))
+    nothing = columns.new_zeros(1, 1, 1, 1)  # such a column reads keys and values only
     view = View(
-        visible=empty.bool(), position=empty, newest=empty, live=empty, window=None, numbers={}, columns=names,
-        key=key, value=value, group="mean", random_key=(0, 0, 0),
+        visible=nothing.bool(), position=nothing, newest=nothing, live=nothing, window=None, numbers={}, columns=named,
+        key=call.key, value=call.value, group=state.spec.group, random_key=(0, 0, 0),
     )  # fmt: skip
-    state.spec.torch_kernels.place(view, Columns(names, view.visible))
-    if slot is not None:
-        kept["columns"].scatter_(3, slot[None].expand(columns.shape[0], -1, -1, -1), columns)
+    state.spec.torch_kernels.place(view, Columns(named, view.visible))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -71,6 +71,18 @@ def load(name: str, folder: Path) -> tuple[Policy, PolicySpec]:
     return add_columns(fold(analysis.policy)), kvdsl.load(file).spec
 
 
+def test_a_param_beside_values(tmp_path: Path) -> None:
+    """It may change with the prompt, so it is no column of the token's own; only torch has code for that."""
+    BODIES["param beside v"] = (
+        "param budget = 6\nparam a = prompt / 4\nscore sum(attn) * sum(abs(v) * a over dims)",
+        Case("p", budget=6),
+    )
+    policy, spec = load("param beside v", tmp_path)
+    assert [column.rule for column in policy.columns] == ["sum"]
+    assert not spec.cpu_source.exists()
+    assert not compare(policy, spec, "torch", BODIES["param beside v"][1]).failures
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", BODIES)
 def test_backends_agree_with_the_interpreter(name: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -27,7 +27,6 @@ struct Query;
 class Head;
 struct Policy {
   static constexpr int columns = 0;          // float32 state columns
-  static constexpr int params = 0;           // numbers per row
   static constexpr int scratch_columns = 0;  // work rows of `slots` floats
   static constexpr Group group = Group::mean;
   static constexpr bool needs_attn = false;
