@@ -15,7 +15,7 @@ OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
 # Committed, as examples of what the compiler makes; the other packages are made by `make generate`.
-EXEMPLARS := roco h2o streaming_llm vatp_h2o
+EXEMPLARS := roco h2o streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help

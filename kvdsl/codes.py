@@ -1,7 +1,8 @@
 """Every diagnostic that kvdsl can give: its code, a title, an explanation, and a small example that fails with it.
 
 KV01 reading and syntax · KV02 names, imports, inheritance · KV03 expressions and their axes · KV04 policies as a whole ·
-KV05 not available yet. A code keeps its meaning for ever; a retired one is not used again.
+KV05 not available yet · KV06 tests. A code keeps its meaning for ever; a retired one is not used again: KV0501, "not available in
+this version", was of the version that could not compile the whole language.
 """
 
 from __future__ import annotations
@@ -186,7 +187,8 @@ CYCLE = _code(
 DUPLICATE = _code(
     "KV0206",
     "name defined twice",
-    "A policy's params and lets share one set of names, in which each may be defined once.",
+    "A policy's params and lets share one set of names, in which each may be defined once. No two tests of a file have the "
+    "same title.",
     _policy(_BUDGET, "param budget = 256", "score position"),
 )
 STATEMENT_TWICE = _code(
@@ -301,7 +303,7 @@ ARGUMENTS = _code(
 AXIS = _code(
     "KV0307",
     "unknown axis",
-    "Reductions run `over queries` (the default), `over slots` or `over dims`.",
+    "Reductions run `over queries` (the default), `over last N queries`, `over slots`, `over dims`, `over page` or `over sketch`.",
     _policy(_BUDGET, "score mean(attn over tokens)"),
 )
 NOT_HERE = _code(
@@ -329,6 +331,41 @@ RANDOM = _code(
     "`random()` is drawn once per slot when tokens are evicted; there is none for each query.",
     _policy(_BUDGET, "score sum(attn * random())"),
 )
+PAGE = _code(
+    "KV0312",
+    "not known of a page",
+    "Of each page the minima and maxima of keys and values are known, or of what is computed from them and from numbers that "
+    "stay the same. Nothing else can be reduced `over page`.",
+    _policy("select top 64 by max(position over page)", "pages 16"),
+)
+POOL = _code(
+    "KV0313",
+    "pool at the wrong place",
+    "`max_pool(x, n)` and `mean_pool(x, n)` pool one number per slot along the tokens that are not protected. So they stand in a "
+    "`score`, which is found when it is known what is protected, neither inside of a reduction nor of another pool.",
+    _policy(_BUDGET, "score sum(max_pool(attn, 7))"),
+)
+SELECT_AXES = _code(
+    "KV0314",
+    "not one number per slot or dim",
+    "`select` ranks slots, so it needs one number per slot; `sketch` ranks dims, so it needs one number per dim. Both may vary "
+    "over queries, since each query ranks for itself.",
+    _policy("select top 64 by q"),
+)
+LOOKS_BACK = _code(
+    "KV0315",
+    "not known before a query attends",
+    "A query selects and sketches before it attends, and for itself. So what they rank by reads queries, keys, values and "
+    "numbers, but no `attn`, no `logit` and no reduction over queries; what a sketch ranks by has no `random()` and no `over "
+    "page` either.",
+    _policy("select top 64 by attn"),
+)
+SKETCH_READ = _code(
+    "KV0316",
+    "`over sketch` outside of `select`",
+    "The dims of a sketch are found for the queries that select. Scores and keeps read all dims, and so does the sketch itself.",
+    _policy(_BUDGET, "score sum(dot(q, k over sketch))"),
+)
 
 # -- KV04: policies as a whole ---------------------------------------------------------------------------------------
 
@@ -341,7 +378,8 @@ NO_SCORE = _code(
 NO_BUDGET = _code(
     "KV0402",
     "score without a budget",
-    "Without a budget nothing is ever evicted, so a score or a keep has no meaning.",
+    "Without a budget nothing is ever evicted, so a score has no meaning, nor has anything else that is about eviction; a `keep` "
+    "has one where the policy selects, and then protects from being skipped.",
     _policy("score position"),
 )
 BUDGET = _code(
@@ -354,8 +392,9 @@ BUDGET = _code(
 KEEPS = _code(
     "KV0404",
     "more kept than the budget holds",
-    "What `keep first`, `keep last` and `keep top` protect has to fit into the budget. Different scopes may protect "
-    "the same tokens, but the first and the last ones are different as soon as there is anything to evict.",
+    "What `keep first`, `keep last` and `keep top` protect has to fit into the budget, and into what is selected. "
+    "Different scopes may protect the same tokens, but the first and the last ones are different as soon as there is "
+    "anything to evict.",
     _policy(_BUDGET, "score position", "keep first 300", "keep last 300"),
 )
 NEGATIVE = _code(
@@ -373,7 +412,8 @@ OUT_OF_RANGE = _code(
 EMPTY_RANGE = _code(
     "KV0407",
     "range without values",
-    "A range `LO..HI` has constant ends, both belong to it, and the first is not above the second.",
+    "In a range `LO..HI`, of a param or of layers, the first end is not above the second; both belong to it. The ends of a "
+    "param's range are constants.",
     _policy("param budget = 512 in 1024..1", "score position"),
 )
 NO_VALUE = _code(
@@ -390,11 +430,171 @@ BUDGET_CYCLE = _code(
     _policy("param sinks = budget / 8", "budget sinks * 2", "score position"),
 )
 
+BOUNDS = _code(
+    "KV0410",
+    "number out of bounds",
+    "Each number has bounds: a page, a block, a pool and a history have at least 1 token, a sketch has 1 to 256 dims (no "
+    "supported model's heads have more) and is renewed every 1 query or more, what is selected is at least 1 token, the floor "
+    "of `across heads` and the decay of `ema` lie between 0 and 1.",
+    _policy("select top 64 by dot(q, k)", "pages 0"),
+)
+PHASE = _code(
+    "KV0411",
+    "statement about a phase in which nothing is evicted",
+    "Under `when prefill` nothing leaves while decoding: `trigger`, `slack`, `max_drop` and `cap hard` say how tokens leave "
+    "step by step, so they have no meaning there. Under `when decode` nothing leaves while the prompt is read, so `prefill "
+    "blocks` has none.",
+    _policy(_BUDGET, "score sum(attn)", "when prefill", "slack 4", "max_drop 8"),
+)
+ACROSS = _code(
+    "KV0412",
+    "budget across heads where heads cannot share it",
+    "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt; that is possible under `when "
+    "prefill` only, and heads that agree on their victims have nothing to share.",
+    _policy("budget 512 across heads", "score sum(attn)"),
+)
+COMPACT = _code(
+    "KV0413",
+    "sketch or pages with compact positions",
+    "A sketch and the minima and maxima of a page are read from keys as they are stored: rotated at the tokens' places in the "
+    "text. With `positions compact` attention rotates them otherwise, so what is read would not tell what is attended to.",
+    _policy(_BUDGET, "score sum(attn)", "positions compact", "pages 16", "select top 64 by dot(q, k)"),
+)
+ROPE = _code(
+    "KV0414",
+    "rope without compact positions",
+    "`rope` says how keys are rotated to compact positions. Original positions need no rotation: keys are stored as they "
+    "arrive, rotated at their places in the text.",
+    _policy(_BUDGET, "score sum(attn)", "rope fused"),
+)
+NEVER_READ = _code(
+    "KV0415",
+    "sketch or pages that nothing reads",
+    "A sketch is read by `over sketch` in `select`. Pages are read by `over page`, and by `select`, which selects by page. "
+    "Without a reader they cost time and memory for nothing.",
+    _policy("select top 64 by dot(q, k)", "sketch top 16 dims by abs(q) every 64 queries"),
+)
+NO_PAGES = _code(
+    "KV0416",
+    "`over page` without pages",
+    "`over page` reads the minima and maxima of pages, and `pages N` says how many tokens a page has.",
+    _policy("select top 64 by sum(q * max(k over page) over dims)"),
+)
+NO_SKETCH = _code(
+    "KV0417",
+    "`over sketch` without a sketch",
+    "`over sketch` reads some of the dims, and `sketch top D dims by ... every U queries` says which.",
+    _policy("select top 64 by dot(q, k over sketch)"),
+)
+LOGIT = _code(
+    "KV0418",
+    "`logit` in a policy that selects",
+    "A query that selects computes no scores for the tokens that it skips. Its probability for them is 0, so `attn` can be "
+    "read, but there is no `logit`.",
+    _policy(_BUDGET, "score mean(logit)", "select top 64 by dot(q, k)"),
+)
+SHARED = _code(
+    "KV0419",
+    "victims that layers cannot share",
+    "Under `victims shared by layers` all layers hold the same tokens. So no count of tokens may depend on `layer`, and what "
+    "leaves is known only after the last layer, which is too late for `prefill blocks`.",
+    _policy("budget 64 + layer", "score sum(attn)", "victims shared by layers"),
+)
+BLOCKS = _code(
+    "KV0420",
+    "blocks without a size, or a size without blocks",
+    "`storage blocks N` and `prefill blocks of N` say how many tokens a block has; `storage in_place` and `prefill whole` have "
+    "no blocks.",
+    _policy(_BUDGET, "score sum(attn)", "prefill blocks"),
+)
+NO_EFFECT = _code(
+    "KV0421",
+    "statement without the effect that it seems to have",
+    "With `max_drop` d above 0, `slack` s and `trigger overflow >= R`, each prune of a long text drops max(min(d, R), R - s) "
+    "tokens. Where that is R, `slack` and `max_drop` change nothing; where it is more than d, `max_drop` does not bound it; "
+    "where it is 1, something is pruned at every step. Without `max_drop`, `slack` changes nothing. A `select` of as many tokens as "
+    "are ever cached skips none.",
+    _policy(_BUDGET, "score position", "trigger overflow >= 32", "slack 4", "max_drop 8"),
+    severity="warning",
+)
+HISTORY = _code(
+    "KV0422",
+    "history larger than what is cached",
+    "`over last N queries` has to remember N numbers of 4 bytes for each cached token. Beyond 128 queries that is more than the "
+    "token's key and value take, with heads of 128 dims in 16 bits: a cache that is twice as large would cost less.",
+    _policy(_BUDGET, "score sum(attn over last 400 queries)"),
+    severity="warning",
+)
+
 # -- KV05: not available yet -----------------------------------------------------------------------------------------
 
-NOT_YET = _code(
-    "KV0501",
-    "not available in this version",
-    "The language has this construct, but this version of kvdsl does not compile it yet.",
-    _policy(_BUDGET, "score position", "pages 16"),
+LAYOUT = _code(
+    "KV0502",
+    "layout that is not there yet",
+    "The layout is accepted, and what the policy computes does not depend on it, but this version of kvdsl lays the cache out "
+    "as it does by default.",
+    _policy(_BUDGET, "score sum(attn)", "storage blocks 16"),
+    severity="warning",
+)
+
+# -- KV06: tests -----------------------------------------------------------------------------------------------------
+
+
+def _test(*steps: str) -> str:
+    """A file with one test of these steps."""
+    lines = "".join(f"  {step}\n" for step in steps)
+    return f'kv 1\nimport "h2o.kv"\n\ntest "an example" {{\n{lines}}}\n'
+
+
+_PROMPT = "prompt { attend 1; attend 0.5, 0.5 }"
+
+TESTS_APART = _code(
+    "KV0601",
+    "tests beside a policy",
+    "Tests stand in a file of their own, `h2o_test.kv` for `h2o.kv`, that imports the policy and holds nothing else. So a "
+    "policy's file has only what it is compiled from.",
+    _policy() + '\ntest "an example" {\n  use Example\n  attend 1\n  expect kept 0\n}\n',
+)
+TEST_POLICY = _code(
+    "KV0602",
+    "test without its policy",
+    "A test begins with `use NAME`, which says once what policy it is about.",
+    _test("attend 1", "expect kept 0"),
+)
+TEST_SETTING = _code(
+    "KV0603",
+    "setting that the policy refuses",
+    "`set NAME = NUMBER` in a test does what `--set` does for `kvdsl check`: the policy has to have the param, and has to make "
+    'sense with the value. That it is refused can be what a test expects: `expect error "..."`.',
+    _test("use H2O", "set buget = 4", "attend 1", "expect kept 0"),
+)
+TEST_ORDER = _code(
+    "KV0604",
+    "step at the wrong place",
+    "A test first says the policy and its params, then the tokens that come in: the prompt, if there is one, and after it one "
+    "by one. What is expected stands behind the token after which it holds.",
+    _test("use H2O", "attend 1", _PROMPT, "expect kept 0, 1"),
+)
+TEST_SIZE = _code(
+    "KV0605",
+    "wrong count of numbers",
+    "A row of attention has one number for each token that is there, the new one last; all keys and queries of a test have the "
+    "same size, and so have all values. Where there are several KV heads, `/` stands between what each of them is given, and "
+    "what is given once holds for all.",
+    _test("use H2O", "prompt { attend 1; attend 0.2, 0.3, 0.5 }", "expect kept 0, 1"),
+)
+TEST_STEP = _code(
+    "KV0606",
+    "step without a meaning",
+    "The policy has nothing that the step speaks of: what a query selects can be expected of a policy with `select`, a score of "
+    "one with a budget. A policy that reads queries or logits needs `token` with its vectors, since `attend` gives only "
+    "probabilities.",
+    _test("use H2O", "attend 1", "expect selected 0"),
+)
+TEST_OF_NOTHING = _code(
+    "KV0607",
+    "test that expects nothing",
+    "A test without `expect` can only fail where a row has the wrong count of numbers.",
+    _test("use H2O", "attend 1"),
+    severity="warning",
 )

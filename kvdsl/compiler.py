@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
+from typing import TYPE_CHECKING
 
 from kvdsl import codes
 from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean
@@ -29,6 +30,9 @@ from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
 from kvdsl.syntax.shape import parse_module
 
+if TYPE_CHECKING:
+    from kvdsl.scenarios.scenario import Scenario
+
 _NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
@@ -39,10 +43,12 @@ class Analysis:
     Attributes:
         policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
         diagnostics: errors and warnings, by place.
+        scenarios: the file's tests that have no errors, if it is a file of tests.
     """
 
     policies: tuple[Policy, ...]
     diagnostics: tuple[Diagnostic, ...]
+    scenarios: tuple[Scenario, ...] = ()
 
     @property
     def ok(self) -> bool:
@@ -56,6 +62,10 @@ class Analysis:
         Raises:
             DiagnosticError: if there is none.
         """
+        if self.ok and self.scenarios:
+            span, help = self.scenarios[0].test.title.span, "`kvdsl test` runs them"
+            message = "there are tests in this file, but no policy"
+            raise DiagnosticError([Diagnostic(codes.ONE_POLICY.id, "error", message, span, help)])
         if not self.policies:
             raise DiagnosticError(self.diagnostics)
         return self.policies[0]
@@ -70,11 +80,16 @@ def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = _N
     """
     sink = Sink()
     text = _read(source, sink)
-    policy = None if text is None else _analyse(text, settings, sink)
-    main = text if text is not None else None
-    found = sink.sorted(first=main)
-    shown = tuple(one for one in found if one.severity == "error" or one.span.file in (main, None))
-    return Analysis(() if policy is None or sink.failed() else (policy,), shown)
+    module = None if text is None else Loader(sink).load(text)
+    policy: Policy | None = None
+    scenarios: tuple[Scenario, ...] = ()
+    if module is not None and module.syntax.tests:
+        scenarios = _scenarios(module, settings, sink)
+    elif module is not None:
+        policy = _analyse(module, settings, sink)
+    found = sink.sorted(first=text)
+    shown = tuple(one for one in found if one.severity == "error" or one.span.file in (text, None))
+    return Analysis(() if policy is None or sink.failed() else (policy,), shown, scenarios)
 
 
 def _read(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
@@ -83,12 +98,18 @@ def _read(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
     return read(Path(source), sink, name=str(source))
 
 
-def _analyse(source: SourceFile, settings: Mapping[str, str], sink: Sink) -> Policy | None:
-    module = Loader(sink).load(source)
+def _scenarios(module: Module, settings: Mapping[str, str], sink: Sink) -> tuple[Scenario, ...]:
+    from kvdsl.scenarios.check import check_scenarios  # few files have tests
+
+    read_settings(settings, [], sink)
+    return check_scenarios(module, _prelude, sink)
+
+
+def _analyse(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | None:
     policy = _only_policy(module, settings, sink)
     if policy is None:
         return None
-    check_stem(source, sink)
+    check_stem(module.file, sink)
     if (policy.doc is None or not policy.doc.text.strip()) and not sink.failed():
         name = policy.name
         help = "begin the policy with a string that says what it does and where it comes from"

@@ -131,6 +131,13 @@ def render_human(diagnostics: Iterable[Diagnostic], color: bool = False) -> str:
     return "\n".join(blocks)
 
 
+def excerpt(label: Label, color: bool = False) -> str:
+    """A place, its line, and a caret under it with the label's text."""
+    paint = _paint if color else _plain
+    gutter = len(str(label.span.file.location(label.span.start)[0]))
+    return "\n".join(_snippet(label, "-->", gutter, lambda text: paint("error", text), paint))
+
+
 def summary(diagnostics: Iterable[Diagnostic]) -> str:
     """How many errors and warnings."""
     counts = {"error": 0, "warning": 0}

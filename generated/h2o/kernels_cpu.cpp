@@ -53,11 +53,11 @@ struct H2OPolicy : kvdsl::Policy {
 }  // namespace
 
 extern "C" {
-int kvdsl_decode_f32(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, H2OPolicy>(*args); }
-int kvdsl_decode_bf16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, H2OPolicy>(*args); }
-int kvdsl_decode_f16(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, H2OPolicy>(*args); }
-int kvdsl_settle(const kvdsl::DecodeArgs* args, const float* attn) {
+int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, H2OPolicy>(*args); }
+int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, H2OPolicy>(*args); }
+int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, H2OPolicy>(*args); }
+int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<H2OPolicy>(*args, attn);
 }
-int kvdsl_abi() { return KVDSL_ABI; }
+int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
 }

@@ -1,6 +1,6 @@
 """StreamingLLM: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (913eff0e7da2). Do not edit: run `kvdsl compile streaming_llm.kv`.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ def resolve(given: Given) -> dict[str, Tensor]:
 
 
 class StreamingLLMCache(KVCache):
-    """Keeps the first tokens, which attention sinks into, and the most recent ones.
+    """Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
 
-    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023. Positions are the tokens' places in the text;
-    the paper counts them inside of the cache.
+    Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, section 3.2. A text may be longer than any
+    that the model was trained on: the newest token always stands at position `live - 1`.
 
     Usage: `model.generate(**inputs, past_key_values=StreamingLLMCache(model))`.
 
@@ -55,7 +55,8 @@ class StreamingLLMCache(KVCache):
         reads_attention=False,
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
-        abi=1,
+        compact=True,
+        abi=2,
     )
 
     def __init__(

@@ -1,6 +1,6 @@
 """StreamingLLM in torch: what is remembered of every query, and who leaves.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (913eff0e7da2). Do not edit: run `kvdsl compile streaming_llm.kv`.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvdsl.runtime.settle import Protection
-from kvdsl.runtime.view import Columns, View
+from kvdsl.runtime.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:

@@ -57,7 +57,7 @@ class VATP_H2OCache(KVCache):
         reads_attention=True,
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
-        abi=1,
+        abi=2,
     )
 
     def __init__(

@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, print_json, report, set_option
+from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
-
-_SKIPPED = {"node_modules", "__pycache__", "site-packages"}
 
 
 @click.command()
@@ -37,7 +33,7 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
       kvdsl check --format github                in a workflow
       echo 'kv 1' | kvdsl check -
     """
-    names = _names(files)
+    names = kv_files(files, tests=True)
     if not names:
         error("there is no .kv file to check", "name the files, or start with a copy: `kvdsl list` shows policies")
         finish(COULD_NOT_RUN)
@@ -45,25 +41,6 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
     code = exit_code(found, deny_warnings=deny_warnings)
     _show(found, style, len(names))
     finish(code)
-
-
-def _names(files: tuple[str, ...]) -> list[str]:
-    """What to check, folders replaced by the files in them."""
-    names: list[str] = []
-    for name in files or (".",):
-        names += _below(Path(name)) if Path(name).is_dir() else [name]
-    return names
-
-
-def _below(folder: Path) -> Iterator[str]:
-    """The .kv files of a folder and those in it, but for hidden and installed ones."""
-    for path in sorted(folder.iterdir()):
-        if path.name.startswith(".") or path.name in _SKIPPED:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            yield from _below(path)
-        elif path.suffix == ".kv" and not path.stem.endswith("_test"):
-            yield str(path)
 
 
 def _check(name: str, settings: dict[str, str]) -> tuple[Diagnostic, ...]:

@@ -6,7 +6,8 @@ import json
 import os
 import sys
 import traceback
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
@@ -54,6 +55,34 @@ set_option = click.option(
 
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
 """`--json`, given to the command as `as_json: bool`."""
+
+
+# -- files -------------------------------------------------------------------------------------------------------------
+
+_SKIPPED = {"node_modules", "__pycache__", "site-packages"}
+
+
+def kv_files(names: Iterable[str], *, tests: bool = False) -> list[str]:
+    """What a command is to work on: the names, or the current folder without any; folders replaced by the .kv files in them.
+
+    Args:
+        tests: whether `*_test.kv` in folders count.
+    """
+    found: list[str] = []
+    for name in names or (".",):
+        found += _below(Path(name), tests) if Path(name).is_dir() else [name]
+    return found
+
+
+def _below(folder: Path, tests: bool) -> Iterator[str]:
+    """The .kv files of a folder and those in it, but for hidden and installed ones."""
+    for path in sorted(folder.iterdir()):
+        if path.name.startswith(".") or path.name in _SKIPPED:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path, tests)
+        elif path.suffix == ".kv" and (tests or not path.stem.endswith("_test")):
+            yield str(path)
 
 
 # -- output ------------------------------------------------------------------------------------------------------------

@@ -20,11 +20,13 @@ class Compiled:
 
     Attributes:
         changed: those that differ from what is there.
+        stale: what is there of an earlier compilation that the package has no more.
     """
 
     policy: Policy
     files: dict[str, str]
     changed: tuple[str, ...]
+    stale: tuple[str, ...]
 
 
 @click.command()
@@ -64,7 +66,7 @@ def command(
         print_json({"policies": [_as_data(one, out) for one in compiled]})
     else:
         _show(compiled, out, check)
-    finish(FINDINGS if check and any(one.changed for one in compiled) else CLEAN)
+    finish(FINDINGS if check and any(one.changed or one.stale for one in compiled) else CLEAN)
 
 
 def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
@@ -78,6 +80,8 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     report(analysis.diagnostics)
     if not analysis.ok:
         finish(exit_code(analysis.diagnostics))
+    if analysis.scenarios:
+        raise KvdslError(f"`{name}` has tests, but no policy; `kvdsl test {name}` runs them")
     if not analysis.policies:
         raise KvdslError(f"`{name}` has no policy, only lets; import it from a policy and compile that")
     return analysis.policy, path.read_text(encoding="utf-8-sig")
@@ -85,12 +89,14 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
 
 def _compile(policy: Policy, source: str, out: Path) -> Compiled:
     from kvdsl.emit.package import package
-    from kvdsl.emit.render import differing
+    from kvdsl.emit.render import differing, stale
 
-    files = {f"{policy.stem}/{name}": text for name, text in package(policy, source).items()}
+    made = package(policy, source)
+    files = {f"{policy.stem}/{name}": text for name, text in made.items()}
+    old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():
         files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n'} | files
-    return Compiled(policy, files, tuple(differing(files, out)))
+    return Compiled(policy, files, tuple(differing(files, out)), old)
 
 
 def _refuse_same_names(compiled: list[Compiled]) -> None:
@@ -106,13 +112,15 @@ def _write(compiled: list[Compiled], out: Path) -> None:
     for one in compiled:
         (out / one.policy.stem).mkdir(parents=True, exist_ok=True)
         write({name: one.files[name] for name in one.changed}, out)
+        for name in one.stale:
+            (out / name).unlink(missing_ok=True)
 
 
 def _as_data(one: Compiled, out: Path) -> dict[str, object]:
     def below(names: Iterable[str]) -> list[str]:
         return [(out / name).as_posix() for name in names]
 
-    return {"name": one.policy.name, "files": below(one.files), "changed": below(one.changed)}
+    return {"name": one.policy.name, "files": below(one.files), "changed": below(one.changed), "removed": below(one.stale)}
 
 
 # -- for people --------------------------------------------------------------------------------------------------------
@@ -123,12 +131,14 @@ def _show(compiled: list[Compiled], out: Path, check: bool) -> None:
         for name in one.files:
             state = ("would change" if check else "written") if name in one.changed else "unchanged"
             click.echo(f"{state:<12} {(out / name).as_posix()}")
+        for name in one.stale:
+            click.echo(f"{'would remove' if check else 'removed':<12} {(out / name).as_posix()}")
     if check:
         for one in compiled:
             for name in one.changed:
                 click.echo("".join(_difference(out, name, one.files[name])), nl=False)
-        if any(one.changed for one in compiled):
-            names = " ".join(one.policy.stem for one in compiled if one.changed)
+        if any(one.changed or one.stale for one in compiled):
+            names = " ".join(one.policy.stem for one in compiled if one.changed or one.stale)
             click.echo(f"not up to date: run `kvdsl compile {names}`", err=True)
     elif len(compiled) == 1:
         click.echo(f"\n{_usage(compiled[0].policy, out)}")

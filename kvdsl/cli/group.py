@@ -15,6 +15,8 @@ from kvdsl.cli.common import guarded
 COMMANDS = {
     "compile": "Turn policies into Python packages.",
     "check": "Check policies and say what is wrong, where, and how to mend it.",
+    "test": "Run tests that are written in the language.",
+    "fmt": "Lay out policies in the canonical way.",
     "list": "List the policies that come with kvdsl.",
     "explain": "Say in words what a policy does, or what an error code means.",
     "run": "Generate text under a policy, next to the full cache.",
@@ -24,7 +26,7 @@ COMMANDS = {
 }
 """Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
 
-PLANNED = ("build", "fmt", "test", "reproduce")
+PLANNED = ("build", "reproduce")
 """Commands that a later version will have."""
 
 

@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 
@@ -13,10 +14,11 @@ from kvdsl import __version__
 from kvdsl.emit.environment import environment
 from kvdsl.lower.plan import PackagePlan
 
-ABI = 1
+ABI = 2
 """The runtime interface that generated code is made for (`kvdsl.runtime.spec.ABI`; a test compares them)."""
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
+_CPP = "kernels_cpu.cpp"
 
 
 def render(plan: PackagePlan, source: str) -> dict[str, str]:
@@ -34,13 +36,14 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
         files[name] = _tidy(text)
         ast.parse(files[name], filename=f"{plan.stem}/{name}")
     if plan.cpp is not None:
-        files["kernels_cpu.cpp"] = _tidy(env.get_template("cpu/kernels_cpu.cpp.jinja").render(context))
+        files[_CPP] = _tidy(env.get_template("cpu/kernels_cpu.cpp.jinja").render(context))
     files["manifest.json"] = _manifest(plan, source, files)
     return files
 
 
 def _uses_torch(plan: PackagePlan) -> bool:
-    lines = (*plan.torch.observe, *plan.torch.place, *plan.torch.protect, *plan.torch.score)
+    torch = plan.torch
+    lines = (*torch.observe, *torch.place, *torch.protect, *torch.score, *torch.select, *torch.sketch)
     return any("torch." in line for line in lines)
 
 
@@ -82,6 +85,11 @@ def write(files: dict[str, str], folder: Path) -> list[str]:
 def differing(files: dict[str, str], folder: Path) -> list[str]:
     """The files whose text is not what the folder has."""
     return [name for name, text in files.items() if _read(folder / name) != text]
+
+
+def stale(files: Iterable[str], folder: Path) -> list[str]:
+    """Kernels in the folder of a package that has none any more: they would go on being used."""
+    return [_CPP] if _CPP not in files and (folder / _CPP).exists() else []
 
 
 def _read(path: Path) -> str | None:

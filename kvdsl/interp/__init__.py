@@ -1,7 +1,7 @@
 """The reference interpreter: what a policy means, in NumPy and float64, slow and obvious.
 
-It sees one KV head of one layer of one row. Every backend is tested against it, so nothing in here comes from
-a backend.
+It sees one KV head of one layer of one row; a `Layer` sees heads that decide together. Every backend is tested
+against it, so nothing in here comes from a backend.
 
     numbers = resolve(policy, {"budget": 64}, prompt=100)
     interpreter = Interpreter(policy, numbers, Call(scaling=0.125))
@@ -13,8 +13,10 @@ a backend.
 
 from kvdsl.interp.attention import Attention, Call, attend
 from kvdsl.interp.head import Head
+from kvdsl.interp.layer import Layer
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.rotation import Rope
 from kvdsl.interp.settle import overflow, protected, victims
 
 __all__ = [
@@ -22,7 +24,9 @@ __all__ = [
     "Call",
     "Head",
     "Interpreter",
+    "Layer",
     "Numbers",
+    "Rope",
     "Step",
     "attend",
     "overflow",

@@ -8,6 +8,7 @@ from typing import Literal
 import numpy as np
 
 from kvdsl.interp.evaluate import Array, Indices, Mask
+from kvdsl.interp.rotation import Rope
 
 
 @dataclass(frozen=True)
@@ -19,12 +20,14 @@ class Call:
         softcap: logits become softcap * tanh(logit / softcap), or None.
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [G] learned logits that join the softmax's denominator, or None.
+        rope: how keys and queries are rotated, for compact positions; None where positions do not rotate them.
     """
 
     scaling: float = 1.0
     softcap: float | None = None
     window: int | None = None
     sinks: Array | None = None
+    rope: Rope | None = None
 
 
 @dataclass(frozen=True)
@@ -33,9 +36,9 @@ class Attention:
 
     Attributes:
         out: [G, Dv].
-        probs: [G, n] softmax probabilities, 0 where the query does not see the slot.
-        logits: [G, n] scaled and capped scores before softmax, -inf where the query does not see the slot.
-        visible: [n] bool.
+        probs: [G, n] softmax probabilities, 0 where the query does not attend to the slot.
+        logits: [G, n] scaled and capped scores before softmax, -inf where the query does not attend to the slot.
+        visible: [n] bool, what the query attends to.
     """
 
     out: Array
@@ -51,15 +54,19 @@ def is_visible(position: Indices, newest: int, window: int | None) -> Mask:
 
 
 @np.errstate(all="ignore")
-def attend(key: Array, value: Array, position: Indices, q: Array, newest: int, call: Call) -> Attention:
+def attend(
+    key: Array, value: Array, position: Indices, q: Array, newest: int, call: Call, selected: Mask | None = None
+) -> Attention:
     """Softmax attention over the slots that the query sees.
 
     Args:
         key, value, position: [n, D], [n, Dv], [n].
         q: [G, D], the group's query heads.
         newest: the query's position in the text.
+        selected: [n] the slots that it attends to, of those that it sees; None: all.
     """
     visible = is_visible(position, newest, call.window)
+    visible = visible if selected is None else visible & selected
     seen = q @ key[visible].T * call.scaling
     if call.softcap is not None:
         seen = call.softcap * np.tanh(seen / call.softcap)
@@ -75,6 +82,14 @@ def _softmax(logits: Array, sinks: Array | None) -> Array:
     weights = np.exp(shares - shares.max(axis=1, keepdims=True))
     probs: Array = weights / weights.sum(axis=1, keepdims=True)
     return probs[:, : logits.shape[1]]
+
+
+def at_ranks(key: Array, position: Indices, q: Array, newest: int, rope: Rope | None) -> tuple[Array, Array]:
+    """Keys [n, D] and query [G, D] turned from their places in the text to their ranks among the live slots."""
+    if rope is None:
+        return key, q
+    rank = np.array([np.count_nonzero(position < own) for own in position])
+    return rope.rotate(key, rank - position), rope.rotate(q, np.count_nonzero(position < newest) - newest)
 
 
 def over_group(x: Array, how: Literal["mean", "max", "sum"]) -> Array:

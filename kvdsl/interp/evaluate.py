@@ -8,6 +8,7 @@ over queries comes from the memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import reduce
@@ -17,14 +18,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.ir.nodes import Axis, Binary, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
 from kvdsl.ir.nodes import Call as FunctionCall
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int64]
-Remembered: TypeAlias = "Reduce | ColumnRef"
-"""What an expression asks of the memory: a reduction over queries, or a state column."""
+Remembered: TypeAlias = "Reduce | ColumnRef | RingRef"
+"""What an expression asks of the memory: a reduction over queries, a state column, or a reduction of a ring."""
 
 
 def _remembers_nothing(leaf: Remembered) -> Array:
@@ -40,8 +41,11 @@ class Scope:
         dims: the size of a key.
         inputs: the inputs by name, each [slots or 1, dims or 1].
         params: the policy's params.
-        recall: the value per slot, [slots, 1], of a reduction over queries or a column.
+        recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
         random: the slots' random numbers, [slots, 1].
+        page: the tokens of a page.
+        sketch: the sketch's dims, ascending; None before the first sketch.
+        unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
     """
 
     slots: int
@@ -50,6 +54,9 @@ class Scope:
     params: Mapping[str, float]
     recall: Callable[[Remembered], Array] = _remembers_nothing
     random: Callable[[], Array] | None = None
+    page: float = 1
+    sketch: Indices | None = None
+    unprotected: Mask | None = None
 
 
 def number(value: float) -> Array:
@@ -81,9 +88,11 @@ def evaluate(expr: Expr, scope: Scope) -> Array:
         return _FUNCTIONS[expr.function](*(evaluate(arg, scope) for arg in expr.args))
     if isinstance(expr, Binary):
         return _OPERATORS[expr.op](evaluate(expr.left, scope), evaluate(expr.right, scope))
-    if isinstance(expr, ColumnRef) or expr.axis is Axis.QUERY:
+    if isinstance(expr, Pool):
+        return _pool(expr, scope)
+    if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
-    return _reduce(expr, scope)
+    return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
 
 
 def evaluate_number(expr: Expr, scope: Scope) -> float:
@@ -97,13 +106,57 @@ def evaluate_slots(expr: Expr, scope: Scope) -> Array:
     return values
 
 
-def _reduce(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over slots or dims. What does not vary over the axis counts once for each slot or dim."""
+def _over_slots(expr: Reduce, scope: Scope) -> Array:
+    """A reduction over slots, or over those of each slot's page. What does not vary over slots counts once for each."""
     body = evaluate(expr.body, scope)
-    if expr.axis is Axis.SLOT:
-        return fold(expr.op, np.broadcast_to(body, (scope.slots, body.shape[1])), axis=0)
+    body = np.broadcast_to(body, (scope.slots, body.shape[1]))
+    if expr.within != "page":
+        return fold(expr.op, body, axis=0)
+    pages = page_of(scope.inputs["position"][:, 0], scope.page)
+    return np.concatenate([fold(expr.op, body[pages == page], axis=0) for page in pages])
+
+
+def _over_dims(expr: Reduce, scope: Scope) -> Array:
+    """A reduction over dims, or over those of the sketch. What does not vary over dims counts once for each."""
+    body = evaluate(expr.body, scope)
     dims = body.shape[1] if Axis.DIM in axes_of(expr.body) else scope.dims
-    return fold(expr.op, np.broadcast_to(body, (body.shape[0], dims)), axis=1)
+    body = np.broadcast_to(body, (body.shape[0], dims))
+    if expr.within == "sketch":
+        if scope.sketch is None:
+            raise LookupError("there is no sketch before the prompt's last query")
+        body = body[:, scope.sketch]
+    return fold(expr.op, body, axis=1)
+
+
+def _pool(expr: Pool, scope: Scope) -> Array:
+    """Each unprotected slot with its neighbours among these, in the order of the text; a protected one by itself."""
+    if scope.unprotected is None:
+        raise LookupError("only a score can pool")
+    body = evaluate_slots(expr.body, scope)
+    radius = int(min(at_least_one(evaluate_number(expr.size, scope)), 2 * scope.slots) // 2)
+    slots = np.flatnonzero(scope.unprotected)
+    in_order = slots[np.argsort(scope.inputs["position"][slots, 0])]
+    pooled = body.copy()
+    for place, slot in enumerate(in_order):
+        near = in_order[max(place - radius, 0) : place + radius + 1]
+        pooled[slot] = fold(expr.op, body[near], axis=0)[0]
+    return per_slot(pooled)
+
+
+def page_of(position: Array | Indices, page: float) -> Indices:
+    """The page, [n], that holds each position; pages count from 0."""
+    return np.floor(position / page).astype(np.int64)
+
+
+def floored(count: float) -> float:
+    """Counts of tokens are floored; inf and NaN stay what they are."""
+    return float(math.floor(count)) if math.isfinite(count) else count
+
+
+def at_least_one(count: float) -> float:
+    """A count of what there must be some of: floored, and 1 where it is less or NaN."""
+    count = floored(count)
+    return count if count > 1 else 1.0
 
 
 @np.errstate(all="ignore")

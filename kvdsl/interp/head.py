@@ -19,6 +19,7 @@ class Head:
         position: [n] places in the text, each once, in any order.
         memory: what the queries gave the slots.
         seen: the row's tokens so far: the position of its next token.
+        sketch: the dims of the newest sketch, ascending; None before the first.
     """
 
     key: Array
@@ -26,6 +27,7 @@ class Head:
     position: Indices
     memory: Memory
     seen: int = 0
+    sketch: Indices | None = None
 
     @property
     def live(self) -> int:
@@ -34,7 +36,7 @@ class Head:
 
     @property
     def columns(self) -> dict[str, Array]:
-        """The state columns by name, [n] each; none where the memory is a history."""
+        """The state columns by name, [n] each and [n, N] of a ring; none where the memory is a history."""
         return dict(self.memory.values) if isinstance(self.memory, Columns) else {}
 
     def append(self, key: Array, value: Array) -> None:
@@ -52,4 +54,4 @@ class Head:
 
     def clone(self) -> Head:
         """An independent copy."""
-        return Head(self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen)
+        return Head(self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch)

@@ -6,31 +6,57 @@ what a backend keeps: a few numbers per slot, updated query by query. An express
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from copy import deepcopy
+from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array, Indices, Remembered, fold, per_slot
-from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
-from kvdsl.ir.visitors import children, expressions
+from kvdsl.interp.evaluate import Array, Indices, Remembered, at_least_one, fold, per_slot
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Policy, Reduce, RingRef
+from kvdsl.ir.visitors import children, expressions, walk
 
 Values = Callable[[Expr], Array]
 """The value of an expression at the slots in question, [n], at this moment."""
 
 
+@dataclass(frozen=True)
+class Moment:
+    """Of which slots something is remembered, and after which query.
+
+    Attributes:
+        chosen: [n] the slots in question.
+        position: [n] their places in the text.
+        newest: the position of the newest query that has been observed.
+        window: a query sees the last `window` tokens only, or None.
+        number: the value of an expression without axes: a decay, the size of a window.
+    """
+
+    chosen: Indices
+    position: Indices
+    newest: int
+    window: int | None
+    number: Callable[[Expr], float]
+
+    @property
+    def observed(self) -> Indices:
+        """How many queries could see each slot, [n], its own token's included."""
+        last = self.newest if self.window is None else np.minimum(self.newest, self.position + self.window - 1)
+        return np.maximum(last - self.position + 1, 0)
+
+
 class Memory(Protocol):
     """What both representations do."""
 
-    def place(self, count: int, values: Values) -> None:
+    def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
         """Remember `count` new slots, after those that there are."""
 
-    def observe(self, chosen: Indices, values: Values) -> None:
-        """Remember what one query gave the chosen slots, which are all that it sees."""
+    def observe(self, moment: Moment, values: Values) -> None:
+        """Remember what the newest query gave the chosen slots, which are all that it sees."""
 
-    def recall(self, leaf: Remembered, chosen: Indices) -> Array:
-        """A reduction over queries, or a column, at the chosen slots: [n, 1]."""
+    def recall(self, leaf: Remembered, moment: Moment) -> Array:
+        """A reduction over queries, a column, or a reduction of a ring, at the chosen slots: [n, 1]."""
 
     def keep(self, kept: Indices) -> None:
         """Forget all but these slots."""
@@ -40,67 +66,122 @@ class Memory(Protocol):
 
 
 class History:
-    """Per slot and body of a reduction over queries, the list of what every query gave."""
+    """Per slot and body of a reduction over queries, what every query gave: its position and the value."""
 
     def __init__(self, policy: Policy) -> None:
-        self._given: dict[Expr, list[list[float]]] = {body: [] for body in query_bodies(policy)}
+        self._given: dict[Expr, list[dict[int, float]]] = {body: [] for body in query_bodies(policy)}
 
-    def place(self, count: int, values: Values) -> None:
+    def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
         """New slots have been given nothing."""
-        for lists in self._given.values():
-            lists.extend([] for _ in range(count))
+        for slots in self._given.values():
+            slots.extend({} for _ in range(count))
 
-    def observe(self, chosen: Indices, values: Values) -> None:
+    def observe(self, moment: Moment, values: Values) -> None:
         """Note what each body gives each slot."""
-        for body, lists in self._given.items():
-            for slot, value in zip(chosen, values(body), strict=True):
-                lists[slot].append(float(value))
+        for body, slots in self._given.items():
+            for slot, value in zip(moment.chosen, values(body), strict=True):
+                slots[slot][moment.newest] = float(value)
 
-    def recall(self, leaf: Remembered, chosen: Indices) -> Array:
+    def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """The reduction of a body, from its definition."""
-        if leaf.kind == "column":
+        if leaf.kind != "reduce":
             raise LookupError(f"the history has no column `{leaf.name}`")
-        lists = self._given[leaf.body]
-        return per_slot([fold(leaf.op, np.array(lists[slot]), axis=0)[0] for slot in chosen])
+        slots = self._given[leaf.body]
+        first = -np.inf if leaf.last is None else moment.newest - at_least_one(moment.number(leaf.last)) + 1
+        decay = 0.0 if leaf.decay is None else moment.number(leaf.decay)
+        given = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
+        return per_slot([over_queries(leaf.op, values, decay) for values in given])
 
     def keep(self, kept: Indices) -> None:
-        """Forget the lists of the others."""
-        for body, lists in self._given.items():
-            self._given[body] = [lists[slot] for slot in kept]
+        """Forget what the others were given."""
+        for body, slots in self._given.items():
+            self._given[body] = [slots[slot] for slot in kept]
 
     def clone(self) -> History:
         """An independent copy."""
         return deepcopy(self)
 
 
-class Columns:
-    """One number per slot and state column, by the columns' rules."""
+def over_queries(op: str, values: list[float], decay: float = 0.0) -> float:
+    """A reduction of what one slot was given, in the queries' order.
 
-    def __init__(self, columns: tuple[Column, ...], values: dict[str, Array] | None = None) -> None:
-        self._columns = columns
+    A slot may have been given nothing: its sum and count are 0, its max -inf, its min inf, and anything else NaN.
+    """
+    if not values:
+        return _OF_NOTHING.get(op, np.nan)
+    if op != "ema":
+        return float(fold(op, np.array(values), axis=0)[0])
+    average, *later = values
+    for value in later:
+        average = decay * average + (1 - decay) * value
+    return average
+
+
+_OF_NOTHING = {"sum": 0.0, "count": 0.0, "max": -np.inf, "min": np.inf}
+
+
+class Columns:
+    """One number per slot and state column, by the columns' rules; of a ring N numbers.
+
+    A column whose body reads another one is observed after it, whatever the order in which they are listed.
+    """
+
+    def __init__(self, columns: tuple[Column, ...], values: Mapping[str, Array] | None = None) -> None:
+        self._columns = _read_before_reading(columns)
         self.values: dict[str, Array] = {column.name: np.zeros(0) for column in columns}
         if values is not None:
             self.values = {name: np.array(values[name], dtype=np.float64) for name in self.values}
 
-    def place(self, count: int, values: Values) -> None:
+    def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
         """A token's column is found once; the others start so that the first query decides."""
         for column in self._columns:
-            new = values(column.body) if column.rule == "token" else np.full(count, _FRESH[column.rule])
-            self.values[column.name] = np.concatenate([self.values[column.name], new])
+            old, new = self.values[column.name], np.zeros(0)
+            if column.rule == "token":
+                new = values(column.body)
+            elif column.rule == "ring":
+                new = np.full((count, old.shape[1] if len(old) else _ring_size(column, number)), np.nan)
+            else:
+                new = np.full(count, _FRESH[column.rule])
+            self.values[column.name] = np.concatenate([old, new]) if len(old) else new
 
-    @np.errstate(all="ignore")
-    def observe(self, chosen: Indices, values: Values) -> None:
+    def observe(self, moment: Moment, values: Values) -> None:
         """Fold what each column's body gives into the column."""
         for column in self._columns:
             if column.rule != "token":
-                old = self.values[column.name][chosen]
-                self.values[column.name][chosen] = _RULES[column.rule](old, values(column.body))
+                self._fold(column, moment, values(column.body))
 
-    def recall(self, leaf: Remembered, chosen: Indices) -> Array:
-        """The column."""
+    @np.errstate(all="ignore")
+    def _fold(self, column: Column, moment: Moment, new: Array) -> None:
+        held, chosen = self.values[column.name], moment.chosen
+        if column.rule == "ring":
+            held[chosen, moment.newest % _ring_size(column, moment.number)] = new
+        elif column.rule == "ema":
+            assert column.decay is not None
+            decay = moment.number(column.decay)
+            is_first = moment.position == moment.newest
+            held[chosen] = np.where(is_first, new, decay * held[chosen] + (1 - decay) * new)
+        else:
+            held[chosen] = _RULES[column.rule](held[chosen], new)
+
+    def recall(self, leaf: Remembered, moment: Moment) -> Array:
+        """The column, or the reduction of a ring."""
         if leaf.kind == "reduce":
             raise LookupError(f"`{leaf.op}` over queries was not made a column")
-        return per_slot(self.values[leaf.name][chosen])
+        held = self.values[leaf.name][moment.chosen]
+        return self._over_ring(leaf, held, moment) if isinstance(leaf, RingRef) else per_slot(held)
+
+    def _over_ring(self, leaf: RingRef, held: Array, moment: Moment) -> Array:
+        """Each slot's places are read from the oldest query to the newest that it still holds."""
+        column = next(column for column in self._columns if column.name == leaf.name)
+        size = _ring_size(column, moment.number)
+        queries = range(max(0, moment.newest - size + 1), moment.newest + 1)
+        reach = np.inf if moment.window is None else moment.window
+        return per_slot(
+            [
+                over_queries(leaf.op, [places[query % size] for query in queries if own <= query < own + reach])
+                for places, own in zip(held, moment.position, strict=True)
+            ]
+        )
 
     def keep(self, kept: Indices) -> None:
         """Forget the others."""
@@ -111,7 +192,25 @@ class Columns:
         return deepcopy(self)
 
 
-_FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan}
+def _ring_size(column: Column, number: Callable[[Expr], float]) -> int:
+    assert column.size is not None
+    return int(at_least_one(number(column.size)))
+
+
+def _read_before_reading(columns: tuple[Column, ...]) -> tuple[Column, ...]:
+    """The columns, each after those that its body reads."""
+    by_name = {column.name: column for column in columns}
+
+    def with_what_it_reads(column: Column) -> Iterator[Column]:
+        for part in walk(column.body):
+            if isinstance(part, (ColumnRef, RingRef)):
+                yield from with_what_it_reads(by_name[part.name])
+        yield column
+
+    return tuple(dict.fromkeys(read for column in columns for read in with_what_it_reads(column)))
+
+
+_FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
 """What a column holds before the first query; the token's own query follows at once."""
 
 _RULES: dict[str, Callable[[Array, Array], Array]] = {

@@ -6,8 +6,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvdsl.interp.evaluate import Array, Scope, evaluate_number, number
-from kvdsl.ir.nodes import Policy
+from kvdsl.interp.evaluate import Array, Scope, at_least_one, evaluate_number, floored, number
+from kvdsl.ir.nodes import Expr, Policy
 
 
 @dataclass(frozen=True)
@@ -21,6 +21,12 @@ class Numbers:
         layer, layers: the layer, counted from 0, and how many there are.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
+        evicts: whether the layer is one of those where the policy evicts.
+        floor: the slots that a head keeps whatever the layer's other heads hold, under a budget across heads.
+        select: the tokens that a decode query attends to, floored; inf attends to everything.
+        page: the tokens of a page; 1 without pages.
+        sketch_dims, sketch_every: the sketch's dims, and the decode queries from one sketch to the next.
+        prefill_block: a prompt settles after each so many tokens of the row; inf: at the end of each forward.
     """
 
     params: dict[str, float]
@@ -31,6 +37,18 @@ class Numbers:
     trigger: float = 1
     slack: float = 0
     max_drop: float = 0
+    evicts: bool = True
+    floor: float = 0
+    select: float = math.inf
+    page: float = 1
+    sketch_dims: float = 1
+    sketch_every: float = 1
+    prefill_block: float = math.inf
+
+    @property
+    def capacity(self) -> float:
+        """The tokens kept after a settle of this layer: `budget` where it evicts, elsewhere inf."""
+        return self.budget if self.evicts else math.inf
 
     def inputs(self) -> dict[str, Array]:
         """The inputs that are the same for every slot and moment."""
@@ -57,15 +75,31 @@ def resolve(
     # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
     budget = math.inf if policy.budget is None else floored(evaluate_number(policy.budget, params.scope))
     inputs["budget"] = number(budget)
+
+    def value(expr: Expr | None, default: float) -> float:
+        return default if expr is None else evaluate_number(expr, params.scope)
+
+    def is_within(low: Expr | None, high: Expr | None) -> bool:
+        return value(low, -math.inf) <= layer <= value(high, math.inf)
+
+    evicts, select, sketch = policy.layers, policy.select, policy.sketch
+    selects = select is not None and is_within(select.low, select.high)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
         budget=budget,
         prompt=prompt,
         layer=layer,
         layers=layers,
-        trigger=floored(evaluate_number(policy.trigger, params.scope)),
-        slack=floored(evaluate_number(policy.slack, params.scope)),
-        max_drop=floored(evaluate_number(policy.max_drop, params.scope)),
+        trigger=floored(value(policy.trigger, 1)),
+        slack=floored(value(policy.slack, 0)),
+        max_drop=floored(value(policy.max_drop, 0)),
+        evicts=evicts is None or is_within(evicts.low, evicts.high),
+        floor=floored(value(policy.across, 0) * budget) if policy.across is not None else 0,
+        select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
+        page=at_least_one(value(policy.pages, 1)),
+        sketch_dims=at_least_one(value(sketch.count, 1) if sketch is not None else 1),
+        sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),
+        prefill_block=math.inf if policy.prefill_block is None else at_least_one(value(policy.prefill_block, 1)),
     )
 
 
@@ -84,8 +118,3 @@ class _Params(dict[str, float]):
             value = max(1.0, floored(value * float(self.scope.inputs["prompt"].item())))
         self[name] = value
         return value
-
-
-def floored(count: float) -> float:
-    """Counts of tokens are floored; inf and NaN stay what they are."""
-    return float(math.floor(count)) if math.isfinite(count) else count

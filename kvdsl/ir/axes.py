@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Random, Reduce
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Pool, Random, Reduce, RingRef
 
 INPUT_AXES: dict[str, frozenset[Axis]] = {
     "attn": frozenset({Axis.QUERY, Axis.SLOT}),
@@ -25,7 +25,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
     """The axes of an expression. A reduction over queries leaves the slots: it has one value per cached token."""
     if isinstance(expr, Input):
         return INPUT_AXES[expr.name]
-    if isinstance(expr, (Random, ColumnRef)):
+    if isinstance(expr, (Random, ColumnRef, RingRef, Pool)):
         return frozenset({Axis.SLOT})
     if isinstance(expr, Call):
         return frozenset().union(*(axes_of(arg) for arg in expr.args))
@@ -33,5 +33,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return axes_of(expr.left) | axes_of(expr.right)
     if isinstance(expr, Reduce):
         inner = axes_of(expr.body)
+        if expr.within == "page":  # every slot has the value of its page
+            return inner
         return (inner - {Axis.QUERY}) | {Axis.SLOT} if expr.axis is Axis.QUERY else inner - {expr.axis}
     return frozenset()

@@ -37,7 +37,8 @@ InputName = Literal[
 ]
 Function = Literal["neg", "not", "abs", "sqrt", "exp", "log", "floor", "ceil", "min", "max", "where"]
 Operator = Literal["+", "-", "*", "/", "%", "**", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
-ReduceOp = Literal["sum", "mean", "var", "std", "max", "min", "last", "count"]
+ReduceOp = Literal["sum", "mean", "var", "std", "max", "min", "last", "count", "ema"]
+ColumnRule = Literal["sum", "squares", "max", "min", "last", "ema", "ring", "token"]
 
 
 class Number(Node):
@@ -90,15 +91,34 @@ class Binary(Node):
 class Reduce(Node):
     """A reduction of `body` over one axis.
 
-    Over queries it ranges over the queries that could see the slot while it was cached, its own token's included.
-    Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots.
-    `std` and `var` are the population's.
+    Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last`
+    over those of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and
+    each later one gives decay * ema + (1 - decay) * value.
+    Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
+    page it gives every slot the value of its page (`Policy.pages`). Over dims within the sketch it ranges over the sketch's dims
+    only. `std` and `var` are the population's.
     """
 
     kind: Literal["reduce"] = "reduce"
     op: ReduceOp
     axis: Axis
     body: Expr
+    last: Expr | None = None
+    decay: Expr | None = None
+    within: Literal["all", "page", "sketch"] = "all"
+
+
+class Pool(Node):
+    """At every unprotected slot the largest (or mean) `body` of the unprotected slots at most size // 2 places before or behind.
+
+    Places are counted among the unprotected slots in the order of the text; a protected slot has its own `body`. Only a score
+    pools.
+    """
+
+    kind: Literal["pool"] = "pool"
+    op: Literal["max", "mean"]
+    body: Expr
+    size: Expr
 
 
 class ColumnRef(Node):
@@ -108,8 +128,16 @@ class ColumnRef(Node):
     name: str
 
 
+class RingRef(Node):
+    """A reduction of what a `ring` column holds of a slot. Only passes make these (`kvdsl.passes.columns`)."""
+
+    kind: Literal["ring"] = "ring"
+    name: str
+    op: Literal["sum", "mean", "var", "std", "max", "min"]
+
+
 Expr = Annotated[
-    Number | ParamRef | Input | Random | Call | Binary | Reduce | ColumnRef,
+    Number | ParamRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef,
     Field(discriminator="kind"),
 ]
 
@@ -135,16 +163,47 @@ class Keep(Node):
     by: Expr | None = None
 
 
-class Column(Node):
-    """One float32 per slot that the kernels keep up to date.
+class Select(Node):
+    """Attend to `count` tokens only, the top by `by` (axes query and slot), in layers `low` to `high`, ends included.
 
-    `rule` says how: `sum`, `squares` (the sum of squares), `max`, `min` and `last` fold `body` (axes query and slot) over the
-    queries that see the slot; `token` is `body` (axes slot, from k and v) at the moment the token is placed.
+    With pages the unit is a page. Units that hold a protected slot are always selected, and count. Decode queries select; a
+    prompt's queries attend to everything.
+    """
+
+    count: Expr
+    by: Expr
+    low: Expr | None = None
+    high: Expr | None = None
+
+
+class Sketch(Node):
+    """The top `count` dims by `by` (axes query and dim), found at the last prompt query and then at every `every`-th decode query."""
+
+    count: Expr
+    by: Expr
+    every: Expr
+
+
+class LayerRange(Node):
+    """Layers `low` to `high`, counted from 0, ends included; None is open."""
+
+    low: Expr | None = None
+    high: Expr | None = None
+
+
+class Column(Node):
+    """What the kernels keep up to date per slot: one float32, or with the rule `ring` as many as `size` says.
+
+    `rule` says how: `sum`, `squares` (the sum of squares), `max`, `min`, `last` and `ema` (with `decay`) fold `body` (axes query
+    and slot) over the queries that see the slot; `ring` holds what the query at position p gave in its place p modulo `size`;
+    `token` is `body` (axes slot, from k and v) at the moment the token is placed.
     """
 
     name: str
-    rule: Literal["sum", "squares", "max", "min", "last", "token"]
+    rule: ColumnRule
     body: Expr
+    decay: Expr | None = None
+    size: Expr | None = None
 
 
 class Policy(Node):
@@ -154,9 +213,18 @@ class Policy(Node):
         name: the published spelling; the cache class is `<name>Cache`.
         stem: the file's stem: the package's and the command line's name.
         budget: tokens kept per KV head after a settle (the soft capacity C); None keeps everything.
+        across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
+        victims: who must agree on the victims: each head by itself, a layer's heads, or the heads of all layers.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
+        cap: `hard` makes room before a token is placed that would exceed C + slack.
+        select, sketch, pages: what a decode query attends to; None: everything.
+        layers: where the policy evicts; elsewhere the cache grows. None: everywhere.
+        when: the phase in which it evicts.
+        positions: what a key's rotation tells: its place in the text, or its rank among the live slots.
+        storage, block, rope: how slots lie in memory and how compact positions are served; no meaning of their own.
+        prefill, prefill_block: one settle per prompt forward, or one after every `prefill_block`-th token of a row.
         columns: the state columns; empty until `kvdsl.passes.columns` has run.
     """
 
@@ -166,15 +234,28 @@ class Policy(Node):
     doc: str = ""
     params: tuple[Param, ...] = ()
     budget: Expr | None = None
+    across: Expr | None = None
     score: Expr | None = None
     keeps: tuple[Keep, ...] = ()
+    victims: Literal["own", "heads", "layers"] = "own"
     trigger: Expr = Number(value=1)
     slack: Expr = Number(value=0)
     max_drop: Expr = Number(value=0)
+    cap: Literal["soft", "hard"] = "soft"
+    select: Select | None = None
+    sketch: Sketch | None = None
+    pages: Expr | None = None
+    layers: LayerRange | None = None
+    when: Literal["both", "prefill", "decode"] = "both"
     group: Literal["mean", "max", "sum"] = "mean"
     positions: Literal["original", "compact"] = "original"
+    storage: Literal["in_place", "blocks"] = "in_place"
+    block: Expr | None = None
+    rope: Literal["fused", "cached"] = "fused"
+    prefill: Literal["whole", "blocks"] = "whole"
+    prefill_block: Expr | None = None
     columns: tuple[Column, ...] = ()
 
 
-for _model in (Call, Binary, Reduce, Param, Keep, Column, Policy):
+for _model in (Call, Binary, Reduce, Pool, Param, Keep, Select, Sketch, LayerRange, Column, Policy):
     _model.model_rebuild()

@@ -5,7 +5,26 @@ What it prints of a policy can be parsed again, and means the same.
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    ColumnRef,
+    Expr,
+    Input,
+    Keep,
+    LayerRange,
+    Number,
+    Param,
+    ParamRef,
+    Policy,
+    Pool,
+    Random,
+    Reduce,
+    RingRef,
+    Select,
+    Sketch,
+)
 
 _OR, _AND, _NOT, _COMPARE, _SUM, _PRODUCT, _FACTOR, _POWER, _ATOM = range(9)
 
@@ -39,10 +58,23 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Call):
         return _call(expr)
     if isinstance(expr, Reduce):
-        over = " over queries" if expr.axis is Axis.QUERY and expr.op in ("min", "max") else _OVER[expr.axis]
-        return f"{expr.op}({_text(expr.body, _OR)}{over})", _ATOM
+        decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
+        return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+    if isinstance(expr, Pool):
+        return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
+    if isinstance(expr, RingRef):
+        return f"{expr.op}({expr.name})", _ATOM
     assert isinstance(expr, (ParamRef, ColumnRef))
     return expr.name, _ATOM
+
+
+def _over(expr: Reduce) -> str:
+    """What a reduction ranges over; queries go without saying, but beside `max(a, b)`."""
+    if expr.last is not None:
+        return f" over last {_text(expr.last, _OR)} queries"
+    if expr.within != "all":
+        return f" over {expr.within}"
+    return " over queries" if expr.axis is Axis.QUERY and expr.op in ("min", "max") else _OVER[expr.axis]
 
 
 def _binary(expr: Binary) -> tuple[str, int]:
@@ -72,12 +104,13 @@ def print_policy(policy: Policy) -> str:
     """A whole policy, flat: with what it inherits, and without its lets."""
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
-    if policy.budget is not None and policy.budget != ParamRef(name="budget"):
-        lines.append(f"budget {print_expression(policy.budget)}")
+    if policy.budget is not None and (policy.budget != ParamRef(name="budget") or policy.across is not None):
+        lines.append(f"budget {print_expression(policy.budget)}{_across(policy.across)}")
     if policy.score is not None:
         lines.append(f"score {print_expression(policy.score)}")
     lines += [print_keep(keep) for keep in policy.keeps]
-    if policy.budget is not None and not any(keep.scope == "last" for keep in policy.keeps):
+    protects = policy.budget is not None or policy.select is not None
+    if protects and not any(keep.scope == "last" for keep in policy.keeps):
         lines.append("keep last 0")
     lines += _rest(policy)
     body = "".join(f"  {line}\n" for line in lines)
@@ -105,18 +138,68 @@ def print_keep(keep: Keep) -> str:
     return " ".join(parts)
 
 
+def print_select(select: Select) -> str:
+    """A `select` statement."""
+    layers = LayerRange(low=select.low, high=select.high)
+    where = "" if layers == LayerRange() else f" in layers {print_range(layers)}"
+    return f"select top {print_expression(select.count)} by {print_expression(select.by)}{where}"
+
+
+def print_sketch(sketch: Sketch) -> str:
+    """A `sketch` statement."""
+    count, by, every = (print_expression(expr) for expr in (sketch.count, sketch.by, sketch.every))
+    return f"sketch top {count} dims by {by} every {every} queries"
+
+
+def print_range(layers: LayerRange) -> str:
+    """A range of layers: `2..`."""
+    low, high = ("" if end is None else print_expression(end) for end in (layers.low, layers.high))
+    return f"{low}..{high}"
+
+
+def _across(floor: Expr | None) -> str:
+    if floor is None:
+        return ""
+    return " across heads" if floor == Number(value=0) else f" across heads floor {print_expression(floor)}"
+
+
 def _rest(policy: Policy) -> list[str]:
     """The statements that differ from their defaults."""
     lines = []
-    for name, prefix in (("trigger", "trigger overflow >= "), ("slack", "slack "), ("max_drop", "max_drop ")):
+    for name, prefix in (
+        ("trigger", "trigger overflow >= "),
+        ("slack", "slack "),
+        ("max_drop", "max_drop "),
+        ("pages", "pages "),
+    ):
         value = getattr(policy, name)
         if value != Policy.model_fields[name].default:
             lines.append(prefix + print_expression(value))
-    for name in ("group", "positions"):
+    if policy.sketch is not None:
+        lines.append(print_sketch(policy.sketch))
+    if policy.select is not None:
+        lines.append(print_select(policy.select))
+    if policy.layers is not None:
+        lines.append(f"layers {print_range(policy.layers)}")
+    for name, prefix in _WORDS.items():
         value = getattr(policy, name)
         if value != Policy.model_fields[name].default:
-            lines.append(f"{name} {value}")
+            lines.append(prefix + value + _size(policy, name))
     return lines
+
+
+_WORDS = {
+    "victims": "victims shared by ", "cap": "cap ", "when": "when ", "group": "group ", "positions": "positions ",
+    "storage": "storage ", "rope": "rope ", "prefill": "prefill ",
+}  # fmt: skip
+
+
+def _size(policy: Policy, name: str) -> str:
+    """The rest of `storage blocks N` and `prefill blocks of N`."""
+    size = {"storage": policy.block, "prefill": policy.prefill_block}.get(name)
+    if size is None:
+        return ""
+    return (" of " if name == "prefill" else " ") + print_expression(size)
 
 
 def quote(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Policy, Reduce
+from kvdsl.ir.nodes import Binary, Call, Expr, Node, Policy, Pool, Reduce
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
@@ -21,7 +21,9 @@ def children(expr: Expr) -> tuple[Expr, ...]:
     if isinstance(expr, Binary):
         return (expr.left, expr.right)
     if isinstance(expr, Reduce):
-        return (expr.body,)
+        return (expr.body, *(part for part in (expr.last, expr.decay) if part is not None))
+    if isinstance(expr, Pool):
+        return (expr.body, expr.size)
     return ()
 
 
@@ -36,9 +38,9 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     if isinstance(expr, Binary):
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, Reduce):
-        body = rewrite(expr.body, rule)
-        return expr if body == expr.body else Reduce(op=expr.op, axis=expr.axis, body=body)
+    if isinstance(expr, (Reduce, Pool)):
+        parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}
+        return expr.model_copy(update=parts)
     return expr
 
 

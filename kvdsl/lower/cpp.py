@@ -1,7 +1,7 @@
 """Expressions as C++: what a generated `kernels_cpu.cpp` computes. See kvdsl/runtime/include/kvdsl/head.hpp for `row` and `head`.
 
 Values over slots are floats computed in a loop over i; numbers per row are doubles. A reduction over slots is hoisted out
-of the loop and gets a name.
+of the loop and gets a name; so does what a ring remembers, reduced for every slot at once.
 """
 
 from __future__ import annotations
@@ -9,10 +9,25 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Random, Reduce
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Input,
+    Keep,
+    Number,
+    ParamRef,
+    Policy,
+    Random,
+    Reduce,
+    RingRef,
+)
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, NotLowerable, Printer, literal, pair, reads
-from kvdsl.lower.spelling import spelled
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, literal, pair, reads
+from kvdsl.lower.spelling import size_of, spelled
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
@@ -56,13 +71,13 @@ class _CppPrinter(Printer):
 class CountPrinter(_CppPrinter):
     """One double per row and KV head, in `settle`."""
 
-    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+    def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):
             return _double(expr.value)
         if isinstance(expr, ParamRef):
             return f"head.param(Number::{spelled(expr.name)})"
         assert isinstance(expr, Input)
-        return "static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{_number_name(expr.name)})"
+        return "static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})"
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         raise AssertionError("a number reduces nothing")
@@ -81,7 +96,7 @@ class SlotPrinter(_CppPrinter):
 
     one, zero = "1.0f", "0.0f"
 
-    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+    def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):
             return _float(expr.value)
         if isinstance(expr, ParamRef):
@@ -90,6 +105,8 @@ class SlotPrinter(_CppPrinter):
             return f"{self.view}.random(i)"
         if isinstance(expr, ColumnRef):
             return f"slot.column(Column::{expr.name})" if self.view == "slot" else f"{expr.name}[i]"
+        if isinstance(expr, RingRef):
+            return f"{_ring_name(expr)}[i]"
         return self._input(expr.name)
 
     def _input(self, name: str) -> str:
@@ -107,7 +124,7 @@ class SlotPrinter(_CppPrinter):
             return f"{self.view}.observed(i)"
         if name == "live":
             return f"static_cast<float>({self.view}.live)"
-        return f"static_cast<float>({self.view}.param(Number::{_number_name(name)}))"
+        return f"static_cast<float>({self.view}.param(Number::{name}))"
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         if expr.axis is Axis.SLOT:
@@ -133,7 +150,7 @@ class CppPlan:
         place: the columns that a token has by itself, and those that do not begin at 0.
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
-        scratch: how many work rows of floats `settle` uses.
+        settles: whether a decode step settles. `scratch`: how many work rows of floats that uses.
     """
 
     place: tuple[str, ...]
@@ -146,15 +163,17 @@ class CppPlan:
     settle_before: tuple[str, ...]
     settle: tuple[str, ...]
     protect: tuple[str, ...]
+    settles: bool
     scratch: int
 
 
 def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
-    """The C++ of a policy whose state columns are known.
+    """The C++ of a decode step, for a policy whose state columns are known. Prompts are torch's.
 
     Raises:
-        NotLowerable: if an expression has no C++ form; the torch backend serves such a policy.
+        NotLowerable: if it has no C++ form; the torch backend serves such a policy.
     """
+    _refuse_statements(policy)
     folded = [column for column in policy.columns if column.rule != "token"]
     bodies = [column.body for column in folded]
     before, hoisted = _hoist("row", bodies)
@@ -174,8 +193,24 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         settle_before=settle_before,
         settle=settle,
         protect=protect,
+        settles=policy.budget is not None and policy.when != "prefill",
         scratch=scratch,
     )
+
+
+def _refuse_statements(policy: Policy) -> None:
+    """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
+    refused = {
+        "`select`": policy.select is not None,
+        "`sketch`": policy.sketch is not None,
+        "`pages`": policy.pages is not None,
+        f"`victims shared by {policy.victims}`": policy.victims != "own",
+        "`cap hard`": policy.cap == "hard",
+        "`positions compact`": policy.positions == "compact",
+    }
+    found = [statement for statement, stated in refused.items() if stated]
+    if found:
+        raise NotLowerable(", ".join(found))
 
 
 def _place(column: Column) -> str:
@@ -185,22 +220,37 @@ def _place(column: Column) -> str:
 
 def _fold(column: Column, body: str) -> str:
     old = f"{column.name}[i]"
+    if column.decay is not None:
+        decay = SlotPrinter("row", {}).value(column.decay)
+        return f"{old} = seen ? kvdsl::ema({old}, {body}, {decay}, row.age(i)) : {old};"
     if column.rule == "sum":
         return f"{old} += seen ? {body} : 0.0f;"
     if column.rule == "squares":
         return f"{old} += seen ? kvdsl::square({body}) : 0.0f;"
-    new = body if column.rule == "last" else f"kvdsl::{column.rule}imum({old}, {body})"
+    new = body if column.rule in ("last", "ring") else f"kvdsl::{column.rule}imum({old}, {body})"
     return f"{old} = seen ? {new} : {old};"
 
 
 def _column_pointers(view: str, written: list[Column], exprs: list[Expr]) -> list[str]:
-    """Pointers to the columns that a loop writes or reads."""
+    """Pointers to the columns that a loop writes or reads; of a ring, to the row that is the newest query's."""
+    rings = {column.name for column in written if column.rule == "ring"}
     names = {column.name: "float*" for column in written}
     for expr in exprs:
         for node in walk(expr):
             if isinstance(node, ColumnRef):
                 names.setdefault(node.name, "const float*")
-    return [f"{kind} const {name} = {view}.column(Column::{name});" for name, kind in names.items()]
+    return [
+        f"{kind} const {name} = {view}.{f'ring({_ring_arguments(view, name)})' if name in rings else f'column(Column::{name})'};"
+        for name, kind in names.items()
+    ]
+
+
+def _ring_arguments(view: str, ring: str) -> str:
+    return f"Ring::{ring}, kvdsl::count({view}.param(Number::{size_of(ring)}))"
+
+
+def _ring_name(ref: RingRef) -> str:
+    return f"{ref.op}_of_{ref.name}"
 
 
 def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
@@ -239,7 +289,7 @@ def _overflow(numbers: tuple[str, ...]) -> str:
 
 
 def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
-    if policy.budget is None or policy.score is None:
+    if policy.budget is None or policy.score is None or policy.when == "prefill":
         return (), (), (), 0
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
@@ -251,8 +301,25 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     names = ["score", *(f"rank_{n}" for n in range(1, len(tops) + 1))]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
     columns = _column_pointers("head", [], [*ranked, *conditions])
+    rings = _ring_reductions([*ranked, *conditions], len(names))
     loop = tuple(f"{name}[i] = {printer.value(expr)};" for name, expr in zip(names, ranked, strict=True))
-    return (*columns, *before, *pointers), loop, _protect(policy, printer), len(names)
+    return (*columns, *rings, *before, *pointers), loop, _protect(policy, printer), len(names) + len(rings)
+
+
+def _ring_reductions(exprs: list[Expr], scratch: int) -> list[str]:
+    """Statements that reduce rings, each into a work row of its own, from the row `scratch` on."""
+    wanted: dict[RingRef, None] = {}  # in order
+    for node in (node for expr in exprs for node in walk(expr)):
+        if isinstance(node, RingRef):
+            if node.op in ("var", "std"):
+                wanted[RingRef(name=node.name, op="mean")] = None
+            wanted[node] = None
+    lines = []
+    for n, ref in enumerate(wanted, start=scratch):
+        around = f"{_ring_name(RingRef(name=ref.name, op='mean'))}, " if ref.op in ("var", "std") else ""
+        call = f"head.ring_{ref.op}({_ring_arguments('head', ref.name)}, {around}head.scratch({n}))"
+        lines.append(f"const float* const {_ring_name(ref)} = {call};")
+    return lines
 
 
 def _protect(policy: Policy, printer: SlotPrinter) -> tuple[str, ...]:
@@ -275,10 +342,6 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
     )
     by = f"{rank}, " if keep.scope == "top" else ""
     return f"head.protect_{keep.scope}({by}{count});"
-
-
-def _number_name(name: str) -> str:
-    return "capacity" if name == "budget" else name
 
 
 def _float(value: float) -> str:

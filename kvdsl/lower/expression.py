@@ -5,10 +5,12 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
 from kvdsl.ir.visitors import walk
 
 ATOM = 100
+
+Leaf = Number | ParamRef | Input | Random | ColumnRef | RingRef
 
 
 def is_condition(expr: Expr) -> bool:
@@ -52,7 +54,8 @@ class Printer(ABC):
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
-        assert isinstance(expr, (Number, ParamRef, Input, Random, ColumnRef))
+        if isinstance(expr, Pool):
+            return self.pool(expr)
         below_zero = isinstance(expr, Number) and expr.value < 0
         return self.leaf(expr), self.negation[1] if below_zero else ATOM
 
@@ -80,13 +83,17 @@ class Printer(ABC):
     def as_number(self, condition: str) -> str: ...
 
     @abstractmethod
-    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str: ...
+    def leaf(self, expr: Leaf) -> str: ...
 
     @abstractmethod
     def call(self, expr: Call) -> tuple[str, int]: ...
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> tuple[str, int]: ...
+
+    def pool(self, expr: Pool) -> tuple[str, int]:
+        """A value pooled along the text."""
+        raise NotLowerable(f"`{expr.op}_pool`")
 
 
 def pair(call: Call) -> tuple[Expr, Expr]:

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import re
 
-_TAKEN = frozenset({"torch", "given", "capacity", "trigger", "slack", "max_drop", "Number", "Column", "math_errhandling"})
+_TAKEN = frozenset({"torch", "given", "Number", "Column", "Ring", "math_errhandling"})
+_NUMBERS = frozenset({"capacity", "trigger", "slack", "max_drop", "floor", "select", "page"})
+_NUMBERS |= {"sketch_dims", "sketch_every", "prefill_block"}
+_SIZE = "size_"
 _LIKE_A_MACRO = re.compile(r"[A-Z][A-Z0-9_]+|[a-z]*_?errhandling|linux|unix|stdin|stdout|stderr")
 
 
 def spelled(name: str) -> str:
     """The param's name in generated code; different names stay different."""
     plain = name.rstrip("_")
-    return name + "_" if plain in _TAKEN or _LIKE_A_MACRO.fullmatch(plain) else name
+    taken = plain in _TAKEN | _NUMBERS or plain.startswith(_SIZE) or _LIKE_A_MACRO.fullmatch(plain)
+    return name + "_" if taken else name
+
+
+def size_of(ring: str) -> str:
+    """The name of the number that is a ring's size."""
+    return _SIZE + ring

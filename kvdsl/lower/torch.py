@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Random, Reduce
-from kvdsl.lower.expression import ATOM, Printer, literal, pair, reads
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Reduce, RingRef
+from kvdsl.lower.expression import ATOM, Leaf, Printer, literal, pair, reads
 from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
@@ -57,19 +58,19 @@ class _TorchPrinter(Printer):
 
 
 class NumberPrinter(_TorchPrinter):
-    """One value per row. `names` says how params and inputs are spelled in the place where the text goes."""
+    """One value per row. `param` and `given` say how params and inputs are spelled in the place where the text goes."""
 
     def __init__(self, param: str, given: dict[str, str]) -> None:
         self._param = param
-        self._given = given
+        self.given = given
 
-    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+    def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):
             return literal(expr.value)
         if isinstance(expr, ParamRef):
             return self._param.format(spelled(expr.name))
         assert isinstance(expr, Input)
-        return self._given[expr.name]
+        return self.given[expr.name]
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         raise AssertionError("a number reduces nothing")
@@ -88,7 +89,7 @@ class TensorPrinter(_TorchPrinter):
         self._dims = dims
 
     def body(self, expr: Expr) -> str:
-        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
+        """What is made of one query: per query head where it reads q, then reduced over the group."""
         if not reads(expr, "q"):
             return self.value(expr)
         return f"{self._view}.over_group({self._inside(grouped=True).value(expr)})"
@@ -100,7 +101,7 @@ class TensorPrinter(_TorchPrinter):
             dims=self._dims if dims is None else dims,
         )
 
-    def leaf(self, expr: Number | ParamRef | Input | Random | ColumnRef) -> str:
+    def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):
             return literal(expr.value)
         if isinstance(expr, Input) and expr.name == "q":
@@ -109,16 +110,17 @@ class TensorPrinter(_TorchPrinter):
             return f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else "")
         return self._lift(self._four_axes(expr))
 
-    def _four_axes(self, expr: ParamRef | Input | Random | ColumnRef) -> str:
-        if isinstance(expr, Random):
-            return f"{self._view}.random()"
+    def _four_axes(self, expr: Leaf) -> str:
         if isinstance(expr, ColumnRef):
             return expr.name
+        if isinstance(expr, RingRef):
+            return f'{self._view}.ring("{expr.name}", "{expr.op}")'
         if isinstance(expr, ParamRef):
             return f'{self._view}.number("{spelled(expr.name)}")'
-        if expr.name in ("budget", "prompt", "layer", "layers"):
-            return f'{self._view}.number("{_NUMBER_NAMES[expr.name]}")'
-        return f"{self._view}.{expr.name}"
+        if isinstance(expr, Input):
+            is_number = expr.name in ("budget", "prompt", "layer", "layers")
+            return f'{self._view}.number("{expr.name}")' if is_number else f"{self._view}.{expr.name}"
+        return f"{self._view}.random()"
 
     def _lift(self, text: str) -> str:
         """Make room for the axes that a value over queries and slots lacks here."""
@@ -127,16 +129,28 @@ class TensorPrinter(_TorchPrinter):
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         if expr.axis is Axis.DIM:
             return self._over_dims(expr)
+        if expr.within == "page":
+            return self._over_page(expr)
         flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
         return f'{self._view}.over_slots("{expr.op}", {self.value(expr.body)}{flags})', ATOM
 
     def _over_dims(self, expr: Reduce) -> tuple[str, int]:
         product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
         if expr.op == "sum" and expr.body == product:
-            text = f"{self._view}.dot_qk"
+            text = f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}"
+        elif expr.within == "sketch":
+            text = f'{self._view}.over_sketch("{expr.op}", {self._inside(dims=True).value(expr.body)})'
         else:
             text = f"({self._inside(dims=True).value(expr.body)}).{_DIM_METHODS[expr.op]}"
         return text + (".unsqueeze(-1)" if self._dims else ""), ATOM
 
+    def _over_page(self, expr: Reduce) -> tuple[str, int]:
+        """What pages hold has nothing to do with the query: it is found once for the whole group."""
+        dims = Axis.DIM in axes_of(expr.body)
+        inside = self._inside(grouped=False, dims=dims)
+        text = f'{self._view}.over_page("{expr.op}", {inside.value(expr.body)}{", dims=True" if dims else ""})'
+        lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
+        return text + lifted, ATOM
 
-_NUMBER_NAMES = {"budget": "capacity", "prompt": "prompt", "layer": "layer", "layers": "layers"}
+    def pool(self, expr: Pool) -> tuple[str, int]:
+        return f"{self._view}.{expr.op}_pool({self.value(expr.body)}, {self.value(expr.size)})", ATOM

@@ -2,15 +2,32 @@
 
 A reduction over queries ranges over the whole life of a slot, of which a kernel sees one query at a time. So
 `mean(attn)` becomes `sum_attn / observed`, `std(attn)` becomes an expression of `sum_attn`, `sum_attn_squared` and
-`observed`, and both share their columns. What only reads a token's own key and value (`norm1(v)`) is computed once, when the
-token is placed. `observed` needs no column: every query since the token's own has seen the slot, or the last `window`
-queries of a layer with a sliding window.
+`observed`, and both share their columns. `ema` is one number too, which every query moves. Only a reduction over the last N
+queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. What only reads
+a token's own key and value (`norm1(v)`) is computed once, when the token is placed. `observed` needs no column: every query since
+the token's own has seen the slot, or the last `window` queries of a layer with a sliding window.
+
+What ranks slots and dims for one query (`select`, `sketch`) remembers nothing, and is left as it is.
 """
 
 from __future__ import annotations
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Column, ColumnRef, Expr, Input, Keep, Number, ParamRef, Policy, Reduce
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Input,
+    Keep,
+    Number,
+    ParamRef,
+    Policy,
+    Reduce,
+    RingRef,
+)
 from kvdsl.ir.visitors import rewrite, walk, with_policy
 
 _OBSERVED = Input(name="observed")
@@ -29,16 +46,17 @@ def add_columns(policy: Policy) -> Policy:
 
 
 class _Columns:
-    """The columns found so far, each (rule, body) once."""
+    """The columns found so far, each meaning once."""
 
     def __init__(self) -> None:
-        self._by_meaning: dict[tuple[str, Expr], Column] = {}
+        self._by_meaning: dict[tuple[str, Expr, Expr | None], Column] = {}
 
     @property
     def columns(self) -> tuple[Column, ...]:
-        # A column may read another one's value at the same slot; tokens' columns come first, as they are placed first.
-        found = self._by_meaning.values()
-        return tuple(sorted(found, key=lambda column: column.rule != "token"))
+        # A column may read another one's value at the same slot; tokens' columns come first, as they are placed first. Rings
+        # come last: they are many rows.
+        order = {"token": 0, "ring": 2}
+        return tuple(sorted(self._by_meaning.values(), key=lambda column: order.get(column.rule, 1)))
 
     def lower(self, expr: Expr) -> Expr:
         """The expression with every reduction over queries, and every value of a token, read from columns."""
@@ -48,50 +66,51 @@ class _Columns:
         if not isinstance(expr, Reduce):
             return None
         if expr.axis is Axis.QUERY:
-            return self._over_queries(expr.op, self.lower(expr.body))
+            return self._over_queries(expr, self.lower(expr.body))
         if expr.axis is Axis.DIM and _is_of_token(expr):
-            return self._column("token", expr)
+            return ColumnRef(name=self._column("token", expr))
         return None
 
-    def _over_queries(self, op: str, body: Expr) -> Expr:
-        if op == "count":
+    def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
+        if expr.last is not None:
+            return RingRef(name=self._column("ring", body, size=expr.last), op=expr.op)  # type: ignore[arg-type]  # a checked op
+        if expr.op == "count":
             return _OBSERVED
-        if op == "mean":
-            return _quotient(self._column("sum", body))
-        if op in ("var", "std"):
-            squares = self._column("squares", body)
-            mean = _quotient(self._column("sum", body))
-            square = Binary(op="**", left=mean, right=Number(value=2))
+        if expr.op == "mean":
+            return self._mean("sum", body)
+        if expr.op in ("var", "std"):
+            squares = self._mean("squares", body)
+            square = Binary(op="**", left=self._mean("sum", body), right=Number(value=2))
             # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
-            variance = Call(function="max", args=(Binary(op="-", left=_quotient(squares), right=square), Number(value=0)))
-            return variance if op == "var" else Call(function="sqrt", args=(variance,))
-        return self._column(op, body)
+            variance = Call(function="max", args=(Binary(op="-", left=squares, right=square), Number(value=0)))
+            return variance if expr.op == "var" else Call(function="sqrt", args=(variance,))
+        return ColumnRef(name=self._column(expr.op, body, decay=expr.decay))
 
-    def _column(self, rule: str, body: Expr) -> ColumnRef:
-        known = self._by_meaning.get((rule, body))
-        if known is None:
-            known = Column(name=self._fresh(_slug(rule, body)), rule=rule, body=body)  # type: ignore[arg-type]  # a checked op
-            self._by_meaning[rule, body] = known
-        return ColumnRef(name=known.name)
+    def _mean(self, rule: str, body: Expr) -> Expr:
+        return Binary(op="/", left=ColumnRef(name=self._column(rule, body)), right=_OBSERVED)
+
+    def _column(self, rule: str, body: Expr, *, decay: Expr | None = None, size: Expr | None = None) -> str:
+        """The name of the column with this meaning."""
+        meaning = (rule, body, decay or size)
+        if meaning not in self._by_meaning:
+            name = self._fresh(_slug(rule, body))
+            self._by_meaning[meaning] = Column(name=name, rule=rule, body=body, decay=decay, size=size)  # type: ignore[arg-type]
+        return self._by_meaning[meaning].name
 
     def _fresh(self, name: str) -> str:
         taken = {column.name for column in self._by_meaning.values()}
-        if name not in taken and len(name) <= _MAX_NAME:
-            return name
-        stem = name[: _MAX_NAME - 4].rstrip("_")
-        return next(f"{stem}_{n}" for n in range(2, len(taken) + 3) if f"{stem}_{n}" not in taken)
-
-
-def _quotient(total: Expr) -> Expr:
-    return Binary(op="/", left=total, right=_OBSERVED)
+        stem = name if len(name) <= _MAX_NAME else name[:_MAX_NAME].rpartition("_")[0]
+        numbered = (f"{stem}_{n}" for n in range(2, len(taken) + 3))
+        return next(free for free in (stem, *numbered) if free not in taken)
 
 
 def _is_of_token(expr: Expr) -> bool:
     """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
-    leaves = [node for node in walk(expr) if not isinstance(node, (Call, Binary, Reduce))]
-    reads_vector = axes_of(expr) == {Axis.SLOT}
-    return reads_vector and all(
-        isinstance(leaf, Number) or (isinstance(leaf, Input) and leaf.name in ("k", "v")) for leaf in leaves
+    return axes_of(expr) == {Axis.SLOT} and all(
+        isinstance(part, (Call, Binary, Number))
+        or (isinstance(part, Reduce) and part.axis is Axis.DIM and part.within == "all")
+        or (isinstance(part, Input) and part.name in ("k", "v"))
+        for part in walk(expr)
     )
 
 
@@ -100,12 +119,12 @@ _WORDS |= {">=": "ge", "==": "eq", "!=": "ne", "and": "and", "or": "or"}
 
 
 def _slug(rule: str, body: Expr) -> str:
-    """A name that says what the column holds: `sum_attn_squared`, `norm1_v`, `last_attn`."""
+    """A name that says what the column holds: `sum_attn_squared`, `norm1_v`, `last_attn`, `attn_ring`."""
     if rule == "token":
         return _token_slug(body)
     if rule == "squares":
         return f"sum_{_words(body)}_squared"
-    return f"{rule}_{_words(body)}"
+    return f"{_words(body)}_ring" if rule == "ring" else f"{rule}_{_words(body)}"
 
 
 def _token_slug(body: Expr) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from typing import TypeVar
+from typing import TypeVar, cast, get_args
 
 from kvdsl.ir.nodes import (
     Binary,
@@ -16,15 +16,14 @@ from kvdsl.ir.nodes import (
     Expr,
     Function,
     Input,
-    Keep,
+    Node,
     Number,
     Operator,
-    Param,
     ParamRef,
     Policy,
+    Pool,
     Reduce,
 )
-from kvdsl.ir.visitors import with_policy
 
 _BINARY: dict[str, Callable[..., float]] = {
     "+": lambda a, b: a + b,
@@ -97,9 +96,8 @@ def fold_expression(expr: Expr) -> Expr:
         same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, Reduce):
-        body = fold_expression(expr.body)
-        return expr if body is expr.body else Reduce(op=expr.op, axis=expr.axis, body=body)
+    elif isinstance(expr, (Reduce, Pool)):
+        return _folded_inside(expr)
     else:
         return expr
     value = value_of(expr) if constant else None
@@ -108,24 +106,23 @@ def fold_expression(expr: Expr) -> Expr:
 
 def fold(policy: Policy) -> Policy:
     """The policy with the constant parts of every expression computed."""
-    return with_policy(
-        policy,
-        params=tuple(_with(param, default=fold_expression(param.default)) for param in policy.params),
-        budget=_folded(policy.budget),
-        score=_folded(policy.score),
-        keeps=tuple(_with(keep, count=_folded(keep.count), by=_folded(keep.by)) for keep in policy.keeps),
-        trigger=fold_expression(policy.trigger),
-        slack=fold_expression(policy.slack),
-        max_drop=fold_expression(policy.max_drop),
-    )
+    return _folded_inside(policy)
 
 
-def _folded(expr: Expr | None) -> Expr | None:
-    return None if expr is None else fold_expression(expr)
+_EXPRESSIONS = get_args(get_args(Expr)[0])
+_Inside = TypeVar("_Inside", bound=Node)
 
 
-_Part = TypeVar("_Part", Param, Keep)
+def _folded_inside(node: _Inside) -> _Inside:
+    """A node with every expression in it folded, however deep in its parts; the same object if nothing changes."""
+    changed = {name: folded for name, value in node if (folded := _folded(value)) is not value}
+    return node if not changed else node.model_copy(update=changed)
 
 
-def _with(part: _Part, **changes: object) -> _Part:
-    return type(part)(**{name: getattr(part, name) for name in type(part).model_fields} | changes)
+def _folded(value: object) -> object:
+    if isinstance(value, tuple):
+        parts = tuple(_folded(part) for part in value)
+        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
+    if isinstance(value, _EXPRESSIONS):
+        return fold_expression(cast(Expr, value))
+    return _folded_inside(value) if isinstance(value, Node) else value

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -19,7 +20,9 @@ _FUNCTIONS = {
     torch.bfloat16: "kvdsl_decode_bf16",
     torch.float16: "kvdsl_decode_f16",
 }
-_ABI = 1
+ABI = 2
+"""`KVDSL_ABI` of kvdsl/args.hpp."""
+
 _NO_FREE_SLOT, _OUT_OF_MEMORY = 1, 2
 
 
@@ -28,7 +31,7 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "position", "state", "seen", "real", "params", "sinks",
+            "query", "key", "value", "out", "keys", "values", "position", "state", "ring_rows", "seen", "real", "params", "sinks",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
@@ -90,11 +93,12 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
     query, key, value = (_last_dim_contiguous(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    held = (query, key, value, real, sinks)
+    ring_rows = _ring_rows(state)
+    held = (query, key, value, real, sinks, ring_rows)
     batch, kv_heads, tokens, key_dim = key.shape
     pointers = (
         query, key, value, out, state.keys, state.values, state.position,
-        state.columns, state.seen, real, state.numbers, sinks,
+        state.columns, ring_rows, state.seen, real, state.numbers, sinks,
     )  # fmt: skip
     stride = ctypes.c_int64 * 3
     return held, DecodeArgs(
@@ -104,6 +108,14 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
         call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
         state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
     )  # fmt: skip
+
+
+def _ring_rows(state: SlotState) -> Tensor | None:
+    """The row of `state.columns` with which each ring begins, int32 [rings]."""
+    if not state.ring_sizes:
+        return None
+    starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
+    return torch.tensor(list(starts), dtype=torch.int32)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
@@ -127,6 +139,6 @@ def _library(source: Path, stem: str) -> ctypes.CDLL:
 @lru_cache
 def _open(path: Path) -> ctypes.CDLL:
     library = ctypes.CDLL(str(path))
-    if library.kvdsl_abi() != _ABI:
+    if library.kvdsl_abi() != ABI:
         raise KvdslError(f"{path} was built for another runtime: delete it and try again")
     return library

@@ -55,25 +55,44 @@ class Given:
             )
         return value
 
-    def count(self, value: Tensor | float) -> Tensor:
-        """A count of tokens, float64 [batch]: floored, not below 0."""
+    def count(self, value: Tensor | float, *, low: float = 0) -> Tensor:
+        """A count of tokens, float64 [batch]: floored, not below `low`."""
         count = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device)
-        return count.floor().clamp(min=0).expand_as(self.prompt)
+        return count.floor().clamp(min=low).expand_as(self.prompt)
 
-    def check_fits(self, first: Tensor, last: Tensor, capacity: Tensor, keeps: str) -> None:
-        """What `keep first` and `keep last` protect must leave room for a candidate.
+    def inside(self, count: Tensor, *, low: Tensor | float = 0, high: Tensor | float = math.inf) -> Tensor:
+        """The count in layers `low` to `high`, ends included; inf in the others: float64 [batch]."""
+        return torch.where((self.layer >= low) & (self.layer <= high), count, math.inf)
+
+    def share(self, capacity: Tensor, rate: Tensor | float) -> Tensor:
+        """The part of its budget that a KV head cannot lose to the others, in tokens, float64 [batch].
 
         Raises:
-            KvdslError: if they protect more tokens than the budget holds.
+            KvdslError: if the rate does not lie in 0..1.
         """
-        excess = (first + last - capacity).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
+        part = torch.as_tensor(rate, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
+        outside = ~((part >= 0) & (part <= 1)) & (self.prompt > 0)
+        if bool(outside.any()):
+            raise KvdslError(f"the floor of {self._policy}'s budgets is {float(part[outside][0]):g}; it must lie in 0..1")
+        return self.count(capacity * part)
+
+    def check_fits(self, first: Tensor, last: Tensor, count: Tensor, keeps: str, *, selected: bool = False) -> None:
+        """What `keep first` and `keep last` protect must leave room for a candidate.
+
+        Args:
+            count: the tokens that the budget holds, or that are `selected`.
+
+        Raises:
+            KvdslError: if they protect more.
+        """
+        excess = (first + last - count).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
         worst = int(excess.argmax())
         if excess[worst] > 0:
-            protected, budget = float((first + last)[worst]), float(capacity[worst])
-            raise KvdslError(
-                f"{self._policy} protects {protected:g} tokens ({keeps}) but its budget holds {budget:g}; "
-                f"raise the budget or protect fewer"
+            protected, room = float((first + last)[worst]), float(count[worst])
+            holds, mend = (
+                (f"it selects {room:g}", "select more") if selected else (f"its budget holds {room:g}", "raise the budget")
             )
+            raise KvdslError(f"{self._policy} protects {protected:g} tokens ({keeps}) but {holds}; {mend} or protect fewer")
 
     def largest(self, *counts: Tensor | float) -> Tensor:
         """The largest of some counts, float64 [batch]; 0 of none."""

@@ -6,6 +6,8 @@ scores the newer is kept; protected slots leave only when there are no others, t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -75,18 +77,88 @@ def _tokens(count: Tensor | float) -> Tensor | int:
     return count.floor().clamp(min=0) if isinstance(count, Tensor) else max(0, int(count // 1))
 
 
+class Ballot:
+    """What one layer's `keep` lines ask for, noted until all heads that must agree have voted; made like a `Protection`."""
+
+    def __init__(self, position: Tensor) -> None:
+        self.position = position
+        self.live = (position >= 0).sum(-1, keepdim=True)
+        self.lines: list[tuple[str, Tensor, Tensor | float]] = []
+
+    def first(self, count: Tensor | float) -> None:
+        """See `Protection.first`."""
+        self.lines.append(("first", self.position, count))
+
+    def last(self, count: Tensor | float) -> None:
+        """See `Protection.last`."""
+        self.lines.append(("last", self.position, count))
+
+    def top(self, by: Tensor | float, count: Tensor | float) -> None:
+        """See `Protection.top`."""
+        self.lines.append(("top", _per_slot(by, self.position), count))
+
+    def where(self, condition: Tensor | bool) -> None:
+        """See `Protection.where`."""
+        self.lines.append(("where", _per_slot(condition, self.position), 0))
+
+
+def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
+    """What heads protect that must agree, for the layer of ballot `own`: what a line ranks by is averaged, a condition of one
+    head holds for all.
+
+    Their slots hold the same positions in the same order, since they have always agreed.
+    """
+    protection = Protection(ballots[own].position)
+    for votes in zip(*(ballot.lines for ballot in ballots), strict=True):
+        scope, _, count = votes[own]
+        values = torch.cat([value for _, value, _ in votes], 1)
+        if scope == "top":
+            protection.top(values.float().mean(1, keepdim=True), count)
+        elif scope == "where":
+            protection.where((values != 0).any(1, keepdim=True))
+        else:
+            (protection.first if scope == "first" else protection.last)(count)
+    return protection
+
+
+def mean_score(scores: Sequence[Tensor | float], positions: Sequence[Tensor]) -> Tensor:
+    """The mean over all heads of all layers, float32 [batch, 1, slots]; NaN where one is."""
+    values = [_per_slot(score, position).float() for score, position in zip(scores, positions, strict=True)]
+    return torch.cat(values, 1).mean(1, keepdim=True)
+
+
 def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
     """Each slot's place in the order of leaving, 0 first; free slots come last.
 
     Args:
         score: float32 [batch, kv_heads, 1, slots].
     """
-    position = protection.position
-    by_score = rank_key(_per_slot(score, position), position)
-    newest = position == position.amax(-1, keepdim=True)
-    unwilling = protection.mask.int() + (protection.mask & newest).int()  # 0 free to leave, 1 protected, 2 the newest
-    unwilling = torch.where(protection.alive, unwilling, 3)
-    lowest_first = by_score.argsort(dim=-1, stable=True)
+    return _places(rank_key(_per_slot(score, protection.position), protection.position), _unwilling(protection))
+
+
+def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -> Tensor:
+    """Each slot's place in the order in which a layer's heads lose slots to each other; free slots come last.
+
+    Every head's last `floor` slots, [batch, 1, 1], in its own order cannot leave. Of equal scores and positions the lower head's
+    leaves first.
+    """
+    live = protection.alive.sum(-1, keepdim=True)
+    unwilling = _unwilling(protection)
+    unwilling = torch.where(eviction_order(score, protection) >= live - floor, 3, unwilling)
+    key = rank_key(_per_slot(score, protection.position), protection.position)
+    return _places(key.flatten(1), unwilling.flatten(1)).view_as(key)
+
+
+def _unwilling(protection: Protection) -> Tensor:
+    """0 free to leave, 1 protected, 2 protected and the newest, 3 no token at all."""
+    newest = protection.position == protection.position.amax(-1, keepdim=True)
+    unwilling = protection.mask.int() + (protection.mask & newest).int()
+    return torch.where(protection.alive, unwilling, 3)
+
+
+def _places(key: Tensor, unwilling: Tensor) -> Tensor:
+    """Each one's place in the order by unwillingness, then by key."""
+    lowest_first = key.argsort(dim=-1, stable=True)
     order = lowest_first.gather(-1, unwilling.gather(-1, lowest_first).argsort(dim=-1, stable=True))
     return order.argsort(-1)
 
@@ -98,13 +170,24 @@ def overflow(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
         live: [batch, kv_heads, 1].
         numbers: `capacity`, and `trigger`, `slack`, `max_drop` where the policy states them; [batch, 1, 1] each.
     """
-    capacity = numbers["capacity"]
-    over = live - capacity
-    target = capacity.expand_as(over)
-    if "max_drop" in numbers:
-        drop = numbers["max_drop"]
-        staged = torch.minimum(torch.maximum(live - drop, target), capacity + numbers["slack"])
-        target = torch.where(drop > 0, staged, target)
-    trigger = numbers.get("trigger", torch.ones_like(capacity))
+    over = live - numbers["capacity"]
+    trigger = numbers.get("trigger", torch.ones_like(numbers["capacity"]))
     due = (over >= trigger) & (trigger > 0)
-    return torch.where(due, live - target, torch.zeros_like(over)).clamp(min=0)
+    return torch.where(due, live - _target(live, numbers), torch.zeros_like(over)).clamp(min=0)
+
+
+def overflow_before_placing(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
+    """How many must leave so that one more token does not exceed the hard cap; shapes as in `overflow`."""
+    most = numbers["capacity"] + numbers.get("slack", torch.zeros_like(numbers["capacity"]))
+    leaving = live + 1 - _target(live + 1, numbers)
+    return torch.where(live + 1 > most, leaving, torch.zeros_like(leaving)).clamp(min=0)
+
+
+def _target(live: Tensor, numbers: dict[str, Tensor]) -> Tensor:
+    """To how many a prune goes."""
+    capacity = numbers["capacity"].expand(live.shape)
+    if "max_drop" not in numbers:
+        return capacity
+    drop = numbers["max_drop"]
+    staged = torch.minimum(torch.maximum(live - drop, capacity), capacity + numbers["slack"])
+    return torch.where(drop > 0, staged, capacity)

@@ -5,13 +5,18 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.given import Given
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.eviction import Together
 
 FREE = -1
 """The position of a slot that holds no token."""
@@ -35,6 +40,7 @@ class AttentionCall:
         softcap: logits become softcap * tanh(logit / softcap), or None.
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
+        rope: how queries and keys were rotated; None without rotary positions. Only compact positions ask.
     """
 
     query: Tensor
@@ -45,6 +51,7 @@ class AttentionCall:
     softcap: float | None = None
     window: int | None = None
     sinks: Tensor | None = None
+    rope: Rope | None = None
 
 
 class SlotState:
@@ -53,12 +60,22 @@ class SlotState:
     Tensors (N slots per KV head; allocated at the end of the prompt, then never again while the policy is bounded):
         keys [batch, kv_heads, N, key_dim], values [batch, kv_heads, N, value_dim]: the model's dtype.
         position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
-        columns [len(spec.columns), batch, kv_heads, N] float32: the policy's state columns.
+        columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
         seen [batch] int32: the row's tokens so far, padding excluded: the position of its next token.
         numbers [batch, len(spec.numbers)] float64: the policy's numbers per row.
+    A policy that sketches has two more:
+        sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
+        prompt [batch] int32: the row's prompt length, padding excluded.
+
+    Attributes:
+        evicts: whether a decoded token may make others leave.
+        selects: whether a decoded token attends to a selection only.
+        ring_sizes: rows of each ring.
+        window: how many tokens a query of this layer sees, or None.
+        together: the layers that agree on their victims, or None where this one decides by itself.
     """
 
-    TENSORS = ("keys", "values", "position", "columns", "seen", "numbers")
+    TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
     """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""
 
     keys: Tensor
@@ -67,6 +84,8 @@ class SlotState:
     columns: Tensor
     seen: Tensor
     numbers: Tensor
+    sketch: Tensor
+    prompt: Tensor
 
     def __init__(
         self,
@@ -84,6 +103,9 @@ class SlotState:
         self.layers = layers
         self.head_offset = head_offset
         self.seed = seed
+        self.together: Together | None = None
+        if spec.sketches:
+            self.TENSORS = (*SlotState.TENSORS, "sketch", "prompt")
         self.reset()
 
     def reset(self) -> None:
@@ -91,14 +113,22 @@ class SlotState:
         self.allocated = False
         self.decoding = False
         self.grows = False
+        self.evicts = False
+        self.selects = False
+        self.window: int | None = None
+        self.ring_sizes: tuple[int, ...] = ()
         self._filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)
+        if self.together is not None:
+            self.together.forget()
 
     @property
     def bounded(self) -> bool:
         """Whether the policy ever evicts."""
         return self.spec.bounded
+
+    # -- numbers -------------------------------------------------------------------------------------------------------
 
     def resolve(self, prompt: Tensor) -> Tensor:
         """The policy's numbers for rows with prompts of these lengths: float64 [batch, len(spec.numbers)].
@@ -116,6 +146,44 @@ class SlotState:
         """The columns of a table of numbers by name, [batch] each."""
         return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
 
+    def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The same, [batch, 1, 1] each: with room for heads and slots."""
+        return {name: value.view(-1, 1, 1) for name, value in self.named(numbers).items()}
+
+    # -- columns -------------------------------------------------------------------------------------------------------
+
+    def size_rings(self, numbers: Tensor) -> None:
+        """Find how many rows each ring needs: as many as the row with the longest history.
+
+        Raises:
+            KvdslError: if a history that is cached already had another size.
+        """
+        sizes = [self.named(numbers)[size] for _, size in self.spec.rings]
+        if self.allocated:
+            known = [self.named(self.numbers)[size] for _, size in self.spec.rings]
+            if any(bool((old != new).any()) for old, new in zip(known, sizes, strict=True)):
+                raise KvdslError(
+                    f"{self.spec.name} remembers a number of queries that depends on the prompt, which came in several "
+                    f"forwards: pass the prompt in one"
+                )
+        self.ring_sizes = tuple(_whole(float(size.max()), "queries to remember") for size in sizes)
+
+    @property
+    def column_rows(self) -> int:
+        """Rows of `columns`."""
+        return len(self.spec.columns) + sum(self.ring_sizes)
+
+    def single_columns(self, columns: Tensor) -> dict[str, Tensor]:
+        """The columns of one number a slot by name, [batch, kv_heads, slots] each, as views of a table of columns."""
+        return dict(zip(self.spec.columns, columns[: len(self.spec.columns)], strict=True))
+
+    def rings(self, columns: Tensor) -> dict[str, Tensor]:
+        """The rings by name, [size, batch, kv_heads, slots] each, as views of a table of columns."""
+        parts = columns[len(self.spec.columns) :].split(list(self.ring_sizes)) if self.ring_sizes else ()
+        return {name: part for (name, _), part in zip(self.spec.rings, parts, strict=True)}
+
+    # -- storage -------------------------------------------------------------------------------------------------------
+
     def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor) -> None:
         """Allocate the slots at the end of a prompt and fill them with what was kept, in text order.
 
@@ -124,20 +192,42 @@ class SlotState:
         """
         position = kept["position"]
         self._filled = int((position >= 0).sum(-1).max())
+        numbers = self._after_prompt(numbers)
         self.grows, slots = self._capacity(numbers)
-        order = torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-        self._allocate(kept, order[..., :slots], slots)
+        self._allocate(kept, text_order(position)[..., :slots], slots)
         self.seen, self.numbers = seen.clone(), numbers
+        if self.spec.sketches:
+            self.prompt = seen.clone()
         self.allocated = True
 
-    def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
-        """Whether the cache grows, and the slots to allocate: what a settle keeps and what may come in before the next."""
+    def _after_prompt(self, numbers: Tensor) -> Tensor:
+        """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
+        if self.bounded and self.spec.when == "prefill":
+            numbers = numbers.clone()
+            numbers[:, self.spec.numbers.index("capacity")] = torch.inf
         named = self.named(numbers)
-        if not self.bounded or ("trigger" in named and bool((named["trigger"] == 0).any())):
+        self.evicts = self.bounded and bool(named["capacity"].isfinite().any())
+        self.selects = self.spec.selects and bool(named["select"].isfinite().any())
+        return numbers
+
+    def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
+        """Whether the cache grows, and the slots to allocate: what a settle keeps and what may come in before the next.
+
+        A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
+        """
+        named = self.named(numbers)
+        if not self.evicts:
+            return True, _grown(self._filled + 1)
+        capacity, trigger, slack = named["capacity"], named.get("trigger"), named.get("slack")
+        if self.spec.hard_cap:
+            most = capacity if slack is None else capacity + slack
+            return False, max(_whole(float(most.max())), self._filled)
+        if trigger is not None and bool((trigger == 0).any()):
             return True, _grown(self._filled + 1)
         largest = {name: float(value.max()) for name, value in named.items()}
-        slack = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
-        return False, _whole(largest["capacity"] + max(largest.get("trigger", 1.0), slack + 1))
+        slack_needed = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
+        most_while_attending = largest["capacity"] + max(largest.get("trigger", 1.0), slack_needed + 1)
+        return False, max(_whole(most_while_attending), self._filled + 1)
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
@@ -149,17 +239,16 @@ class SlotState:
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor, slots: int) -> None:
         """Fresh tensors of `slots` slots that begin with the kept ones in `order` [batch, kv_heads, at most slots]."""
-        used = order.shape[-1]
         for name, dim in SLOT_DIM.items():
             old = kept[name]
             new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
-            index = (
-                order[..., None].expand(*order.shape, old.shape[-1])
-                if old.dim() > dim + 1
-                else order.expand(*old.shape[:dim], used)
-            )
-            new.narrow(dim, 0, used).copy_(old.gather(dim, index))
+            new.narrow(dim, 0, order.shape[-1]).copy_(taken(name, old, order))
             setattr(self, name, new)
+
+    @property
+    def has_sketch(self) -> bool:
+        """Whether a query of the prompt has left a sketch."""
+        return "sketch" in self.__dict__
 
     @property
     def slots(self) -> int:
@@ -169,6 +258,8 @@ class SlotState:
     def bytes(self) -> int:
         """What the tensors occupy."""
         return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
+
+    # -- rows ----------------------------------------------------------------------------------------------------------
 
     def batch_dim(self, name: str) -> int:
         """The batch's dimension in the named tensor."""
@@ -192,6 +283,19 @@ class SlotState:
             self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
 
 
+def text_order(position: Tensor) -> Tensor:
+    """The slots in the order of the text, the free ones last; int64, of the shape of `position`."""
+    return torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+
+
+def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
+    """These slots, [batch, kv_heads, any], of the tensor of that name in `SLOT_DIM`."""
+    dim = SLOT_DIM[name]
+    if tensor.dim() > dim + 1:
+        return tensor.gather(dim, order[..., None].expand(*order.shape, tensor.shape[-1]))
+    return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
+
+
 def _allocated(like: Tensor, shape: tuple[int, ...], value: int) -> Tensor:
     try:
         return like.new_full(shape, value)
@@ -200,10 +304,10 @@ def _allocated(like: Tensor, shape: tuple[int, ...], value: int) -> Tensor:
         raise KvdslError(f"no memory for {size / 2**30:,.1f} GiB of slots ({list(shape)}); lower the budget") from error
 
 
-def _whole(slots: float) -> int:
-    if slots >= 2**31:
-        raise KvdslError(f"a budget of {slots:g} slots per KV head is more than any cache can have; lower it")
-    return int(slots)
+def _whole(count: float, what: str = "slots per KV head") -> int:
+    if count >= 2**31:
+        raise KvdslError(f"{count:g} {what} are more than any cache can have; lower the number")
+    return int(count)
 
 
 def _grown(needed: int) -> int:

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvdsl.runtime.given import Given
 
-ABI = 1
+ABI = 2
 """Generated code states the runtime interface that it was made for; `PolicySpec` refuses another."""
 
 
@@ -24,16 +24,27 @@ class PolicySpec:
         name: the published spelling, for messages.
         stem: the package's name.
         params: the names of the policy's params, in the order of the constructor.
-        numbers: every number that the kernels read per row, in the order of `SlotState.numbers`.
-        resolve: from what the user gave to `numbers` by name, float64 [batch] each. A policy that evicts has `capacity`: the
-            tokens kept per KV head after a settle.
-        columns: names of the state columns.
-        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last` or `token`.
+        numbers: every number that the kernels or the runtime read per row, in the order of `SlotState.numbers`. The runtime
+            knows some by name. A policy that evicts has `capacity`, the tokens kept per KV head after a settle (inf in a layer
+            that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
+            lose to the others) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `page`,
+            `sketch_dims` and `sketch_every`; every ring has `size_<its name>`. Counts are whole; sizes are at least 1.
+        resolve: from what the user gave to `numbers` by name, float64 [batch] each.
+        columns: names of the state columns of one number a slot.
+        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema` or `token`.
         bounded: whether the policy ever evicts.
         group: how a group's query heads are reduced: `mean`, `max` or `sum`.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
         torch_kernels: the generated torch functions (`kvdsl.runtime.torch_backend` documents them).
         cpu_source: the generated C++ file.
+        rings: name and size (the name of a number) of every column that holds what the newest queries gave, one by one.
+        when: the phase in which the policy evicts: `both`, `prefill` or `decode`.
+        victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
+        across: whether a layer's KV heads share one budget.
+        hard_cap: whether room is made before a token is placed.
+        selects: whether a decoded token attends to a selection only.
+        sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
+        compact: whether a key's rotary position is its rank among the live slots.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -49,6 +60,14 @@ class PolicySpec:
     reads_attention: bool
     torch_kernels: Any
     cpu_source: Path
+    rings: tuple[tuple[str, str], ...] = ()
+    when: str = "both"
+    victims: str = "own"
+    across: bool = False
+    hard_cap: bool = False
+    selects: bool = False
+    sketches: bool = False
+    compact: bool = False
     abi: int = ABI
 
     def __post_init__(self) -> None:

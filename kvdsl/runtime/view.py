@@ -8,10 +8,13 @@ reduction over dims there is one more axis, last. All arithmetic is float32.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+
+from kvdsl.runtime import neighbours, pages, rings
+from kvdsl.runtime.slots import SlotState
 
 
 @dataclass
@@ -31,6 +34,10 @@ class View:
         key, value: [batch, kv_heads, slots, dim].
         group: how query heads are reduced.
         random_key: (seed, layer, first KV head) of `random()`.
+        rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
+        sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
+        protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
+        pending: how many of the newest queries the state columns do not know of yet: 1 where a token is about to select.
     """
 
     visible: Tensor
@@ -47,6 +54,10 @@ class View:
     attn: Tensor | None = None
     logit: Tensor | None = None
     query: Tensor | None = None
+    rings: dict[str, Tensor] = field(default_factory=dict)
+    sketch: Tensor | None = None
+    protected: Tensor | None = None
+    pending: int = 0
 
     @property
     def age(self) -> Tensor:
@@ -55,8 +66,8 @@ class View:
 
     @property
     def observed(self) -> Tensor:
-        """How many queries could see the slot, its own token's included."""
-        seen = self.age + 1
+        """How many queries could see the slot, its own token's included, of those that the state columns know of."""
+        seen = (self.age + 1 - self.pending).clamp(min=0) if self.pending else self.age + 1
         return seen if self.window is None else seen.clamp(max=self.window)
 
     def number(self, name: str) -> Tensor:
@@ -66,6 +77,13 @@ class View:
     def column(self, name: str) -> Tensor:
         """A state column."""
         return self.columns[name].unsqueeze(2)
+
+    def ring(self, name: str, op: str) -> Tensor:
+        """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
+        size = self.number(rings.size_name(name)).view(-1, 1, 1)
+        newest = self.newest[:, :, 0] - self.pending
+        valid = rings.valid(len(self.rings[name]), size, newest, self.position[:, :, 0], self.window)
+        return masked_reduce(op, self.rings[name], valid, 0).squeeze(0).unsqueeze(2)
 
     @property
     def q(self) -> Tensor:
@@ -99,7 +117,56 @@ class View:
         """Reduce over the slots that each query sees, keeping the axis. The flags tell the axes beyond the four."""
         visible = self.visible.unsqueeze(2) if grouped else self.visible
         visible = visible.unsqueeze(-1) if dims else visible
-        return _masked_reduce(op, x.float(), visible, -2 if dims else -1)
+        return masked_reduce(op, x.float(), visible, -2 if dims else -1)
+
+    def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
+        """Give every slot the smallest or largest value (`min`, `max`) of the slots of its page that the query sees."""
+        index = pages.numbered(pages.page_of(self.position[:, :, 0].int(), self.number("page")[:, 0])).unsqueeze(2)
+        visible = self.visible
+        if grouped:
+            index, visible = index.unsqueeze(2), visible.unsqueeze(2)
+        if dims:
+            index, visible = index.unsqueeze(-1), visible.unsqueeze(-1)
+        hidden = torch.where(visible, x.float(), -torch.inf if op == "max" else torch.inf)
+        return pages.spread(op, hidden, index, -2 if dims else -1)
+
+    def over_sketch(self, op: str, x: Tensor) -> Tensor:
+        """Reduce the last axis, of size dim or 1, over the sketch's dims only."""
+        chosen, valid = self._sketched(x.float())
+        return masked_reduce(op, chosen, valid, -1).squeeze(-1)
+
+    @property
+    def dot_sketch(self) -> Tensor:
+        """`dot_qk` over the sketch's dims only: [batch, kv_heads, group, queries, slots]."""
+        assert self.query is not None
+        (query, valid), (key, _) = self._sketched(self.query.float()), self._sketched(self.key.float())
+        return torch.einsum("bhgqd,bhsd->bhgqs", query.masked_fill(~valid, 0), key.masked_fill(~valid.squeeze(2), 0))
+
+    def _sketched(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The sketch's dims of x [batch, kv_heads, ..., dim], and which of them are any, bool with axes of size 1 between."""
+        assert self.sketch is not None
+        batch, heads, count = self.sketch.shape
+        index = self.sketch.long().view(batch, heads, *(1,) * (x.dim() - 3), count)
+        between = x.shape[2:-1]
+        full = x.expand(batch, heads, *between, self.key.shape[-1])
+        return full.gather(-1, index.clamp(min=0).expand(batch, heads, *between, count)), index >= 0
+
+    def max_pool(self, x: Tensor | float, size: Tensor | float) -> Tensor:
+        """The largest value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `neighbours.pool`."""
+        return self._pool("max", x, size)
+
+    def mean_pool(self, x: Tensor | float, size: Tensor | float) -> Tensor:
+        """The mean value of each slot's neighbours in the text, [batch, kv_heads, 1, slots]; see `neighbours.pool`."""
+        return self._pool("mean", x, size)
+
+    def _pool(self, op: str, x: Tensor | float, size: Tensor | float) -> Tensor:
+        assert self.protected is not None
+        position = self.position[:, :, 0].int()
+        values = torch.as_tensor(x, device=position.device, dtype=torch.float32)
+        per_slot = values.squeeze(2) if values.dim() == 4 else values
+        count = size[:, :, 0] if isinstance(size, Tensor) else torch.as_tensor(size, device=position.device)
+        free = (position < 0) | self.protected
+        return neighbours.pool(op, per_slot.expand(position.shape), position, free, count).unsqueeze(2)
 
     def random(self) -> Tensor:
         """[batch, kv_heads, queries, slots] in [0, 1), the same on every backend."""
@@ -108,7 +175,8 @@ class View:
         return counter_random(seed, layer, heads, self.position.long(), self.newest.long())
 
 
-def _masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
+def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
+    """Reduce an axis to size 1 over what is visible: `sum`, `mean`, `var`, `std`, `max` or `min`."""
     count = visible.sum(dim, keepdim=True)
     if op in ("max", "min"):
         worst = -torch.inf if op == "max" else torch.inf
@@ -123,6 +191,60 @@ def _masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
     variance = torch.where(visible, (x - mean) ** 2, 0.0).sum(dim, keepdim=True) / count
     return variance if op == "var" else variance.sqrt()
 
+
+# -- looking at slots --------------------------------------------------------------------------------------------------
+
+
+def visible_slots(position: Tensor, query_position: Tensor, window: int | None) -> Tensor:
+    """Bool [batch, kv_heads, queries, slots]: a query sees the tokens up to its own, at most `window` back."""
+    age = query_position[:, None, :, None] - position[:, :, None, :]
+    visible = (position[:, :, None, :] >= 0) & (age >= 0)
+    return visible if window is None else visible & (age < window)
+
+
+def row_view(state: SlotState, kept: dict[str, Tensor], query: Tensor, query_position: Tensor, numbers: Tensor) -> View:
+    """A block of queries and what they see; what they attend to is not known yet.
+
+    Args:
+        kept: `keys`, `values`, `position` and `columns` over slots.
+        query: [batch, query_heads, queries, key_dim].
+        query_position: int32 [batch, queries], FREE for padding.
+    """
+    visible = visible_slots(kept["position"], query_position, state.window)
+    view = _view(state, kept, query_position, visible, numbers)
+    heads = kept["position"].shape[1]
+    view.query = query.unflatten(1, (heads, query.shape[1] // heads))
+    return view
+
+
+def slots_view(state: SlotState, kept: dict[str, Tensor], newest: Tensor, numbers: Tensor, pending: int = 0) -> View:
+    """The live slots when the row's newest token is at `newest`, int32 [batch]."""
+    view = _view(state, kept, newest[:, None], (kept["position"] >= 0).unsqueeze(2), numbers)
+    view.pending = pending
+    return view
+
+
+def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, visible: Tensor, numbers: Tensor) -> View:
+    age = query_position[:, None, :, None] - kept["position"][:, :, None, :]
+    placed = (kept["position"][:, :, None, :] >= 0) & (age >= 0)
+    return View(
+        visible=visible & (query_position >= 0)[:, None, :, None],
+        position=kept["position"].unsqueeze(2).float(),
+        newest=query_position[:, None, :, None].float(),
+        live=placed.sum(-1, keepdim=True).float(),
+        window=state.window,
+        numbers={name: value.float().view(-1, 1, 1, 1) for name, value in state.named(numbers).items()},
+        columns=state.single_columns(kept["columns"]),
+        key=kept["keys"],
+        value=kept["values"],
+        group=state.spec.group,
+        random_key=(state.seed, state.layer, state.head_offset),
+        rings=state.rings(kept["columns"]),
+        sketch=state.sketch if state.has_sketch else None,
+    )
+
+
+# -- random numbers ----------------------------------------------------------------------------------------------------
 
 _WORD = 0xFFFFFFFF
 
@@ -143,12 +265,16 @@ def _mix(x: Tensor) -> Tensor:
     return x ^ (x >> 16)
 
 
-@dataclass
-class Columns:
-    """Folds a block of queries into the state columns."""
+# -- state columns -----------------------------------------------------------------------------------------------------
 
-    columns: dict[str, Tensor]
-    visible: Tensor
+
+class Columns:
+    """Folds the queries of a view into its state columns."""
+
+    def __init__(self, view: View) -> None:
+        self._view = view
+        self.columns = view.columns
+        self.visible = view.visible
 
     def put(self, name: str, x: Tensor) -> None:
         """A value of the token itself: [batch, kv_heads, 1, slots]."""
@@ -177,9 +303,31 @@ class Columns:
         given = x.float().expand_as(self.visible).gather(2, latest.clamp(min=0)).squeeze(2)
         self.columns[name].copy_(torch.where(latest.squeeze(2) >= 0, given, self.columns[name]))
 
+    def ema(self, name: str, x: Tensor, decay: Tensor | float) -> None:
+        """Let every query count for (1 - decay), and what was before it for decay; the slot's first query counts whole.
+
+        All queries at once: what a query gave has decayed once for each query after it that saw the slot.
+        """
+        after = self.visible.flip(2).cumsum(2).flip(2) - self.visible.int()
+        first = self.visible & (self._view.age == 0)
+        decay = torch.as_tensor(decay, dtype=torch.float32, device=self.visible.device)
+        given = torch.where(first, 1.0, 1 - decay) * decay**after * x.float()
+        old = self.columns[name].unsqueeze(2) * decay ** self.visible.sum(2, keepdim=True)
+        old = torch.where(first.any(2, keepdim=True), 0.0, old)
+        self.columns[name].copy_((old + torch.where(self.visible, given, 0.0).sum(2, keepdim=True)).squeeze(2))
+
+    def ring(self, name: str, x: Tensor) -> None:
+        """Note what each query gave in its place, over what an older one gave."""
+        ring, newest = self._view.rings[name], self._view.newest[:, 0, :, 0]
+        size = self._view.number(rings.size_name(name)).view(-1, 1)
+        writer = rings.writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
+        seen = (writer >= 0) & self.visible.gather(2, writer.clamp(min=0))
+        given = x.float().expand(self.visible.shape).gather(2, writer.clamp(min=0))
+        ring.copy_(torch.where(seen, given, ring.permute(1, 2, 0, 3)).permute(2, 0, 1, 3))
+
     def _fold(self, name: str, fold: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> None:
         self.columns[name].copy_(fold(self.columns[name], x))
 
 
-INITIAL = {"sum": 0.0, "squares": 0.0, "max": -torch.inf, "min": torch.inf, "last": 0.0, "token": 0.0}
+INITIAL = {"sum": 0.0, "squares": 0.0, "max": -torch.inf, "min": torch.inf, "last": 0.0, "ema": 0.0, "token": 0.0}
 """What a column holds before its slot's first query, by rule."""

@@ -7,19 +7,23 @@ said.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import cast, get_args
+from dataclasses import dataclass, replace
+from typing import Literal, cast, get_args
 
 from kvdsl import codes
 from kvdsl.codes import Code
-from kvdsl.diagnostics import Label, Sink, did_you_mean, listed
+from kvdsl.diagnostics import Label, Sink, did_you_mean
 from kvdsl.ir.axes import INPUT_AXES
-from kvdsl.ir.nodes import Axis, Function, InputName, Operator, Random, ReduceOp
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.nodes import Axis, Expr, Function, InputName, Operator, ReduceOp
 from kvdsl.sema import values
+from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
+from kvdsl.sema.needs import is_fixed
+from kvdsl.sema.reductions import REDUCTIONS, Over, Reductions
 from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope
+from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -29,22 +33,10 @@ MAX_PARTS = 1_000
 MAX_STEPS = 20_000
 
 INPUTS = frozenset(INPUT_AXES) - {"observed"}
-REDUCTIONS = ("sum", "mean", "std", "var", "max", "min", "last")
 ELEMENTWISE = {"abs": 1, "sqrt": 1, "exp": 1, "log": 1, "floor": 1, "ceil": 1, "where": 3}
-BUILTIN_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, "count", "random", "dot", "ema", "max_pool", "pyramid"})
+POOLS: dict[str, Literal["max", "mean"]] = {"max_pool": "max", "mean_pool": "mean"}
+BUILTIN_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, "count", "random", "dot", "ema"})
 BUILTINS = INPUTS | BUILTIN_FUNCTIONS
-
-_AXES = {"queries": Axis.QUERY, "slots": Axis.SLOT, "dims": Axis.DIM}
-_LATER_AXES = ("page", "sketch")
-_LATER_FUNCTIONS = ("ema", "max_pool", "pyramid")
-
-
-def axes_in_words(axes: frozenset[Axis]) -> str:
-    """`one number per query and slot`."""
-    names = [axis.value for axis in Axis if axis in axes]
-    if not names:
-        return "a single number"
-    return "one number per " + (names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}")
 
 
 @dataclass(frozen=True)
@@ -60,10 +52,17 @@ class Expressions:
 
     Args:
         lenient: says nothing about unknown names, because something that would define names could not be read.
+
+    Attributes:
+        bounded: the numbers inside of expressions that lie in bounds, to be checked when the params are known.
+        histories: where `over last N queries` stands, by the N.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
         self.sink, self.lenient = sink, lenient
+        self.reductions = Reductions(self._report)
+        self.bounded: list[Bounded] = []
+        self.histories: dict[Expr, Span] = {}
         self._uses: list[_Use] = []
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
@@ -104,12 +103,15 @@ class Expressions:
 
     def _report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
         """An error at a place; what goes wrong inside of the prelude is shown where the prelude is used."""
-        uses = [use for use in self._uses if use.definition.prelude]
-        if uses:
-            self.sink.report(code, uses[0].span, message, help)
+        if (place := self._place(span)) is not span:
+            self.sink.report(code, place, message, help)
             return
         used = [Label(use.span, "used here") for use in reversed(self._uses)]
         self.sink.report(code, span, message, help, [*labels, *used[:1]])
+
+    def _place(self, span: Span) -> Span:
+        """The place itself, or, if it lies in the prelude, where that is used."""
+        return next((use.span for use in self._uses if use.definition.prelude), span)
 
     def _speaks_of(self, span: Span) -> bool:
         """Whether an unknown name at a place is worth a report: not if there was one, or if there is no knowing."""
@@ -148,9 +150,10 @@ class Expressions:
         definition.used = True
         if isinstance(definition, ParamName):
             return values.read_param(definition.name)
-        if definition.let.names is None:
+        if definition.let.parameters is None:
             return self.let(definition, node.span)
-        help = f"write `{node.name}({', '.join(word.text for word in definition.let.names)})`"
+        names = (parameter.name.text for parameter in definition.let.parameters)
+        help = f"write `{node.name}({', '.join(names)})`"
         self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", help)
         return None
 
@@ -223,20 +226,21 @@ class Expressions:
     def _call(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
         definition = scope.find(name)
-        if isinstance(definition, LetName) and definition.let.names is not None:
+        if isinstance(definition, LetName) and definition.let.parameters is not None:
             definition.used = True
-            return self._expand(node, definition, definition.let.names, scope)
+            return self._expand(node, definition, definition.let.parameters, scope)
+        if isinstance(definition, Bound) and definition.value is None:
+            return None
         if definition is not None or name in INPUTS:
             message = f"`{name}` is not a function"
             self._report(codes.NOT_A_FUNCTION, node.function.span, message, "leave out the parentheses")
             return None
-        if name in _LATER_FUNCTIONS:
-            self._not_yet(node.span, f"`{name}(...)`")
-            return None
         if name in ("max", "min") and len(node.arguments) > 1:
             return self._extreme(node, cast(Function, name), scope)
-        if name in REDUCTIONS:
+        if name in REDUCTIONS or name == "ema":
             return self._reduction(node, cast(ReduceOp, name), scope)
+        if name in POOLS:
+            return self._pool(node, POOLS[name], scope)
         if name in BUILTIN_FUNCTIONS:
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
@@ -246,25 +250,34 @@ class Expressions:
         self._report(codes.UNKNOWN_FUNCTION, node.function.span, f"unknown function `{name}`", help)
         return None
 
-    def _expand(self, node: syn.Call, definition: LetName, names: tuple[syn.Word, ...], scope: Scope) -> Value | None:
-        args = self._arguments(node, len(names), scope)
-        if args is None:
+    def _expand(
+        self, node: syn.Call, definition: LetName, parameters: tuple[syn.Parameter, ...], scope: Scope
+    ) -> Value | None:
+        """The function's body, with its arguments; a default reads what the body can read, of the parameters those before."""
+        written = match_arguments(node, parameters, self._report)
+        if written is None:
             return None
-        bound: dict[str, Definition] = {word.text: Bound(arg) for word, arg in zip(names, args, strict=True)}
+        given = {name: Bound(self.check(value, scope)) for name, value in written.items()}
+        bound: dict[str, Definition] = {}
+        inner = Scope(bound, definition.scope)
         with self._using(definition, node.span) as free:
-            return self.check(definition.let.value, Scope(bound, definition.scope)) if free else None
+            if not free:
+                return None
+            for parameter in parameters:
+                name, default = parameter.name.text, parameter.default
+                bound[name] = given[name] if default is None or name in given else Bound(self.check(default, inner))
+            return self.check(definition.let.value, inner)
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
         name = node.function.text
         if name in ("count", "random"):
             return self._without_arguments(node)
-        count = 2 if name == "dot" else ELEMENTWISE[name]
-        args = self._arguments(node, count, scope)
+        if name == "dot":
+            return self._dot(node, scope)
+        args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
         known = tuple(arg for arg in args if arg is not None)
-        if name == "dot":
-            return self._reduced(node, "sum", Axis.DIM, values.binary("*", *known))
         if name == "where" and not self.condition(known[0], node.arguments[0].value.span, "`where`"):
             return None
         return self._finite(values.call(cast(Function, name), *known), known, node.span)
@@ -291,119 +304,100 @@ class Expressions:
         return first
 
     def _arguments(self, node: syn.Call, count: int, scope: Scope) -> list[Value | None] | None:
-        """The values of a call's plain arguments; None after a report if there are not `count` of them."""
+        """The values of a built-in function's arguments; None after a report if there are not `count` of them."""
         name, given = node.function.text, len(node.arguments)
-        for argument in node.arguments:
-            if argument.keyword is not None:
-                message = f"`{name}` has no argument named `{argument.keyword.text}`"
-                self._report(codes.ARGUMENTS, argument.keyword.span, message)
-                return None
-            if argument.over is not None:
-                self._over_without_reduction(name, argument.over)
-                return None
+        if not self._plain(name, node.arguments):
+            return None
         if given != count:
-            wants = f"{count} argument{'' if count == 1 else 's'}"
-            message = f"`{name}` takes {wants}, but {given} {'is' if given == 1 else 'are'} given"
-            self._report(codes.ARGUMENTS, node.span, message)
+            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), given))
             return None
         return [self.check(argument.value, scope) for argument in node.arguments]
 
-    def _over_without_reduction(self, name: str, over: syn.Over) -> None:
-        if over.axis.text in _LATER_AXES:
-            self._not_yet(over.span, f"`over {over.axis.text}`")
-            return
-        message = f"`{name}` is not a reduction of one value, so `over` has no meaning here"
-        self._report(codes.ARGUMENTS, over.span, message, f"the reductions are {listed(REDUCTIONS, 'and')}")
-
-    def _not_yet(self, span: Span, what: str) -> None:
-        self._report(codes.NOT_YET, span, f"{what} is not available in this version of kvdsl")
+    def _plain(self, name: str, arguments: Iterable[syn.Argument]) -> bool:
+        """Whether arguments have neither names nor an `over`; reports if not."""
+        for argument in arguments:
+            if argument.keyword is not None:
+                no_argument(name, argument.keyword, (), self._report)
+                return False
+            if argument.over is not None:
+                over_without_reduction(name, argument.over, self._report)
+                return False
+        return True
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
     def _reduction(self, node: syn.Call, op: ReduceOp, scope: Scope) -> Value | None:
-        if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
-            self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces exactly one value", f"for example `{op}(attn)`")
+        """`sum(x)`, `sum(x over dims)`, `ema(x, d)`: the first argument is reduced, and may say over what."""
+        count = 2 if op == "ema" else 1
+        if len(node.arguments) != count or node.arguments[0].keyword is not None:
+            what = "one value, and takes a decay" if op == "ema" else "exactly one value"
+            help = "for example `ema(attn, 0.9)`" if op == "ema" else f"for example `{op}(attn)`"
+            self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces {what}", help)
             return None
-        argument = node.arguments[0]
-        axis = Axis.QUERY if argument.over is None else self._axis(argument.over)
-        body = self.check(argument.value, scope)
-        return None if axis is None or body is None else self._reduced(node, op, axis, body)
+        if not self._plain(node.function.text, node.arguments[1:]):
+            return None
+        over = self._over(node.arguments[0].over, scope, Over())
+        body = self.check(node.arguments[0].value, scope)
+        decay = self._fixed(node.arguments[1].value, scope, "the decay of `ema`", 0, 1) if op == "ema" else None
+        if over is None or body is None or (op == "ema" and decay is None):
+            return None
+        return self.reductions.reduce(node, op, over, body, decay)
 
-    def _axis(self, over: syn.Over) -> Axis | None:
-        if over.last is not None:
-            self._not_yet(over.span, "`over last N queries`")
+    def _over(self, over: syn.Over | None, scope: Scope, default: Over) -> Over | None:
+        """What a reduction ranges over."""
+        if over is None:
+            return default
+        if over.last is None:
+            return self.reductions.axis(over.axis)
+        last = self._fixed(over.last, scope, "the N of `over last N queries`", 1)
+        if last is None:
             return None
-        name = over.axis.text
-        if name in _LATER_AXES:
-            self._not_yet(over.span, f"`over {name}`")
-            return None
-        if name not in _AXES:
-            help = did_you_mean(name, _AXES) or f"the axes are {listed(_AXES, 'and')}"
-            self._report(codes.AXIS, over.axis.span, f"unknown axis `{name}`", help)
-            return None
-        return _AXES[name]
+        self.histories.setdefault(last.expr, self._place(over.span))
+        return Over(last=last)
 
-    def _reduced(self, node: syn.Call, op: ReduceOp, axis: Axis, body: Value) -> Value | None:
-        argument = node.arguments[0].value
-        if axis is Axis.QUERY and body.observes:
-            self._nested(node, op)
+    def _dot(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`dot(a, b)`, over dims; `dot(a, b over sketch)`."""
+        for argument in node.arguments[:-1]:
+            if argument.over is not None:
+                help = "for example `dot(q, k over sketch)`"
+                self._report(codes.ARGUMENTS, argument.over.span, "`over` follows the last argument of `dot`", help)
+                return None
+        over = node.arguments[-1].over if node.arguments else None
+        plain = (*node.arguments[:-1], *(replace(argument, over=None) for argument in node.arguments[-1:]))
+        args = self._arguments(replace(node, arguments=plain), 2, scope)
+        ranges = self._over(over, scope, Over(Axis.DIM))
+        if args is None or ranges is None or any(arg is None for arg in args):
             return None
-        if axis not in body.axes:
-            self._no_axis(node, op, axis, body)
+        if over is not None and ranges.axis is not Axis.DIM:
+            self._report(codes.ARGUMENTS, over.span, "`dot` sums over dims, or over the sketch's", "write `over sketch`")
             return None
-        if op == "last" and axis is not Axis.QUERY:
-            self._report(codes.ARGUMENTS, node.span, "`last` reduces over queries only")
-            return None
-        if axis is Axis.QUERY and any(isinstance(part, Random) for part in walk(body.expr)):
-            message = "`random()` has no value for a single query"
-            self._report(codes.RANDOM, argument.span, message, "draw it outside of the reduction")
-            return None
-        return values.reduce(op, axis, body)
+        left, right = (arg for arg in args if arg is not None)
+        return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
 
-    def _nested(self, node: syn.Call, op: ReduceOp) -> None:
-        inner = _inner_reduction(node.arguments[0].value)
-        span = node.arguments[0].value.span if inner is None else inner.span
-        help = None
-        if inner is not None and inner.function.text != "count":
-            text = inner.arguments[0].value.span.quoted()
-            help = f"over the cached tokens it would be `{inner.function.text}({text} over slots)`"
-        message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
-        self._report(codes.NESTED, span, message, help)
-
-    def _no_axis(self, node: syn.Call, op: ReduceOp, axis: Axis, body: Value) -> None:
+    def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
+        """`max_pool(x, n)`, `mean_pool(x, n)`."""
         name = node.function.text
-        if name == "dot":
-            message = "`dot` multiplies and sums over dims, but neither of its arguments has any"
-            self._report(codes.REDUCTION, node.span, message, "for example `dot(q, k)`")
-            return
-        plural = {value: name for name, value in _AXES.items()}
-        text = node.arguments[0].value.span.quoted()
-        help = "leave the reduction out"
-        if body.axes:
-            others = [plural[other] for other in (Axis.SLOT, Axis.DIM, Axis.QUERY) if other in body.axes]
-            call = f"{name}({text})" if others[0] == "queries" else f"{name}({text} over {others[0]})"
-            help = f"did you mean `{call}`?"
-        message = f"`{text}` has no {plural[axis]} to reduce over: it is {axes_in_words(body.axes)}"
-        self._report(codes.REDUCTION, node.arguments[0].value.span, message, help)
+        if len(node.arguments) != 2:
+            message = f"`{name}` takes a value and a width"
+            self._report(codes.ARGUMENTS, node.span, message, f"for example `{name}(sum(attn), 7)`")
+            return None
+        if not self._plain(name, node.arguments):
+            return None
+        body = self.check(node.arguments[0].value, scope)
+        size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
+        return None if body is None or size is None else self.reductions.pool(node, op, body, size)
+
+    def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float, high: float = math.inf) -> Value | None:
+        """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""
+        value = self.check(node, scope)
+        if value is None or not is_fixed(value, node.span, what, self._report):
+            return None
+        self.bounded.append(Bounded(what, Part(value.expr, self._place(node.span)), low, high))
+        return value
 
 
 def _is_function(definition: Definition | None) -> bool:
-    return isinstance(definition, LetName) and definition.let.names is not None
-
-
-def _inner_reduction(node: syn.Expr) -> syn.Call | None:
-    """The first reduction over queries that is written in an expression."""
-    if isinstance(node, syn.Call):
-        over = node.arguments[0].over if node.arguments else None
-        reduces = node.function.text == "count" or (node.function.text in REDUCTIONS and len(node.arguments) == 1)
-        if reduces and (over is None or over.axis.text == "queries"):
-            return node
-        parts: tuple[syn.Expr, ...] = tuple(argument.value for argument in node.arguments)
-    elif isinstance(node, syn.Binary):
-        parts = (node.left, node.right)
-    else:
-        parts = (node.operand,) if isinstance(node, syn.Unary) else ()
-    return next((found for found in map(_inner_reduction, parts) if found is not None), None)
+    return isinstance(definition, LetName) and definition.let.parameters is not None
 
 
 assert set(REDUCTIONS) < set(get_args(ReduceOp))

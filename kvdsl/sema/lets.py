@@ -50,8 +50,12 @@ def check_lets(definitions: Iterable[Definition], expressions: Expressions) -> N
     for definition in definitions:
         if isinstance(definition, LetName):
             let = definition.let
-            if let.names is None:
+            if let.parameters is None:
                 expressions.let(definition, let.name.span)
-            else:
-                unknown: dict[str, Definition] = {word.text: Bound(None) for word in let.names}
-                expressions.check(let.value, Scope(unknown, definition.scope))
+                continue
+            unknown: dict[str, Definition] = {}
+            for parameter in let.parameters:
+                if parameter.default is not None:
+                    expressions.check(parameter.default, Scope(unknown, definition.scope))
+                unknown[parameter.name.text] = Bound(None)
+            expressions.check(let.value, Scope(unknown, definition.scope))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from kvdsl import codes
@@ -68,9 +68,7 @@ class Loader:
         for statement in syntax.imports:
             imported = self._import(statement, source)
             if imported is None:
-                module.syntax = syn.Module(
-                    source, syntax.editions, syntax.imports, syntax.lets, syntax.policies, broken=True
-                )
+                module.syntax = replace(syntax, broken=True)
             elif imported not in module.imports:
                 module.imports.append(imported)
         if identity is not None:
@@ -85,7 +83,7 @@ class Loader:
                 self.sink.report(codes.EDITION_MISSING, start, "the file does not say its edition", help)
             return
         first, *more = module.editions
-        others = [item.span for items in (module.imports, module.lets, module.policies) for item in items]
+        others = [item.span for items in (module.imports, module.lets, module.policies, module.tests) for item in items]
         if any(other.start < first.span.start for other in others):
             self.sink.report(codes.EDITION, first.span, "the edition does not stand first")
         for edition in more:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+from itertools import pairwise
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
@@ -82,11 +83,16 @@ def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
         return False
     if isinstance(statement, syn.Param):
         return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
+    parameters = statement.parameters or ()
+    return check_name(name, "name", sink) and _check_parameters(parameters, sink)
+
+
+def _check_parameters(parameters: tuple[syn.Parameter, ...], sink: Sink) -> bool:
     seen: set[str] = set()
-    for word in (name, *(statement.names or ())):
+    for parameter in parameters:
+        word = parameter.name
         if not check_name(word, "name", sink):
             return False
-    for word in statement.names or ():
         if word.text in BUILTINS:
             sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
             return False
@@ -94,4 +100,9 @@ def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
             sink.report(codes.DUPLICATE, word.span, f"the argument `{word.text}` is named twice")
             return False
         seen.add(word.text)
+    for before, after in pairwise(parameters):
+        if before.default is not None and after.default is None:
+            message = f"the argument `{after.name.text}` has no default, but `{before.name.text}` before it has one"
+            sink.report(codes.ARGUMENTS, after.span, message, "give it one as well, or put it first")
+            return False
     return True

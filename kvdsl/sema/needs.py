@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
-from kvdsl.ir.nodes import Axis, Input, Reduce
+from kvdsl.ir.nodes import Axis, Input, Random, Reduce
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.expressions import axes_in_words
-from kvdsl.sema.values import Value
+from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
 FIXED = ("budget", "prompt", "layer", "layers")
 
+Report = Callable[..., None]
+"""Takes a code, a place, a message, and perhaps a help, as `Sink.report` does."""
 
-def is_fixed(value: Value, span: Span, what: str, sink: Sink) -> bool:
+
+def is_fixed(value: Value, span: Span, what: str, report: Report) -> bool:
     """Whether a value is a single number that is known once the prompt is; reports if not."""
     text, help = span.quoted(), f"it can read params, {listed(FIXED, 'and')}"
     if value.axes:
         message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
-        sink.report(codes.COUNT_AXES, span, message)
+        report(codes.COUNT_AXES, span, message)
         return False
     for part in walk(value.expr):
         if isinstance(part, Reduce):
             message = f"{what} cannot depend on what is cached, as `{text}` does"
-            sink.report(codes.NOT_HERE, span, message, help)
+            report(codes.NOT_HERE, span, message, help)
             return False
         if isinstance(part, Input) and part.name not in FIXED:
             message = f"`{part.name}` changes from step to step, so {what} cannot read it"
-            sink.report(codes.NOT_HERE, span, message, help)
+            report(codes.NOT_HERE, span, message, help)
             return False
     return True
 
@@ -50,3 +54,48 @@ def _how_to_reduce(value: Value, text: str) -> str:
     if Axis.DIM in value.axes:
         return f"reduce it, first over dims: `mean(sum({text} over dims))`"
     return f"reduce it over queries: `mean({text})`, `sum({text})` or `last({text})`"
+
+
+def selects(value: Value, span: Span, sink: Sink) -> bool:
+    """Whether a query can rank slots by a value before it attends; reports if not."""
+    what, text = "what `select` ranks by", span.quoted()
+    if _looks_back(value, span, what, sink):
+        return False
+    if Axis.SLOT in value.axes and Axis.DIM not in value.axes:
+        return True
+    message = f"{what} has one number per slot, and may vary over queries, but `{text}` {extent(value.axes)}"
+    help = f"reduce it over dims: `sum({text} over dims)`" if Axis.SLOT in value.axes else "for example `dot(q, k)`"
+    sink.report(codes.SELECT_AXES, span, message, help)
+    return False
+
+
+def sketches(value: Value, span: Span, sink: Sink) -> bool:
+    """Whether a query can rank dims by a value before it attends; reports if not."""
+    what, text = "what `sketch` ranks by", span.quoted()
+    if _looks_back(value, span, what, sink):
+        return False
+    for part in walk(value.expr):
+        if isinstance(part, Random) or (isinstance(part, Reduce) and part.within == "page"):
+            name = "over page" if isinstance(part, Reduce) else "random()"
+            sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
+            return False
+    if Axis.DIM in value.axes and Axis.SLOT not in value.axes:
+        return True
+    message = f"{what} has one number per dim, and may vary over queries, but `{text}` {extent(value.axes)}"
+    help = f"reduce it over slots: `mean({text} over slots)`" if Axis.DIM in value.axes else "for example `abs(q)`"
+    sink.report(codes.SELECT_AXES, span, message, help)
+    return False
+
+
+def _looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
+    """Whether a value needs what is known only once the query has attended; reports if it does."""
+    if value.observes:
+        message = f"{what} cannot be reduced over queries: it is found for each query by itself"
+        sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+        return True
+    for part in walk(value.expr):
+        if isinstance(part, Input) and part.name in ("attn", "logit"):
+            message = f"{what} is found before the query attends, so there is no `{part.name}` yet"
+            sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+            return True
+    return False

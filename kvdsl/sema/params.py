@@ -35,7 +35,7 @@ class Params:
     Attributes:
         evaluate: checks an expression of a statement.
         checked: those without errors.
-        on_budget: the names of those that read the budget, themselves or by other params.
+        inputs: what each of them reads (`budget`, `prompt`), itself or by other params.
     """
 
     flat: FlatPolicy
@@ -43,7 +43,7 @@ class Params:
     evaluate: Callable[[syn.Expr, Placed], Value | None]
     sink: Sink
     checked: dict[str, CheckedParam] = field(default_factory=dict)
-    on_budget: set[str] = field(default_factory=set)
+    inputs: dict[str, frozenset[str]] = field(default_factory=dict)
 
     def check(self) -> None:
         """Checks them all."""
@@ -56,7 +56,7 @@ class Params:
     def _check(self, name: str, statement: syn.Param, placed: Placed, earlier: set[str]) -> None:
         span = statement.value.span
         value = self.evaluate(statement.value, placed)
-        if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink):
+        if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink.report):
             value = None
         low, high = self._range(statement, placed)
         if name in self.settings:
@@ -64,18 +64,19 @@ class Params:
         if value is None or not self._reads_earlier(value, span, name, earlier):
             return
         value = self._in_range(name, value, span, low, high, statement)
-        if self.reads_budget(value.expr):
-            self.on_budget.add(name)
+        self.inputs[name] = self.inputs_of(value.expr)
         unit = None if statement.unit is None else statement.unit.text
         self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
 
-    def reads_budget(self, expr: ir.Expr) -> bool:
-        """Whether an expression needs the budget, itself or by the defaults of params."""
-        return any(
-            (isinstance(part, ir.Input) and part.name == "budget")
-            or (isinstance(part, ir.ParamRef) and part.name in self.on_budget)
-            for part in walk(expr)
-        )
+    def inputs_of(self, expr: ir.Expr) -> frozenset[str]:
+        """The inputs that an expression reads, itself or by the defaults of params."""
+        found: set[str] = set()
+        for part in walk(expr):
+            if isinstance(part, ir.Input):
+                found.add(part.name)
+            elif isinstance(part, ir.ParamRef):
+                found |= self.inputs.get(part.name, frozenset())
+        return frozenset(found)
 
     def _reads_earlier(self, value: Value, span: Span, name: str, earlier: set[str]) -> bool:
         for part in walk(value.expr):

@@ -21,7 +21,7 @@ Named = syn.Param | syn.Let
 class Placed:
     """A statement, the file in which its names mean something, and the policy that it stands in."""
 
-    statement: syn.Param | syn.Let | syn.Setting | syn.Keep
+    statement: syn.Param | syn.Let | syn.Single | syn.Keep
     module: Module
     policy: syn.Policy
 
@@ -97,19 +97,12 @@ class _Level:
             message = f"`{self.policy.name.text}` has more than {MAX_STATEMENTS} statements"
             self.sink.report(codes.TOO_LARGE, self.policy.name.span, message)
         for statement in self.policy.statements[:MAX_STATEMENTS]:
-            if isinstance(statement, syn.Later):
-                self._later(statement)
-            elif isinstance(statement, (syn.Param, syn.Let)):
+            if isinstance(statement, (syn.Param, syn.Let)):
                 self._named(statement)
             elif isinstance(statement, syn.Keep):
                 self._keep(statement)
             else:
-                self._setting(statement)
-
-    def _later(self, statement: syn.Later) -> None:
-        text = statement.span.quoted(40)
-        self.sink.report(codes.NOT_YET, statement.span, f"`{text}` is not available in this version of kvdsl")
-        self.flat.broken.add(statement.keyword)
+                self._single(statement)
 
     def _named(self, statement: Named) -> None:
         name = statement.name.text
@@ -125,7 +118,7 @@ class _Level:
             del self.flat.names[name]
         self.flat.names[name] = Placed(statement, self.module, self.policy)
 
-    def _setting(self, statement: syn.Setting) -> None:
+    def _single(self, statement: syn.Single) -> None:
         keyword = statement.keyword
         if not self._once(statement, f"{keyword} ", codes.STATEMENT_TWICE, f"`{keyword}` is given twice"):
             return
@@ -149,14 +142,14 @@ class _Level:
             help = "for example `keep last 16`"
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
 
-    def _once(self, statement: Named | syn.Setting, key: str, code: codes.Code, message: str) -> bool:
+    def _once(self, statement: Named | syn.Single, key: str, code: codes.Code, message: str) -> bool:
         if key not in self.own:
             self.own[key] = statement.span
             return True
         self.sink.report(code, statement.span, message, labels=[Label(self.own[key], "first here")])
         return False
 
-    def _may_change(self, statement: Named | syn.Setting | syn.Keep, what: str, inherited: Span | None) -> bool:
+    def _may_change(self, statement: Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
         """Whether `override` stands where it has to, and only there; reports if not."""
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:
@@ -171,7 +164,7 @@ class _Level:
             return False
         return True
 
-    def _nothing_to_override(self, statement: Named | syn.Setting | syn.Keep, what: str) -> None:
+    def _nothing_to_override(self, statement: Named | syn.Single | syn.Keep, what: str) -> None:
         parent = self.policy.parent
         if parent is None:
             message = f"{what} overrides nothing: `{self.policy.name.text}` extends no policy"

@@ -6,23 +6,45 @@ A number that depends on the prompt or the layer is not known here; the runtime 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
-from kvdsl.ir.nodes import Expr
+from kvdsl.ir.nodes import Expr, Number, Reduce
 from kvdsl.ir.printer import print_number
+from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import value_of
 from kvdsl.source import Span
 
+KEY_AND_VALUE_BYTES = 512
+"""A key and a value of 128 dims in 16 bits: what a history is compared with."""
+
 
 @dataclass(frozen=True)
-class Count:
-    """An expression for a number, and where it stands."""
+class Part:
+    """A checked expression, and where it stands."""
 
     expr: Expr
     span: Span
+
+
+@dataclass(frozen=True)
+class Bounded:
+    """A number that has to lie in bounds, both included; `what` is how a message calls it.
+
+    A count of tokens may be 0 and has a code of its own.
+    """
+
+    what: str
+    part: Part
+    low: float = 0
+    high: float = math.inf
+    counts: bool = False
+
+
+Keep = tuple[str, Expr, Span]
+"""A scope, its count, and where the `keep` stands."""
 
 
 @dataclass
@@ -32,15 +54,19 @@ class Statics:
     sink: Sink
     params: Mapping[str, Expr]
     known: dict[str, float] = field(default_factory=dict)
-    budget_span: Span | None = None
 
-    def check_budget(self, budget: Count) -> None:
-        """Finds the budget's value; reports one below 1."""
+    def value(self, part: Part | None, default: float | None = None) -> float | None:
+        """The value of an expression, if it is known; `default` if there is none."""
+        return default if part is None else value_of(part.expr, self.known)
+
+    # -- single numbers ----------------------------------------------------------------------------------------------
+
+    def check_budget(self, budget: Part | None) -> None:
+        """Finds the values of the budget and of params; reports a budget below 1."""
         self._learn_params()
-        value = value_of(budget.expr, self.known)
-        if value is None:
+        value = self.value(budget)
+        if budget is None or value is None:
             return
-        self.budget_span = budget.span
         if value < 1:
             message = f"the budget is {print_number(value)}, but a policy keeps at least 1 token"
             help = f"a rate of the prompt is written `{print_number(value)} * prompt`" if value > 0 else None
@@ -55,40 +81,128 @@ class Statics:
             if value is not None:
                 self.known[name] = value
 
-    def check_count(self, what: str, count: Count) -> None:
-        """Reports a count below 0."""
-        value = value_of(count.expr, self.known)
-        if value is not None and value < 0:
-            message = f"{what} needs a count of at least 0, but `{count.span.quoted()}` is {print_number(value)}"
-            self.sink.report(codes.NEGATIVE, count.span, message)
-
-    def check_keeps(self, keeps: dict[str, list[Count]]) -> None:
-        """Reports keeps that protect more tokens than the budget holds."""
-        budget = self.known.get("@budget")
-        if budget is None:
+    def check_bounds(self, number: Bounded) -> None:
+        """Reports a number outside of its bounds."""
+        value = self.value(number.part)
+        if value is None or number.low <= value <= number.high:
             return
-        first, last = self._largest(keeps["first"]), self._largest(keeps["last"])
-        for size, count in [*self._sizes(keeps["top"]), *self._sizes(keeps["first"]), *self._sizes(keeps["last"])]:
-            if size > budget:
-                self._too_many(f"`{count.span.quoted()}` protects {print_number(size)} tokens", budget, count, None)
-                return
-        implied = 0 if keeps["last"] else 1
-        total = (first[0] if first else 0) + (last[0] if last else implied)
-        if first is not None and total > budget:
-            other = f"`{last[1].span.quoted()}`" if last else "the last token, which is kept by default,"
-            text = f"`{first[1].span.quoted()}` and {other} protect {print_number(total)} tokens"
-            self._too_many(text, budget, first[1], last[1] if last else None)
+        given = f"but `{number.part.span.quoted()}` is {print_number(value)}"
+        if number.counts:
+            self.sink.report(codes.NEGATIVE, number.part.span, f"{number.what} needs a count of at least 0, {given}")
+            return
+        bounds = f"is at least {print_number(number.low)}"
+        if not math.isinf(number.high):
+            bounds = f"lies between {print_number(number.low)} and {print_number(number.high)}"
+        self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {given}")
 
-    def _too_many(self, text: str, budget: float, count: Count, other: Count | None) -> None:
-        labels = [] if other is None else [Label(other.span, "and this")]
-        if self.budget_span is not None:
-            labels.append(Label(self.budget_span, "the budget"))
-        message = f"{text}, but the budget is {print_number(budget)}"
-        self.sink.report(codes.KEEPS, count.span, message, "protect fewer, or raise the budget", labels)
+    def check_layers(self, exprs: Mapping[str, Part]) -> None:
+        """Reports ranges of layers whose last layer is before the first."""
+        for keyword in ("layers", "select"):
+            low, high = (exprs.get(f"{keyword}.{end}") for end in ("low", "high"))
+            first, last = self.value(low), self.value(high)
+            if low is not None and high is not None and first is not None and last is not None and first > last:
+                span = low.span.to(high.span)
+                message = f"the range of `{keyword}` is empty: {print_number(first)} is above {print_number(last)}"
+                help = f"did you mean `{high.span.quoted()}..{low.span.quoted()}`?"
+                self.sink.report(codes.EMPTY_RANGE, span, message, help)
 
-    def _sizes(self, counts: list[Count]) -> list[tuple[float, Count]]:
-        known = ((value_of(count.expr, self.known), count) for count in counts)
-        return [(float(math.floor(value)), count) for value, count in known if value is not None]
+    # -- keeps -------------------------------------------------------------------------------------------------------
 
-    def _largest(self, counts: list[Count]) -> tuple[float, Count] | None:
-        return max(self._sizes(counts), key=lambda sized: sized[0], default=None)
+    def check_keeps(self, keeps: Iterable[Keep], exprs: Mapping[str, Part]) -> None:
+        """Reports keeps that protect more tokens than the budget holds, or than are selected."""
+        sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
+        for name, role in (("budget", "the budget is"), ("select.count", "the number of selected tokens is")):
+            limit = None if name not in exprs else self._size(exprs[name].expr)
+            if limit is not None:
+                self._check_keeps(sized, limit, Label(exprs[name].span, role.split(" is")[0]), role)
+
+    def _size(self, count: Expr) -> int | None:
+        value = value_of(count, self.known)
+        return None if value is None else math.floor(value)
+
+    def _check_keeps(self, sized: list[tuple[str, int, Span]], limit: int, at: Label, role: str) -> None:
+        for scope in ("top", "first", "last"):
+            for size, span in [(size, span) for other, size, span in sized if other == scope]:
+                if size > limit:
+                    text = f"`{span.quoted()}` protects {size} tokens"
+                    self._too_many(text, span, limit, [at], role)
+                    return
+        first = max((one for one in sized if one[0] == "first"), key=lambda one: one[1], default=None)
+        last = max((one for one in sized if one[0] == "last"), key=lambda one: one[1], default=None)
+        total = (first[1] if first else 0) + (last[1] if last else 1)
+        if first is not None and total > limit:
+            other = f"`{last[2].quoted()}`" if last else "the last token, which is kept by default,"
+            labels = [at] if last is None else [Label(last[2], "and this"), at]
+            self._too_many(f"`{first[2].quoted()}` and {other} protect {total} tokens", first[2], limit, labels, role)
+
+    def _too_many(self, text: str, span: Span, limit: int, labels: list[Label], role: str) -> None:
+        help = "protect fewer, or raise the budget" if role == "the budget is" else "protect fewer, or select more"
+        self.sink.report(codes.KEEPS, span, f"{text}, but {role} {limit}", help, labels)
+
+    # -- warnings ----------------------------------------------------------------------------------------------------
+
+    def warn_of_drops(self, exprs: Mapping[str, Part], hard: bool) -> None:
+        """Warns of `slack` and `max_drop` that change nothing, or something else than they seem to say.
+
+        With max_drop d, slack s and trigger R, once the text is long a prune drops max(min(d, R), R - s) tokens.
+        """
+        trigger, slack, drop = (exprs.get(name) for name in ("trigger", "slack", "max_drop"))
+        at, rises = self.value(trigger, 1), self.value(slack, 0)
+        most = self.value(drop, 0)
+        if at == 0 and not hard and (unread := slack or drop) is not None:
+            self._no_effect(unread.span, "with `trigger overflow >= 0` nothing is ever pruned, so this has no effect")
+        elif most == 0 and slack is not None and rises != 0 and not hard:
+            message = "without `max_drop` a prune goes down to the budget, so `slack` has no effect"
+            self._no_effect(slack.span, message, "add `max_drop 8`, say")
+        elif drop is not None and at and most and rises is not None:
+            self._warn_of_drop(drop, math.floor(at), math.floor(rises), math.floor(most))
+
+    def _warn_of_drop(self, drop: Part, trigger: int, slack: int, most: int) -> None:
+        steady = max(min(most, trigger), trigger - slack)
+        tokens = "1 token" if steady == 1 else f"{steady} tokens"
+        if trigger >= 1 and steady == trigger:
+            message = f"a prune drops all above the budget ({tokens}), as it would without `slack` and `max_drop`"
+            help = "raise the `slack`" if most < trigger else "choose `max_drop` below the `trigger`"
+        elif steady > most:
+            message = f"in the long run a prune drops {tokens}, although `max_drop` is {most}"
+            help = f"a `slack` of {trigger - most} makes it {most}"
+        elif steady == 1:
+            message, help = "in the long run a prune drops a single token, at every step", "choose a larger `max_drop`"
+        else:
+            return
+        self._no_effect(drop.span, message, help)
+
+    def warn_of_selection(self, exprs: Mapping[str, Part]) -> None:
+        """Warns of a selection that is as large as what is ever cached; only for a policy that evicts everywhere."""
+        select = exprs.get("select.count")
+        budget, trigger, slack = (
+            self.known.get("@budget"),
+            self.value(exprs.get("trigger"), 1),
+            self.value(exprs.get("slack"), 0),
+        )
+        count = self.value(select)
+        if select is None or budget is None or count is None or not trigger or slack is None:
+            return
+        most = math.floor(budget) + max(math.floor(trigger), math.floor(slack) + 1)
+        if count >= most:
+            message = f"no more than {most} tokens are cached while decoding, so nothing is skipped"
+            self._no_effect(select.span, message, "select fewer, or raise the budget")
+
+    def warn_of_histories(self, exprs: Iterable[Expr], spans: Mapping[Expr, Span]) -> None:
+        """Warns where the histories that `over last N queries` needs cost more than what is cached."""
+        rings = {
+            (part.body, part.last): value
+            for expr in exprs
+            for part in walk(expr)
+            if isinstance(part, Reduce) and part.last is not None
+            if (value := value_of(part.last, self.known)) is not None
+        }
+        size = 4 * sum(math.floor(value) for value in rings.values())
+        if size > KEY_AND_VALUE_BYTES:
+            _, last = next(iter(rings))
+            message = f"the history takes {size:,} bytes a token, more than a key and value of 128 dims in 16 bits"
+            help = f"a history of {KEY_AND_VALUE_BYTES // 4} queries costs as much; `ema(...)` costs 4 bytes"
+            self.sink.report(codes.HISTORY, spans[last or Number(value=0)], message, help)
+
+    def _no_effect(self, span: Span, message: str, help: str | None = None) -> None:
+        self.sink.report(codes.NO_EFFECT, span, message, help)

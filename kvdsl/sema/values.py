@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
 from kvdsl.ir.axes import INPUT_AXES
 from kvdsl.ir.nodes import (
@@ -16,6 +17,7 @@ from kvdsl.ir.nodes import (
     Number,
     Operator,
     ParamRef,
+    Pool,
     Random,
     Reduce,
     ReduceOp,
@@ -35,6 +37,8 @@ class Value:
     Attributes:
         parts, depth: its size, which bounds what a few nested lets can grow to.
         observes: whether it reduces over queries.
+        pools: whether it has a `max_pool` or `mean_pool` in it.
+        sketched: whether it reads the dims of the sketch only, by `over sketch`.
         constant: its value, if it reads nothing.
     """
 
@@ -44,6 +48,8 @@ class Value:
     parts: int = 1
     depth: int = 1
     observes: bool = False
+    pools: bool = False
+    sketched: bool = False
     constant: float | None = None
 
 
@@ -81,15 +87,55 @@ def binary(op: Operator, left: Value, right: Value) -> Value:
     return _combined(expr, (left, right), op in COMPARISONS | LOGICAL, constant)
 
 
-def reduce(op: ReduceOp, axis: Axis, body: Value) -> Value:
-    """A reduction. One over queries leaves one number per slot."""
-    axes = body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES)
-    expr = Reduce(op=op, axis=axis, body=body.expr)
-    return Value(expr, axes, False, body.parts + 1, body.depth + 1, body.observes or axis is Axis.QUERY)
+def reduce(
+    op: ReduceOp,
+    axis: Axis,
+    body: Value,
+    last: Value | None = None,
+    decay: Value | None = None,
+    within: Literal["all", "page", "sketch"] = "all",
+) -> Value:
+    """A reduction. One over queries leaves one number per slot; one within a page gives every slot the value of its page."""
+    args = tuple(value for value in (body, last, decay) if value is not None)
+    last_expr, decay_expr = (None if value is None else value.expr for value in (last, decay))
+    expr = Reduce(op=op, axis=axis, body=body.expr, last=last_expr, decay=decay_expr, within=within)
+    combined = _combined(expr, args, condition=False, constant=None)
+    return replace(
+        combined,
+        axes=body.axes if within == "page" else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES),
+        observes=body.observes or axis is Axis.QUERY,
+        sketched=body.sketched or within == "sketch",
+    )
+
+
+def pool(op: Literal["max", "mean"], body: Value, size: Value) -> Value:
+    """A pool along the slots."""
+    combined = _combined(Pool(op=op, body=body.expr, size=size.expr), (body, size), condition=False, constant=None)
+    return replace(combined, axes=frozenset({Axis.SLOT}), pools=True)
 
 
 def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: float | None) -> Value:
-    axes = NO_AXES.union(*(arg.axes for arg in args))
-    parts = 1 + sum(arg.parts for arg in args)
-    depth = 1 + max(arg.depth for arg in args)
-    return Value(expr, axes, condition, parts, depth, any(arg.observes for arg in args), constant)
+    return Value(
+        expr,
+        axes=NO_AXES.union(*(arg.axes for arg in args)),
+        condition=condition,
+        parts=1 + sum(arg.parts for arg in args),
+        depth=1 + max(arg.depth for arg in args),
+        observes=any(arg.observes for arg in args),
+        pools=any(arg.pools for arg in args),
+        sketched=any(arg.sketched for arg in args),
+        constant=constant,
+    )
+
+
+def extent(axes: frozenset[Axis]) -> str:
+    """`has one number per slot`."""
+    return f"{'has' if axes else 'is'} {axes_in_words(axes)}"
+
+
+def axes_in_words(axes: frozenset[Axis]) -> str:
+    """`one number per query and slot`."""
+    names = [axis.value for axis in Axis if axis in axes]
+    if not names:
+        return "a single number"
+    return "one number per " + (names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}")

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import dataclass, field
 
 from lark import Token
 from lark.lexer import TerminalDef
@@ -24,6 +25,21 @@ _LOOKALIKES = {
 }  # fmt: skip
 
 
+@dataclass
+class Lexed:
+    """What a text consists of.
+
+    Attributes:
+        tokens: without comments, spaces, and the line ends inside of parentheses.
+        comments: in their order; each reaches to the end of its line.
+        strays: where something was that is no token: that has been reported.
+    """
+
+    tokens: list[Token]
+    comments: list[Token] = field(default_factory=list)
+    strays: list[int] = field(default_factory=list)
+
+
 class Lexer:
     """Splits texts into tokens of a grammar's terminals."""
 
@@ -34,11 +50,16 @@ class Lexer:
         self._pattern = re.compile("|".join(f"(?P<{t.name}>{t.pattern.to_regexp()})" for t in symbols))
         self._ignored = frozenset(ignored)
 
-    def tokens(self, source: SourceFile, sink: Sink) -> tuple[list[Token], list[int]]:
-        """The tokens of a text, and where something was that is none: that has been reported."""
-        strays: list[int] = []
-        tokens = [token for token in self._raw(source, sink, strays) if token.type not in self._ignored]
-        return list(_without_line_ends_in_parentheses(tokens)), strays
+    def lex(self, source: SourceFile, sink: Sink) -> Lexed:
+        """The tokens of a text, and what lies between them."""
+        found = Lexed([])
+        for token in self._raw(source, sink, found.strays):
+            if token.type not in self._ignored:
+                found.tokens.append(token)
+            elif token.type == "COMMENT":
+                found.comments.append(token)
+        found.tokens = list(_without_line_ends_in_parentheses(found.tokens))
+        return found
 
     def _raw(self, source: SourceFile, sink: Sink, strays: list[int]) -> Iterator[Token]:
         text, at, match = source.text, 0, self._pattern.match

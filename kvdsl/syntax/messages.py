@@ -61,6 +61,7 @@ def explain(stuck: Stuck) -> Explanation:
 _EXPRESSION = {"NUMBER", "LPAR", "MINUS"}
 _OPERATORS = {"OR", "AND", "LT", "LE", "GT", "GE", "EQ", "NE", "PLUS", "MINUS", "STAR", "SLASH", "PERCENT", "POWER"}
 _COMPARISONS = {"LT", "LE", "GT", "GE", "EQ", "NE"}
+_STEPS = {"USE", "SET", "PROMPT", "ATTEND", "TOKEN", "EXPECT"}
 _SHOWN = {
     "NAME": "a name", "NUMBER": "a number", "STRING": "a string", "LPAR": "`(`", "RPAR": "`)`", "LBRACE": "`{`",
     "RBRACE": "`}`", "EQUAL": "`=`", "COMMA": "`,`", "RANGE": "`..`", "$END": "the end of the file", "GE": "`>=`",
@@ -74,15 +75,15 @@ def _unclosed(stuck: Stuck) -> Explanation | None:
         parenthesis = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
         if parenthesis is None and brace is not None and "RBRACE" in stuck.accepts:
             span = span_of(stuck.source, brace)
-            return codes.UNCLOSED, span, "this `{` has no closing `}`", "add `}` after the policy's last statement", ()
+            return codes.UNCLOSED, span, "this `{` has no closing `}`", "add `}` after the last statement", ()
     if "RPAR" in stuck.accepts and stuck.token.type in ("_SEP", "$END", "RBRACE", "LBRACE"):
         opened = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
         if opened is not None:
             return codes.UNCLOSED, span_of(stuck.source, opened), "this `(` has no closing `)`", None, ()
-    if stuck.token == "policy" and "OVERRIDE" in stuck.accepts:
+    if stuck.token in ("policy", "test") and stuck.accepts & {"OVERRIDE", "EXPECT", "ATTEND"}:
         brace = _last_open(stuck.tokens[: stuck.at], "LBRACE", "RBRACE")
         labels = () if brace is None else (Label(span_of(stuck.source, brace), "this `{` is still open"),)
-        return codes.UNCLOSED, stuck.span, "expected `}` before the next policy", None, labels
+        return codes.UNCLOSED, stuck.span, f"expected `}}` before the next {stuck.token}", None, labels
     return None
 
 
@@ -109,14 +110,14 @@ def _stray_bracket(stuck: Stuck) -> Explanation | None:
 
 def _statement(stuck: Stuck) -> Explanation | None:
     """A word that begins no statement."""
-    begins = "OVERRIDE" in stuck.accepts or "KEEP" in stuck.accepts or "POLICY" in stuck.accepts
+    begins = stuck.accepts & {"OVERRIDE", "KEEP", "POLICY", "EXPECT", "ATTEND"}
     if not begins or stuck.token.type != "NAME":
         return None
     known = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
     word = printable(str(stuck.token)[:64])
     if "POLICY" in stuck.accepts:
         help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
-        return codes.STATEMENT, stuck.span, f"expected `policy`, `let` or `import`, not `{word}`", help, ()
+        return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
     return codes.STATEMENT, stuck.span, f"unknown statement `{word}`", did_you_mean(word, known), ()
 
 
@@ -164,6 +165,8 @@ def _help(stuck: Stuck) -> str | None:
     kind, before = stuck.token.type, stuck.before
     if "OVERRIDE" in stuck.accepts and kind in _OPERATORS:
         return "to go on in a new line, put the expression in parentheses"
+    if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
+        return f"`{stuck.token}` belongs inside of a test: `test \"...\" {{ ... }}`"
     if "POLICY" in stuck.accepts and kind in stuck.keywords:
         return f"`{stuck.token}` belongs inside of a policy: `policy NAME {{ ... }}`"
     if "OR" in stuck.accepts and kind == "OVER":
@@ -183,9 +186,11 @@ def _choices(stuck: Stuck) -> list[str]:
     accepts -= {"EQUAL"} if "COMMA" in accepts else {"NAME", "LPAR"} if "EQUAL" in accepts else set()
     if "OVERRIDE" in accepts:
         return ["a statement", "`}`"]
+    if "EXPECT" in accepts:
+        return ["a step of the test", "`}`"]
     if "POLICY" in accepts:
-        return ["`policy`", "`let`", "`import`"]
-    if "SCORE" in accepts:
+        return ["`policy`", "`let`", "`import`", "`test`"]
+    if "SCORE" in accepts and "KEEP" in accepts:
         return ["a statement"]
     choices = []
     if accepts >= _EXPRESSION:

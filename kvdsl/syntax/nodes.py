@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import ClassVar, Literal
 
 from kvdsl.source import SourceFile, Span
 
@@ -116,12 +116,21 @@ class Param:
 
 
 @dataclass(frozen=True)
-class Let:
-    """`let NAME = EXPR`, or with `names` a function."""
+class Parameter:
+    """What a function takes: a name, perhaps with a default."""
 
     span: Span
     name: Word
-    names: tuple[Word, ...] | None
+    default: Expr | None
+
+
+@dataclass(frozen=True)
+class Let:
+    """`let NAME = EXPR`, or with `parameters` a function."""
+
+    span: Span
+    name: Word
+    parameters: tuple[Parameter, ...] | None
     value: Expr
     override: bool = False
 
@@ -139,7 +148,7 @@ class Keep:
 
 @dataclass(frozen=True)
 class Setting:
-    """A statement that may stand once and holds an expression (`score`, `budget`, `slack`) or a word (`group`)."""
+    """A statement that may stand once and holds an expression (`score`, `slack`), a word (`group`), or both (`storage`)."""
 
     span: Span
     keyword: str
@@ -149,15 +158,160 @@ class Setting:
 
 
 @dataclass(frozen=True)
-class Later:
-    """A statement, or a form of one, that the language has and this version does not compile."""
+class Across:
+    """`across heads [floor RATE]`, the rest of a `budget`."""
 
     span: Span
-    keyword: str
+    floor: Expr | None
+
+
+@dataclass(frozen=True)
+class Budget:
+    """`budget EXPR [across heads [floor RATE]]`."""
+
+    span: Span
+    value: Expr
+    across: Across | None
     override: bool = False
+    keyword: ClassVar[str] = "budget"
 
 
-Statement = Param | Let | Keep | Setting | Later
+@dataclass(frozen=True)
+class Select:
+    """`select top N by EXPR [in layers A..B]`."""
+
+    span: Span
+    count: Expr
+    by: Expr
+    range: Range | None
+    override: bool = False
+    keyword: ClassVar[str] = "select"
+
+
+@dataclass(frozen=True)
+class Sketch:
+    """`sketch top D dims by EXPR every U queries`."""
+
+    span: Span
+    count: Expr
+    by: Expr
+    every: Expr
+    override: bool = False
+    keyword: ClassVar[str] = "sketch"
+
+
+@dataclass(frozen=True)
+class Layers:
+    """`layers A..B`."""
+
+    span: Span
+    range: Range
+    override: bool = False
+    keyword: ClassVar[str] = "layers"
+
+
+Single = Setting | Budget | Select | Sketch | Layers
+"""The statements that may stand once in a policy."""
+
+Statement = Param | Let | Keep | Single
+
+# -- tests -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Row:
+    """Some numbers, `0.4, nan`; `rest` stands between the first `rest_at` of the values and the others."""
+
+    span: Span
+    values: tuple[float, ...]
+    rest: float | None = None
+    rest_at: int = 0
+
+    def fits(self, count: int) -> bool:
+        """Whether these can be so many numbers."""
+        return len(self.values) == count or (self.rest is not None and len(self.values) < count)
+
+    def of(self, count: int) -> tuple[float, ...]:
+        """So many numbers, which fit."""
+        rest = () if self.rest is None else (self.rest,) * (count - len(self.values))
+        return (*self.values[: self.rest_at], *rest, *self.values[self.rest_at :])
+
+
+@dataclass(frozen=True)
+class Places:
+    """Positions in the text, `0, 4..9`, as ranges with both ends; none for `nothing`."""
+
+    span: Span
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class Given:
+    """What a token brings: `attend`, `query`, `key` or `value`. One tuple for each KV head; only a `query` has several rows in it."""
+
+    span: Span
+    kind: str
+    heads: tuple[tuple[Row, ...], ...]
+
+
+@dataclass(frozen=True)
+class Incoming:
+    """A token, `attend ROW` or `token query ROW`, once or `times` times."""
+
+    span: Span
+    given: tuple[Given, ...]
+    times: int = 1
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """`prompt { ... }`: tokens that come in together."""
+
+    span: Span
+    tokens: tuple[Incoming, ...]
+
+
+@dataclass(frozen=True)
+class Use:
+    """`use POLICY [at layer N of N]`."""
+
+    span: Span
+    policy: Word
+    layer: Constant | None = None
+    layers: Constant | None = None
+
+
+@dataclass(frozen=True)
+class Set:
+    """`set PARAM = NUMBER`."""
+
+    span: Span
+    name: Word
+    value: Constant
+
+
+@dataclass(frozen=True)
+class Expect:
+    """`expect WHAT ...`: for each KV head, or once for all; `word` is the column of `state` or the text of `error`."""
+
+    span: Span
+    what: str
+    heads: tuple[Row | Places, ...] = ()
+    word: Word | None = None
+
+
+Step = Use | Set | Prompt | Incoming | Expect
+
+
+@dataclass(frozen=True)
+class Test:
+    """`test "TITLE" { ... }`. `broken`: some of its steps have syntax errors and are missing."""
+
+    span: Span
+    title: Word
+    steps: tuple[Step, ...]
+    broken: bool = False
+
 
 # -- files -----------------------------------------------------------------------------------------------------------
 
@@ -199,4 +353,5 @@ class Module:
     imports: tuple[Import, ...] = ()
     lets: tuple[Let, ...] = ()
     policies: tuple[Policy, ...] = ()
+    tests: tuple[Test, ...] = ()
     broken: bool = field(default=False)

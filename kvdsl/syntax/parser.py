@@ -31,15 +31,19 @@ A_STATEMENT = "?"
 
 
 class Place(Enum):
-    """Where the parser stands: among the items of the file, before a policy's `{`, or among its statements."""
+    """Where the parser stands: among the items of the file, before a `{`, or among what the braces hold."""
 
     FILE = 0
     HEADER = 1
     POLICY = 2
+    TEST = 3
+    PROMPT = 4
 
 
-_LEADS_TO = {"POLICY": Place.HEADER, "LBRACE": Place.POLICY, "RBRACE": Place.FILE}
-_BEGINS = {Place.FILE: "POLICY", Place.POLICY: "OVERRIDE"}
+_OPENS = {"POLICY": Place.POLICY, "TEST": Place.TEST, "PROMPT": Place.PROMPT}
+_AROUND = {Place.POLICY: Place.FILE, Place.TEST: Place.FILE, Place.PROMPT: Place.TEST}
+_BEGINS = {Place.FILE: "POLICY", Place.POLICY: "OVERRIDE", Place.TEST: "EXPECT", Place.PROMPT: "ATTEND"}
+_ITEMS = ("policy", "test")
 
 
 @dataclass(frozen=True)
@@ -52,10 +56,17 @@ class BrokenStatement:
 
 @dataclass
 class Parsed:
-    """A tree (None if nothing could be made of the file) and what was left out of it."""
+    """A tree (None if nothing could be made of the file) and what was left out of it.
+
+    Attributes:
+        tokens: what was read, line ends included; keywords have types of their own.
+        comments: what the tree does not show.
+    """
 
     tree: Tree[Token] | None
     broken: list[BrokenStatement] = field(default_factory=list)
+    tokens: list[Token] = field(default_factory=list)
+    comments: list[Token] = field(default_factory=list)
 
 
 @lru_cache(maxsize=1)
@@ -76,14 +87,16 @@ class _Parser:
         self.keywords = lexer.keywords
         self.machine: InteractiveParser = lark.parse_interactive("")
         self.states = self.machine.parser_state.parse_conf.states
-        self.tokens, self.strays = lexer.tokens(source, sink)
+        lexed = lexer.lex(source, sink)
+        self.tokens, self.comments, self.strays = lexed.tokens, lexed.comments, lexed.strays
         end = len(source.text)
         self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
         self.at = 0
         self.statement = 0
         self.errors = 0
+        self.read: list[Token] = []
         self.broken: list[BrokenStatement] = []
-        self.place = Place.FILE
+        self.place = self.opening = Place.FILE
         self.saved: tuple[Place, list[object], list[object]] = (Place.FILE, [], [])
 
     def run(self) -> Parsed:
@@ -99,9 +112,19 @@ class _Parser:
                     return Parsed(None, self.broken)
                 continue
             if token.type == "$END":
-                return Parsed(tree, self.broken)
-            self.place = _LEADS_TO.get(token.type, self.place)
+                return Parsed(tree, self.broken, self.read, self.comments)
+            self.read.append(token)
+            self._enter(token)
             self.at += 1
+
+    def _enter(self, token: Token) -> None:
+        """Follows where the parser stands."""
+        if token.type in _OPENS:
+            self.place, self.opening = Place.HEADER, _OPENS[token.type]
+        elif token.type == "LBRACE":
+            self.place = self.opening
+        elif token.type == "RBRACE":
+            self.place = _AROUND[self.place]
 
     def _allowed(self) -> Mapping[str, object]:
         """What the tables have an action for in the present state."""
@@ -139,30 +162,32 @@ class _Parser:
         """Goes back to where the broken statement began and on to where the next may; False if there is no such place."""
         state = self.machine.parser_state
         self.place, state.state_stack, state.value_stack = self.saved[0], list(self.saved[1]), list(self.saved[2])
-        inside = self.place is Place.POLICY
+        inside = self.place is not Place.FILE
         begin, stuck = self.statement, self.at
         self.at = self._skip(begin, stuck, inside)
         if inside:
             self._forget(begin, max(stuck, self.at))
-            if self.tokens[self.at].type == "$END" or self.tokens[self.at] == "policy":
-                self._close_policy()
+            if self.tokens[self.at].type == "$END" or self.tokens[self.at] in _ITEMS:
+                self._close()
             return True
         self.broken.append(BrokenStatement(self.source.span(0, 0), frozenset({ANYTHING})))
         return self.at > begin or self.tokens[self.at].type == "$END"
 
-    def _close_policy(self) -> None:
+    def _close(self) -> None:
+        """Ends the open policy or test, so that the file goes on."""
         end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
-        self.machine.feed_token(Token("RBRACE", "}", start_pos=end, end_pos=end))
+        while self.place is not Place.FILE:
+            self.machine.feed_token(Token("RBRACE", "}", start_pos=end, end_pos=end))
+            self.place = _AROUND[self.place]
         self.machine.feed_token(Token("_SEP", "\n", start_pos=end, end_pos=end))
-        self.place = Place.FILE
 
     def _skip(self, begin: int, stuck: int, inside: bool) -> int:
-        """The index of the token after a broken statement: a separator, the policy's `}`, or another policy."""
+        """The index of the token after a broken statement: a separator, the `}` around it, or another policy or test."""
         depth = 0
         for index in range(begin, len(self.tokens)):
             token = self.tokens[index]
             starts_line = index > 0 and self.tokens[index - 1].type == "_SEP"
-            if token.type == "$END" or (token == "policy" and starts_line and index >= stuck):
+            if token.type == "$END" or (token in _ITEMS and starts_line and index >= stuck):
                 return index
             if token.type == "LBRACE":
                 depth += 1

@@ -14,8 +14,13 @@ MAX_BYTES = 32_768
 def read(path: Path, sink: Sink, name: str | None = None, blame: Span | None = None) -> SourceFile | None:
     """The text of a file, or None after a report at `blame` (the import that asked for it)."""
     name = str(path) if name is None else name
-    nowhere = SourceFile(name, "", path)
-    place = nowhere.span(0, 0) if blame is None else blame
+    data = read_bytes(path, sink, name, blame)
+    return None if data is None else decode(data, sink, name, path, blame)
+
+
+def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None) -> bytes | None:
+    """What is in a file, or None after a report."""
+    place = SourceFile(name, "", path).span(0, 0) if blame is None else blame
     try:
         if path.is_dir():
             raise IsADirectoryError
@@ -30,7 +35,7 @@ def read(path: Path, sink: Sink, name: str | None = None, blame: Span | None = N
     if len(data) > MAX_BYTES:
         _too_large(place, name, sink)
         return None
-    return decode(data, sink, name, path, blame)
+    return data
 
 
 _REASONS: dict[type[Exception], str] = {

@@ -13,6 +13,7 @@ from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
 from kvdsl.syntax.parser import ANYTHING, Parsed, parse
+from kvdsl.syntax.shape_tests import TestShaper
 
 MAX_DEPTH = 100
 
@@ -42,14 +43,17 @@ class _Shaper:
             imports=tuple(item for item in items if isinstance(item, syn.Import)),
             lets=tuple(item for item in items if isinstance(item, syn.Let)),
             policies=tuple(item for item in items if isinstance(item, syn.Policy)),
+            tests=tuple(item for item in items if isinstance(item, syn.Test)),
             broken=any(ANYTHING in statement.defines for statement in self.parsed.broken),
         )
 
-    def _item(self, tree: Tree[Token]) -> syn.Edition | syn.Import | syn.Let | syn.Policy:
+    def _item(self, tree: Tree[Token]) -> syn.Edition | syn.Import | syn.Let | syn.Policy | syn.Test:
         if tree.data == "edition":
             return syn.Edition(self._span(tree), str(tree.children[0]))
         if tree.data == "import":
             return syn.Import(self._span(tree), self._string(tree.children[0]))
+        if tree.data == "test":
+            return self._test(tree)
         return self._let(tree, False) if tree.data == "let" else self._policy(tree)
 
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
@@ -66,6 +70,13 @@ class _Shaper:
             frozenset().union(*broken),
         )
 
+    def _test(self, tree: Tree[Token]) -> syn.Test:
+        title, *steps = tree.children
+        span = self._span(tree)
+        broken = any(span.start <= s.span.start <= span.end for s in self.parsed.broken)
+        shaper = TestShaper(self.source, self.sink, self._string)
+        return syn.Test(span, self._string(title), tuple(shaper.step(_tree(step)) for step in steps), broken)
+
     # -- statements --------------------------------------------------------------------------------------------------
 
     def _statement(self, tree: Tree[Token], override: bool = False) -> syn.Statement:
@@ -78,7 +89,7 @@ class _Shaper:
             return self._let(tree, override)
         if kind.startswith("keep_"):
             return self._keep(tree, override)
-        return self._setting(tree, override)
+        return self._single(tree, override)
 
     def _param(self, tree: Tree[Token], override: bool) -> syn.Param:
         name, unit, value, range_ = tree.children
@@ -87,9 +98,12 @@ class _Shaper:
             self._word(name),
             None if unit is None else self._word(unit),
             self._expr(value),
-            self._range(range_) if isinstance(range_, Tree) else None,
+            self._optional_range(range_),
             override,
         )
+
+    def _optional_range(self, child: Child) -> syn.Range | None:
+        return self._range(child) if isinstance(child, Tree) else None
 
     def _range(self, tree: Tree[Token]) -> syn.Range:
         low, _, high = tree.children
@@ -97,10 +111,14 @@ class _Shaper:
 
     def _let(self, tree: Tree[Token], override: bool) -> syn.Let:
         name, names, value = tree.children
-        words = None
+        parameters = None
         if isinstance(names, Tree):
-            words = tuple(self._word(child) for child in names.children if child is not None)
-        return syn.Let(self._span(tree), self._word(name), words, self._expr(value), override)
+            parameters = tuple(self._parameter(child) for child in names.children if isinstance(child, Tree))
+        return syn.Let(self._span(tree), self._word(name), parameters, self._expr(value), override)
+
+    def _parameter(self, tree: Tree[Token]) -> syn.Parameter:
+        name, default = tree.children
+        return syn.Parameter(self._span(tree), self._word(name), None if default is None else self._expr(default))
 
     def _keep(self, tree: Tree[Token], override: bool) -> syn.Keep:
         scope = str(tree.data).removeprefix("keep_")
@@ -114,15 +132,30 @@ class _Shaper:
             return syn.Keep(span, "nothing", override=override)
         return syn.Keep(span, "first" if scope == "first" else "last", values[0], override=override)
 
-    def _setting(self, tree: Tree[Token], override: bool) -> syn.Statement:
-        """A statement that holds one expression or one word; every other form belongs to a later version."""
-        keyword, span, children = str(tree.data), self._span(tree), [c for c in tree.children if c is not None]
-        simple = keyword in _EXPRESSIONS or keyword in _WORDS
-        if not simple or sum(not _is_operator(child) for child in children) != 1:
-            return syn.Later(span, keyword, override)
+    def _single(self, tree: Tree[Token], override: bool) -> syn.Single:
+        """A statement that may stand once."""
+        keyword, span, children = str(tree.data), self._span(tree), tree.children
+        if keyword == "budget":
+            value, across = children
+            return syn.Budget(span, self._expr(value), self._across(across), override)
+        if keyword == "select":
+            count, by, range_ = children
+            return syn.Select(span, self._expr(count), self._expr(by), self._optional_range(range_), override)
+        if keyword == "sketch":
+            count, by, every = children
+            return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)
+        if keyword == "layers":
+            return syn.Layers(span, self._range(_tree(children[0])), override)
         if keyword in _WORDS:
-            return syn.Setting(span, keyword, word=self._word(children[0]), override=override)
+            number = self._expr(children[1]) if len(children) > 1 and children[1] is not None else None
+            return syn.Setting(span, keyword, number, self._word(children[0]), override)
         return syn.Setting(span, keyword, self._expr(children[-1]), override=override)
+
+    def _across(self, child: Child) -> syn.Across | None:
+        if not isinstance(child, Tree):
+            return None
+        (floor,) = child.children
+        return syn.Across(self._span(child), None if floor is None else self._expr(floor))
 
     # -- expressions -------------------------------------------------------------------------------------------------
 
@@ -211,15 +244,10 @@ class _Shaper:
         return ""
 
 
-_EXPRESSIONS = {"budget", "score", "trigger", "slack", "max_drop"}
-_WORDS = {"group", "positions"}
+_WORDS = {"victims", "cap", "when", "group", "positions", "storage", "rope", "prefill"}
 _ESCAPE = re.compile(r"\\(?:u\{(?P<point>[0-9A-Fa-f]{1,6})\}|(?P<simple>.))", re.DOTALL)
 _SIMPLE = {"n": "\n", "t": "\t", "\\": "\\", '"': '"', "'": "'"}
 _CONTROL = re.compile(r"[^\S \n\t]|[\x00-\x08\x0b-\x1f\x7f-\x9f]")
-
-
-def _is_operator(child: Child) -> bool:
-    return isinstance(child, Token) and child.type == "GE"
 
 
 def _tree(child: Child) -> Tree[Token]:

@@ -14,9 +14,9 @@ import torch
 from kvdsl.interp.head import Head
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
-from kvdsl.runtime import cpu_backend, torch_backend
+from kvdsl.runtime import cpu_backend, eviction, torch_backend
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
-from kvdsl.runtime.view import INITIAL, Columns
+from kvdsl.runtime.view import INITIAL, Columns, row_view
 
 from .harness import _has_close_pair
 from .test_random import PROTECTED, load
@@ -61,14 +61,12 @@ class Given:
 
 
 def _observe_torch(state: SlotState, attn: torch.Tensor) -> None:
-    kept = {name: getattr(state, name) for name in ("keys", "values", "position", "columns")}
-    newest = (state.seen - 1)[:, None]
-    visible = torch_backend.visible_slots(state.position, newest, None)
-    view = torch_backend._view(state, None, kept, newest, visible, state.named(state.numbers))
-    view.attn = attn.view(1, 1, 1, -1)
-    if any(rule != "token" for rule in state.spec.column_rules):
-        state.spec.torch_kernels.observe(view, Columns(view.columns, visible))
-    torch_backend._drop(state, kept, state.numbers, None, torch.ones(1, dtype=torch.bool))
+    held = eviction.held_in_slots(state, torch.ones(1, dtype=torch.bool))
+    row = row_view(state, held.kept, torch.zeros(1, 1, 1, DIM), held.newest[:, None], state.numbers)
+    row.attn = attn.view(1, 1, 1, -1)
+    if state.spec.reads_attention:
+        state.spec.torch_kernels.observe(row, Columns(row))
+    eviction.settle(held)
 
 
 def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:

@@ -49,8 +49,12 @@ PAYLOADS = [
 ]
 
 
-def policy(doc: str) -> Policy:
-    return with_policy(analyse(find_policy("vatp_h2o")).policy, doc=doc)
+STEMS = ("vatp_h2o", "scissorhands_window", "sparcas")
+"""Policies with columns, a ring, a selection and a sketch."""
+
+
+def policy(doc: str, stem: str = "vatp_h2o") -> Policy:
+    return with_policy(analyse(find_policy(stem)).policy, doc=doc)
 
 
 def shape(text: str) -> str:
@@ -78,11 +82,12 @@ def source(doc: str) -> str:
 PLAIN = package(policy("Plain."), "")
 
 
+@pytest.mark.parametrize("stem", STEMS)
 @pytest.mark.parametrize("doc", PAYLOADS)
-def test_docstrings_stay_docstrings_in_python(doc: str) -> None:
-    made = package(policy(doc), doc)
+def test_docstrings_stay_docstrings_in_python(doc: str, stem: str) -> None:
+    made, plain = package(policy(doc, stem), doc), package(policy("Plain.", stem), "")
     for name in ("__init__.py", "cache.py", "kernels_torch.py"):
-        assert shape(made[name]) == shape(PLAIN[name])
+        assert shape(made[name]) == shape(plain[name])
 
 
 @settings(max_examples=40)
@@ -94,10 +99,11 @@ def test_any_text_stays_a_docstring(text: str, payload: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+@pytest.mark.parametrize("stem", STEMS[:2])
 @pytest.mark.parametrize("doc", PAYLOADS)
-def test_docstrings_stay_comments_in_cpp(doc: str, tmp_path: Path) -> None:
-    made = package(policy(doc), doc)["kernels_cpu.cpp"]
-    assert code_of(made, tmp_path) == code_of(PLAIN["kernels_cpu.cpp"], tmp_path)
+def test_docstrings_stay_comments_in_cpp(doc: str, stem: str, tmp_path: Path) -> None:
+    made, plain = (package(policy(text, stem), text)["kernels_cpu.cpp"] for text in (doc, "Plain."))
+    assert code_of(made, tmp_path) == code_of(plain, tmp_path)
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -140,6 +146,20 @@ def test_docstrings_survive_the_language(doc: str) -> None:
         "let __import__ = 3",
         'keep first "1"',
         'score "attn"',
+        'select top "4" by dot(q, k)',
+        'select top 4 by "dot(q, k)"',
+        "select top 4 by dot(q, k) in layers __import__..",
+        "layers os.system..",
+        "pages 4; import os",
+        'sketch top 4 dims by abs(q) every "8" queries',
+        "when {{ prefill }}",
+        "when __class__",
+        "victims shared by heads, layers",
+        "positions compact'",
+        "prefill blocks of {{ 7 }}",
+        "storage blocks */ 7",
+        "cap hard\\",
+        "budget 8 across heads floor __import__",
     ],
 )
 def test_names_that_are_none_are_refused(statement: str) -> None:
@@ -168,6 +188,30 @@ def test_numbers(number: str) -> None:
     if found.ok:
         tree = ast.parse(package(found.policy, "")["cache.py"])
         assert float(number) in {node.value for node in ast.walk(tree) if isinstance(node, ast.Constant)}
+
+
+STATEMENTS = (
+    "trigger overflow >= {}",
+    "layers {}..",
+    "keep top {} by sum(attn over last 4 queries)",
+    "select top {} by dot(q, k)",
+    "select top 4 by dot(q, k) in layers ..{}",
+    "prefill blocks of {}",
+)
+
+
+@pytest.mark.parametrize("statement", STATEMENTS)
+@pytest.mark.parametrize("number", ["1e400", "0x10", "1_000", "1;2", "nan", "inf", "-3", "1e-320", "7.25", "3"])
+def test_numbers_in_statements(number: str, statement: str) -> None:
+    """The same: whatever is accepted is printed as a number."""
+    text = source('"Mine."').replace("  score", f"  {statement.format(number)}\n  score")
+    found = analyse(SourceFile("mine.kv", text, Path("mine.kv")))
+    assert found.ok or number != "3"
+    if found.ok:
+        made = package(found.policy, "")
+        values = {node.value for name in ("cache.py", "kernels_torch.py") for node in ast.walk(ast.parse(made[name]))
+                  if isinstance(node, ast.Constant)}  # fmt: skip
+        assert {float(number), -float(number)} & values
 
 
 @pytest.mark.parametrize("setting", ["1)", "1, x=2", "__import__('os')", "1\n2", "1e999", "", "0x1", "½", "١"])

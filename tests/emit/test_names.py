@@ -21,7 +21,9 @@ CPP = "std kvdsl Head Query Column Number Policy Slot Group QueryOf params colum
 CPP += " leaving score main exp fabs bf16 f16 isnan scratch_columns needs_attn"
 PYTHON = "given capacity trigger slack max_drop numbers kernels_torch Tensor Given Any Path spec resolve super dict len self cls model"
 PYTHON += " backend seed print None True lambda annotations KVCache PolicySpec keep slots torch View Columns Protection"
-NAMES = sorted(set(f"{KEYWORDS} {MACROS} {CPP} {PYTHON}".split()))
+NUMBERS = "budget prompt floor select page sketch sketch_dims sketch_every prefill_block size_attn_ring size_ attn_ring Ring ring inside"
+NAMES = sorted(set(f"{KEYWORDS} {MACROS} {CPP} {PYTHON} {NUMBERS}".split()))
+KINDS = ("policy", "param", "selecting param")
 
 
 def made(name: str, statement: str) -> dict[str, str] | None:
@@ -70,15 +72,35 @@ def test_accepted_names_work_in_cpp(kind: str, tmp_path: Path) -> None:
     check_cpp(accepted, tmp_path)
 
 
+EVICTING = """\
+param {name} = 3
+  score mean(attn) * {name} + sum(attn over last {name} queries) - ema(attn, {name} / 4)
+  keep first {name}
+  trigger overflow >= 2
+  slack 1
+  layers {name}..
+  prefill blocks of {name}
+"""
+SELECTING = """\
+param {name} = 3
+  score sum(attn)
+  sketch top {name} dims by abs(q) * {name} every {name} queries
+  select top 16 * {name} by dot(q, k over sketch) * {name} in layers {name}..
+"""
+
+
 def made_as(kind: str, name: str) -> dict[str, str] | None:
     if kind == "policy":
         return made(name, "score mean(attn)")
-    return made(
-        "Mine", f"param {name} = 3\n  score mean(attn) * {name}\n  keep first {name}\n  trigger overflow >= 2\n  slack 1"
-    )
+    return made("Mine", (EVICTING if kind == "param" else SELECTING).format(name=name))
 
 
-@pytest.mark.parametrize("kind", ["policy", "param"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_numbers_of_the_runtime_are_names_that_a_param_may_have(kind: str) -> None:
+    assert all(made_as(kind, name) for name in ("main", "select", "page", "sketch_dims", "prefill_block", "size_attn_ring"))
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", NAMES)
 def test_accepted_names_work_in_python(kind: str, name: str) -> None:
     for file, text in (made_as(kind, name) or {}).items():

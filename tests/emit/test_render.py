@@ -15,7 +15,7 @@ from jinja2 import meta
 from kvdsl.compiler import analyse, shipped_policies
 from kvdsl.emit.environment import environment
 from kvdsl.emit.package import compile_file
-from kvdsl.emit.render import ABI, differing, render, write
+from kvdsl.emit.render import ABI, differing, render, stale, write
 from kvdsl.ir.nodes import Policy
 from kvdsl.lower.plan import PackagePlan, make_plan
 from kvdsl.source import SourceFile
@@ -63,6 +63,15 @@ def test_unchanged_files_are_left_alone(tmp_path: Path) -> None:
     assert {path.name: path.stat().st_mtime_ns for path in tmp_path.iterdir()} == before
     (tmp_path / "cache.py").write_text("changed")
     assert differing(files, tmp_path) == ["cache.py"]
+
+
+def test_kernels_of_an_earlier_compilation_are_found(tmp_path: Path) -> None:
+    files = compile_file("roco", {}).files
+    write(files, tmp_path)
+    assert stale(files, tmp_path) == []
+    assert stale(set(files) - {"kernels_cpu.cpp"}, tmp_path) == ["kernels_cpu.cpp"]
+    (tmp_path / "kernels_cpu.cpp").unlink()
+    assert stale(set(files) - {"kernels_cpu.cpp"}, tmp_path) == []
 
 
 def test_generated_code_and_runtime_agree_on_the_interface() -> None:

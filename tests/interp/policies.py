@@ -2,7 +2,23 @@
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Expr,
+    Input,
+    Keep,
+    Number,
+    Param,
+    ParamRef,
+    Policy,
+    Pool,
+    Random,
+    Reduce,
+    Select,
+    Sketch,
+)
 
 
 def num(value: float) -> Expr:
@@ -27,6 +43,37 @@ def over(op: str, axis: str, body: Expr) -> Expr:
 
 def queries(op: str, body: Expr) -> Expr:
     return over(op, "query", body)
+
+
+def recent(op: str, body: Expr, count: Expr | float) -> Expr:
+    """`op(body over last count queries)`."""
+    last = count if isinstance(count, Expr_) else num(count)
+    return Reduce(op=op, axis=Axis.QUERY, body=body, last=last)
+
+
+def ema(body: Expr, decay: float) -> Expr:
+    return Reduce(op="ema", axis=Axis.QUERY, body=body, decay=num(decay))
+
+
+def pool(op: str, body: Expr, size: float) -> Expr:
+    return Pool(op=op, body=body, size=num(size))
+
+
+def over_page(op: str, body: Expr) -> Expr:
+    return Reduce(op=op, axis=Axis.SLOT, body=body, within="page")
+
+
+def over_sketch(op: str, body: Expr) -> Expr:
+    return Reduce(op=op, axis=Axis.DIM, body=body, within="sketch")
+
+
+def select(count: float, by: Expr, low: float | None = None, high: float | None = None) -> Select:
+    ends = (None if end is None else num(end) for end in (low, high))
+    return Select(count=num(count), by=by, **dict(zip(("low", "high"), ends, strict=True)))
+
+
+def sketch(count: float, by: Expr, every: float) -> Sketch:
+    return Sketch(count=num(count), by=by, every=num(every))
 
 
 ATTN, LOGIT, Q, K, V = (read(name) for name in ("attn", "logit", "q", "k", "v"))
@@ -66,7 +113,7 @@ def where(condition: Expr) -> Keep:
     return Keep(scope="where", by=condition)
 
 
-Expr_ = (Number, ParamRef, Input, Random, Call, Binary, Reduce)
+Expr_ = (Number, ParamRef, Input, Random, Call, Binary, Reduce, Pool)
 
 FULL = Policy(name="Full", stem="full")
 RANDOM = bounded(Random())

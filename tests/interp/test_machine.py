@@ -241,13 +241,6 @@ def test_lazy_pruning_waits_for_its_trigger() -> None:
     assert never.observe_rows(head, np.ones((9, 9))).victims.size == 0
 
 
-def test_compact_positions_are_refused() -> None:
-    q, k, v = trace(1)
-    interpreter, head = start(with_policy(WINDOW, positions="compact"))
-    with pytest.raises(NotImplementedError):
-        interpreter.decode(head, q[0], k[0], v[0])
-
-
 # -- what inputs mean ------------------------------------------------------------------------------------------------
 
 

@@ -60,14 +60,14 @@ def test_a_policy_is_folded_everywhere() -> None:
             "param budget = 2 ** 9",
             "score age * (1 + 1)",
             "keep top 1 + 1 by age + (2 - 1)",
-            "trigger overflow >= 2 * 2",
-            "slack 3 - 1",
+            "trigger overflow >= 2 * 4",
+            "slack 7 - 2",
             "max_drop 2 + 2",
         )
     )
     assert checked.params[0].default == Number(value=512)
     assert checked.keeps[0].count == Number(value=2)
-    assert (checked.trigger, checked.slack, checked.max_drop) == (Number(value=4), Number(value=2), Number(value=4))
+    assert (checked.trigger, checked.slack, checked.max_drop) == (Number(value=8), Number(value=5), Number(value=4))
     assert fold(checked) == checked
 
 

@@ -40,20 +40,6 @@ def test_group() -> None:
     expect_in("group men", "KV0310", "`group` cannot be `men`", "men", "did you mean `mean`?")
 
 
-@pytest.mark.parametrize(
-    "statement",
-    [
-        "positions compact", "storage in_place", "storage blocks 16", "rope cached", "prefill whole", "prefill blocks of 512",
-        "when prefill", "layers 2..", "layers ..3", "pages 16", "cap hard", "victims shared by heads", "select top 3 by dot(q, k)",
-        "select top 3 by dot(q, k) in layers 2..7", "sketch top 16 dims by abs(q) every 64 queries", "budget budget across heads",
-        "budget budget across heads floor 0.2",
-    ],
-)  # fmt: skip
-def test_statements_of_later_versions(statement: str) -> None:
-    expect_in(statement, "KV0501", f"`{statement[:39]}{statement[39:] and '…'}` is not available in this version of kvdsl"
-              if len(statement) > 40 else f"`{statement}` is not available in this version of kvdsl", statement)  # fmt: skip
-
-
 def test_positions_original_is_the_default() -> None:
     assert policy("param budget = 8", "score age", "positions original").positions == "original"
 

@@ -60,7 +60,7 @@ def test_unknown_statements() -> None:
 
 def test_unknown_items_of_a_file() -> None:
     found = only("kv 1\npolcy P {}\n", "KV0104")
-    assert (found.message, found.help) == ("expected `policy`, `let` or `import`, not `polcy`", "did you mean `policy`?")
+    assert (found.message, found.help) == ("expected `policy`, `let`, `import` or `test`, not `polcy`", "did you mean `policy`?")
 
 
 @pytest.mark.parametrize(
@@ -81,7 +81,7 @@ def test_an_open_brace() -> None:
         "KV0112",
         "this `{` has no closing `}`",
         "{",
-        "add `}` after the policy's last statement",
+        "add `}` after the last statement",
     )
 
 

@@ -1,11 +1,11 @@
-"""The grammar has the whole language, so that what this version does not compile is refused by name."""
+"""The grammar has the whole language, and every statement a shape of its own."""
 
 import pytest
 
 from kvdsl.diagnostics import Sink
 from kvdsl.resources import read_resource
 from kvdsl.source import SourceFile
-from kvdsl.syntax.nodes import Keep, Later, Let, Param, Setting
+from kvdsl.syntax.nodes import Budget, Keep, Layers, Let, Param, Select, Setting, Sketch
 from kvdsl.syntax.parser import parse
 from kvdsl.syntax.shape import parse_module
 
@@ -69,12 +69,25 @@ def test_every_form_of_the_language_is_in_the_grammar() -> None:
     [
         ("param sigma = 24 in 0..64", Param),
         ("let f(x) = x", Let),
+        ("let f(x, y = 3, z = x / y) = x", Let),
         ("keep top 3 by age", Keep),
         ("score age", Setting),
-        ("budget 3", Setting),
-        ("budget 3 across heads", Later),
-        ("storage in_place", Later),
-        ("layers 2..", Later),
+        ("budget 3", Budget),
+        ("budget 3 across heads", Budget),
+        ("budget 3 across heads floor 0.2", Budget),
+        ("storage in_place", Setting),
+        ("storage blocks 16", Setting),
+        ("prefill blocks of 16", Setting),
+        ("when prefill", Setting),
+        ("victims shared by heads", Setting),
+        ("cap hard", Setting),
+        ("rope cached", Setting),
+        ("pages 16", Setting),
+        ("layers 2..", Layers),
+        ("layers ..layers - 3", Layers),
+        ("select top 3 by dot(q, k)", Select),
+        ("select top 3 by dot(q, k) in layers 2..7", Select),
+        ("sketch top 16 dims by abs(q) every 64 queries", Sketch),
     ],
 )
 def test_shapes(statement: str, kind: type) -> None:

@@ -15,9 +15,11 @@ from transformers.cache_utils import Cache
 
 from kvdsl.runtime.backends import Backend, choose
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.eviction import Together
 from kvdsl.runtime.hf import binding
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, Turn, check_dtype
-from kvdsl.runtime.hf.tensor_parallel import head_offset
+from kvdsl.runtime.hf.rope import ropes
+from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
 from kvdsl.runtime.hf.versions import native_layers, text_config
 from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
@@ -48,6 +50,7 @@ class KVCache(Cache):
         _refuse_hopeless(self.spec, given)
         model = binding.unwrap(model)
         check_dtype(model.dtype)
+        refuse_agreement(model, self.spec)
         backends = _Backends(self.spec, backend)
         backends.prepare(model)
         binding.bind(model)
@@ -71,9 +74,13 @@ class KVCache(Cache):
         self._turn = Turn(model)
         self._choose = choose
         layers = native_layers(self._config)
+        rope = ropes(model) if spec.compact else {}
+        together = Together() if spec.victims == "layers" else None
         for index, window in binding.managed_windows(model).items():
             state = SlotState(spec, given, layer=index, layers=len(layers), seed=seed)
-            layer = SlotLayer(state, choose, self._turn, window=window)
+            if together is not None:
+                together.join(state)
+            layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
         super().__init__(layers=layers)
@@ -91,10 +98,16 @@ class KVCache(Cache):
     def state(self, layer: int) -> dict[str, Tensor]:
         """The policy's state columns by name, float32 [batch, kv_heads, slots] each. Copies.
 
+        A column of a reduction `over last N queries` is [batch, kv_heads, slots, N]: what each of the newest queries gave; that
+        of the query at text position p in place p modulo N.
+
         Raises:
             KvdslError: if the layer is not managed, or nothing is cached.
         """
-        return dict(zip(self._spec.columns, self._state(layer).columns.clone(), strict=True))
+        state = self._state(layer)
+        columns = state.columns.clone()
+        rings = {name: ring.movedim(0, -1) for name, ring in state.rings(columns).items()}
+        return state.single_columns(columns) | rings
 
     def _state(self, layer: int) -> SlotState:
         managed = self.managed

@@ -14,6 +14,7 @@ from transformers.cache_utils import CacheLayerMixin
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.hf.attention import SlotLength, mark
 from kvdsl.runtime.hf.versions import token_count
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class SlotLayer(CacheLayerMixin):
     Attributes:
         state: the slots.
         window: how far back queries see, themselves included, or None.
+        rope: how the module rotates queries and keys, where the policy must know; else None.
         length: tokens that the model has seen, padding included (transformers' idea of the cache's length).
     """
 
@@ -97,10 +99,13 @@ class SlotLayer(CacheLayerMixin):
     is_compileable = False
     is_croppable = False
 
-    def __init__(self, state: SlotState, choose: ChooseBackend, turn: Turn, *, window: int | None = None) -> None:
+    def __init__(
+        self, state: SlotState, choose: ChooseBackend, turn: Turn, *, window: int | None = None, rope: Rope | None = None
+    ) -> None:
         super().__init__()
         self.state = state
         self.window = window
+        self.rope = rope
         self.length = 0
         self.batch_size = -1
         self.head_offset: Callable[[int], int] = lambda local_heads: 0
@@ -177,7 +182,7 @@ class SlotLayer(CacheLayerMixin):
             # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
             stored = self.state.keys.dtype if self.state.allocated else value.dtype
             call = AttentionCall(
-                query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks
+                query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks, self.rope
             )
             return self._serve(call).to(value.dtype)
 

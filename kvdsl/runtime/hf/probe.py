@@ -46,7 +46,7 @@ def plain_logits(model: PreTrainedModel) -> Tensor | None:
     """Logits of the last two tokens by the model's current attention, float32 [2, 2, vocabulary]; None without weights."""
     if model.device.type == "meta":
         return None
-    with _quietly(model), torch.no_grad():
+    with quietly(model), torch.no_grad():
         return _logits(model(**_inputs(model, 0, TOKENS), use_cache=False))[:, -2:]
 
 
@@ -59,7 +59,7 @@ def compare(model: PreTrainedModel, expected: Tensor | None) -> None:
     if expected is None:
         return
     try:
-        with _quietly(model), torch.no_grad():
+        with quietly(model), torch.no_grad():
             ours = _through_slots(model)
     except Exception as error:
         what = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
@@ -105,7 +105,7 @@ def _logits(output: Any) -> Tensor:
 
 
 @contextmanager
-def _quietly(model: PreTrainedModel) -> Iterator[None]:
+def quietly(model: PreTrainedModel) -> Iterator[None]:
     """Evaluation mode for a while; every module gets its own mode back."""
     training = [module for module in model.modules() if module.training]
     model.eval()

@@ -4,7 +4,13 @@
 #include <cstdint>
 
 // Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
-#define KVDSL_ABI 1
+#define KVDSL_ABI 2
+
+// What a policy's functions are called for the loader. Whoever compiles several policies as one unit defines it anew
+// before including each.
+#ifndef KVDSL_ENTRY
+#define KVDSL_ENTRY(name) kvdsl_##name
+#endif
 
 namespace kvdsl {
 
@@ -19,7 +25,8 @@ struct DecodeArgs {
   void* keys;         // [B, H, N, D] contiguous, model dtype: the cache
   void* values;       // [B, H, N, Dv]
   int32_t* position;  // [B, H, N] a token's position in its row's text, -1 where the slot is free
-  float* state;       // [columns, B, H, N], null when the policy has no columns
+  float* state;       // [rows, B, H, N] the columns, then the rows of every ring; null when the policy has neither
+  const int32_t* ring_rows;  // [rings] the row of `state` with which each ring begins; null when the policy has none
   int32_t* seen;      // [B] real tokens before this call, advanced by it
   const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
   const double* params;  // [B, P] the policy's numbers, null when it has none

@@ -305,7 +305,7 @@ class Unit {
     keys_ = static_cast<char*>(args.keys) + size(first * args.key_dim);
     values_ = static_cast<char*>(args.values) + size(first * args.value_dim);
     position_ = args.position + first;
-    state_ = steps.columns > 0 ? args.state + first : nullptr;
+    state_ = args.state ? args.state + first : nullptr;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
     next_ = args.seen[row_];
   }
@@ -358,6 +358,7 @@ class Unit {
     slots.window = args_.window;
     slots.live = live_;
     slots.state = state_;
+    slots.ring_rows = args_.ring_rows;
     slots.column_stride = column_stride_;
     slots.work = work_.scratch;
     slots.work_stride = work_.slot_stride;

@@ -67,6 +67,7 @@ struct Slots {
   int window;               // how many queries can see a token, 0 = all
   int live;                 // tokens held; before anything leaves, in a settle
   float* state;
+  const int32_t* ring_rows;
   int64_t column_stride;
   float* work;
   int64_t work_stride;
@@ -84,6 +85,41 @@ struct Slots {
   double param(int i) const { return params[i]; }
   float* column(int c) const { return state + c * column_stride; }
   float* scratch(int c) const { return work + c * work_stride; }
+
+  // A ring holds what the newest `size` queries gave, the query at position p in its row p % size: here, the newest's.
+  float* ring(int r, int size) const { return ring_row(r, size, newest); }
+
+  // Reductions of a ring into to[slots], which they return: over those of the newest `size` queries that could see the
+  // slot. There may be none (of a slot behind the window): then the sum is 0, the mean NaN.
+  const float* ring_sum(int r, int size, float* to) const {
+    return fold_ring(r, size, 0.0f, to, [](float total, float x, int) { return total + x; });
+  }
+
+  const float* ring_mean(int r, int size, float* to) const {
+    ring_sum(r, size, to);
+    return divide_by_queries(size, to);
+  }
+
+  // Population deviation from the means: no cancellation.
+  const float* ring_var(int r, int size, const float* means, float* to) const {
+    fold_ring(r, size, 0.0f, to, [=](float total, float x, int i) { return total + square(x - means[i]); });
+    return divide_by_queries(size, to);
+  }
+
+  const float* ring_std(int r, int size, const float* means, float* to) const {
+    ring_var(r, size, means, to);
+#pragma omp simd
+    for (int i = 0; i < slots; ++i) to[i] = std::sqrt(to[i]);
+    return to;
+  }
+
+  const float* ring_max(int r, int size, float* to) const {
+    return fold_ring(r, size, -INFINITY, to, [](float top, float x, int) { return maximum(top, x); });
+  }
+
+  const float* ring_min(int r, int size, float* to) const {
+    return fold_ring(r, size, INFINITY, to, [](float least, float x, int) { return minimum(least, x); });
+  }
 
   // Reductions of value(i) over the visible slots, of which there is always one.
   int count() const {
@@ -135,6 +171,37 @@ struct Slots {
   template <class Value>
   float min(Value&& value) const {
     return -max([&](int i) { return -value(i); });
+  }
+
+ private:
+  float* ring_row(int r, int size, int query) const { return column(ring_rows[r] + query % size); }
+
+  // Row by row, so that the loop over slots vectorises.
+  template <class Fold>
+  const float* fold_ring(int r, int size, float start, float* to, Fold fold) const {
+    const int32_t* const at = position;
+    const int n = slots;
+    for (int i = 0; i < n; ++i) to[i] = start;
+    for (int query = newest >= size ? newest - size + 1 : 0; query <= newest; ++query) {
+      const float* const x = ring_row(r, size, query);
+      const int first = window > 0 ? query - window + 1 : 0;
+#pragma omp simd
+      for (int i = 0; i < n; ++i) to[i] = (at[i] >= first) & (at[i] <= query) ? fold(to[i], x[i], i) : to[i];
+    }
+    return to;
+  }
+
+  // Divides by the number of the newest `size` queries that could see the slot.
+  const float* divide_by_queries(int size, float* to) const {
+    const int32_t* const at = position;
+    const int n = slots, first = newest - size + 1, reach = window > 0 ? window - 1 : newest;
+#pragma omp simd
+    for (int i = 0; i < n; ++i) {
+      const int from = at[i] > first ? at[i] : first;
+      const int to_query = at[i] + reach < newest ? at[i] + reach : newest;
+      to[i] /= static_cast<float>(to_query >= from ? to_query - from + 1 : 0);
+    }
+    return to;
   }
 };
 
@@ -197,7 +264,8 @@ class Head : public Slots {
     if (trigger <= 0 || live - budget < trigger) return 0;
     if (max_drop <= 0) return live - budget;
     const int target = live - max_drop > budget ? live - max_drop : budget;
-    return live - (target < budget + slack ? target : budget + slack);
+    const int most = slack < INT_MAX - budget ? budget + slack : INT_MAX;
+    return live - (target < most ? target : most);
   }
 
   void protect_first(int n) {

@@ -1,0 +1,8 @@
+"""SparCas: Keeps every token and attends to few: those that score best over the dims in which the query is large.
+
+Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+"""
+
+from .cache import SparCasCache
+
+__all__ = ["SparCasCache"]

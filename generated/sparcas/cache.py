@@ -1,0 +1,72 @@
+"""SparCas: a KV cache for transformers.
+
+Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl.runtime.given import Given
+from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.spec import PolicySpec
+
+from . import kernels_torch
+
+
+def resolve(given: Given) -> dict[str, Tensor]:
+    """The numbers that the kernels read, float64 [batch] each."""
+    tokens = given.number("tokens", 2048)
+    dims = given.number("dims", 16)
+    select = given.inside(given.count(tokens, low=1), low=2)
+    given.check_fits(given.largest(), given.largest(1), select, "keep last 1", selected=True)
+    return {"select": select, "sketch_dims": given.count(dims, low=1), "sketch_every": given.count(64, low=1)}
+
+
+class SparCasCache(KVCache):
+    """Keeps every token and attends to few: those that score best over the dims in which the query is large.
+
+    "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4; the
+    first two layers stay dense (section 4.1).
+
+    Usage: `model.generate(**inputs, past_key_values=SparCasCache(model))`.
+
+    Args:
+        model: a transformers model; its attention is prepared to serve this cache.
+        tokens: default 2048.
+        dims: default 16.
+        backend: `auto`, or `cpu` (C++) or `torch` by force.
+        seed: of `random()`.
+    """
+
+    spec = PolicySpec(
+        name="SparCas",
+        stem="sparcas",
+        params=("tokens", "dims"),
+        numbers=("select", "sketch_dims", "sketch_every"),
+        resolve=resolve,
+        columns=(),
+        column_rules=(),
+        bounded=False,
+        group="mean",
+        reads_attention=False,
+        torch_kernels=kernels_torch,
+        cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        selects=True,
+        sketches=True,
+        abi=2,
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        tokens: float = 2048,
+        dims: float = 16,
+        backend: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, {"tokens": tokens, "dims": dims}, backend=backend, seed=seed)

@@ -1,0 +1,29 @@
+"""SparCas in torch: what is attended to.
+
+Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.settle import Protection
+from kvdsl.runtime.view import View
+
+
+def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
+    """What is always attended to."""
+    keep.last(1)
+
+
+def sketch(row: View) -> Tensor | float:
+    """The highest dims are looked at: abs(q)."""
+    return row.over_group(torch.abs(row.q))
+
+
+def select(row: View) -> Tensor | float:
+    """The highest are attended to: sum(q * k over sketch)."""
+    return row.over_group(row.dot_sketch)

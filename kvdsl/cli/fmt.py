@@ -1,0 +1,125 @@
+"""`kvdsl fmt`: the canonical layout."""
+
+from __future__ import annotations
+
+import difflib
+import os
+import shutil
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, error, finish, kv_files, report
+
+if TYPE_CHECKING:
+    from kvdsl.diagnostics import Diagnostic
+
+
+@dataclass(frozen=True)
+class Formatted:
+    """A file: what is in it, and what should be; None if it has syntax errors, which `diagnostics` tell."""
+
+    name: str
+    before: str
+    after: str | None
+    diagnostics: tuple[Diagnostic, ...] = ()
+
+    @property
+    def changed(self) -> bool:
+        """Whether it is not in the canonical layout."""
+        return self.after is not None and self.after != self.before
+
+
+@click.command()
+@click.argument("files", metavar="[FILE...|-]", nargs=-1)
+@click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
+@click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
+def command(files: tuple[str, ...], check: bool, diff: bool) -> None:
+    """Lay out policies in the canonical way.
+
+    FILE is a .kv file, a folder of them, or `-`, which reads standard input and writes to standard output. Without any, all .kv
+    files below the current folder are formatted. Comments, strings and numbers stay as they are written; a file with syntax
+    errors is left alone.
+
+    \b
+    Examples:
+      kvdsl fmt mine.kv
+      kvdsl fmt --diff mine.kv       what would change?
+      kvdsl fmt --check policies     for CI: is everything formatted?
+      kvdsl fmt - < mine.kv
+    """
+    if "-" in files and len(files) > 1:
+        raise click.UsageError("`-` stands alone")
+    names = kv_files(files, tests=True)
+    if not names:
+        error("there is no .kv file to format")
+        finish(COULD_NOT_RUN)
+    found = [_formatted(name) for name in names]
+    for one in found:
+        report(one.diagnostics)
+        if diff and one.changed:
+            click.echo(_difference(one), nl=False)
+        elif check and one.changed:
+            click.echo(f"would change {one.name}")
+        elif not check and not diff:
+            _write(one)
+    if files != ("-",) and not diff:
+        click.echo(_summary(found, "would change" if check else "formatted"))
+    if any(one.after is None for one in found):
+        finish(COULD_NOT_RUN)
+    finish(FINDINGS if (check or diff) and any(one.changed for one in found) else CLEAN)
+
+
+def _formatted(name: str) -> Formatted:
+    from kvdsl.diagnostics import Sink
+    from kvdsl.syntax.formatter import format_source
+    from kvdsl.syntax.reader import decode, read_bytes
+
+    sink = Sink()
+    path = None if name == "-" else Path(name)
+    data = sys.stdin.buffer.read() if path is None else read_bytes(path, sink, name)
+    source = None if data is None else decode(data, sink, name, path)
+    if data is None or source is None:
+        return Formatted(name, "", None, sink.sorted())
+    return Formatted(name, data.decode(), format_source(source, sink), sink.sorted())
+
+
+def _write(one: Formatted) -> None:
+    """The new text in place of the old; at no time is there half of it."""
+    if one.name == "-":
+        click.echo(one.after or "", nl=False)
+        return
+    if not one.changed or one.after is None:
+        return
+    path = Path(one.name).resolve()
+    handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
+    try:
+        with open(handle, "w", encoding="utf-8", newline="\n") as stream:
+            stream.write(one.after)
+        shutil.copymode(path, new)
+        os.replace(new, path)
+    except BaseException:
+        Path(new).unlink(missing_ok=True)
+        raise
+    click.echo(f"formatted {one.name}")
+
+
+def _difference(one: Formatted) -> str:
+    before, after = one.before.splitlines(keepends=True), (one.after or "").splitlines(keepends=True)
+    lines = difflib.unified_diff(before, after, f"{one.name} (there)", f"{one.name} (formatted)")
+    return "".join(line if line.endswith("\n") else f"{line}\n" for line in lines)
+
+
+def _summary(found: list[Formatted], done: str) -> str:
+    """`1 file formatted, 3 unchanged, 1 with syntax errors`."""
+    counts = {
+        done: sum(one.changed for one in found),
+        "unchanged": sum(one.after == one.before for one in found),
+        "with syntax errors": sum(one.after is None for one in found),
+    }
+    shown = [f"{count} {what}" for what, count in counts.items() if count]
+    return f"{len(found)} file{'' if len(found) == 1 else 's'}: {', '.join(shown)}"

@@ -1,0 +1,247 @@
+"""The heads of a layer, or of several layers, that decide together: forwards, and who leaves.
+
+Where every head decides by itself, a layer does to each what `kvdsl.interp.machine.Interpreter` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvdsl.interp.attention import Call
+from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_slots
+from kvdsl.interp.head import Head
+from kvdsl.interp.numbers import Numbers
+from kvdsl.interp.operations import Operations, floats
+from kvdsl.interp.settle import overflow, ranks, room, union, victims, victims_across
+from kvdsl.interp.step import Given, Step
+from kvdsl.ir.nodes import Policy
+
+Leaving = Callable[[int, Numbers], int]
+"""How many of so many live slots must leave."""
+
+
+class Layer:
+    """Runs one policy on heads that may have to agree. Arrays have the heads as a leading axis, layer by layer.
+
+    Args:
+        numbers: the layer's numbers, or those of several layers, which then take every step together.
+        call: what the attention module adds, for all heads or for each, layer by layer.
+        heads: KV heads of a layer.
+        head_offset: the first head's index.
+
+    Attributes:
+        machines: what runs each head by itself, layer by layer.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        numbers: Numbers | Sequence[Numbers],
+        call: Call | Sequence[Call] | None = None,
+        heads: int = 1,
+        head_offset: int = 0,
+        seed: int = 0,
+    ) -> None:
+        layers = [numbers] if isinstance(numbers, Numbers) else list(numbers)
+        one = Call() if call is None else call
+        calls = [one] * (len(layers) * heads) if isinstance(one, Call) else list(one)
+        owners = [(layer, head_offset + head) for layer in layers for head in range(heads)]
+        self.policy = policy
+        self.machines = tuple(
+            Operations(policy, layer, own, head, seed) for (layer, head), own in zip(owners, calls, strict=True)
+        )
+
+    def empty(self, key_dim: int = 0, value_dim: int = 0) -> list[Head]:
+        """Heads that have seen nothing."""
+        return [machine.empty(key_dim, value_dim) for machine in self.machines]
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def prefill(self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
+        """Tokens of a prompt, q [H, L, G, D], k [H, L, D], v [H, L, Dv]; each sees what was there and those before it.
+
+        One settle, after the last token, or after those that end a block.
+        """
+        query, key, value = floats(q), floats(k), floats(v)
+
+        def part_of(index: int, part: slice) -> Given:
+            return self.machines[index].prompt(heads[index], query[index, part], key[index, part], value[index, part])
+
+        return self._prompt(heads, key.shape[1], part_of)
+
+    def decode(self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
+        """One token after the prompt, q [H, G, D], k [H, D], v [H, Dv]."""
+        query, key, value = floats(q), floats(k), floats(v)
+        return self._token(heads, lambda i: self.machines[i].token(heads[i], query[i], key[i], value[i]))
+
+    def observe_rows(
+        self, heads: Sequence[Head], attn: Sequence[ArrayLike], k: ArrayLike | None = None, v: ArrayLike | None = None
+    ) -> list[Step]:
+        """L tokens of a prompt whose attention is given: per head [L, n + L], of which each row counts up to its own token.
+
+        What leaves after a block of the prompt is passed over in later rows. Keys and values, [H, L, D] and [H, L, Dv], are
+        zero unless given. Logits are none.
+        """
+        rows = [_by_position(head, x) for head, x in zip(heads, attn, strict=True)]
+
+        def part_of(index: int, part: slice) -> Given:
+            key, value = (None if x is None else floats(x)[index, part] for x in (k, v))
+            return self.machines[index].given(heads[index], rows[index][part], key, value)
+
+        return self._prompt(heads, len(rows[0]), part_of)
+
+    def observe_row(
+        self, heads: Sequence[Head], attn: Sequence[ArrayLike], k: ArrayLike | None = None, v: ArrayLike | None = None
+    ) -> list[Step]:
+        """One token after the prompt whose attention is given: per head [n + 1] over the slots and, last, the token itself.
+
+        What leaves to make room under `cap hard` is passed over in the row. Nothing is selected.
+        """
+        rows = [_by_position(head, floats(x)[None]) for head, x in zip(heads, attn, strict=True)]
+
+        def part_of(index: int) -> Given:
+            key, value = (None if x is None else floats(x)[index][None] for x in (k, v))
+            return self.machines[index].given(heads[index], rows[index], key, value)
+
+        return self._token(heads, part_of)
+
+    def _prompt(self, heads: Sequence[Head], count: int, part_of: Callable[[int, slice], Given]) -> list[Step]:
+        """A forward of the prompt, in the parts that `prefill` asks for: each head's last step, with all outputs."""
+        evicts = self.policy.when != "decode"
+        parts = []
+        for part, ends in self._parts(heads[0].seen, count):
+            given = [part_of(index, part) for index in range(len(heads))]
+            steps = self.settle(heads, overflow if ends and evicts else nobody)
+            parts.append([step.with_given(mine) for step, mine in zip(steps, given, strict=True)])
+        return [
+            replace(mine[-1], out=np.concatenate([step.out for step in mine]), earlier=tuple(mine[:-1]))
+            for mine in zip(*parts, strict=True)
+        ]
+
+    def _parts(self, first: int, count: int) -> Iterator[tuple[slice, bool]]:
+        """The parts of a forward that begins at text position `first`, and whether a settle follows."""
+        if self.policy.prefill == "whole":
+            yield slice(0, count), True
+            return
+        block, start = self.machines[0].numbers.prefill_block, 0
+        while start < count:
+            stop = int(min(count, start + block - (first + start) % block))
+            yield slice(start, stop), (first + stop) % block == 0
+            start = stop
+
+    def _token(self, heads: Sequence[Head], part_of: Callable[[int], Given]) -> list[Step]:
+        """A forward of one token after the prompt."""
+        before = self.make_room(heads)
+        given = [part_of(index) for index in range(len(heads))]
+        steps = self.settle(heads, overflow if self.policy.when != "prefill" else nobody)
+        return [
+            replace(step.with_given(mine), earlier=earlier) for step, mine, earlier in zip(steps, given, before, strict=True)
+        ]
+
+    # -- settling ------------------------------------------------------------------------------------------------------
+
+    def make_room(self, heads: Sequence[Head]) -> list[tuple[Step, ...]]:
+        """Under `cap hard`, evict before a token would exceed C + slack; each head's settle, if there had to be one."""
+        capped = self.policy.cap == "hard" and self.policy.when != "prefill"
+        if capped and any(room(head.live, machine.numbers) for machine, head in zip(self.machines, heads, strict=True)):
+            return [(step,) for step in self.settle(heads, room)]
+        return [() for _ in heads]
+
+    def settle(self, heads: Sequence[Head], leaving: Leaving = overflow) -> list[Step]:
+        """Evaluate keeps and score on the live slots, agree where heads have to, and evict as many as must leave."""
+        scopes = [machine.live_scope(head) for machine, head in zip(self.machines, heads, strict=True)]
+        places = [head.position for head in heads]
+        by, shields = self._protect(scopes, places)
+        scores = self._scores(scopes, places, shields)
+        gone = [np.zeros(0, dtype=np.int64)] * len(heads) if scores is None else self._gone(scores, shields, places, leaving)
+        steps = []
+        for index, head in enumerate(heads):
+            score = None if scores is None else scores[index]
+            steps.append(Step(places[index], score, by[index], shields[index], gone[index], head.columns))
+            head.drop(gone[index])
+        return steps
+
+    def _protect(
+        self, scopes: Sequence[Scope], places: Sequence[Indices]
+    ) -> tuple[list[tuple[Array | None, ...]], list[Mask]]:
+        """Per head what the keep lines rank by, and whom they protect."""
+        keeps = self.policy.keeps
+        lines: list[Sequence[Array | None]] = list(zip(*(ranks(keeps, scope) for scope in scopes), strict=True))
+        for index, keep in enumerate(keeps):
+            values = [x for x in lines[index] if x is not None]
+            if values:
+                agree = _any if keep.scope == "where" else _mean
+                lines[index] = self._agreed(values, places, agree)
+        by = [tuple(line[head] for line in lines) for head in range(len(scopes))]
+        return by, [union(keeps, *one) for one in zip(by, scopes, places, strict=True)]
+
+    def _scores(self, scopes: Sequence[Scope], places: Sequence[Indices], shields: Sequence[Mask]) -> list[Array] | None:
+        """Per head the score, which may pool along the unprotected slots."""
+        if self.policy.score is None:
+            return None
+        scopes = [replace(scope, unprotected=~shield) for scope, shield in zip(scopes, shields, strict=True)]
+        return self._agreed([evaluate_slots(self.policy.score, scope) for scope in scopes], places, _mean)
+
+    def _gone(
+        self, scores: Sequence[Array], shields: Sequence[Mask], places: Sequence[Indices], leaving: Leaving
+    ) -> list[Indices]:
+        """Per head the victims."""
+        numbers = [machine.numbers for machine in self.machines]
+        heads = list(zip(scores, shields, places, strict=True))
+        if self.policy.across is None or leaving is nobody:
+            return [victims(*head, leaving(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]
+        gone = [np.zeros(0, dtype=np.int64)] * len(places)
+        for group in self._by_layer():
+            shares = victims_across([heads[index] for index in group], numbers[group[0]])
+            for index, share in zip(group, shares, strict=True):
+                gone[index] = share
+        return gone
+
+    def _agreed(self, values: Sequence[Array], places: Sequence[Indices], agree: Callable[[Array], Array]) -> list[Array]:
+        """Each head's values, [n], or what the heads agree on where they have to.
+
+        Such heads hold the same positions, perhaps in different slots.
+        """
+        agreed = list(values)
+        for group in self._together():
+            shared = agree(np.stack([values[index][np.argsort(places[index])] for index in group]))
+            for index in group:
+                agreed[index] = shared[np.argsort(np.argsort(places[index]))]
+        return agreed
+
+    def _together(self) -> list[list[int]]:
+        """The groups of heads, by index, that must agree on their victims."""
+        if self.policy.victims == "layers":
+            return [[index for index, machine in enumerate(self.machines) if machine.numbers.evicts]]
+        return self._by_layer() if self.policy.victims == "heads" else []
+
+    def _by_layer(self) -> list[list[int]]:
+        layers = dict.fromkeys(machine.numbers.layer for machine in self.machines)
+        return [[i for i, machine in enumerate(self.machines) if machine.numbers.layer == layer] for layer in layers]
+
+
+def nobody(live: int, numbers: Numbers) -> int:
+    """No slot leaves: a settle in a phase in which the policy does not evict."""
+    return 0
+
+
+def _mean(values: Array) -> Array:
+    """What heads rank by together: [heads, n] to [n]."""
+    with np.errstate(all="ignore"):
+        return np.asarray(values.mean(axis=0))
+
+
+def _any(values: Array) -> Array:
+    """What holds if it holds for any head: [heads, n] to 0 or 1, [n]."""
+    return np.asarray((values != 0).any(axis=0), dtype=np.float64)
+
+
+def _by_position(head: Head, attn: ArrayLike) -> list[dict[int, float]]:
+    """Rows [L, n + L] over a head's slots and the L tokens that come, each by the text's positions."""
+    rows = floats(attn)
+    coming = range(head.seen, head.seen + len(rows))
+    return [dict(zip([*head.position.tolist(), *coming], row.tolist(), strict=True)) for row in rows]

@@ -1,0 +1,240 @@
+"""What one KV head does: place, attend, observe, select, and judge who should leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group
+from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate, evaluate_number, evaluate_slots, number, per_slot
+from kvdsl.interp.head import Head
+from kvdsl.interp.memory import Columns, History, Moment
+from kvdsl.interp.numbers import Numbers
+from kvdsl.interp.randomness import uniform
+from kvdsl.interp.selection import selected, sketch_dims
+from kvdsl.interp.settle import protected
+from kvdsl.interp.step import Given
+from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
+from kvdsl.ir.visitors import children
+
+
+@dataclass(frozen=True)
+class Operations:
+    """One policy's operations on KV head `head_index` of layer `numbers.layer`.
+
+    A policy that `kvdsl.passes.columns.add_columns` has rewritten is run on state columns, any other on its
+    full history.
+    """
+
+    policy: Policy
+    numbers: Numbers
+    call: Call = field(default_factory=Call)
+    head_index: int = 0
+    seed: int = 0
+
+    # -- heads -----------------------------------------------------------------------------------------------------
+
+    def empty(self, key_dim: int = 0, value_dim: int = 0) -> Head:
+        """A head that has seen nothing."""
+        memory = Columns(self.policy.columns) if self.policy.columns else History(self.policy)
+        return Head(np.zeros((0, key_dim)), np.zeros((0, value_dim)), np.zeros(0, dtype=np.int64), memory)
+
+    def resume(
+        self,
+        key: ArrayLike,
+        value: ArrayLike,
+        position: ArrayLike,
+        columns: Mapping[str, ArrayLike],
+        seen: int,
+        sketch: ArrayLike | None = None,
+    ) -> Head:
+        """A head that goes on from a backend's slots; the free ones are left out.
+
+        Args:
+            key, value, position: [n, D], [n, Dv], [n]; the position of a free slot is negative.
+            columns: [n] by name; a ring's [n, N] or wider.
+            seen: the position of the row's next token.
+            sketch: the dims of the newest sketch, in any order.
+        """
+        place = np.asarray(position, dtype=np.int64)
+        live = place >= 0
+        values = {name: floats(x)[live] for name, x in columns.items()}
+        dims = None if sketch is None else np.sort(np.asarray(sketch, dtype=np.int64))
+        return Head(floats(key)[live], floats(value)[live], place[live], Columns(self.policy.columns, values), seen, dims)
+
+    # -- a token ---------------------------------------------------------------------------------------------------
+
+    def place(self, head: Head, key: Array, value: Array) -> None:
+        """Put L new tokens, [L, D] and [L, Dv], into slots of their own."""
+        old = head.live
+        head.append(key, value)
+        new = np.arange(old, head.live)
+        scope = self.scope(head, new, head.seen - 1)
+        head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self._number)
+
+    def prompt(self, head: Head, q: Array, k: Array, v: Array) -> Given:
+        """Several tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
+        first, outs = head.seen, []
+        self.place(head, k, v)
+        for newest, query in enumerate(q, start=first):
+            found = self.attend(head, newest, query)
+            attn, logit = self.over_group(found.probs), self.over_group(found.logits)
+            self.observe(head, newest, attn, logit, query)
+            outs.append(found.out)
+        self.refresh(head, newest, query)
+        return Given(np.stack(outs), attn, logit)
+
+    def token(self, head: Head, q: Array, k: Array, v: Array) -> Given:
+        """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv]."""
+        newest = head.seen
+        self.place(head, k[None], v[None])
+        if self.is_refresh(head, newest):
+            self.refresh(head, newest, q)
+        chosen = self.select(head, newest, q)
+        found = self.attend(head, newest, q, chosen)
+        attn, logit = self.over_group(found.probs), self.over_group(found.logits)
+        self.observe(head, newest, attn, logit, q)
+        return Given(found.out, attn, logit, chosen)
+
+    def given(self, head: Head, rows: Sequence[Mapping[int, float]], k: Array | None, v: Array | None) -> Given:
+        """Tokens whose attention is given, up to their settle: each row by the slots' positions; k [L, D], v [L, Dv]."""
+        first = head.seen
+        key = np.zeros((len(rows), head.key.shape[1])) if k is None else k
+        value = np.zeros((len(rows), head.value.shape[1])) if v is None else v
+        self.place(head, key, value)
+        for newest, row in enumerate(rows, start=first):
+            attn = np.array([row[position] for position in head.position])
+            self.observe(head, newest, attn, np.full_like(attn, np.nan), None)
+        return Given(np.zeros(0), attn, np.zeros(0))
+
+    def attend(self, head: Head, newest: int, q: Array, chosen: Mask | None = None) -> Attention:
+        """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these."""
+        key = head.key
+        if self.policy.positions == "compact":
+            key, q = at_ranks(key, head.position, q, newest, self.call.rope)
+        return attend(key, head.value, head.position, q, newest, self.call, chosen)
+
+    def observe(self, head: Head, newest: int, attn: Array, logit: Array, q: Array | None) -> None:
+        """Remember what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""
+        seen = self._seen(head, newest)
+        scope = self.scope(head, seen, newest)
+        scope = _with_inputs(scope, attn=per_slot(attn[seen]), logit=per_slot(logit[seen]))
+        moment = self._moment(head, seen, newest)
+        head.memory.observe(moment, lambda body: self._per_query(body, scope, q, evaluate_slots))
+
+    # -- what a decode query attends to ----------------------------------------------------------------------------
+
+    def refresh(self, head: Head, newest: int, q: Array) -> None:
+        """Find the sketch's dims anew, at the query at `newest`, q [G, D]."""
+        if self.policy.sketch is None:
+            return
+        head.sketch = sketch_dims(self.sketches_by(head, newest, q), self.numbers.sketch_dims)
+
+    def sketches_by(self, head: Head, newest: int, q: Array) -> Array:
+        """What the sketch ranks the dims by, [D], at the query at `newest`."""
+        assert self.policy.sketch is not None
+        scope = self.scope(head, self._seen(head, newest), newest)
+        return self._per_query(
+            self.policy.sketch.by, scope, q, lambda expr, at: np.broadcast_to(evaluate(expr, at), (1, at.dims))[0]
+        )
+
+    def is_refresh(self, head: Head, newest: int) -> bool:
+        """Whether the decode query at `newest` refreshes the sketch before it selects."""
+        return head.sketch is None or (newest - (self.numbers.prompt - 1)) % self.numbers.sketch_every == 0
+
+    def select(self, head: Head, newest: int, q: Array) -> Mask | None:
+        """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.
+
+        What the keeps read of queries is as the query before this one left it.
+        """
+        if self.policy.select is None:
+            return None
+        seen = self._seen(head, newest)
+        mask = np.zeros(head.live, dtype=bool)
+        if np.isinf(self.numbers.select):
+            mask[seen] = True
+            return mask
+        shield = protected(
+            self.policy.keeps, self.scope(head, np.arange(head.live), newest, observed=newest - 1), head.position
+        )
+        by = self.selects_by(head, newest, q)
+        mask[seen] = selected(by[seen], head.position[seen], shield[seen], self.numbers.select, self.numbers.page)
+        return mask
+
+    def selects_by(self, head: Head, newest: int, q: Array) -> Array:
+        """What the decode query at `newest` ranks the slots by, [n]; NaN where it does not see the slot."""
+        assert self.policy.select is not None
+        by, seen = np.full(head.live, np.nan), self._seen(head, newest)
+        by[seen] = self._per_query(self.policy.select.by, self.scope(head, seen, newest), q, evaluate_slots)
+        return by
+
+    # -- what expressions see --------------------------------------------------------------------------------------
+
+    def live_scope(self, head: Head) -> Scope:
+        """What a settle's expressions see: the live slots, after the newest token."""
+        return self.scope(head, np.arange(head.live), head.seen - 1)
+
+    def scope(self, head: Head, chosen: Indices, newest: int, observed: int | None = None) -> Scope:
+        """What expressions see of the chosen slots when `newest` is the newest token.
+
+        Args:
+            observed: the newest query that has been observed, if it is not the newest token's.
+        """
+        position = head.position[chosen]
+        moment = self._moment(head, chosen, newest if observed is None else observed)
+        inputs = self.numbers.inputs() | {"k": head.key[chosen], "v": head.value[chosen]}
+        inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
+        inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))
+        return Scope(
+            slots=len(chosen),
+            dims=head.key.shape[1],
+            inputs=inputs,
+            params=self.numbers.params,
+            recall=lambda leaf: head.memory.recall(leaf, moment),
+            random=lambda: per_slot(uniform(self.seed, self.numbers.layer, self.head_index, position, newest)),
+            page=self.numbers.page,
+            sketch=head.sketch,
+        )
+
+    def over_group(self, x: Array) -> Array:
+        """Reduce what the group's query heads gave, [G, ...] to [...]."""
+        with np.errstate(all="ignore"):
+            return over_group(x, self.policy.group)
+
+    def _seen(self, head: Head, newest: int) -> Indices:
+        return np.flatnonzero(is_visible(head.position, newest, self.call.window))
+
+    def _moment(self, head: Head, chosen: Indices, observed: int) -> Moment:
+        return Moment(chosen, head.position[chosen], observed, self.call.window, self._number)
+
+    def _number(self, expr: Expr) -> float:
+        return evaluate_number(expr, Scope(0, 0, self.numbers.inputs(), self.numbers.params))
+
+    def _per_query(self, body: Expr, scope: Scope, q: Array | None, value: Callable[[Expr, Scope], Array]) -> Array:
+        """The value of what belongs to one query.
+
+        What reads q is evaluated per query head, and its result reduced over the group.
+        """
+        if not _reads_q(body):
+            return value(body, scope)
+        assert q is not None, "the policy reads q, which was not given"
+        return self.over_group(np.stack([value(body, _with_inputs(scope, q=vector[None])) for vector in q]))
+
+
+def floats(x: ArrayLike) -> Array:
+    """As float64."""
+    return np.asarray(x, dtype=np.float64)
+
+
+def _reads_q(expr: Expr) -> bool:
+    """Whether the value differs between query heads; that of a reduction over queries inside it does not."""
+    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
+        return False
+    return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
+
+
+def _with_inputs(scope: Scope, **more: Array) -> Scope:
+    return replace(scope, inputs={**scope.inputs, **more})

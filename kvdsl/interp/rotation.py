@@ -1,0 +1,43 @@
+"""Rotary positions: moving a vector that already stands at one position to another one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike
+
+from kvdsl.interp.evaluate import Array, Indices
+
+
+@dataclass(frozen=True)
+class Rope:
+    """A model's rotary positions: each pair of dims turns by its own frequency times the position.
+
+    Attributes:
+        inv_freq: [pairs], radians per position.
+        layout: which dims are a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
+        offset: the first rotated dim; offset .. offset + 2 * pairs are rotated, the others are not.
+    """
+
+    inv_freq: Array
+    layout: Literal["half", "interleaved"] = "half"
+    offset: int = 0
+
+    def rotate(self, x: ArrayLike, shift: ArrayLike) -> Array:
+        """The vectors, [..., dim], turned on by `shift` positions, [...]; negative shifts turn back."""
+        turned = np.array(x, dtype=np.float64)
+        angle = np.asarray(shift, dtype=np.float64)[..., None] * self.inv_freq
+        first, second = self._pairs()
+        a, b = turned[..., first], turned[..., second]
+        turned[..., first] = a * np.cos(angle) - b * np.sin(angle)
+        turned[..., second] = b * np.cos(angle) + a * np.sin(angle)
+        return turned
+
+    def _pairs(self) -> tuple[Indices, Indices]:
+        """The first and the second dim of each pair, [pairs] each."""
+        pair = np.arange(len(self.inv_freq), dtype=np.int64)
+        if self.layout == "half":
+            return self.offset + pair, self.offset + len(pair) + pair
+        return self.offset + 2 * pair, self.offset + 2 * pair + 1

@@ -1,0 +1,47 @@
+"""What a decode query attends to: the sketch's dims, and the selected slots."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvdsl.interp.evaluate import Array, Indices, Mask, at_least_one, page_of
+from kvdsl.interp.settle import ascending
+
+
+def sketch_dims(by: Array, count: float) -> Indices:
+    """The `count` dims that rank highest, ascending; of equals the lower one, NaN lowest.
+
+    Raises:
+        ValueError: if there are not so many dims.
+    """
+    if count > len(by):
+        raise ValueError(f"a sketch of {count:g} dims of keys that have {len(by)}")
+    lower_wins = -np.arange(len(by))
+    return np.sort(ascending(by, lower_wins)[::-1][: int(count)])
+
+
+def selected(by: Array, position: Indices, protected: Mask, count: float, page: float) -> Mask:
+    """Which of the slots that a query sees, [n], it attends to.
+
+    The units are pages; without pages a page is one token. Those with a protected slot are selected in any case, the rest by
+    what ranks highest in them; of equals the newer, NaN lowest.
+
+    Args:
+        by, position, protected: [n].
+        count: in tokens; one unit is selected at least.
+        page: the tokens of a page.
+    """
+    unit_of = page_of(position, page)
+    units = np.unique(unit_of)
+    best = np.array([_highest(by[unit_of == unit]) for unit in units])
+    certain = np.array([protected[unit_of == unit].any() for unit in units], dtype=bool)
+    others = ascending(best, units)[::-1]
+    others = others[~certain[others]]
+    left = min(at_least_one(count / page) - np.count_nonzero(certain), len(others))
+    chosen = np.concatenate([units[certain], units[others[: max(0, int(left))]]])
+    return np.isin(unit_of, chosen)
+
+
+def _highest(x: Array) -> float:
+    """The largest, where NaN is lower than any number."""
+    return float(x[ascending(x, np.zeros(len(x), dtype=np.int64))[-1]])

@@ -1,0 +1,105 @@
+"""Attention of one new token over the slots, split over programs: the first of a decode step's two launches.
+
+Legend:
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value.
+    S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
+
+Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the second
+launch (`settle`, generated per policy) puts it into a slot. What a program finds is combined there, too.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def attend(
+    query,  # [B, H * G, D]
+    new_key,  # [B, H, D]
+    new_value,  # [B, H, E]
+    keys,  # [B, H, N, D]
+    values,  # [B, H, N, E]
+    position,  # [B, H, N] int32, below 0: free
+    seen,  # [B] int32: the new token's position
+    newest,  # [B] int32: gets `seen`, for the second launch
+    out,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
+    top,  # [B, H, S, G] float32: gets the largest logit
+    total,  # [B, H, S, G] float32: gets the sum of exp(logit - top)
+    logits,  # [B, H, G, N + 1] float32: gets the logits, the new token's last; not written unless LOGITS
+    slots,
+    per_split,  # slots per split, a multiple of BLOCK
+    scaling,
+    softcap,  # 0: none
+    window,  # queries see this many tokens; 2**30: all
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    LOGITS: tl.constexpr,
+    DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
+):
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits, heads = tl.num_programs(0), tl.num_programs(1)
+    pair = (row * heads + head).to(tl.int64)
+    g, d, e = tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
+    now = tl.load(seen + row)
+    if (split == 0) & (head == 0):
+        tl.store(newest + row, now)
+
+    best = tl.full([G_PAD], float("-inf"), tl.float32)
+    weight = tl.zeros([G_PAD], tl.float32)
+    acc = tl.zeros([G_PAD, E_PAD], tl.float32)
+    first = split * per_split
+    for start in range(first, tl.minimum(first + per_split, slots), BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
+        visible = (pos >= 0) & (now - pos < window)
+        at = pair * slots + i
+        k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
+        logit = _capped(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee") * scaling, softcap)
+        logit = tl.where(visible[None, :], logit, float("-inf"))
+        if LOGITS:
+            place = (pair * G + g[:, None]) * (slots + 1) + i[None, :]
+            tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
+        best, weight, acc, p = _fold(best, weight, acc, logit)
+        v = tl.load(values + at[:, None] * E + e[None, :], mask=visible[:, None] & (e[None, :] < E), other=0.0)
+        acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
+
+    if split == 0:  # the new token
+        k = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+        v = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+        logit = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling, softcap)
+        if LOGITS:
+            tl.store(logits + (pair * G + g) * (slots + 1) + slots, logit, mask=g < G)
+        best, weight, acc, p = _fold(best, weight, acc, logit[:, None])
+        acc += p * v.to(tl.float32)[None, :]
+
+    mine = (pair * splits + split) * G + g
+    tl.store(top + mine, best, mask=g < G)
+    tl.store(total + mine, weight, mask=g < G)
+    tl.store(out + mine[:, None] * E + e[None, :], acc, mask=(g[:, None] < G) & (e[None, :] < E))
+
+
+@triton.jit
+def _capped(logit, softcap):
+    """softcap * tanh(logit / softcap), by exp alone: 1 - 2 / (exp(2x) + 1)."""
+    if softcap > 0:
+        logit = softcap * (1 - 2 / (tl.exp(2 * logit / softcap) + 1))
+    return logit
+
+
+@triton.jit
+def _fold(best, weight, acc, logit):
+    """Take further logits, [G, n], into the running softmax; gives their weights, too."""
+    higher = tl.maximum(best, tl.max(logit, 1))
+    base = tl.where(higher == float("-inf"), 0.0, higher)  # nothing seen so far: exp(-inf - 0) = 0
+    p = tl.exp(logit - base[:, None])
+    shrink = tl.exp(best - base)
+    return higher, weight * shrink + tl.sum(p, 1), acc * shrink[:, None], p

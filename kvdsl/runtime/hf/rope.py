@@ -1,0 +1,239 @@
+"""How a model rotates its keys, found by looking at them.
+
+The same few tokens are run, each alone, at several positions. A token that attends to itself alone gets its own value back,
+so unless positions are added to the hidden states, these are the same everywhere, and a layer's keys differ by its rotation
+only. Which rotation that is, follows from trying the frequencies that the model's rotary modules hold, in every layout: the
+exact frequencies, the layout, the rotated dims and the direction are those that turn the keys of position 0 into the others.
+
+Calling the rotary modules, or `apply_rotary_pos_emb`, would not tell: families differ in the layout, in the dims that they
+rotate and in the layers that they leave alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import weakref
+from collections.abc import Iterator
+from itertools import product
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicLayer
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf.attention import PREFIX, SlotLength, mark
+from kvdsl.runtime.hf.binding import bind, managed_windows, release, text_model
+from kvdsl.runtime.hf.probe import quietly
+from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
+from kvdsl.runtime.rope import Layout, Rope
+
+POSITIONS = (0, 1, 7, 100)
+"""Where the tokens are run: the first is what the others are compared with, near ones show fast pairs, far ones slow pairs."""
+
+TOKENS = 4
+
+TOLERANCE = {torch.float32: 1e-4}
+"""Largest deviation of a pair of dims, as a share of its length; in half precisions, rounded cosines alone make 0.01."""
+
+_HALF_TOLERANCE = 0.05
+
+_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, dict[int, Rope | None]]] = weakref.WeakKeyDictionary()
+
+
+def ropes(model: PreTrainedModel) -> dict[int, Rope | None]:
+    """The rotation of every managed layer, None where a layer has no positions.
+
+    Costs a forward of 16 tokens, once; a model that is not bound is bound meanwhile.
+
+    Raises:
+        KvdslError: if the model cannot be served at all, or if its keys cannot be moved to other positions.
+    """
+    part = text_model(model)
+    known = _found.get(part)
+    if known is None or known[0] != part.dtype:  # a model that is converted may round its frequencies
+        _refuse_by_config(part)
+        with torch.inference_mode(False), torch.no_grad():
+            seen = _look(model, part)
+            _refuse_unused_positions(part, seen)
+            known = _found[part] = part.dtype, _fit_all(part, {layer: seen[layer] for layer in managed_windows(model)})
+    return dict(known[1])
+
+
+# -- what is refused at once -------------------------------------------------------------------------------------------
+
+
+def _refuse_by_config(part: PreTrainedModel) -> None:
+    """Raise KvdslError for what a few short texts would not show."""
+    config = text_config(part)
+    changing = sorted(kind for kind in _rope_types(config) if "dynamic" in kind or kind in ("longrope", "su"))
+    if changing:
+        raise _refusal(
+            part,
+            f"its `{changing[0]}` scaling changes the frequencies with the length of the text, so that keys of different "
+            f"times do not fit together",
+        )
+    if getattr(config, "kv_lora_rank", None):
+        raise _refusal(part, "it makes its keys from compressed latents (MLA), of which only a part is rotated")
+    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
+        raise _refusal(part, "instead of rotating, it adds a bias that grows with the distance (ALiBi)")
+
+
+def _rope_types(config: Any) -> set[str]:
+    """The config's words for how frequencies are scaled, of all kinds of layers."""
+    scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    given = [found for found in scaling if isinstance(found, dict)]
+    given += [inner for outer in given for inner in outer.values() if isinstance(inner, dict)]
+    return {str(found[key]) for found in given for key in ("rope_type", "type") if key in found}
+
+
+# -- looking at keys ---------------------------------------------------------------------------------------------------
+
+
+class _Tap(DynamicLayer):
+    """A layer that remembers what its attention is given, and lets every token attend to itself alone.
+
+    The model's own attention would do nearly the same; but where it has sinks, the rounding of rotated queries and keys
+    reaches the hidden states, and a router may send a token elsewhere.
+    """
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        return mark(key_states, self), value_states
+
+    def get_mask_sizes(self, *args: Any) -> tuple[int, int]:
+        return SlotLength(1), 0
+
+    def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        self.seen = _rows(key), _rows(value)
+        return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
+
+
+def _look(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
+    """Keys and values of every layer with a cache for attention, float64 [positions, tokens * kv_heads, dim] each.
+
+    Raises:
+        KvdslError: if the model cannot be run so.
+    """
+    embedding = part.get_input_embeddings().weight
+    if embedding.device.type == "meta":
+        raise _refusal(part, "it has no weights yet, so that its keys cannot be looked at")
+    bound = part.config._attn_implementation.startswith(PREFIX)
+    bind(model)
+    try:
+        with torch.autocast(embedding.device.type, enabled=False), quietly(part):
+            layers = _run(part, embedding)
+    finally:
+        if not bound:
+            release(model)
+    return {index: layer.seen for index, layer in enumerate(layers) if isinstance(layer, _Tap)}
+
+
+def _run(part: PreTrainedModel, embedding: Tensor) -> list[Any]:
+    """The tapped layers, after every token has been at every position."""
+    if "position_ids" not in inspect.signature(part.forward).parameters:
+        raise _refusal(part, "its forward takes no `position_ids`")
+    tokens = (torch.arange(TOKENS, device=embedding.device) * 7919 + 11) % embedding.shape[0]
+    positions = torch.tensor(_positions(part), device=embedding.device)
+    inputs = {
+        "input_ids": tokens.repeat(len(positions))[:, None],
+        "position_ids": positions.repeat_interleave(TOKENS)[:, None],
+        "attention_mask": torch.ones(len(positions) * TOKENS, 1, dtype=torch.long, device=embedding.device),
+    }
+    layers = [_Tap() if is_full(layer) or sliding_window(layer) else layer for layer in native_layers(text_config(part))]
+    try:
+        part(**inputs, past_key_values=Cache(layers=layers), use_cache=True)
+    except Exception as error:
+        raise _refusal(part, f"looking at its keys failed with {type(error).__name__}: {error}") from error
+    return layers
+
+
+def _positions(part: PreTrainedModel) -> tuple[int, ...]:
+    """As many of the positions as the model has; beyond a table of positions, a GPU would not raise but break."""
+    last = (getattr(text_config(part), "max_position_embeddings", None) or POSITIONS[-1] + 1) - 1
+    return tuple(min(position, last) for position in POSITIONS)
+
+
+def _rows(stored: Tensor) -> Tensor:
+    """[positions * tokens, kv_heads, 1, dim] as float64 [positions, tokens * kv_heads, dim] on the CPU."""
+    return stored.detach().cpu().double().reshape(len(POSITIONS), -1, stored.shape[-1])
+
+
+# -- finding the rotation ----------------------------------------------------------------------------------------------
+
+
+def _refuse_unused_positions(part: PreTrainedModel, seen: dict[int, tuple[Tensor, Tensor]]) -> None:
+    """Raise KvdslError if the model could rotate but nothing shows: it may go by something else than `position_ids`."""
+    if _frequencies(part) and all(torch.equal(key, key[:1].expand_as(key)) for key, _ in seen.values()):
+        raise _refusal(part, "it holds frequencies of a rotation, but no key depends on `position_ids`")
+
+
+def _fit_all(part: PreTrainedModel, cached: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Rope | None]:
+    """The rotation of every layer, from its keys and values; layers that rotate alike share theirs.
+
+    Raises:
+        KvdslError: if a layer does something else than rotating by frequencies that the model holds.
+    """
+    shift = torch.tensor(_positions(part))[:, None]
+    tried: dict[int, list[Rope]] = {}
+    found: dict[int, Rope | None] = {}
+    allowed = TOLERANCE.get(part.dtype, _HALF_TOLERANCE)
+    for layer, (key, value) in cached.items():
+        if _deviation(value, value[:1]) > allowed:  # what is never rotated
+            raise _refusal(part, "it adds positions to the embeddings, so that no cached key or value can be moved")
+        if _deviation(key, key[:1]) <= allowed:
+            found[layer] = None
+            continue
+        dim = key.shape[-1]
+        candidates = tried.setdefault(dim, list(_candidates(part, dim)))
+        deviations = [_deviation(key, rope.rotate(key[:1], shift)) for rope in candidates]
+        best = min(deviations, default=math.inf)
+        if best > allowed:
+            raise _refusal(
+                part,
+                f"what layer {layer} does to a key at another position is no rotation by the model's own frequencies "
+                f"(deviation {best:.2g}, allowed {allowed:.2g})",
+            )
+        found[layer] = candidates[deviations.index(best)]
+    return found
+
+
+def _candidates(part: PreTrainedModel, dim: int) -> Iterator[Rope]:
+    """Every rotation of vectors [dim] by frequencies that the model holds."""
+    for frequencies in _frequencies(part):
+        rest = dim - 2 * len(frequencies)
+        if rest < 0:
+            continue
+        layouts: tuple[Layout, ...] = ("half", "interleaved")
+        for offset, layout, signed in product({0, rest}, layouts, (frequencies, -frequencies)):
+            yield Rope(signed, layout, offset)
+
+
+def _frequencies(part: PreTrainedModel) -> list[Tensor]:
+    """The different tables of frequencies in the model's rotary modules, float64 [pairs] on the CPU."""
+    found: list[Tensor] = []
+    for module in part.modules():
+        held = {**vars(module), **dict(module.named_buffers(recurse=False))}
+        for name, table in held.items():
+            if name.endswith("inv_freq") and isinstance(table, Tensor) and table.ndim == 1:
+                exact = table.detach().cpu().double()
+                if not any(torch.equal(exact, other) for other in found):
+                    found.append(exact)
+    return found
+
+
+def _deviation(found: Tensor, expected: Tensor) -> float:
+    """The largest difference of a dim at a position, over all tokens, as a share of what the dim holds at most.
+
+    Args:
+        found: float64 [positions, tokens * kv_heads, dim].
+        expected: of the same shape, or with one position for all.
+    """
+    difference = (found - expected).norm(dim=1)
+    size = expected.norm(dim=1).amax(0)
+    return float((difference / size.clamp(min=torch.finfo(torch.float32).tiny)).max())
+
+
+def _refusal(part: PreTrainedModel, reason: str) -> KvdslError:
+    return KvdslError(f"{type(part).__name__} cannot be served with compact positions: {reason}; use `positions original`")

@@ -1,0 +1,81 @@
+"""Rotary positions: turning a key, or a query, that was rotated at one position so that it stands at another.
+
+RoPE (Su et al. 2021, "RoFormer: Enhanced Transformer with Rotary Position Embedding", eq. 14 and 15) turns every pair of
+dims by an angle that grows with the position p:
+
+    (a, b)  ->  (a cos(p f) - b sin(p f),  a sin(p f) + b cos(p f)),      f the pair's frequency
+
+Two turns add up, R(p + s) = R(s) R(p), so what stands at p moves to p + s by a turn of s alone: neither p nor the vector
+before its first turn is needed. A factor on the rotated vector (YaRN's attention scaling) stays what it is.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+Layout = Literal["half", "interleaved"]
+
+
+@dataclass(frozen=True, eq=False)
+class Rope:
+    """How one layer rotates its queries and keys.
+
+    Attributes:
+        inv_freq: the angle per position of each pair, in radians, float64 [pairs]; negative where the model turns backwards.
+        layout: which dims are a pair: i and i + pairs (`half`), or 2i and 2i + 1 (`interleaved`), counted from `offset`.
+        offset: the first rotated dim; rotated are offset .. offset + 2 pairs.
+    """
+
+    inv_freq: Tensor
+    layout: Layout
+    offset: int = 0
+    _moved: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
+
+    @property
+    def pairs(self) -> int:
+        """How many pairs of dims are rotated."""
+        return self.inv_freq.shape[0]
+
+    def rotate(self, x: Tensor, shift: Tensor) -> Tensor:
+        """The vectors moved by `shift` positions, float32 [..., dim].
+
+        Angles are found in float64, because float32 is off by 6e-8 of an angle that may be thousands of turns; the rest is
+        float32, whatever the dtype of `x`. A shift of 0 changes nothing at all.
+
+        Args:
+            x: rotated queries or keys, [..., dim].
+            shift: whole positions, positive or negative, [...]; of a shape that broadcasts with that of `x`.
+        """
+        end = self.offset + 2 * self.pairs
+        angle = shift.unsqueeze(-1) * self._on(x.device)
+        cos, sin = angle.cos().float(), angle.sin().float()
+        x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], shift.shape), -1)
+        a, b = self._split(x[..., self.offset : end])
+        turned = self._join(a * cos - b * sin, a * sin + b * cos)
+        return torch.cat([x[..., : self.offset], turned, x[..., end:]], dim=-1)
+
+    def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The first and the second dim of each pair, [..., pairs] each."""
+        if self.layout == "half":
+            return x[..., : self.pairs], x[..., self.pairs :]
+        return x[..., ::2], x[..., 1::2]
+
+    def _join(self, a: Tensor, b: Tensor) -> Tensor:
+        """What `_split` took apart, [..., 2 pairs]."""
+        return torch.cat([a, b], dim=-1) if self.layout == "half" else torch.stack([a, b], dim=-1).flatten(-2)
+
+    def _on(self, device: torch.device) -> Tensor:
+        """The frequencies on a device, to which they are moved once."""
+        if device == self.inv_freq.device:
+            return self.inv_freq
+        if device not in self._moved:
+            self._moved[device] = self.inv_freq.to(device)
+        return self._moved[device]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rope:
+        """Itself: nothing in it ever changes."""
+        return self

@@ -1,0 +1,90 @@
+"""What a decoded token attends to, of all that is cached; and the few dims by which a sketch looks for it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime import pages
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.settle import Protection, rank_key
+from kvdsl.runtime.slots import SLOT_DIM, SlotState
+from kvdsl.runtime.view import View, slots_view
+
+_LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+
+
+def selected(state: SlotState, row: View) -> Tensor:
+    """The slots to which the token attends: bool [batch, kv_heads, slots].
+
+    What the policy keeps is always among them and counts; the others are the highest by its `select`.
+
+    Args:
+        row: the token's query; its state columns know nothing of it yet.
+    """
+    kept = {name: getattr(state, name) for name in SLOT_DIM}
+    numbers, position = state.per_head(state.numbers), state.position
+    protection, seen = Protection(position), row.visible[:, :, 0]
+    slots = slots_view(state, kept, row.newest[:, 0, 0, 0].int(), state.numbers, pending=1)
+    state.spec.torch_kernels.protect(slots, protection, numbers)
+    by = state.spec.torch_kernels.select(row).expand_as(row.visible)[:, :, 0]
+    count = numbers["select"]
+    if "page" not in numbers:
+        return _top(_keys(by, position, seen, protection.mask), count) & seen
+    page = pages.page_of(position, numbers["page"])
+    index = pages.numbered(page)
+    best = torch.full_like(page, _LOWEST).scatter_reduce(
+        -1, index, _keys(by, page, seen, protection.mask), "amax", include_self=False
+    )
+    chosen = _top(best, (count / numbers["page"]).floor())
+    return chosen.gather(-1, index) & seen
+
+
+def _keys(by: Tensor, tie: Tensor, seen: Tensor, protected: Tensor) -> Tensor:
+    """Integers by which slots rank: what is protected above all, what the query does not see below all."""
+    keys = torch.where(protected, _HIGHEST, rank_key(by, tie))
+    return torch.where(seen, keys, _LOWEST)
+
+
+def _top(keys: Tensor, count: Tensor) -> Tensor:
+    """The `count` highest (at least one), and all that are protected."""
+    places = keys.argsort(dim=-1, descending=True, stable=True).argsort(-1)
+    return (places < count.clamp(min=1)) | (keys == _HIGHEST)
+
+
+# -- sketches ----------------------------------------------------------------------------------------------------------
+
+
+def sketch_width(state: SlotState, numbers: Tensor, key_dim: int) -> int:
+    """How many dims the row with the largest sketch looks at.
+
+    Raises:
+        KvdslError: if a key has not so many.
+    """
+    width = float(state.named(numbers)["sketch_dims"].max())
+    if width > key_dim:
+        raise KvdslError(f"{state.spec.name} sketches {width:g} dims, but keys have {key_dim}; sketch fewer")
+    return int(width)
+
+
+def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor:
+    """The dims that the policy's sketch ranks highest, ascending: int32 [batch, kv_heads, width], -1 where there are fewer.
+
+    Args:
+        row: one query a row.
+    """
+    batch, heads, _, _, dim = row.k.shape
+    by = state.spec.torch_kernels.sketch(row).expand(batch, heads, 1, 1, dim)[:, :, 0, 0]
+    dims = torch.arange(dim, device=by.device)
+    places = rank_key(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # of equals the lower dim is first
+    count = state.per_head(numbers)["sketch_dims"]
+    found = torch.where(places < count, dims, dim).sort(-1).values[..., :width]
+    return torch.where(found < dim, found, -1).int()
+
+
+def refresh(state: SlotState, row: View, real: Tensor) -> None:
+    """Find the sketch anew in the rows (bool [batch]) whose token is a multiple of `every` queries after the prompt's last."""
+    every = state.named(state.numbers)["sketch_every"].long()
+    due = real & ((state.seen - state.prompt) % every == 0)
+    found = sketched(state, row, state.numbers, state.sketch.shape[-1])
+    state.sketch.copy_(torch.where(due.view(-1, 1, 1), found, state.sketch))

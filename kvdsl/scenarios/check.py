@@ -1,0 +1,334 @@
+"""Checks the tests of a file, as far as that is possible without running them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from kvdsl import codes
+from kvdsl.diagnostics import Diagnostic, Label, Sink, did_you_mean, listed
+from kvdsl.ir.nodes import Input, Policy
+from kvdsl.ir.visitors import expressions, walk
+from kvdsl.passes.columns import add_columns
+from kvdsl.scenarios.scenario import Scenario
+from kvdsl.sema.check import Checker
+from kvdsl.sema.modules import Module
+from kvdsl.sema.resolve import resolve
+from kvdsl.sema.scope import Scope
+from kvdsl.sema.settings import Setting
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+MAX_TESTS = 100
+MAX_STEPS = 500
+
+
+def check_scenarios(module: Module, prelude: Callable[[], Scope], sink: Sink) -> tuple[Scenario, ...]:
+    """The tests of a file that can be run; what is wrong with the others goes to the sink.
+
+    Args:
+        prelude: makes the scope around a policy's names.
+    """
+    _check_apart(module, sink)
+    imports_failed = any(found.severity == "error" and found.span.file is not module.file for found in sink)
+    if module.broken or imports_failed:
+        return ()
+    titles: dict[str, Span] = {}
+    scenarios = []
+    for test in module.syntax.tests[MAX_TESTS:][:1]:
+        sink.report(codes.TOO_LARGE, test.title.span, f"a file holds at most {MAX_TESTS} tests")
+    for test in module.syntax.tests[:MAX_TESTS]:
+        title = test.title
+        if title.text in titles:
+            labels = [Label(titles[title.text], "the first one")]
+            sink.report(codes.DUPLICATE, title.span, f"two tests are called {title.span.quoted()}", labels=labels)
+        titles.setdefault(title.text, title.span)
+        if _steps(test) > MAX_STEPS:
+            sink.report(codes.TOO_LARGE, title.span, f"the test has more than {MAX_STEPS} steps")
+        elif not test.broken:
+            scenarios.append(_Check(test, module, prelude, sink).check())
+    return tuple(scenario for scenario in scenarios if scenario is not None)
+
+
+def _steps(test: syn.Test) -> int:
+    return sum(len(step.tokens) if isinstance(step, syn.Prompt) else 1 for step in test.steps)
+
+
+def _check_apart(module: Module, sink: Sink) -> None:
+    help = f"put the tests into `{module.file.stem.removesuffix('_test')}_test.kv` and import the policy there"
+    for policy in module.syntax.policies:
+        sink.report(codes.TESTS_APART, policy.name.span, "a policy cannot stand in a file with tests", help)
+    for let in module.syntax.lets:
+        sink.report(codes.TESTS_APART, let.name.span, "a let cannot stand in a file with tests", "write the numbers")
+
+
+@dataclass
+class _Check:
+    """Checks one test; `failed` once something was reported."""
+
+    test: syn.Test
+    module: Module
+    prelude: Callable[[], Scope]
+    sink: Sink
+    failed: bool = field(default=False)
+
+    def check(self) -> Scenario | None:
+        self._order()
+        use = next((step for step in self.test.steps if isinstance(step, syn.Use)), None)
+        heads, group = self._heads(), self._same_size(self._given("query"), "query heads")
+        key_dim, value_dim = self._dims("query", "key"), self._dims("value")
+        policy = None if use is None else self._policy(use)
+        if use is None or self.failed:
+            return None
+        layer, layers = self._layer(use)
+        if policy is not None:
+            _Meaning(policy, self.test, self._report).check()
+        found = Scenario(self.test, policy, layer, layers, heads, group or 1, key_dim, value_dim)
+        return None if self.failed else found
+
+    def _report(
+        self, code: codes.Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()
+    ) -> None:
+        self.sink.report(code, span, message, help, labels)
+        self.failed |= code.severity == "error"
+
+    # -- the order of steps ------------------------------------------------------------------------------------------
+
+    def _order(self) -> None:
+        steps = self.test.steps
+        if not any(isinstance(step, syn.Use) for step in steps):
+            self._report(
+                codes.TEST_POLICY, self.test.title.span, "the test does not say its policy", "begin it with `use NAME`"
+            )
+        for at, step in enumerate(steps):
+            before = steps[:at]
+            if isinstance(step, syn.Expect):
+                self._order_of_expect(step, before)
+            else:
+                self._order_of_others(step, before)
+        if not any(isinstance(step, syn.Expect) for step in steps):
+            help = "say what holds after the last token, `expect kept 0, 2`"
+            self._report(codes.TEST_OF_NOTHING, self.test.title.span, "the test expects nothing", help)
+
+    def _order_of_others(self, step: syn.Step, before: tuple[syn.Step, ...]) -> None:
+        same = next((one for one in before if _name(one) == _name(step)), None)
+        if isinstance(step, syn.Use) and same is not None:
+            labels = [Label(same.span, "first here")]
+            self._report(codes.TEST_POLICY, step.span, "a test is about one policy", "write two tests", labels)
+        elif isinstance(step, syn.Set) and same is not None:
+            labels = [Label(same.span, "first here")]
+            self._report(codes.TEST_SETTING, step.span, f"`{step.name.text}` is set twice", labels=labels)
+        token = next((one for one in before if isinstance(one, (syn.Incoming, syn.Prompt))), None)
+        if token is not None and not isinstance(step, syn.Incoming):
+            word = step.span.text.split()[0]
+            labels = [Label(token.span, "the first token")]
+            help = "a prompt comes in once, before all other tokens" if isinstance(step, syn.Prompt) else None
+            self._report(codes.TEST_ORDER, step.span, f"`{word}` stands behind a token", help, labels)
+        if isinstance(step, syn.Prompt):
+            self._prompt(step)
+
+    def _prompt(self, prompt: syn.Prompt) -> None:
+        if not prompt.tokens:
+            self._report(codes.TEST_ORDER, prompt.span, "the prompt has no tokens", "leave it out")
+        kinds = {_is_attended(token) for token in prompt.tokens}
+        if len(kinds) > 1:
+            self._report(codes.TEST_ORDER, prompt.span, "a prompt's tokens are all `attend`, or all `token`")
+
+    def _order_of_expect(self, step: syn.Expect, before: tuple[syn.Step, ...]) -> None:
+        refused = next((one for one in before if _name(one) == "error"), None)
+        if step.what != "error" and not any(isinstance(one, (syn.Incoming, syn.Prompt)) for one in before):
+            self._report(codes.TEST_ORDER, step.span, "nothing has come in that this could be expected of")
+        elif refused is not None:
+            labels = [Label(refused.span, "an error is expected here")]
+            self._report(codes.TEST_ORDER, step.span, "a policy that is refused does nothing", labels=labels)
+
+    # -- sizes -------------------------------------------------------------------------------------------------------
+
+    def _tokens(self) -> Iterator[syn.Incoming]:
+        for step in self.test.steps:
+            yield from step.tokens if isinstance(step, syn.Prompt) else (step,) if isinstance(step, syn.Incoming) else ()
+
+    def _given(self, *kinds: str) -> list[syn.Given]:
+        return [given for token in self._tokens() for given in token.given if given.kind in kinds]
+
+    def _heads(self) -> int:
+        """How many KV heads the test has."""
+        for token in self._tokens():
+            for given in token.given:
+                if given.kind in [one.kind for one in token.given if one is not given and one.span.start < given.span.start]:
+                    self._report(codes.TEST_SIZE, given.span, f"`{given.kind}` is given twice")
+        expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
+        counts = [*((given.span, len(given.heads)) for given in self._given("attend", *_VECTORS)), *expects]
+        several = [(span, count) for span, count in counts if count > 1]
+        for span, count in several[1:]:
+            if count != several[0][1]:
+                self._unequal("KV heads", span, count, *several[0])
+        return several[0][1] if several else 1
+
+    def _same_size(self, given: list[syn.Given], what: str) -> int:
+        """How many query heads each KV head has."""
+        counts = [(one.span, len(heads)) for one in given for heads in one.heads]
+        for span, count in counts[1:]:
+            if count != counts[0][1]:
+                self._unequal(what, span, count, *counts[0])
+        return counts[0][1] if counts else 0
+
+    def _dims(self, *kinds: str) -> int:
+        """The size of the vectors."""
+        rows = [row for given in self._given(*kinds) for heads in given.heads for row in heads]
+        for row in rows:
+            if row.rest is not None:
+                self._report(codes.TEST_SIZE, row.span, "a vector has no `rest`", "write all of its numbers")
+        for row in rows[1:]:
+            if len(row.values) != len(rows[0].values):
+                self._unequal("numbers", row.span, len(row.values), rows[0].span, len(rows[0].values))
+        return len(rows[0].values) if rows else 0
+
+    def _unequal(self, what: str, span: Span, count: int, first: Span, expected: int) -> None:
+        message = f"expected {expected} {what}, as before, not {count}"
+        self._report(codes.TEST_SIZE, span, message, labels=[Label(first, f"{expected} here")])
+
+    # -- the policy --------------------------------------------------------------------------------------------------
+
+    def _layer(self, use: syn.Use) -> tuple[int, int]:
+        if use.layer is None or use.layers is None:
+            return 0, 1
+        layer, layers = use.layer.value, use.layers.value
+        if not layer.is_integer() or not layers.is_integer() or not 0 <= layer < layers:
+            span = use.layer.span.to(use.layers.span)
+            self._report(
+                codes.TEST_STEP, span, f"there is no layer {span.quoted()}", "layers count from 0: `at layer 2 of 8`"
+            )
+            return 0, 1
+        return int(layer), int(layers)
+
+    def _policy(self, use: syn.Use) -> Policy | None:
+        """The policy with what the test sets; None if it is refused, as expected, or after a report."""
+        found = next((pair for pair in self.module.policies() if pair[0].name.text == use.policy.text), None)
+        if found is None:
+            known = [policy.name.text for policy, _ in self.module.policies()]
+            help = did_you_mean(use.policy.text, known) or (
+                f"the imported policies are {listed(known, 'and')}" if known else 'import its file: `import "h2o.kv"`, say'
+            )
+            self._report(codes.UNKNOWN_POLICY, use.policy.span, f"unknown policy `{use.policy.text}`", help)
+            return None
+        settings = self._settings(*found)
+        policy, errors = self._checked(*found, settings)
+        expected = next((s for s in self.test.steps if isinstance(s, syn.Expect) and s.what == "error"), None)
+        if expected is not None and expected.word is not None and any(expected.word.text in e.message for e in errors):
+            return None
+        if errors and settings:
+            errors = self._checked(*found, {})[1] or [self._refused(use, error) for error in errors]
+        for error in errors:
+            self._report(codes.CODES[error.code], error.span, error.message, error.help, error.labels)
+        return None if policy is None else add_columns(policy)
+
+    def _settings(self, policy: syn.Policy, where: Module) -> dict[str, Setting]:
+        params = list(resolve(policy, where, Sink()).names.items())
+        names = [name for name, placed in params if isinstance(placed.statement, syn.Param)]
+        settings = {}
+        for step in self.test.steps:
+            if not isinstance(step, syn.Set):
+                continue
+            if step.name.text not in names:
+                help = did_you_mean(step.name.text, names)
+                if help is None and names:
+                    help = f"the params are {listed(names, 'and')}"
+                message = f"`{policy.name.text}` has no param `{step.name.text}`"
+                self._report(codes.TEST_SETTING, step.name.span, message, help)
+            elif not abs(step.value.value) < float("inf"):
+                self._report(codes.TEST_SETTING, step.value.span, f"`{step.name.text}` needs a number")
+            else:
+                settings[step.name.text] = Setting(step.value.value, step.value.span)
+        return settings
+
+    def _checked(
+        self, policy: syn.Policy, where: Module, settings: dict[str, Setting]
+    ) -> tuple[Policy | None, list[Diagnostic]]:
+        sink = Sink()
+        checked = Checker(resolve(policy, where, sink), self.prelude(), sink, settings).check()
+        return checked, [found for found in sink.sorted(self.module.file) if found.severity == "error"]
+
+    def _refused(self, use: syn.Use, error: Diagnostic) -> Diagnostic:
+        """An error that the settings make, told in the test's file."""
+        here = error.span.file is self.module.file
+        labels = () if here else (Label(error.span, "what refuses"),)
+        span = error.span if here else use.span
+        return Diagnostic(codes.TEST_SETTING.id, "error", error.message, span, error.help, labels)
+
+
+_VECTORS = ("query", "key", "value")
+
+
+def _name(step: syn.Step) -> str:
+    """What may stand once has a name."""
+    if isinstance(step, syn.Set):
+        return f"set {step.name.text}"
+    return step.what if isinstance(step, syn.Expect) else type(step).__name__
+
+
+def _is_attended(token: syn.Incoming) -> bool:
+    return any(given.kind == "attend" for given in token.given)
+
+
+@dataclass
+class _Meaning:
+    """Checks that the policy has what the steps speak of."""
+
+    policy: Policy
+    test: syn.Test
+    report: Callable[..., None]
+
+    def check(self) -> None:
+        """Checks every step."""
+        decoded = False
+        for step in self.test.steps:
+            if isinstance(step, syn.Prompt):
+                self._prompt(step)
+            elif isinstance(step, syn.Incoming):
+                decoded = True
+                self._token(step)
+            elif isinstance(step, syn.Expect):
+                self._expect(step, decoded)
+
+    def _prompt(self, prompt: syn.Prompt) -> None:
+        there = 0
+        for token in prompt.tokens:
+            self._token(token)
+            attends = next((given for given in token.given if given.kind == "attend"), None)
+            for (row,) in attends.heads if attends is not None else ():
+                self._row(row, there + 1)
+                if token.times > 1 and row.fits(there + 1):
+                    self._row(row, there + token.times)
+            there += token.times
+
+    def _row(self, row: syn.Row, there: int) -> None:
+        if not row.fits(there):
+            message = f"expected {there} numbers, not {len(row.values)}" if there > 1 else "expected one number"
+            help = f"with this one, {there} tokens of the prompt have come in" if there > 1 else None
+            self.report(codes.TEST_SIZE, row.span, message, help)
+
+    def _token(self, token: syn.Incoming) -> None:
+        if not _is_attended(token):
+            return
+        exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
+        reads = {part.name for expr in exprs for part in walk(expr) if isinstance(part, Input)}
+        why = "selects what a query attends to" if self.policy.select is not None else None
+        why = next((f"reads `{name}`" for name in ("q", "logit") if name in reads), None) if why is None else why
+        if why is not None:
+            message = f"`{self.policy.name}` {why}, which `attend` does not say"
+            self.report(codes.TEST_STEP, token.span, message, "write `token query 1, 0 key 0, 1`, say")
+
+    def _expect(self, step: syn.Expect, decoded: bool) -> None:
+        columns = [column.name for column in self.policy.columns if column.rule != "ring"]
+        if step.what == "score" and self.policy.score is None:
+            self.report(codes.TEST_STEP, step.span, f"`{self.policy.name}` has no score")
+        elif step.what == "sketch" and self.policy.sketch is None:
+            self.report(codes.TEST_STEP, step.span, f"`{self.policy.name}` has no sketch")
+        elif step.what == "selected" and self.policy.select is None:
+            self.report(codes.TEST_STEP, step.span, f"`{self.policy.name}` selects nothing")
+        elif step.what == "selected" and not decoded:
+            self.report(codes.TEST_STEP, step.span, "a prompt's queries attend to everything")
+        elif step.what == "state" and step.word is not None and step.word.text not in columns:
+            help = did_you_mean(step.word.text, columns) or (f"it has {listed(columns, 'and')}" if columns else None)
+            self.report(codes.TEST_STEP, step.word.span, f"`{self.policy.name}` has no state `{step.word.text}`", help)

@@ -1,0 +1,236 @@
+"""Runs tests on the reference interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from kvdsl.interp.attention import Call
+from kvdsl.interp.evaluate import Array, Scope, evaluate_number, floored
+from kvdsl.interp.layer import Layer
+from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.step import Step
+from kvdsl.ir.nodes import Policy
+from kvdsl.scenarios.scenario import Scenario, of_head
+from kvdsl.scenarios.show import numbers_in_words, positions_in_words, table
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+TOLERANCE = 1e-6
+"""How far a number may lie from what is expected, absolutely and relative to it."""
+
+
+@dataclass(frozen=True)
+class Failure:
+    """What went otherwise than expected.
+
+    Attributes:
+        span: the step.
+        message: `evicted: expected 1, found 2`.
+        state: what the policy went by, as the lines of a table.
+    """
+
+    span: Span
+    message: str
+    state: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a test went."""
+
+    scenario: Scenario
+    failures: tuple[Failure, ...]
+
+    @property
+    def passed(self) -> bool:
+        """Whether all was as expected."""
+        return not self.failures
+
+
+def run_scenario(scenario: Scenario) -> Outcome:
+    """Runs one test."""
+    if scenario.policy is None:  # the checker has seen that it is refused as expected
+        return Outcome(scenario, ())
+    run = _Run(scenario, scenario.policy)
+    try:
+        run.steps()
+    except _StopError as stop:
+        run.failures.append(stop.failure)
+    return Outcome(scenario, tuple(run.failures))
+
+
+class _StopError(Exception):
+    """The test cannot go on."""
+
+    def __init__(self, span: Span, message: str) -> None:
+        self.failure = Failure(span, message)
+        super().__init__(message)
+
+
+@dataclass
+class _Run:
+    """A run of one test. `last` is what the last tokens did to each KV head."""
+
+    scenario: Scenario
+    policy: Policy
+    failures: list[Failure] = field(default_factory=list)
+    last: list[Step] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        scenario = self.scenario
+        self.numbers = resolve(self.policy, {}, scenario.prompt, scenario.layer, scenario.layers)
+        self.layer = Layer(self.policy, self.numbers, Call(), heads=scenario.heads)
+        self.heads = self.layer.empty(scenario.key_dim, scenario.value_dim)
+
+    def steps(self) -> None:
+        """Takes the test's steps."""
+        refusal, expected = _refusal(self.policy, self.numbers, self.scenario.key_dim), self.scenario.expected_error
+        if expected is not None and expected.word is not None:
+            if refusal is None or expected.word.text not in refusal:
+                raise _StopError(expected.span, refusal or f"expected an error, but `{self.policy.name}` takes this")
+            return
+        if refusal is not None:
+            raise _StopError(self.scenario.test.title.span, refusal)
+        for step in self.scenario.test.steps:
+            if isinstance(step, syn.Prompt):
+                self._prompt(step)
+            elif isinstance(step, syn.Incoming):
+                for _ in range(step.times):
+                    self._token(step)
+            elif isinstance(step, syn.Expect):
+                self._expect(step)
+
+    # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def _prompt(self, prompt: syn.Prompt) -> None:
+        tokens = [token for token in prompt.tokens for _ in range(token.times)]
+        keys, values = ([self._vectors(token, kind) for token in tokens] for kind in ("key", "value"))
+        k, v = np.stack(keys, axis=1), np.stack(values, axis=1)
+        if _given(prompt.tokens[0], "attend") is None:
+            q = np.stack([self._queries(token) for token in tokens], axis=1)
+            self.last = self.layer.prefill(self.heads, q, k, v)
+            return
+        rows = np.zeros((self.scenario.heads, len(tokens), len(tokens)))
+        for place, token in enumerate(tokens):
+            rows[:, place, : place + 1] = self._attention(token, [place + 1] * self.scenario.heads)
+        self.last = self.layer.observe_rows(self.heads, list(rows), k, v)
+
+    def _token(self, token: syn.Incoming) -> None:
+        k, v = self._vectors(token, "key"), self._vectors(token, "value")
+        if _given(token, "attend") is None:
+            self.last = self.layer.decode(self.heads, self._queries(token), k, v)
+            return
+        rows = self._attention(token, [head.live + 1 for head in self.heads])
+        self.last = self.layer.observe_row(self.heads, rows, k, v)
+
+    def _attention(self, token: syn.Incoming, there: list[int]) -> list[Array]:
+        """What the token pays in each KV head to the tokens that are there: [there] each."""
+        given = _given(token, "attend")
+        assert given is not None
+        rows = []
+        for head, count in enumerate(there):
+            (row,) = of_head(given.heads, head)
+            if not row.fits(count):
+                tokens = positions_in_words(sorted([*self.heads[head].position, self.heads[head].seen]))
+                message = f"expected {count} numbers, for the tokens {tokens}, not {len(row.values)}"
+                raise _StopError(row.span, message + self._at_head(head))
+            rows.append(np.array(row.of(count)))
+        return rows
+
+    def _queries(self, token: syn.Incoming) -> Array:
+        """The token's query vectors, [heads, group, D]; zeros if none are given."""
+        given, scenario = _given(token, "query"), self.scenario
+        if given is None:
+            return np.zeros((scenario.heads, scenario.group, scenario.key_dim))
+        return np.array([[row.values for row in of_head(given.heads, head)] for head in range(scenario.heads)])
+
+    def _vectors(self, token: syn.Incoming, kind: str) -> Array:
+        """The token's keys or values, [heads, D]; zeros if none are given."""
+        given, scenario = _given(token, kind), self.scenario
+        if given is None:
+            return np.zeros((scenario.heads, scenario.key_dim if kind == "key" else scenario.value_dim))
+        return np.array([of_head(given.heads, head)[0].values for head in range(scenario.heads)])
+
+    # -- expectations ------------------------------------------------------------------------------------------------
+
+    def _expect(self, step: syn.Expect) -> None:
+        for head in range(self.scenario.heads):
+            row = of_head(step.heads, head)
+            if isinstance(row, syn.Places):
+                same, expected, found = self._compare_positions(row, sorted(_POSITIONS[step.what](self, head)))
+            else:
+                same, expected, found = self._compare_numbers(row, self._numbers(step, head))
+            if not same:
+                what = step.what if step.word is None else f"{step.what} {step.word.text}"
+                message = f"{what}{self._at_head(head)}: expected {expected}, found {found}"
+                self.failures.append(Failure(step.span, message, table(self.policy, self.last[head])))
+
+    def _compare_positions(self, places: syn.Places, found: list[int]) -> tuple[bool, str, str]:
+        expected = sorted({position for low, high in places.ranges for position in range(low, high + 1)})
+        return expected == found, positions_in_words(expected), positions_in_words(found)
+
+    def _compare_numbers(self, row: syn.Row, found: Array) -> tuple[bool, str, str]:
+        expected = row.of(len(found)) if row.fits(len(found)) else row.values
+        same = len(found) == len(expected) and np.allclose(found, expected, rtol=TOLERANCE, atol=TOLERANCE, equal_nan=True)
+        return same, numbers_in_words(expected), numbers_in_words(found)
+
+    def _numbers(self, step: syn.Expect, head: int) -> Array:
+        """What there is of an expectation that gives numbers: one for each token, in the order of the text, or `live`."""
+        found = self.last[head]
+        if step.what == "live":
+            return np.array([float(self.heads[head].live)])
+        values = found.score if step.what == "score" else found.attn
+        if step.what == "state":
+            assert step.word is not None
+            values = found.columns[step.word.text]
+        assert values is not None
+        return values[np.argsort(found.position)]
+
+    def _at_head(self, head: int) -> str:
+        return f" in KV head {head}" if self.scenario.heads > 1 else ""
+
+
+def _selected(run: _Run, head: int) -> Iterator[int]:
+    step = run.last[head]
+    chosen = np.ones(len(step.position), dtype=bool) if step.selected is None else step.selected
+    return (int(position) for position in step.position[chosen])
+
+
+def _sketch(run: _Run, head: int) -> Iterator[int]:
+    sketch = run.heads[head].sketch
+    return iter(()) if sketch is None else (int(dim) for dim in sketch)
+
+
+_POSITIONS: dict[str, Callable[[_Run, int], Iterator[int]]] = {
+    "evicted": lambda run, head: (int(position) for position in run.last[head].evicted),
+    "kept": lambda run, head: (int(position) for position in run.heads[head].position),
+    "protected": lambda run, head: (int(position) for position in run.last[head].position[run.last[head].protected]),
+    "selected": _selected,
+    "sketch": _sketch,
+}
+
+
+def _given(token: syn.Incoming, kind: str) -> syn.Given | None:
+    return next((given for given in token.given if given.kind == kind), None)
+
+
+def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
+    """Why a cache would refuse these numbers, which only the prompt and the vectors make known."""
+    if numbers.budget < 1:
+        return f"the budget is {numbers.budget:g} tokens"
+    if policy.sketch is not None and key_dim and numbers.sketch_dims > key_dim:
+        return f"the sketch has {numbers.sketch_dims:g} dims, but the vectors have {key_dim}"
+    first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))
+    if first + last > numbers.budget:
+        return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
+    return None
+
+
+def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
+    """How many tokens `keep first` or `keep last` protects."""
+    inputs = Scope(0, 0, numbers.inputs(), numbers.params)
+    keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
+    return max([0.0, *(floored(evaluate_number(count, inputs)) for count in keeps)])

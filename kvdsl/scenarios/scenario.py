@@ -1,0 +1,55 @@
+"""A checked test: what there is to run."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from kvdsl.ir.nodes import Policy
+from kvdsl.syntax import nodes as syn
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Scenario:
+    """A test whose steps make sense for its policy.
+
+    Attributes:
+        test: what the file says.
+        policy: the policy with the values that the test sets, on state columns; None: it is refused, as the test expects.
+        layer, layers: which layer it is, counted from 0, and of how many.
+        heads: how many KV heads there are.
+        group: how many query heads each of them has.
+        key_dim, value_dim: the sizes of keys and values; 0 if the test gives none.
+    """
+
+    test: syn.Test
+    policy: Policy | None
+    layer: int = 0
+    layers: int = 1
+    heads: int = 1
+    group: int = 1
+    key_dim: int = 0
+    value_dim: int = 0
+
+    @property
+    def title(self) -> str:
+        """What the test is called."""
+        return self.test.title.text
+
+    @property
+    def prompt(self) -> int:
+        """How many tokens come in together."""
+        return sum(token.times for step in self.test.steps if isinstance(step, syn.Prompt) for token in step.tokens)
+
+    @property
+    def expected_error(self) -> syn.Expect | None:
+        """The step `expect error`, if there is one."""
+        return next((step for step in self.test.steps if isinstance(step, syn.Expect) and step.what == "error"), None)
+
+
+def of_head(given: Sequence[T], head: int) -> T:
+    """What a KV head is given; what is given once holds for all."""
+    return given[head if len(given) > 1 else 0]

@@ -1,0 +1,65 @@
+"""Matching the arguments of a call with what a function takes."""
+
+from __future__ import annotations
+
+from kvdsl import codes
+from kvdsl.diagnostics import did_you_mean, listed
+from kvdsl.sema.needs import Report
+from kvdsl.sema.reductions import REDUCTIONS
+from kvdsl.syntax import nodes as syn
+
+
+def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], report: Report) -> dict[str, syn.Expr] | None:
+    """What a call gives by parameter, those left out with a default not among them; None after a report."""
+    function, names = node.function.text, [parameter.name.text for parameter in parameters]
+    positional = sum(argument.keyword is None for argument in node.arguments)
+    needed = sum(parameter.default is None for parameter in parameters)
+    given: dict[str, syn.Expr] = {}
+    for index, argument in enumerate(node.arguments):
+        keyword = argument.keyword
+        if argument.over is not None:
+            over_without_reduction(function, argument.over, report)
+        elif keyword is None and index >= positional:
+            message = "an argument without a name cannot follow one with a name"
+            report(codes.ARGUMENTS, argument.span, message, f"write `{_signature(function, parameters)}`")
+        elif keyword is None and index >= len(names):
+            counts = str(needed) if needed == len(names) else f"{needed} to {len(names)}"
+            report(codes.ARGUMENTS, node.span, takes(function, counts, len(node.arguments)))
+        elif keyword is not None and keyword.text not in names:
+            no_argument(function, keyword, names, report)
+        elif keyword is not None and keyword.text in given:
+            report(codes.ARGUMENTS, keyword.span, f"the argument `{keyword.text}` is given twice")
+        else:
+            given[names[index] if keyword is None else keyword.text] = argument.value
+            continue
+        return None
+    missing = [
+        parameter.name.text for parameter in parameters if parameter.default is None and parameter.name.text not in given
+    ]
+    if missing:
+        message = f"`{function}` needs its argument{'' if len(missing) == 1 else 's'} {listed(missing, 'and')}"
+        report(codes.ARGUMENTS, node.span, message, f"write `{_signature(function, parameters)}`")
+        return None
+    return given
+
+
+def takes(function: str, counts: str, given: int) -> str:
+    """How many arguments a function takes, and how many there are."""
+    wants = f"{counts} argument{'' if counts == '1' else 's'}"
+    return f"`{function}` takes {wants}, but {given} {'is' if given == 1 else 'are'} given"
+
+
+def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], report: Report) -> None:
+    """Reports an argument by a name that the function does not know."""
+    help = did_you_mean(keyword.text, names) or (f"its arguments are {listed(names, 'and')}" if names else None)
+    report(codes.ARGUMENTS, keyword.span, f"`{function}` has no argument named `{keyword.text}`", help)
+
+
+def over_without_reduction(function: str, over: syn.Over, report: Report) -> None:
+    """Reports an `over` in a call that reduces nothing."""
+    message = f"`{function}` is not a reduction of one value, so `over` has no meaning here"
+    report(codes.ARGUMENTS, over.span, message, f"the reductions are {listed(REDUCTIONS, 'and')}")
+
+
+def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:
+    return f"{function}({', '.join(parameter.span.quoted(20) for parameter in parameters)})"

@@ -1,0 +1,194 @@
+"""How the statements of a policy go together: what is missing, what contradicts, what would never be read.
+
+What is missing is reported only where it cannot be among what has an error.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from kvdsl import codes
+from kvdsl.codes import Code
+from kvdsl.diagnostics import Label, Sink
+from kvdsl.ir.nodes import Input, Reduce
+from kvdsl.ir.visitors import walk
+from kvdsl.sema.params import Params
+from kvdsl.sema.resolve import FlatPolicy
+from kvdsl.sema.statements import COUNTS, Parts
+from kvdsl.sema.statics import Part
+from kvdsl.source import Span
+from kvdsl.syntax.parser import A_STATEMENT, ANYTHING
+
+_ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
+
+
+@dataclass
+class Combinations:
+    """Checks a policy's statements against each other."""
+
+    flat: FlatPolicy
+    params: Params
+    parts: Parts
+    sink: Sink
+
+    def check(self) -> None:
+        """Checks them all."""
+        self._budget()
+        self._phases()
+        self._across()
+        self._victims()
+        self._positions()
+        self._reads()
+        self._layouts()
+
+    # -- helpers -----------------------------------------------------------------------------------------------------
+
+    def _is(self, keyword: str, word: str) -> bool:
+        return self.parts.words[keyword] == word
+
+    def _has(self, keyword: str) -> bool:
+        return keyword in self.flat.settings
+
+    def _lacks(self, *keywords: str) -> bool:
+        """Whether the policy certainly has none of these statements."""
+        return not self.flat.broken & {ANYTHING, A_STATEMENT, *keywords} and not any(map(self._has, keywords))
+
+    def _span(self, keyword: str) -> Span:
+        return self.flat.settings[keyword][-1].statement.span
+
+    def _refuse(self, code: Code, keyword: str, message: str, help: str | None, other: str | None = None) -> None:
+        """Reports a statement, and shows the other one that it does not go with."""
+        labels = [] if other is None else [Label(self._span(other), "because of this")]
+        self.sink.report(code, self._span(keyword), message, help, labels)
+
+    # -- budget and score --------------------------------------------------------------------------------------------
+
+    def _budget(self) -> None:
+        """Reports a budget without a score and the reverse, unless what is missing may be what has an error."""
+        if self.flat.broken & {ANYTHING, A_STATEMENT, "budget", "score"}:
+            return
+        if "budget" not in self.parts.exprs and "budget" not in self.flat.names:
+            self._without_budget()
+        elif "score" not in self.parts.exprs:
+            name = self.flat.syntax.name.span
+            self.sink.report(codes.NO_SCORE, name, "the policy has a budget but no score", "add `score sum(attn)`, say")
+
+    def _without_budget(self) -> None:
+        help = "add `param budget = 512`, say"
+        pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
+        if not self._has("select"):
+            pointless += [keep.statement.span for keep in self.flat.keeps]
+        if pointless:
+            span = pointless[0]
+            message = f"without a budget nothing is evicted, so `{span.text.split()[0]}` has no meaning"
+            self.sink.report(codes.NO_BUDGET, span, message, help)
+        readers = [part.span for part in self.parts if _reads_input(part, "budget")]
+        readers += [self.params.checked[name].span for name, inputs in self.params.inputs.items() if "budget" in inputs]
+        for span in readers:
+            self.sink.report(codes.NO_BUDGET, span, "the policy has no budget that could be read here", help)
+
+    # -- phases ------------------------------------------------------------------------------------------------------
+
+    def _phases(self) -> None:
+        if self._is("when", "prefill"):
+            given = [keyword for keyword in COUNTS if self._has(keyword)]
+            for keyword in given + (["cap"] if self._is("cap", "hard") else []):
+                message = f"under `when prefill` nothing leaves while decoding, so `{keyword}` has no meaning"
+                self._refuse(codes.PHASE, keyword, message, f"leave out `{keyword}` or `when prefill`", "when")
+        if self._is("when", "decode") and self._is("prefill", "blocks"):
+            message = "under `when decode` nothing leaves while the prompt is read, so `prefill blocks` has no meaning"
+            self._refuse(codes.PHASE, "prefill", message, "leave out one of them", "when")
+
+    # -- heads and layers that act together --------------------------------------------------------------------------
+
+    def _across(self) -> None:
+        if "across" not in self.parts.exprs:
+            return
+        if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
+            message = "heads share a budget once, after the prompt, so `across heads` needs `when prefill`"
+            self._refuse(codes.ACROSS, "budget", message, "add `when prefill`", "when" if self._has("when") else None)
+        elif not self._is("victims", "nobody"):
+            message = "heads that share a budget keep different tokens, so they cannot agree on the victims"
+            self._refuse(codes.ACROSS, "victims", message, "leave out `victims` or `across heads`", "budget")
+
+    def _victims(self) -> None:
+        if not self._is("victims", "layers"):
+            return
+        if self._is("prefill", "blocks"):
+            message = "a block is evicted before the next layer has seen it, so layers cannot agree on its victims"
+            help = "write `victims shared by heads`, or leave out `prefill blocks`"
+            self._refuse(codes.SHARED, "prefill", message, help, "victims")
+        counts = [self.parts.exprs[name] for name in ("budget", *COUNTS) if name in self.parts.exprs]
+        for part in [*counts, *(keep.count for keep in self.parts.keeps if keep.count is not None)]:
+            if "layer" in self.params.inputs_of(part.expr):
+                message = f"layers with the same victims keep equally many tokens, but `{part.span.quoted()}` reads `layer`"
+                labels = [Label(self._span("victims"), "because of this")]
+                self.sink.report(codes.SHARED, part.span, message, "write `victims shared by heads`", labels)
+
+    # -- positions ---------------------------------------------------------------------------------------------------
+
+    def _positions(self) -> None:
+        if self._is("positions", "compact"):
+            for keyword in ("sketch", "pages"):
+                if self._has(keyword):
+                    message = f"`{keyword}` reads keys as they are stored, which is not how compact positions rotate them"
+                    self._refuse(codes.COMPACT, keyword, message, f"leave out `{keyword}` or `positions`", "positions")
+        elif self._has("rope") and (self._has("positions") or self._lacks("positions")):
+            message = "`rope` says how compact positions are computed, but the policy's are the original ones"
+            other = "positions" if self._has("positions") else None
+            self._refuse(codes.ROPE, "rope", message, "add `positions compact`, or leave out `rope`", other)
+
+    # -- pages, sketches, selections ---------------------------------------------------------------------------------
+
+    def _reads(self) -> None:
+        self._pages()
+        self._sketches()
+        if not self._has("select"):
+            return
+        for part in self.parts:
+            if part is not self.parts.exprs.get("select.by") and _reads_input(part, "logit"):
+                message = "a query that selects has no `logit` for the tokens that it skips, so the policy cannot read it"
+                labels = [Label(self._span("select"), "because of this")]
+                self.sink.report(codes.LOGIT, part.span, message, "read `attn`, which is 0 there", labels)
+
+    def _pages(self) -> None:
+        readers = [part for part in self.parts if _reads_within(part, "page")]
+        if readers and self._lacks("pages"):
+            message = "`over page` needs to know how long a page is"
+            self.sink.report(codes.NO_PAGES, readers[0].span, message, "add `pages 16`, say")
+        elif self._has("pages") and not readers and not self._has("select"):
+            self._never_read("pages", "select by page, or read `max(k over page)`")
+
+    def _sketches(self) -> None:
+        by = self.parts.exprs.get("select.by")
+        reads = by is not None and _reads_within(by, "sketch")
+        if by is not None and reads and self._lacks("sketch"):
+            message = "`over sketch` needs to know which dims to read"
+            help = "add `sketch top 16 dims by abs(q) every 64 queries`, say"
+            self.sink.report(codes.NO_SKETCH, by.span, message, help)
+        elif self._has("sketch") and not reads:
+            self._never_read("sketch", "for example `select top 2048 by dot(q, k over sketch)`")
+
+    def _never_read(self, keyword: str, help: str) -> None:
+        """Reports a statement without a reader, unless that may be among what has an error."""
+        if not self.flat.broken and not self.sink.failed():
+            self._refuse(codes.NEVER_READ, keyword, f"nothing reads what `{keyword}` finds", help)
+
+    # -- layouts -----------------------------------------------------------------------------------------------------
+
+    def _layouts(self) -> None:
+        if self.sink.failed():
+            return
+        for keyword, word in (("storage", "blocks"), ("rope", "cached")):
+            if self._is(keyword, word):
+                default = {"storage": "in place", "rope": "fused"}[keyword]
+                message = f"`{keyword} {word}` is accepted, but laid out {default} so far: what it computes is the same"
+                self._refuse(codes.LAYOUT, keyword, message, None)
+
+
+def _reads_input(part: Part, name: str) -> bool:
+    return any(isinstance(one, Input) and one.name == name for one in walk(part.expr))
+
+
+def _reads_within(part: Part, within: str) -> bool:
+    return any(isinstance(one, Reduce) and one.within == within for one in walk(part.expr))

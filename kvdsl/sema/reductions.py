@@ -1,0 +1,160 @@
+"""What reductions and pools need of what they reduce.
+
+A page keeps minima and maxima of keys and values, found when a token is placed, so `over page` reads nothing else.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from kvdsl import codes
+from kvdsl.diagnostics import did_you_mean, listed
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Random, Reduce, ReduceOp
+from kvdsl.ir.visitors import children, walk
+from kvdsl.sema import values
+from kvdsl.sema.needs import FIXED, Report
+from kvdsl.sema.values import Value, axes_in_words, extent
+from kvdsl.syntax import nodes as syn
+
+REDUCTIONS = ("sum", "mean", "std", "var", "max", "min", "last")
+
+Within = Literal["all", "page", "sketch"]
+
+_AXES: dict[str, tuple[Axis, Within]] = {
+    "queries": (Axis.QUERY, "all"),
+    "slots": (Axis.SLOT, "all"),
+    "dims": (Axis.DIM, "all"),
+    "page": (Axis.SLOT, "page"),
+    "sketch": (Axis.DIM, "sketch"),
+}
+_PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}
+
+
+@dataclass(frozen=True)
+class Over:
+    """What a reduction ranges over; `last` is the N of `over last N queries`."""
+
+    axis: Axis = Axis.QUERY
+    within: Within = "all"
+    last: Value | None = None
+
+
+@dataclass(frozen=True)
+class Reductions:
+    """Makes reductions and pools of checked values; reports those that make no sense, and gives None for them."""
+
+    report: Report
+
+    def axis(self, word: syn.Word) -> Over | None:
+        """What the word after `over` means."""
+        if word.text in _AXES:
+            return Over(*_AXES[word.text])
+        help = did_you_mean(word.text, _AXES) or f"the axes are {listed(_AXES, 'and')}"
+        self.report(codes.AXIS, word.span, f"unknown axis `{word.text}`", help)
+        return None
+
+    def reduce(self, node: syn.Call, op: ReduceOp, over: Over, body: Value, decay: Value | None = None) -> Value | None:
+        """The reduction that a call stands for; `decay` is that of `ema`."""
+        fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, body)
+        return values.reduce(op, over.axis, body, over.last, decay, over.within) if fits else None
+
+    def _fits_operator(self, node: syn.Call, op: ReduceOp, over: Over) -> bool:
+        if op in ("last", "ema") and over.axis is not Axis.QUERY:
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over queries only")
+        elif op in ("last", "ema") and over.last is not None:
+            help = f"leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `{op}`"
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
+        elif over.within == "page" and op not in ("min", "max"):
+            help = "write `min(... over page)` or `max(... over page)`"
+            self.report(codes.PAGE, node.span, f"of a page the smallest and the largest are known, but not the `{op}`", help)
+        else:
+            return True
+        return False
+
+    def _fits_body(self, node: syn.Call, op: ReduceOp, over: Over, body: Value) -> bool:
+        span = node.arguments[0].value.span
+        if over.axis is Axis.QUERY and body.observes:
+            self._nested(node, op)
+        elif over.axis not in body.axes:
+            self._no_axis(node, over.axis, body)
+        elif over.axis is Axis.QUERY and any(isinstance(part, Random) for part in walk(body.expr)):
+            message = "`random()` has no value for a single query"
+            self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
+        elif body.pools:
+            self._pooled(node, f"a reduction, as `{op}(...)` is one")
+        elif over.within == "page" and (other := _unknown_to_pages(body.expr)) is not None:
+            message = (
+                f"`over page` reads keys, values and numbers that stay the same, but `{span.quoted()}` has {other} in it"
+            )
+            self.report(codes.PAGE, span, message, "for example `max(k over page)`")
+        else:
+            return True
+        return False
+
+    def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
+        """`max_pool(x, n)` or `mean_pool(x, n)`."""
+        span = node.arguments[0].value.span
+        if body.pools:
+            self._pooled(node, "another one")
+        elif body.axes != {Axis.SLOT}:
+            message = f"`{op}_pool` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
+            help = f"reduce it over queries: `{op}_pool(sum({span.quoted()}), 7)`" if Axis.QUERY in body.axes else None
+            self.report(codes.POOL, span, message, help)
+        else:
+            return values.pool(op, body, size)
+        return None
+
+    def _pooled(self, node: syn.Call, where: str) -> None:
+        self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")
+
+    def _nested(self, node: syn.Call, op: ReduceOp) -> None:
+        inner = _inner_reduction(node.arguments[0].value)
+        span = node.arguments[0].value.span if inner is None else inner.span
+        help = None
+        if inner is not None and inner.function.text in REDUCTIONS:
+            text = inner.arguments[0].value.span.quoted()
+            help = f"over the cached tokens it would be `{inner.function.text}({text} over slots)`"
+        message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
+        self.report(codes.NESTED, span, message, help)
+
+    def _no_axis(self, node: syn.Call, axis: Axis, body: Value) -> None:
+        name = node.function.text
+        if name == "dot":
+            message = "`dot` multiplies and sums over dims, but neither of its arguments has any"
+            self.report(codes.REDUCTION, node.span, message, "for example `dot(q, k)`")
+            return
+        text = node.arguments[0].value.span.quoted()
+        help = "leave the reduction out"
+        if body.axes and name != "ema":
+            others = [_PLURAL[other] for other in (Axis.SLOT, Axis.DIM, Axis.QUERY) if other in body.axes]
+            call = f"{name}({text})" if others[0] == "queries" else f"{name}({text} over {others[0]})"
+            help = f"did you mean `{call}`?"
+        message = f"`{text}` has no {_PLURAL[axis]} to reduce over: it is {axes_in_words(body.axes)}"
+        self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
+
+
+def _unknown_to_pages(expr: Expr) -> str | None:
+    """What an expression reads that a page cannot keep, in words."""
+    if isinstance(expr, Input) and expr.name not in ("k", "v", *FIXED):
+        return "the number of queries" if expr.name == "observed" else f"`{expr.name}`"
+    if isinstance(expr, Reduce) and (expr.axis is not Axis.DIM or expr.within != "all"):
+        return "a reduction over something else than dims"
+    if not isinstance(expr, (Input, Reduce, Number, ParamRef, Call, Binary)):
+        return "a random number" if isinstance(expr, Random) else "a pool"
+    return next((found for child in children(expr) if (found := _unknown_to_pages(child)) is not None), None)
+
+
+def _inner_reduction(node: syn.Expr) -> syn.Call | None:
+    """The first reduction over queries that is written in an expression."""
+    if isinstance(node, syn.Call):
+        name, over = node.function.text, node.arguments[0].over if node.arguments else None
+        reduces = name in ("count", "ema") or (name in REDUCTIONS and len(node.arguments) == 1)
+        if reduces and (over is None or over.axis.text == "queries"):
+            return node
+        parts: tuple[syn.Expr, ...] = tuple(argument.value for argument in node.arguments)
+    elif isinstance(node, syn.Binary):
+        parts = (node.left, node.right)
+    else:
+        parts = (node.operand,) if isinstance(node, syn.Unary) else ()
+    return next((found for found in map(_inner_reduction, parts) if found is not None), None)

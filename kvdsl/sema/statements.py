@@ -1,0 +1,258 @@
+"""Checks a policy's statements one by one: what each holds, not yet how they go together (`kvdsl.sema.combinations`)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Literal, cast
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink, did_you_mean, listed
+from kvdsl.ir import nodes as ir
+from kvdsl.sema import values
+from kvdsl.sema.expressions import Expressions
+from kvdsl.sema.needs import is_fixed, ranks, selects, sketches
+from kvdsl.sema.params import Params
+from kvdsl.sema.resolve import FlatPolicy, Placed
+from kvdsl.sema.scope import Bound, Definition, Scope
+from kvdsl.sema.statics import Bounded, Part
+from kvdsl.sema.values import Value
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+WORDS = {
+    "victims": ("nobody", "heads", "layers"),
+    "cap": ("soft", "hard"),
+    "when": ("both", "prefill", "decode"),
+    "group": ("mean", "max", "sum"),
+    "positions": ("original", "compact"),
+    "storage": ("in_place", "blocks"),
+    "rope": ("fused", "cached"),
+    "prefill": ("whole", "blocks"),
+}
+"""What the statements that hold a word can say, the default first."""
+
+COUNTS = ("trigger", "slack", "max_drop")
+MAX_HEAD_SIZE = 256
+
+_BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
+
+
+@dataclass(frozen=True)
+class CheckedKeep:
+    """A checked `keep`; `span` is the whole statement."""
+
+    ir: ir.Keep
+    count: Part | None
+    by: Part | None
+    span: Span
+
+
+@dataclass
+class Parts:
+    """The checked statements of a policy; what has an error is left out.
+
+    Attributes:
+        exprs: the expressions, by the field of the IR that they are for: `score`, `select.by`.
+        words: the words of all statements that hold one, the defaults included.
+        bounded: the numbers that lie in bounds.
+    """
+
+    exprs: dict[str, Part] = field(default_factory=dict)
+    words: dict[str, str] = field(default_factory=dict)
+    keeps: list[CheckedKeep] = field(default_factory=list)
+    bounded: list[Bounded] = field(default_factory=list)
+
+    def __iter__(self) -> Iterator[Part]:
+        """Everything that is evaluated, but the defaults of params."""
+        yield from self.exprs.values()
+        for keep in self.keeps:
+            yield from (part for part in (keep.count, keep.by) if part is not None)
+
+    def expr(self, name: str) -> ir.Expr | None:
+        """The expression for a field of the IR."""
+        return self.exprs[name].expr if name in self.exprs else None
+
+
+class Statements:
+    """Checks the statements of one policy.
+
+    Args:
+        scope: what names mean where a statement stands.
+    """
+
+    def __init__(
+        self, flat: FlatPolicy, params: Params, expressions: Expressions, scope: Callable[[Placed], Scope], sink: Sink
+    ) -> None:
+        self.flat, self.params, self.expressions, self.scope, self.sink = flat, params, expressions, scope, sink
+        self.parts = Parts()
+
+    def check(self) -> Parts:
+        """Checks them all."""
+        self._budget()
+        for keyword in self.flat.settings:
+            placed = self.flat.settings[keyword][-1]
+            statement = placed.statement
+            if isinstance(statement, syn.Select):
+                self._select(statement, placed)
+            elif isinstance(statement, syn.Sketch):
+                self._sketch(statement, placed)
+            elif isinstance(statement, syn.Layers):
+                self._range("layers", "`layers`", statement.range, placed)
+            elif isinstance(statement, syn.Setting):
+                self._setting(statement, placed)
+        for keyword, known in WORDS.items():
+            self.parts.words.setdefault(keyword, known[0])
+        self.parts.keeps = [keep for placed in self.flat.keeps if (keep := self._keep(placed)) is not None]
+        return self.parts
+
+    # -- what statements are made of ---------------------------------------------------------------------------------
+
+    def _value(self, node: syn.Expr, placed: Placed, what: str) -> Value | None:
+        """An expression that is evaluated per slot or dim. Only a score pools, and only `select` reads the sketch."""
+        value = self.expressions.check(node, self.scope(placed))
+        if value is None:
+            return None
+        if value.pools and what != "a score":
+            message = f"{what} cannot pool: the pool leaves out what is protected, which is known for a score only"
+            self.sink.report(codes.POOL, node.span, message)
+            return None
+        if value.sketched and what != "what `select` ranks by":
+            message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
+            self.sink.report(codes.SKETCH_READ, node.span, message, "write `over dims`")
+            return None
+        return value
+
+    def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
+        """A number for a field of the IR, and its bounds."""
+        part = self._part(node, placed, what)
+        if part is not None:
+            self.parts.exprs[name] = part
+            self.parts.bounded.append(Bounded(what, part, low, high, counts=name in COUNTS))
+
+    def _part(self, node: syn.Expr, placed: Placed, what: str) -> Part | None:
+        value = self.expressions.check(node, self.scope(placed))
+        is_number = value is not None and is_fixed(value, node.span, what, self.sink.report)
+        return Part(value.expr, node.span) if value is not None and is_number else None
+
+    def _range(self, name: str, what: str, range_: syn.Range, placed: Placed) -> None:
+        """The ends of a range of layers, which are the same in all layers and for all rows."""
+        for end, node in (("low", range_.low), ("high", range_.high)):
+            part = None if node is None else self._part(node, placed, f"the range of {what}")
+            if part is None:
+                continue
+            varying = sorted(self.params.inputs_of(part.expr) - {"layers"})
+            if varying:
+                message = f"the range of {what} cannot depend on `{varying[0]}`"
+                self.sink.report(codes.NOT_HERE, part.span, message, "it can read params that do not, and `layers`")
+                continue
+            self.parts.exprs[f"{name}.{end}"] = part
+            self.parts.bounded.append(Bounded(f"the {'first' if end == 'low' else 'last'} layer of {what}", part))
+
+    # -- single statements -------------------------------------------------------------------------------------------
+
+    def _setting(self, statement: syn.Setting, placed: Placed) -> None:
+        """A word, an expression, or both."""
+        keyword = statement.keyword
+        if statement.word is not None:
+            self._word(keyword, statement.word, statement.value, placed)
+        elif statement.value is not None and keyword == "score":
+            self._score(statement.value, placed)
+        elif statement.value is not None:
+            self._number(keyword, statement.value, placed, f"`{keyword}`", 1 if keyword == "pages" else 0)
+
+    def _word(self, keyword: str, word: syn.Word, value: syn.Expr | None, placed: Placed) -> None:
+        known = WORDS[keyword]
+        self.parts.words[keyword] = word.text
+        if word.text not in known:
+            help = did_you_mean(word.text, known) or f"`{keyword}` is {listed(known)}"
+            self.sink.report(codes.OPTION, word.span, f"`{keyword}` cannot be `{word.text}`", help)
+        elif word.text == "blocks" and value is None:
+            help = f"for example `{_BLOCKS[keyword][1]}`"
+            self.sink.report(codes.BLOCKS, word.span, f"`{keyword} blocks` says how many tokens a block has", help)
+        elif word.text == "blocks" and value is not None:
+            self._number(_BLOCKS[keyword][0], value, placed, f"the size of `{keyword} blocks`", 1)
+        elif value is not None:
+            message = f"`{keyword} {word.text}` takes no number"
+            self.sink.report(codes.BLOCKS, value.span, message, f"did you mean `{_BLOCKS[keyword][1]}`?")
+
+    def _budget(self) -> None:
+        """The tokens to keep: the `budget` statements from the base on, or else the param `budget`."""
+        value = values.read_param("budget") if "budget" in self.flat.names else None
+        span = self.flat.names["budget"].statement.span if value is not None else None
+        for placed in self.flat.settings.get("budget", []):
+            statement = cast(syn.Budget, placed.statement)
+            names: dict[str, Definition] = {} if value is None else {"budget": Bound(value)}
+            span = statement.value.span
+            value = self.expressions.check(statement.value, Scope(names, self.scope(placed)))
+            if value is None or not self._is_budget(value, span):
+                self.flat.broken.add("budget")
+                return
+            self.parts.exprs.pop("across", None)
+            if statement.across is not None:
+                self._across(statement.across, placed)
+        if value is not None and span is not None:
+            checked = self.params.checked.get("budget")
+            is_param = not self.flat.settings.get("budget")
+            self.parts.exprs["budget"] = Part(value.expr, checked.span if is_param and checked is not None else span)
+
+    def _is_budget(self, value: Value, span: Span) -> bool:
+        if not is_fixed(value, span, "the budget", self.sink.report):
+            return False
+        if "budget" in self.params.inputs_of(value.expr):
+            self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself")
+            return False
+        return True
+
+    def _across(self, across: syn.Across, placed: Placed) -> None:
+        if across.floor is None:
+            self.parts.exprs["across"] = Part(ir.Number(value=0), across.span)
+        else:
+            self._number("across", across.floor, placed, "the floor", 0, 1)
+
+    def _score(self, node: syn.Expr, placed: Placed) -> None:
+        value = self._value(node, placed, "a score")
+        if value is not None and ranks(value, node.span, "a score", self.sink):
+            self.parts.exprs["score"] = Part(value.expr, node.span)
+        else:
+            self.flat.broken.add("score")
+
+    def _select(self, statement: syn.Select, placed: Placed) -> None:
+        self._number("select.count", statement.count, placed, "the count of `select`", 1)
+        value = self._value(statement.by, placed, "what `select` ranks by")
+        if value is not None and selects(value, statement.by.span, self.sink):
+            self.parts.exprs["select.by"] = Part(value.expr, statement.by.span)
+        if statement.range is not None:
+            self._range("select", "`select`", statement.range, placed)
+
+    def _sketch(self, statement: syn.Sketch, placed: Placed) -> None:
+        self._number("sketch.count", statement.count, placed, "the count of `sketch`", 1, MAX_HEAD_SIZE)
+        self._number("sketch.every", statement.every, placed, "the interval of `sketch`", 1)
+        value = self._value(statement.by, placed, "what `sketch` ranks by")
+        if value is not None and sketches(value, statement.by.span, self.sink):
+            self.parts.exprs["sketch.by"] = Part(value.expr, statement.by.span)
+
+    # -- keeps -------------------------------------------------------------------------------------------------------
+
+    def _keep(self, placed: Placed) -> CheckedKeep | None:
+        statement = cast(syn.Keep, placed.statement)
+        scope = cast(Literal["first", "last", "top", "where"], statement.scope)
+        count = by = None
+        if statement.count is not None:
+            count = self._part(statement.count, placed, f"the count of `keep {scope}`")
+        if statement.by is not None:
+            by = self._keep_by(statement.by, placed, scope)
+        if (statement.count is not None and count is None) or (statement.by is not None and by is None):
+            return None
+        if count is not None:
+            self.parts.bounded.append(Bounded(f"`keep {scope}`", count, counts=True))
+        keep = ir.Keep(scope=scope, count=None if count is None else count.expr, by=None if by is None else by.expr)
+        return CheckedKeep(keep, count, by, statement.span)
+
+    def _keep_by(self, node: syn.Expr, placed: Placed, scope: str) -> Part | None:
+        what = "what `keep top` ranks by" if scope == "top" else "a condition on slots"
+        value = self._value(node, placed, what)
+        if value is None or (scope == "where" and not self.expressions.condition(value, node.span, "`keep where`")):
+            return None
+        return Part(value.expr, node.span) if ranks(value, node.span, what, self.sink) else None

@@ -1,0 +1,148 @@
+"""One statement as text: the spaces between its tokens, and where it is broken if it is too long for a line.
+
+A line's end counts as nothing only inside of parentheses, so that is where lines are broken: outermost first, behind `(` and
+commas and before `)`; an argument that is still too long, before its loosest operators.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+
+from kvdsl.syntax.comments import Piece
+
+WIDTH = 128
+INDENT = 2
+
+_DEEPEST = 20
+"""Parentheses below this many others that were broken are not broken, so that the indentation stays within bounds."""
+
+_VALUES = {"NAME", "NUMBER", "RPAR"}
+_LOOSENESS = {
+    "OR": 1, "AND": 2, "LT": 3, "LE": 3, "GT": 3, "GE": 3, "EQ": 3, "NE": 3, "PLUS": 4, "MINUS": 4, "STAR": 5, "SLASH": 5, "PERCENT": 5,
+}  # fmt: skip
+
+
+def flat(pieces: Sequence[Piece]) -> str:
+    """The tokens on one line."""
+    return "".join(gap + piece.text for gap, piece in zip(_gaps(pieces), pieces, strict=True))
+
+
+def has_comments(pieces: Sequence[Piece]) -> bool:
+    """Whether there are comments between the tokens."""
+    return any(piece.above or piece.behind for piece in pieces)
+
+
+def wrapped(pieces: Sequence[Piece], indent: str) -> list[str]:
+    """The tokens on as few lines as they need."""
+    if not has_comments(pieces) and len(indent) + len(flat(pieces)) <= WIDTH:
+        return [indent + flat(pieces)]
+    return _Wrapper(pieces, indent).run()
+
+
+def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
+    """What stands before each token."""
+    signed = False  # whether the token before is a sign
+    for index, piece in enumerate(pieces):
+        before = pieces[index - 1] if index else None
+        yield "" if before is None or signed else _gap(before, piece)
+        signed = piece.type == "MINUS" and (before is None or before.type not in _VALUES)
+
+
+def _gap(left: Piece, right: Piece) -> str:
+    if left.type == "LPAR" or right.type in ("RPAR", "COMMA"):
+        return ""
+    if right.type == "LPAR":
+        return "" if left.type == "NAME" else " "
+    if right.type == "RANGE":
+        return "" if left.type in _VALUES and not left.text.endswith(".") else " "
+    if left.type == "RANGE":
+        return "" if right.type in ("NAME", "NUMBER", "MINUS") and not right.text.startswith(".") else " "
+    return " "
+
+
+class _Wrapper:
+    """Goes through a statement's tokens once, with a stack of the parentheses that it is in."""
+
+    def __init__(self, pieces: Sequence[Piece], indent: str) -> None:
+        self.pieces, self.indent = pieces, indent
+        self.texts = [gap + piece.text for gap, piece in zip(_gaps(pieces), pieces, strict=True)]
+        self.ends = [0, *accumulate(len(text) for text in self.texts)]
+        self.comments = [0, *accumulate(has_comments([piece]) for piece in pieces)]
+        self.partner = _partners(pieces)
+        self.broken: list[bool] = []  # of the parentheses around, whether they were broken
+        self.before: set[int] = set()  # operators that begin a line
+        self.lines: list[str] = []
+        self.line = indent
+
+    def run(self) -> list[str]:
+        """The lines."""
+        for index, piece in enumerate(self.pieces):
+            for comment in piece.above:
+                self._new_line()
+                self.line += comment
+            ends_broken = piece.type == "RPAR" and self.broken.pop()
+            if piece.above or ends_broken or index in self.before:
+                self._new_line()
+            self.line += self.texts[index] if self.line.strip() else self.texts[index].lstrip()
+            if piece.type == "LPAR":
+                self.broken.append(self._has_to_break(index))
+            ends_item = piece.type in ("LPAR", "COMMA") and self.broken and self.broken[-1]
+            if ends_item:
+                self._break_item(index + 1)
+            if piece.behind:
+                self.line += f"  {piece.behind}"
+            if ends_item or piece.behind:
+                self._new_line()
+        return [*self.lines, self.line]
+
+    def _level(self) -> int:
+        return min(sum(self.broken), _DEEPEST)
+
+    def _new_line(self) -> None:
+        if self.line.strip():
+            self.lines.append(self.line)
+        self.line = self.indent + " " * (INDENT * self._level())
+
+    def _width(self, start: int, end: int) -> int:
+        return self.ends[end] - self.ends[start]
+
+    def _has_to_break(self, index: int) -> bool:
+        """Whether the parentheses that open here do not fit into the line together with what cannot be broken behind them."""
+        last = self.partner[index]
+        if last == index + 1 and not self.pieces[last].above and not self.pieces[index].behind:
+            return False
+        if self.comments[last] > self.comments[index + 1] or self.pieces[index].behind or self.pieces[last].above:
+            return True
+        if (self.broken and not self.broken[-1]) or self._level() >= _DEEPEST:
+            return False
+        end = last + 1
+        while end < len(self.pieces) and end not in self.before and self.pieces[end].type not in ("LPAR", "RPAR", "COMMA"):
+            end += 1
+        return len(self.line) + self._width(index + 1, end) + 1 > WIDTH
+
+    def _break_item(self, start: int) -> None:
+        """Marks the loosest operators of the argument that begins here, if it is too long for a line."""
+        operators: dict[int, int] = {}
+        end = start
+        while self.pieces[end].type not in ("RPAR", "COMMA"):
+            end = self.partner.get(end, end)
+            piece, before = self.pieces[end], self.pieces[end - 1]
+            if piece.type in _LOOSENESS and (piece.type != "MINUS" or before.type in _VALUES):
+                operators[end] = _LOOSENESS[piece.type]
+            end += 1
+        if len(self.indent) + INDENT * self._level() + self._width(start, end) + 1 > WIDTH:
+            loosest = min(operators.values(), default=0)
+            self.before |= {index for index, looseness in operators.items() if looseness == loosest}
+
+
+def _partners(pieces: Sequence[Piece]) -> dict[int, int]:
+    """Opening parenthesis -> the closing one."""
+    found: dict[int, int] = {}
+    opened: list[int] = []
+    for index, piece in enumerate(pieces):
+        if piece.type == "LPAR":
+            opened.append(index)
+        elif piece.type == "RPAR":
+            found[opened.pop()] = index
+    return found

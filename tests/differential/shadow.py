@@ -1,0 +1,460 @@
+"""A step of a policy on ranges (`precision`): what a float32 backend may remember, attend to and evict.
+
+It starts from a backend's own state, which is exact, and follows the interpreter's step: same tokens, same slots. Where the
+interpreter has a number, the shadow has the bounds within which a backend's number must lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdsl.interp.attention import at_ranks
+from kvdsl.interp.evaluate import Scope as ExactScope
+from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
+from kvdsl.interp.head import Head
+from kvdsl.interp.operations import Operations
+from kvdsl.interp.randomness import uniform
+from kvdsl.interp.settle import first, last
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, RingRef
+from kvdsl.ir.visitors import children
+
+from .precision import (
+    LIBRARY,
+    Array,
+    Mask,
+    Range,
+    Scope,
+    add,
+    bounds,
+    bounds_of_slots,
+    choose,
+    exactly,
+    fold,
+    highest,
+    holds,
+    in_top,
+    joined,
+    logits,
+    may_precede,
+    multiply,
+    over_group,
+    probabilities,
+    rounded,
+    square,
+    stack,
+    total,
+    weighted,
+    widened,
+)
+
+Indices: TypeAlias = NDArray[np.int64]
+Doubt: TypeAlias = tuple[Mask, Mask]
+"""Of slots: which perhaps, and which for certain."""
+
+FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
+
+
+class Shadow:
+    """One KV head.
+
+    Attributes:
+        columns: ranges, [n] each, [n, N] of a ring.
+        key, value, position, seen, sketch: as the interpreter's head has them, exact.
+        undecided: what a query attends to lies within precision, so that nothing that follows is known.
+    """
+
+    def __init__(self, machine: Operations, head: Head) -> None:
+        self.machine, self.policy, self.numbers = machine, machine.policy, machine.numbers
+        self.key, self.value, self.position, self.seen = head.key, head.value, head.position, head.seen
+        self.sketch = head.sketch
+        self.columns = {name: exactly(x) for name, x in head.columns.items()}
+        self.undecided = False
+
+    # -- forwards ------------------------------------------------------------------------------------------------------
+
+    def prompt(self, q: Array, k: Array, v: Array) -> Range:
+        """Tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]. The outputs, [L, G, Dv]."""
+        first_new = self.seen
+        self._place(k, v)
+        return self._queries(q, first_new, None)
+
+    def token(self, q: Array, k: Array, v: Array, attended: Indices | None, sketch: Indices | None) -> Range:
+        """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv].
+
+        Args:
+            attended: the positions that the interpreter selected, if it selects.
+            sketch: the dims at which the interpreter looks.
+        """
+        newest = self.seen
+        self._place(k[None], v[None])
+        if self.policy.sketch is not None and self.machine.is_refresh(_Sketched(self.sketch), newest):  # type: ignore[arg-type]
+            self.refresh(q, newest, sketch)
+        chosen = None
+        if attended is not None:
+            chosen = np.isin(self.position, attended)
+            self._check_selection(q, newest, chosen)
+        return self._queries(q[None], newest, chosen)
+
+    def refresh(self, q: Array, newest: int, dims: Indices | None) -> None:
+        """Find the sketch at the query at `newest`: `dims`, if nothing else is possible."""
+        assert self.policy.sketch is not None and dims is not None
+        scope = self._scope(self._visible(newest), newest)
+        size = self.key.shape[1]
+        by = self._per_query(
+            self.policy.sketch.by, scope, q, lambda expr, at: bounds(expr, at).map(lambda x: np.broadcast_to(x, (1, size))[0])
+        )
+        may, must = in_top(by, self.numbers.sketch_dims, -np.arange(size))
+        self.undecided |= bool((may != must).any())
+        self.sketch = np.flatnonzero(must) if not self.undecided else dims
+
+    def drop(self, gone: Indices) -> None:
+        """Go on without these positions."""
+        kept = ~np.isin(self.position, gone)
+        self.key, self.value, self.position = self.key[kept], self.value[kept], self.position[kept]
+        self.columns = {name: column[kept] for name, column in self.columns.items()}
+
+    def _place(self, k: Array, v: Array) -> None:
+        old = len(self.position)
+        self.key, self.value = np.concatenate([self.key, k]), np.concatenate([self.value, v])
+        self.position = np.concatenate([self.position, self.seen + np.arange(len(k))])
+        self.seen += len(k)
+        new = np.arange(len(self.position)) >= old
+        for column in self.policy.columns:
+            begin = self._begin(column, new)
+            self.columns[column.name] = joined([self.columns[column.name], begin]) if old else begin
+
+    def _begin(self, column: Column, new: Mask) -> Range:
+        count = int(new.sum())
+        if column.rule == "token":
+            return bounds_of_slots(column.body, self._scope(new, self.seen - 1))
+        if column.rule != "ring":
+            return exactly(np.full(count, FRESH[column.rule]))
+        held = self.columns.get(column.name)
+        places = held.lo.shape[1] if held is not None and held.lo.size else self.ring_size(column)
+        return exactly(np.full((count, places), np.nan))
+
+    def _queries(self, queries: Array, first_new: int, chosen: Mask | None) -> Range:
+        """Attend and observe one query after the other: the outputs."""
+        folded = [column for column in self.policy.columns if column.rule != "token"]
+        given: dict[str, list[Range]] = {column.name: [] for column in folded}
+        newest = first_new + np.arange(len(queries))
+        seen, outs = np.stack([self._visible(t) for t in newest]), []
+        for query, t, visible in zip(queries, newest, seen, strict=True):
+            prob, logit, out = self._attend(query, int(t), visible, chosen)
+            outs.append(out)
+            scope = self._scope(visible, int(t), prob, logit)
+            for column in folded:
+                given[column.name].append(_spread(self._per_query(column.body, scope, query, bounds_of_slots), visible))
+        for column in folded:
+            old = self.columns[column.name]
+            self.columns[column.name] = self._folded(column, old, stack(given[column.name]), seen, newest)
+        return stack(outs)
+
+    def _attend(self, q: Array, newest: int, visible: Mask, chosen: Mask | None) -> tuple[Range, Range, Range]:
+        """Probabilities and logits, [G, visible slots], and the output, [G, Dv]."""
+        call, key = self.machine.call, self.key
+        turned = self.policy.positions == "compact" and call.rope is not None
+        if turned:
+            key, q = at_ranks(key, self.position, q, newest, call.rope)
+        attended = np.ones(visible.sum(), dtype=bool) if chosen is None else chosen[visible]
+        logit = logits(q, key[visible], call.scaling, call.softcap, turned=turned)
+        some = probabilities(logit[:, attended], call.sinks)
+        out = weighted(some, self.value[visible][attended])
+        prob = joined([_spread(some[g], attended).map(lambda x: x[None]) for g in range(len(q))])
+        return prob, logit, out
+
+    def _folded(self, column: Column, old: Range, given: Range, seen: Mask, newest: Indices) -> Range:
+        """A column after L queries that gave [L, n], of which those count that see the slot."""
+        rules: dict[str, Callable[[], Range]] = {
+            "sum": lambda: total(_after(old, choose(seen, given, exactly(0.0))), 0)[0],
+            "squares": lambda: total(_after(old, choose(seen, square(given), exactly(0.0))), 0)[0],
+            "max": lambda: fold("max", _after(old, choose(seen, given, exactly(-np.inf))), 0)[0],
+            "min": lambda: fold("min", _after(old, choose(seen, given, exactly(np.inf))), 0)[0],
+        }
+        if column.rule in rules:
+            return rules[column.rule]()
+        for index, (t, visible) in enumerate(zip(newest, seen, strict=True)):
+            old = self._next(column, old, given[index], visible, int(t))
+        return old
+
+    def _next(self, column: Column, old: Range, given: Range, visible: Mask, newest: int) -> Range:
+        if column.rule == "last":
+            return choose(visible, given, old)
+        if column.rule == "ring":
+            at = visible[:, None] & (np.arange(old.lo.shape[1]) == newest % self.ring_size(column))
+            return choose(at, given.map(lambda x: x[:, None]), old)
+        assert column.rule == "ema" and column.decay is not None
+        decay = rounded([self._number(column.decay)])
+        rest = widened(rounded([1 - self._number(column.decay)]), LIBRARY)
+        later = widened(add(multiply(decay, old), multiply(rest, given)), LIBRARY)
+        return choose(visible, choose(self.position == newest, given, later), old)
+
+    # -- what expressions see --------------------------------------------------------------------------------------------
+
+    def _visible(self, newest: int) -> Mask:
+        window = self.machine.call.window
+        age = newest - self.position
+        return (age >= 0) & (age < (np.inf if window is None else window))
+
+    def _observed(self, position: Indices, newest: int) -> Indices:
+        """How many queries could see each slot, up to the newest that has been observed."""
+        window = self.machine.call.window
+        latest = np.full(len(position), newest) if window is None else np.minimum(newest, position + window - 1)
+        return np.maximum(latest - position + 1, 0)
+
+    def live_scope(self, observed: int | None = None) -> Scope:
+        """What a settle's expressions see; `observed`: the newest query that has been, if it is not the newest token's."""
+        return self._scope(np.ones(len(self.position), dtype=bool), self.seen - 1, observed=observed)
+
+    def _scope(
+        self, chosen: Mask, newest: int, prob: Range | None = None, logit: Range | None = None, observed: int | None = None
+    ) -> Scope:
+        position = self.position[chosen]
+        known = newest if observed is None else observed
+        inputs = {name: rounded(value) for name, value in self.numbers.inputs().items()}
+        per_slot = {"position": position, "age": newest - position, "observed": self._observed(position, known)}
+        inputs |= {name: exactly(value).map(lambda x: x[:, None]) for name, value in per_slot.items()}
+        inputs |= {"k": exactly(self.key[chosen]), "v": exactly(self.value[chosen])}
+        inputs["live"] = exactly([[np.count_nonzero(self.position <= newest)]])
+        for name, value in (("attn", prob), ("logit", logit)):
+            if value is not None:
+                inputs[name] = over_group(value, self.policy.group).map(lambda x: x[:, None])
+        machine = self.machine
+        return Scope(
+            slots=len(position),
+            dims=self.key.shape[1],
+            inputs=inputs,
+            numbers=self._exact(live=inputs["live"].lo),
+            recall=lambda leaf: self._recall(leaf, chosen, known),
+            random=lambda: uniform(machine.seed, self.numbers.layer, machine.head_index, position, newest)[:, None],
+        )
+
+    def _exact(self, **inputs: Array) -> ExactScope:
+        """Numbers are computed in float64 everywhere."""
+        known = self.numbers.inputs() | inputs
+        return ExactScope(0, 0, known, self.numbers.params, page=self.numbers.page, sketch=self.sketch)
+
+    def _number(self, expr: Expr) -> float:
+        return evaluate_number(expr, self._exact())
+
+    def _recall(self, leaf: Expr, chosen: Mask, newest: int) -> Range:
+        if isinstance(leaf, RingRef):
+            return self._over_ring(leaf, chosen, newest)
+        assert isinstance(leaf, ColumnRef), leaf
+        return self.columns[leaf.name][chosen].map(lambda x: x[:, None])
+
+    def ring_size(self, column: Column) -> int:
+        """How many queries a ring holds."""
+        assert column.size is not None
+        return int(at_least_one(self._number(column.size)))
+
+    def ring_places(self, column: Column, newest: int | None = None) -> Mask:
+        """Which places of a ring hold what a query that saw the slot gave, [n, N]: `kvdsl.runtime.rings` in NumPy."""
+        size, newest = self.ring_size(column), self.seen - 1 if newest is None else newest
+        writer = newest - (newest - np.arange(size)) % size
+        position, window = self.position[:, None], self.machine.call.window
+        return (writer >= position) & (writer >= 0) & (writer < position + (np.inf if window is None else window))
+
+    def _over_ring(self, leaf: RingRef, chosen: Mask, newest: int) -> Range:
+        column = next(column for column in self.policy.columns if column.name == leaf.name)
+        valid, held = self.ring_places(column, newest)[chosen], self.columns[leaf.name][chosen]
+        nothing = exactly({"sum": 0.0, "max": -np.inf, "min": np.inf}.get(leaf.op, np.nan)).map(lambda x: x.reshape(1))
+        rows = [held[slot, : valid.shape[1]][valid[slot]] for slot in range(len(valid))]
+        if not rows:
+            return exactly(np.zeros((0, 1)))
+        return joined([fold(leaf.op, row, 0) if row.lo.size else nothing for row in rows]).map(lambda x: x[:, None])
+
+    def _per_query(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Range]) -> Range:
+        """What belongs to one query: per query head where it reads q, then reduced over the group."""
+        if not _reads_q(body):
+            return value(body, scope)
+        heads = [value(body, replace(scope, inputs={**scope.inputs, "q": exactly(head[None])})) for head in q]
+        return over_group(stack(heads), self.policy.group)
+
+    # -- what a query attends to -----------------------------------------------------------------------------------------
+
+    def _check_selection(self, q: Array, newest: int, chosen: Mask) -> None:
+        """Whether another selection than the chosen slots, [n], is possible."""
+        assert self.policy.select is not None
+        visible = self._visible(newest)
+        if np.isinf(self.numbers.select):
+            assert (chosen == visible).all(), "the interpreter does not attend to everything"
+            return
+        (may, must), = protection([self], observed=newest - 1)
+        by = self._per_query(self.policy.select.by, self._scope(visible, newest), q, bounds_of_slots)
+        may, must, position = may[visible], must[visible], self.position[visible]
+        unit_of = page_of(position, self.numbers.page)
+        units = np.unique(unit_of)
+        certain, perhaps = (np.array([mask[unit_of == unit].any() for unit in units]) for mask in (must, may))
+        if (certain != perhaps).any():
+            self.undecided = True
+            return
+        count = at_least_one(self.numbers.select / self.numbers.page) - certain.sum()
+        best = stack([highest(by[unit_of == unit]) for unit in units])
+        others = ~certain
+        could, does = in_top(best[others], count, units[others])
+        if (could != does).any():
+            self.undecided = True
+            return
+        selected = np.concatenate([units[certain], units[others][does]])
+        assert (np.isin(unit_of, selected) == chosen[visible]).all(), "the interpreter's selection is out of bounds"
+
+
+# -- who leaves ------------------------------------------------------------------------------------------------------------
+
+
+class Settle:
+    """Who may leave the heads of a layer, or of several, which are listed layer by layer."""
+
+    def __init__(self, shadows: Sequence[Shadow]) -> None:
+        self.shadows, self.across = shadows, shadows[0].policy.across is not None
+        masks = protection(shadows)
+        self.scores = scores(shadows, masks)
+        self.orders = [_order(shadow, score, *mask) for shadow, score, mask in zip(shadows, self.scores, masks, strict=True)]
+        self.masks = masks
+
+    def allows(self, gone: Sequence[Mask]) -> bool:
+        """Whether exactly these slots, [n] per head, may be the first to leave."""
+        own = all(order[np.ix_(mine, ~mine)].all() for order, mine in zip(self.orders, gone, strict=True))
+        return own and self._is_fair(gone, lambda earlier, later: bool(earlier.all()))
+
+    def decides(self, gone: Sequence[Mask]) -> bool:
+        """Whether no others than these may be the first to leave."""
+        own = not any(order[np.ix_(~mine, mine)].any() for order, mine in zip(self.orders, gone, strict=True))
+        return own and self._is_fair(gone, lambda earlier, later: not later.any())
+
+    def _is_fair(self, gone: Sequence[Mask], good: Callable[[Mask, Mask], bool]) -> bool:
+        """Between heads that share a budget: those that left one head against those that another could still lose."""
+        if not self.across:
+            return True
+        for a, mine in enumerate(gone):
+            for b, other in enumerate(gone):
+                spare = len(other) - other.sum() > self.shadows[b].numbers.floor
+                if a != b and spare and self.shadows[a].numbers.layer == self.shadows[b].numbers.layer:
+                    earlier, later = self._between(a, b), self._between(b, a)
+                    if not good(earlier[np.ix_(mine, ~other)], later[np.ix_(~other, mine)]):
+                        return False
+        return True
+
+    def _between(self, a: int, b: int) -> Mask:
+        """Whether each slot of head a may leave before each of head b."""
+        both = (a, b)
+        score = joined([self.scores[head] for head in both])
+        low, high = zip(*(_reluctance(self.shadows[head], *self.masks[head]) for head in both), strict=True)
+        position = np.concatenate([self.shadows[head].position for head in both])
+        index = np.repeat(both, [len(self.shadows[head].position) for head in both])
+        tie = position * (1 + max(both)) + index
+        order = _before(score, np.concatenate(low), np.concatenate(high), tie)
+        own = len(self.shadows[a].position)
+        return order[:own, own:]
+
+
+def _before(score: Range, low: Indices, high: Indices, tie: Indices) -> Mask:
+    """[n, n]: whether a may leave before b, by classes that lie between low and high, then by score."""
+    earlier = low[:, None] < high[None, :]
+    same = (low[:, None] <= high[None, :]) & (low[None, :] <= high[:, None])
+    return earlier | (same & may_precede(score, tie))
+
+
+def _reluctance(shadow: Shadow, may: Mask, must: Mask) -> tuple[Indices, Indices]:
+    """0 the unprotected, 1 the protected, 2 the newest if it is protected: at least, and at most."""
+    newest = shadow.position == shadow.position.max(initial=-1)
+    return tuple(mask.astype(np.int64) * np.where(newest, 2, 1) for mask in (must, may))  # type: ignore[return-value]
+
+
+def _order(shadow: Shadow, score: Range, may: Mask, must: Mask) -> Mask:
+    return _before(score, *_reluctance(shadow, may, must), shadow.position)
+
+
+def protection(shadows: Sequence[Shadow], observed: int | None = None) -> list[Doubt]:
+    """Whom the keeps protect, per head."""
+    scopes = [shadow.live_scope(observed) for shadow in shadows]
+    masks = [(np.zeros(scope.slots, dtype=bool), np.zeros(scope.slots, dtype=bool)) for scope in scopes]
+    for keep in shadows[0].policy.keeps:
+        for index, (may, must) in enumerate(_kept(keep, shadows, scopes, share=observed is None)):
+            masks[index] = (masks[index][0] | may, masks[index][1] | must)
+    return masks
+
+
+def _kept(keep: Keep, shadows: Sequence[Shadow], scopes: Sequence[Scope], share: bool) -> list[Doubt]:
+    counts = [0.0 if keep.count is None else evaluate_number(keep.count, scope.numbers) for scope in scopes]
+    places = [shadow.position for shadow in shadows]
+    if keep.scope in ("first", "last"):
+        exact = [(first if keep.scope == "first" else last)(place, n) for place, n in zip(places, counts, strict=True)]
+        return [(mask, mask) for mask in exact]
+    assert keep.by is not None
+    by = [bounds_of_slots(keep.by, scope) for scope in scopes]
+    if keep.scope == "top":
+        by = _agreed(by, shadows, lambda x: fold("mean", x, 0)[0]) if share else by
+        tops = [np.floor(n) if n > 0 else 0.0 for n in counts]
+        return [in_top(one, n, place) for one, n, place in zip(by, tops, places, strict=True)]
+    truths = [holds(one) for one in by]
+    ranges = [Range(surely.astype(float), perhaps.astype(float), np.zeros(len(surely), bool)) for surely, perhaps in truths]
+    ranges = _agreed(ranges, shadows, lambda x: fold("max", x, 0)[0]) if share else ranges
+    return [(one.hi > 0, one.lo > 0) for one in ranges]
+
+
+def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:
+    """The score of every live slot, [n] per head."""
+    made = []
+    for shadow, (may, must) in zip(shadows, masks, strict=True):
+        assert shadow.policy.score is not None
+        known = None if (may != must).any() else ~must
+        made.append(bounds_of_slots(shadow.policy.score, replace(shadow.live_scope(), unprotected=known)))
+    return _agreed(made, shadows, lambda x: fold("mean", x, 0)[0])
+
+
+def _agreed(values: list[Range], shadows: Sequence[Shadow], agree: Callable[[Range], Range]) -> list[Range]:
+    """What heads agree on, where they have to; they hold the same positions, perhaps in different slots."""
+    agreed = list(values)
+    for group in _together(shadows):
+        orders = [np.argsort(shadows[index].position) for index in group]
+        shared = agree(stack([values[index][order] for index, order in zip(group, orders, strict=True)]))
+        for index, order in zip(group, orders, strict=True):
+            agreed[index] = shared[np.argsort(order)]
+    return agreed
+
+
+def _together(shadows: Sequence[Shadow]) -> list[list[int]]:
+    victims = shadows[0].policy.victims
+    if victims == "own":
+        return []
+    if victims == "layers":
+        group = [index for index, shadow in enumerate(shadows) if shadow.numbers.evicts]
+        return [group] if group else []
+    layers = dict.fromkeys(shadow.numbers.layer for shadow in shadows)
+    return [[index for index, shadow in enumerate(shadows) if shadow.numbers.layer == layer] for layer in layers]
+
+
+# -- small things ------------------------------------------------------------------------------------------------------------
+
+
+class _Sketched:
+    """As much of a head as `is_refresh` asks for."""
+
+    def __init__(self, sketch: Indices | None) -> None:
+        self.sketch = sketch
+
+
+def _reads_q(expr: Expr) -> bool:
+    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
+        return False
+    return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
+
+
+def _spread(x: Range, chosen: Mask) -> Range:
+    """Over all slots what is given for the chosen ones, and 0 elsewhere."""
+    made = exactly(np.zeros(len(chosen)))
+    for whole, part in zip((made.lo, made.hi, made.nan), (x.lo, x.hi, x.nan), strict=True):
+        whole[chosen] = part
+    return made
+
+
+def _after(old: Range, given: Range) -> Range:
+    """What was there, [n], before what L queries give, [L, n]."""
+    return joined([old.map(lambda x: x[None]), given])

@@ -1,0 +1,161 @@
+"""Every statement that decides something, in small policies, against the interpreter, step-locked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import lru_cache
+from pathlib import Path
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.compiler import analyse
+from kvdsl.ir.nodes import Policy
+from kvdsl.passes.columns import add_columns
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.torch_backend import TorchBackend
+
+from .harness import Case, compare
+
+PADDED = Case("p", batch=2, prompt=34, padding=5, steps=12, group=2, kv_heads=2)
+
+STATEMENTS: dict[str, tuple[str, Case]] = {
+    # what queries gave
+    "sum over last": ("param budget = 8\nscore sum(attn over last 5 queries)", PADDED),
+    "all over last": (
+        "param budget = 8\nparam n = 6\nscore max(attn over last n queries) + min(logit over last 3 queries)\n"
+        "keep top 3 by std(attn over last n queries)\nkeep top 2 by mean(attn over last n queries)",
+        PADDED,
+    ),
+    "over last, per row": ("param budget = 8\nscore sum(attn over last prompt / 4 queries)", PADDED),
+    "over last, of q": ("param budget = 8\ngroup max\nscore sum(dot(q, k) over last 4 queries)", PADDED),
+    "ema": ("param budget = 8\nparam d = 0.8\nscore ema(attn, d)", PADDED),
+    "ema without memory": ("param budget = 8\nscore ema(logit, 0) + ema(attn, 1)", PADDED),
+    # a score along the text
+    "max pool": ("param budget = 8\nscore max_pool(sum(attn), 5)\nkeep first 2", PADDED),
+    "mean pool": ("param budget = 8\nparam n = 6\nscore mean_pool(sum(attn), n)\nkeep top 3 by std(attn)", PADDED),
+    "pool wider than the text": ("param budget = 8\nscore mean_pool(last(attn), 1000)", PADDED),
+    # where and when
+    "in some layers": ("param budget = 8\nlayers 1..2\nscore sum(attn)", PADDED),
+    "in other layers": ("param budget = 8\nlayers 2..\nscore sum(attn)", PADDED),
+    "in the prompt": ("param budget = 8\nwhen prefill\nscore sum(attn)", PADDED),
+    "while decoding": ("param budget = 8\nwhen decode\nscore sum(attn)", PADDED),
+    "while decoding, lazily": (
+        "param budget = 8\nwhen decode\nscore sum(attn)\ntrigger overflow >= 4\nslack 2\nmax_drop 3",
+        PADDED,
+    ),
+    "prompt in blocks": ("param budget = 8\nprefill blocks of 6\nscore sum(attn)", PADDED),
+    "prompt in blocks, lazily": ("param budget = 8\nprefill blocks of 4\ntrigger overflow >= 3\nscore last(attn)", PADDED),
+    "blocks per row": ("param budget = 8\nprefill blocks of prompt / 5\nscore mean(attn)", PADDED),
+    # who agrees
+    "heads agree": ("param budget = 8\nvictims shared by heads\nscore sum(attn)", PADDED),
+    "heads agree on keeps": (
+        "param budget = 8\nvictims shared by heads\nscore max_pool(last(attn), 3)\nkeep top 3 by std(attn)\n"
+        "keep where last(attn) > 0.3",
+        PADDED,
+    ),
+    "heads agree, hard cap": ("param budget = 8\nvictims shared by heads\nscore sum(attn)\ncap hard", PADDED),
+    "layers agree": ("param budget = 8\nvictims shared by layers\nscore sum(attn)", replace(PADDED, layers=3)),
+    "layers agree on keeps": (
+        "param budget = 8\nvictims shared by layers\nlayers 2..\nscore sum(attn)\nkeep top 3 by std(attn)\ncap hard",
+        replace(PADDED, layers=3),
+    ),
+    "one budget": ("param budget = 8\nwhen prefill\nscore sum(attn)\nbudget budget across heads", PADDED),
+    "one budget with floor": (
+        "param budget = 9\nwhen prefill\nscore last(attn)\nbudget budget across heads floor 0.6\nkeep top 3 by std(attn)",
+        PADDED,
+    ),
+    # how many
+    "hard cap": ("param budget = 8\nscore sum(attn)\ncap hard", PADDED),
+    "hard cap, one token": ("param budget = 1\nscore sum(attn)\ncap hard\nkeep last 0", PADDED),
+    "hard cap, lazily": (
+        "param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 4\nslack 2\nmax_drop 3",
+        PADDED,
+    ),
+    "hard cap, never triggered": ("param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 0", PADDED),
+    # what is attended to
+    "select": ("param n = 5\nselect top n by dot(q, k)", PADDED),
+    "select per group maximum": ("group max\nselect top 5 by dot(q, k) - age / 100\nkeep first 2", PADDED),
+    "select of a part": ("param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\nselect top 6 by dot(q, k)", PADDED),
+    "select by columns kept": ("select top 6 by norm2(v)\nkeep top 2 by mean(attn over last 4 queries)", PADDED),
+    "select pages": ("pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)", PADDED),
+    "select pages by token": ("pages 5\nselect top 16 by dot(q, k)\nkeep top 1 by sum(attn)", PADDED),
+    "pages of what is left": ("param budget = 12\npages 3\nscore sum(attn)\nselect top 6 by dot(q, k)", PADDED),
+    "sketch": ("sketch top 6 dims by abs(q) every 5 queries\nselect top 6 by dot(q, k over sketch)", PADDED),
+    "sketch of keys": (
+        "sketch top prompt / 6 dims by abs(q * mean(k over slots)) every 3 queries\n"
+        "select top 6 by max(q * k over sketch) + sum(k * k over sketch)",
+        PADDED,
+    ),
+    # where it lies in the text
+    "compact": ("param budget = 8\nscore sum(attn)\nkeep first 2\npositions compact", replace(PADDED, rope="half")),
+    "compact, interleaved": (
+        "param budget = 8\nscore last(logit)\npositions compact\nprefill blocks of 5",
+        replace(PADDED, rope="interleaved"),
+    ),
+    "compact, partial": (
+        "param budget = 8\nscore sum(dot(q, k))\npositions compact\ntrigger overflow >= 3",
+        replace(PADDED, rope="partial"),
+    ),
+    "compact without rotation": ("param budget = 8\nscore sum(attn)\npositions compact", PADDED),
+    "compact selection": ("positions compact\nparam budget = 12\nscore sum(attn)\nselect top 5 by dot(q, k)", replace(PADDED, rope="half")),
+}
+
+VARIANTS = {
+    "plain": {"kv_heads": 3, "steps": 20},
+    "cut": {"cuts": 4, "at_once": 2, "dtype": torch.bfloat16},
+    "windowed": {"window": 7, "sinks": True, "softcap": 5.0, "layer": 2, "inputs": "peaky", "group": 1},
+}
+
+NEAR_SHARE = 0.05
+
+
+@lru_cache
+def load(name: str, folder: Path) -> tuple[Policy, PolicySpec]:
+    file = folder / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{STATEMENTS[name][0]}\n}}\n', encoding="utf-8")
+    analysis = analyse(file)
+    assert analysis.ok, analysis.diagnostics
+    return add_columns(analysis.policy), kvdsl.load(file).spec
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", STATEMENTS)
+def test_backends_agree_with_the_interpreter(name: str, variant: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    policy, spec = load(name, tmp_path_factory.getbasetemp())
+    case = replace(STATEMENTS[name][1], **VARIANTS[variant])
+    if spec.victims == "layers":
+        case = replace(case, at_once=1, layer=1)
+    if any("prompt" in size for size in STATEMENTS[name][0].splitlines() if "over last" in size):
+        case = replace(case, cuts=1)
+    for backend in ("torch", "cpu") if spec.cpu_source.exists() else ("torch",):
+        total = compare(policy, spec, backend, case)
+        assert total.steps > 0
+        assert not total.failures, "\n".join(total.failures)
+        assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} on {backend}"
+
+
+def test_blocks_do_not_depend_on_how_the_prompt_is_cut(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """One forward, or several that end anywhere, the rows' blocks at different columns."""
+    _, spec = load("prompt in blocks", tmp_path_factory.getbasetemp())
+    make = torch.Generator().manual_seed(3)
+    query = torch.randn(3, 4, 41, 8, generator=make)
+    key, value = torch.randn(2, 3, 2, 41, 8, generator=make)
+    real = torch.arange(41) >= torch.tensor([[0], [3], [11]])
+    whole = _prefilled(spec, AttentionCall(query, key, value, real, 0.3), [41])
+    assert (whole.position >= 0).sum(-1).tolist() == [[13, 13], [10, 10], [8, 8]]  # of 41, 38 and 30 tokens in blocks of 6
+    for ends in ([10, 20, 41], [1, 2, 3, 41], [12, 36, 41], list(range(1, 42))):
+        parts = _prefilled(spec, AttentionCall(query, key, value, real, 0.3), ends)
+        assert torch.equal(parts.position, whole.position), ends
+        assert torch.allclose(parts.columns, whole.columns, atol=1e-5)
+
+
+def _prefilled(spec: PolicySpec, call: AttentionCall, ends: list[int]) -> SlotState:
+    state = SlotState(spec, {})
+    for begin, end in zip([0, *ends], ends, strict=False):
+        query, key, value = (x[:, :, begin:end] for x in (call.query, call.key, call.value))
+        assert call.real is not None
+        TorchBackend().prefill(state, AttentionCall(query, key, value, call.real[:, begin:end], call.scaling))
+    return state

@@ -1,0 +1,252 @@
+"""What statements become: the lines of `kernels_torch.py`, `kernels_cpu.cpp` and `resolve`."""
+
+from __future__ import annotations
+
+import pytest
+
+from kvdsl.lower.plan import make_plan
+from kvdsl.lower.spelling import spelled
+from tests.lower.policies import checked, evicting
+
+# -- expressions on state columns --------------------------------------------------------------------------------------
+
+
+def test_ema() -> None:
+    plan = make_plan(evicting("score ema(attn, 0.9)"))
+    assert plan.cpp is not None
+    assert plan.torch.observe == ('columns.ema("ema_attn", row.attn, 0.9)',)
+    assert plan.cpp.observe == (
+        "ema_attn[i] = seen ? kvdsl::ema(ema_attn[i], row.attn[i], 0.9f, row.age(i)) : ema_attn[i];",
+    )
+    assert plan.torch.score == ('ema_attn = slots.column("ema_attn")', "return ema_attn")
+
+
+def test_the_decay_of_an_ema_may_be_any_number() -> None:
+    plan = make_plan(evicting("score ema(attn, 1 - 1 / a)"))
+    assert plan.cpp is not None
+    assert plan.torch.observe == ('columns.ema("ema_attn", row.attn, 1 - 1 / row.number("a"))',)
+    assert "1.0f - 1.0f / static_cast<float>(row.param(Number::a))" in plan.cpp.observe[0]
+    assert dict(plan.numbers)["a"] == "a"
+
+
+def test_rings() -> None:
+    plan = make_plan(evicting("score sum(attn over last a queries) / a"))
+    assert plan.cpp is not None
+    assert plan.torch.observe == ('columns.ring("attn_ring", row.attn)',)
+    assert plan.torch.score == ('return slots.ring("attn_ring", "sum") / slots.number("a")',)
+    assert plan.cpp.observe == ("attn_ring[i] = seen ? row.attn[i] : attn_ring[i];",)
+    assert plan.cpp.observe_before == (
+        "float* const attn_ring = row.ring(Ring::attn_ring, kvdsl::count(row.param(Number::size_attn_ring)));",
+    )
+    assert plan.cpp.settle_before[0] == (
+        "const float* const sum_of_attn_ring = "
+        "head.ring_sum(Ring::attn_ring, kvdsl::count(head.param(Number::size_attn_ring)), head.scratch(1));"
+    )
+    assert plan.cpp.settle == ("score[i] = sum_of_attn_ring[i] / static_cast<float>(head.param(Number::a));",)
+    assert plan.cpp.scratch == 2
+    assert dict(plan.numbers)["size_attn_ring"] == "given.count(a, low=1)"
+    assert dict(plan.flags) == {"rings": '(("attn_ring", "size_attn_ring"),)'}
+    assert not plan.columns
+
+
+def test_a_deviation_over_a_ring_needs_the_mean_first() -> None:
+    plan = make_plan(evicting("score std(attn over last 4 queries)\nkeep top 2 by mean(attn over last 4 queries)"))
+    assert plan.cpp is not None
+    size = "kvdsl::count(head.param(Number::size_attn_ring))"
+    assert plan.cpp.settle_before[:2] == (
+        f"const float* const mean_of_attn_ring = head.ring_mean(Ring::attn_ring, {size}, head.scratch(2));",
+        f"const float* const std_of_attn_ring = head.ring_std(Ring::attn_ring, {size}, mean_of_attn_ring, head.scratch(3));",
+    )
+    assert plan.cpp.scratch == 4
+
+
+def test_what_is_over_slots_of_a_ring_comes_after_it() -> None:
+    plan = make_plan(evicting("score sum(attn over last 4 queries) - mean(sum(attn over last 4 queries) over slots)"))
+    assert plan.cpp is not None
+    assert "sum_of_attn_ring = " in plan.cpp.settle_before[0]
+    assert "[&](int i) { return sum_of_attn_ring[i]; }" in plan.cpp.settle_before[1]
+
+
+def test_pools() -> None:
+    plan = make_plan(evicting("score max_pool(sum(attn), 7) - mean_pool(age, a)"))
+    assert plan.torch.score[-1] == 'return slots.max_pool(sum_attn, 7) - slots.mean_pool(slots.age, slots.number("a"))'
+    assert (plan.cpp, plan.cpp_refusal) == (None, "`max_pool`")
+
+
+# -- one query's own ---------------------------------------------------------------------------------------------------
+
+SELECTIONS = {
+    # `select ... by`: torch
+    "dot(q, k)": "row.over_group(row.dot_qk)",
+    "norm1(k) - age": "(torch.abs(row.k)).sum(-1) - row.age",
+    "sum(q * min(k over page) over dims)": (
+        'row.over_group((row.q * row.over_page("min", row.k, dims=True).unsqueeze(2)).sum(-1))'
+    ),
+    "dot(q, k) * max(norm1(k) over page)": (
+        'row.over_group(row.dot_qk * row.over_page("max", (torch.abs(row.k)).sum(-1)).unsqueeze(2))'
+    ),
+    "sum((q - max(norm1(k) over page)) over dims)": (
+        'row.over_group((row.q - row.over_page("max", (torch.abs(row.k)).sum(-1)).unsqueeze(2).unsqueeze(-1)).sum(-1))'
+    ),
+    "dot(q, k over sketch)": "row.over_group(row.dot_sketch)",
+    "sum(abs(q) * k over sketch)": 'row.over_group(row.over_sketch("sum", torch.abs(row.q) * row.k.unsqueeze(2)))',
+    "max(k over sketch)": 'row.over_sketch("max", row.k)',
+}
+
+
+@pytest.mark.parametrize("by", SELECTIONS)
+def test_selections(by: str) -> None:
+    statements = f"select top 8 by {by}\n"
+    if "page" in by:
+        statements += "pages 4\n"
+    if "sketch" in by:
+        statements += "sketch top 4 dims by abs(q) every 8 queries\n"
+    plan = make_plan(checked(statements))
+    assert plan.torch.select == (f"return {SELECTIONS[by]}",)
+
+
+SKETCHES = {
+    # `sketch ... by`: torch
+    "abs(q)": "row.over_group(torch.abs(row.q))",
+    "abs(q) * mean(abs(k) over slots)": (
+        'row.over_group(torch.abs(row.q) * row.over_slots("mean", torch.abs(row.k.unsqueeze(2)), grouped=True, dims=True))'
+    ),
+    "std(k over slots)": 'row.over_slots("std", row.k, dims=True)',
+    "abs(q) / n": 'row.over_group(torch.abs(row.q) / row.number("n").unsqueeze(2).unsqueeze(-1))',
+    "mean(abs(k) * age over slots)": 'row.over_slots("mean", torch.abs(row.k) * row.age.unsqueeze(-1), dims=True)',
+}
+
+
+@pytest.mark.parametrize("by", SKETCHES)
+def test_sketches(by: str) -> None:
+    plan = make_plan(
+        checked(f"param n = 3\nsketch top 4 dims by {by} every n queries\nselect top 8 by dot(q, k over sketch)")
+    )
+    assert plan.torch.sketch == (f"return {SKETCHES[by]}",)
+    assert dict(plan.numbers)["sketch_every"] == "given.count(n, low=1)"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_a_number_of_its_own_where_it_is_read() -> None:
+    plan = make_plan(evicting("score where(age < budget / 2, 1, sum(attn))\nkeep top budget / 4 by age\nlayers 2.."))
+    assert dict(plan.numbers) == {"budget": "capacity", "capacity": "given.inside(capacity, low=2)"}
+    assert 'slots.number("budget")' in plan.torch.score[-1]
+    assert 'keep.top(slots.age, numbers["budget"] / 4)' in plan.torch.protect
+    assert plan.cpp is not None
+    assert "head.param(Number::budget)" in plan.cpp.settle[0]
+    assert plan.cpp.overflow == "kvdsl::count(head.param(Number::capacity))"
+
+
+@pytest.mark.parametrize(
+    ("layers", "expected"),
+    [
+        ("2..", "low=2"),
+        ("..9", "high=9"),
+        ("a..layers - 2", "low=a, high=given.layers - 2"),
+    ],
+)
+def test_layers(layers: str, expected: str) -> None:
+    evicts = make_plan(evicting(f"score sum(attn)\nlayers {layers}"))
+    assert dict(evicts.numbers)["capacity"] == f"given.inside(capacity, {expected})"
+    assert evicts.resolve[-1] == (
+        f'given.check_fits(given.largest(), given.largest(1), given.inside(capacity, {expected}), "keep last 1")'
+    )
+    selects = make_plan(checked(f"param a = 2\nselect top 16 by dot(q, k) in layers {layers}"))
+    assert f"select = given.inside(given.count(16, low=1), {expected})" in selects.resolve
+    assert dict(selects.numbers)["select"] == "select"
+    assert selects.resolve[-1] == (
+        'given.check_fits(given.largest(), given.largest(1), select, "keep last 1", selected=True)'
+    )
+
+
+def test_shared_budgets() -> None:
+    plan = make_plan(checked("param a = 2\nbudget 8 across heads floor 1 / a\nwhen prefill\nscore sum(attn)"))
+    assert dict(plan.numbers)["floor"] == "given.share(capacity, 1 / a)"
+    assert dict(plan.flags) == {"when": '"prefill"', "across": "True"}
+
+
+def test_blocks_of_the_prompt() -> None:
+    plan = make_plan(evicting("score sum(attn)\nprefill blocks of 32 * a"))
+    assert dict(plan.numbers)["prefill_block"] == "given.count(32 * a, low=1)"
+    assert plan.cpp is not None
+
+
+def test_params_are_not_taken_for_numbers() -> None:
+    names = (
+        "select",
+        "page",
+        "floor_",
+        "capacity",
+        "sketch_dims",
+        "sketch_every",
+        "prefill_block",
+        "size_attn_ring",
+        "Ring",
+    )
+    assert all(spelled(name) == f"{name}_" for name in names)
+    assert spelled("budget") == "budget"
+
+
+# -- what a policy is --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("statement", "flags"),
+    [
+        ("when decode", {"when": '"decode"'}),
+        ("victims shared by heads", {"victims": '"heads"'}),
+        ("victims shared by layers", {"victims": '"layers"'}),
+        ("cap hard", {"hard_cap": "True"}),
+        ("positions compact", {"compact": "True"}),
+        ("select top 4 by dot(q, k)", {"selects": "True"}),
+        (
+            "sketch top 2 dims by abs(q) every 2 queries\nselect top 4 by dot(q, k over sketch)",
+            {"selects": "True", "sketches": "True"},
+        ),
+        ("layers 2..", {}),
+        ("prefill blocks of 4", {}),
+    ],
+)
+def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
+    assert dict(make_plan(evicting(f"score sum(attn)\n{statement}")).flags) == flags
+
+
+@pytest.mark.parametrize(
+    ("statement", "refusal"),
+    [
+        ("victims shared by heads", "`victims shared by heads`"),
+        ("victims shared by layers", "`victims shared by layers`"),
+        ("cap hard", "`cap hard`"),
+        ("positions compact", "`positions compact`"),
+        ("select top 4 by dot(q, k)", "`select`"),
+        ("pages 4\nselect top 4 by sum(q * max(k over page) over dims)", "`select`, `pages`"),
+        ("sketch top 2 dims by abs(q) every 2 queries\nselect top 4 by dot(q, k over sketch)", "`select`, `sketch`"),
+    ],
+)
+def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
+    plan = make_plan(evicting(f"score sum(attn)\n{statement}"))
+    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+
+
+def test_a_prompt_is_no_matter_of_cpp() -> None:
+    """Where nothing is evicted in decode, a score that C++ cannot say is never asked for, nor is who shares a budget."""
+    body = "budget 8 across heads floor 0.2\nwhen prefill\nscore max_pool(sum(attn over last 4 queries), 7)"
+    plan = make_plan(checked(body))
+    assert plan.cpp is not None
+    assert not plan.cpp.settles
+    assert plan.cpp.observe
+
+
+def test_selecting_needs_no_statistics() -> None:
+    plain = make_plan(checked("select top 16 by dot(q, k)"))
+    assert (plain.bounded, plain.reads_attention) == (False, False)
+    assert (plain.torch.protects, plain.torch.protect, plain.torch.score) == (True, ("keep.last(1)",), ())
+    watching = make_plan(checked("select top 16 by dot(q, k)\nkeep top 4 by sum(attn)"))
+    assert (watching.bounded, watching.reads_attention) == (False, True)
+    assert watching.torch.observe == ('columns.sum("sum_attn", row.attn)',)
+
+
+def test_without_a_budget_or_a_selection_nothing_is_protected() -> None:
+    assert not make_plan(checked("")).torch.protects
