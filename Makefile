@@ -19,7 +19,7 @@ EXEMPLARS := roco h2o streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest generate lint format bench accept gpu clean
+.PHONY: help venv demo test test-slow test-oldest generate docs lint format bench accept gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -54,6 +54,11 @@ $(OLD)/.ready: $(READY)
 generate: $(READY)  ## compile every shipped policy into generated/
 	$(KVDSL) compile $(POLICIES)
 
+docs: $(READY)  ## the documentation as a site, in site/
+	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(PY) scripts/make_docs.py
+	$(PY) -m mkdocs build --strict --quiet
+
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
@@ -74,5 +79,5 @@ gpu: $(READY)  ## what needs a GPU
 	  echo 'There is no Triton backend in this version yet: on a GPU the torch backend serves. Nothing to run.' >&2; exit 2; fi
 
 clean:  ## remove what was built, but keep .venv
-	rm -rf dist .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
+	rm -rf dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +

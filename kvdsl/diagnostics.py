@@ -170,11 +170,9 @@ def render_github(diagnostics: Iterable[Diagnostic]) -> str:
     for found in diagnostics:
         (line, column), (end_line, end_column) = _ends(found.span)
         text = found.message if found.help is None else f"{found.message}\nhelp: {found.help}"
-        places = f"line={line},endLine={end_line},col={column},endColumn={end_column}"
-        title = _github_property(f"{found.severity} {found.code}")
-        lines.append(
-            f"::{found.severity} file={_github_property(found.file)},{places},title={title}::{_github_data(text)}\n"
-        )
+        places = f"line={line},col={column},endLine={end_line},endColumn={end_column}"
+        file = _github_property(found.file)
+        lines.append(f"::{found.severity} file={file},{places},title={found.code}::{_github_data(text)}\n")
     return "".join(lines)
 
 

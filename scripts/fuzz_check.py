@@ -195,7 +195,8 @@ def word_salad(rng: random.Random) -> bytes:
     return b'kv 1\npolicy P {\n"d"\nparam budget = 512\n' + words + b"\n}\n"
 
 
-KINDS: tuple[Callable[[random.Random], bytes], ...] = (
+Kind = Callable[[random.Random], bytes]
+KINDS: tuple[Kind, ...] = (
     mutated,
     mutated,
     derived_policy,

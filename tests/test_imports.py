@@ -15,7 +15,9 @@ HEAVY = {"torch", "transformers", "numpy"}
 LIMITS = {"check": 0.5, "compile": 1.0, "list": 1.0, "explain": 1.0}
 COMMANDS = {
     "check": ["check", "roco"],
+    "check tests": ["check", str(ROOT / "policies" / "roco_test.kv")],
     "compile": ["compile", "roco"],
+    "fmt": ["fmt", "--check", str(ROOT / "policies" / "roco.kv")],
     "list": ["list"],
     "explain": ["explain", "roco"],
     "explain a code": ["explain", "KV0301"],

@@ -35,7 +35,9 @@ class Compiled:
               help="The folder that the packages go into.")  # fmt: skip
 @set_option
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 and show the difference if something would change.")
-@click.option("--emit", type=click.Choice(["ir", "plan", "code"]), help="Print one stage of the compiler and write nothing.")
+@click.option("--emit", type=click.Choice(["syntax", "ir", "plan", "code"]),
+              help="Print one stage of the compiler and write nothing: the file's tree, the flat policy, what the templates are "
+                   "given, or the files; with --json the policy as data.")  # fmt: skip
 @json_option
 def command(
     policies: tuple[str, ...], out: Path, settings: dict[str, str], check: bool, emit: str | None, as_json: bool
@@ -51,12 +53,15 @@ def command(
       kvdsl compile mine.kv --out caches         a policy of your own
       kvdsl compile h2o --set budget=1024        with another default
       kvdsl compile --check roco h2o             for CI: is what is committed up to date?
-      kvdsl compile roco --emit ir               what the compiler made of it
+      kvdsl compile roco --emit ir               what the compiler made of it: syntax, ir, plan or code
     """
     analysed = [_analyse(name, settings) for name in policies]
     if emit is not None:
-        for policy, source in analysed:
-            click.echo(_stage(policy, source, emit), nl=False)
+        if as_json:
+            print_json({"policies": [_stage_as_data(policy, source, emit) for policy, source in analysed]})
+        else:
+            for policy, source in analysed:
+                click.echo(_stage(policy, source, emit), nl=False)
         return
     compiled = [_compile(policy, source, out) for policy, source in analysed]
     _refuse_same_names(compiled)
@@ -174,6 +179,8 @@ def _usage(policy: Policy, out: Path) -> str:
 
 
 def _stage(policy: Policy, source: str, stage: str) -> str:
+    if stage == "syntax":
+        return _tree(policy, source)
     if stage == "ir":
         from kvdsl.ir.printer import print_policy
 
@@ -188,3 +195,25 @@ def _stage(policy: Policy, source: str, stage: str) -> str:
 
     files = package(policy, source)
     return "".join(f"# {'-' * 20} {policy.stem}/{name}\n{text}\n" for name, text in files.items())
+
+
+def _stage_as_data(policy: Policy, source: str, stage: str) -> dict[str, object]:
+    """The IR and the files as they are; the other stages as text."""
+    if stage == "ir":
+        return {"name": policy.name, "ir": policy.model_dump(mode="json")}
+    if stage == "code":
+        from kvdsl.emit.package import package
+
+        return {"name": policy.name, "code": package(policy, source)}
+    return {"name": policy.name, stage: _stage(policy, source, stage)}
+
+
+def _tree(policy: Policy, source: str) -> str:
+    """The syntax tree of the file, one node a line, children below it."""
+    from kvdsl.diagnostics import Sink
+    from kvdsl.source import SourceFile
+    from kvdsl.syntax.parser import parse
+
+    tree = parse(SourceFile(f"{policy.stem}.kv", source), Sink()).tree
+    assert tree is not None, "it has been checked"
+    return tree.pretty()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -140,7 +141,7 @@ def _show(runs: list[FileRun]) -> None:
     """A line for each file, what failed, and how many."""
     from kvdsl.diagnostics import wants_color
 
-    color = wants_color(click.get_text_stream("stdout"))
+    color = wants_color(sys.stdout)
     ran = [run for run in runs if run.outcomes]
     width = max((len(run.name) for run in ran), default=0)
     for run in ran:
@@ -168,7 +169,7 @@ def _explained(failures: tuple[Failure, ...], color: bool) -> Iterator[str]:
     for failure, following in zip(failures, [*failures[1:], None], strict=True):
         yield excerpt(Label(failure.span, _printable(failure.message)), color)
         if failure.state and (following is None or following.state != failure.state):
-            yield "\n" + "\n".join(f"    {line}" for line in failure.state)
+            yield "\n" + "\n".join(f"    {line}".rstrip() for line in failure.state)
 
 
 def _printable(text: str) -> str:

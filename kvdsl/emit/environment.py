@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
+from functools import lru_cache
 
 import jinja2
 
 from kvdsl.resources import resource
 
 
+@lru_cache(maxsize=1)
 def environment() -> jinja2.Environment:
-    """Undefined names are errors; nothing is escaped but by the filters here."""
+    """Undefined names are errors; nothing is escaped but by the filters here. Made once, as it keeps what it has compiled."""
     env = jinja2.Environment(
         loader=jinja2.FileSystemLoader(str(resource("templates"))),
         undefined=jinja2.StrictUndefined,

@@ -154,9 +154,6 @@ class Operations:
             return None
         seen = self._seen(head, newest)
         mask = np.zeros(head.live, dtype=bool)
-        if np.isinf(self.numbers.select):
-            mask[seen] = True
-            return mask
         shield = protected(
             self.policy.keeps, self.scope(head, np.arange(head.live), newest, observed=newest - 1), head.position
         )

@@ -25,6 +25,7 @@ class Rope:
     layout: Literal["half", "interleaved"] = "half"
     offset: int = 0
 
+    @np.errstate(all="ignore")
     def rotate(self, x: ArrayLike, shift: ArrayLike) -> Array:
         """The vectors, [..., dim], turned on by `shift` positions, [...]; negative shifts turn back."""
         turned = np.array(x, dtype=np.float64)

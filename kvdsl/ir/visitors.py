@@ -39,7 +39,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
     if isinstance(expr, (Reduce, Pool)):
-        parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}
+        parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
         return expr.model_copy(update=parts)
     return expr
 

@@ -6,6 +6,7 @@ of the loop and gets a name; so does what a ring remembers, reduced for every sl
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -133,13 +134,19 @@ class SlotPrinter(_CppPrinter):
             raise NotLowerable("a reduction over dims inside another one")
         inside = SlotPrinter(self.view, self.hoisted, over_dims=True)
         size = f"{self.view}.value_dim" if reads(expr.body, "v") else f"{self.view}.key_dim"
-        return f"kvdsl::{expr.op}_over({size}, [&](int d) {{ return {inside.value(expr.body)}; }})", ATOM
+        return f"kvdsl::{expr.op}_over({size}, {_function('d', inside.value(expr.body))})", ATOM
 
     def body(self, expr: Expr) -> str:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
         if not reads(expr, "q"):
             return self.value(expr)
-        return f"kvdsl::over_group<group>(row.group, [&](int g) {{ return {self.value(expr)}; }})"
+        return f"kvdsl::over_group<group>(row.group, {_function('g', self.value(expr))})"
+
+
+def _function(index: str, value: str) -> str:
+    """A function of an index, which has no name where the value does not vary with it."""
+    argument = f"int {index}" if re.search(rf"\b{index}\b", value) else "int"
+    return f"[&]({argument}) {{ return {value}; }}"
 
 
 @dataclass(frozen=True)
@@ -268,7 +275,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
                 raise NotLowerable("a reduction of whole keys or values over slots")
             body = SlotPrinter(view, names).value(expr.body)
             names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
-            lines.append(f"const float {names[expr]} = {view}.{expr.op}([&](int i) {{ return {body}; }});")
+            lines.append(f"const float {names[expr]} = {view}.{expr.op}({_function('i', body)});")
 
     for expr in exprs:
         visit(expr)
@@ -333,7 +340,7 @@ def _protect(policy: Policy, printer: SlotPrinter) -> tuple[str, ...]:
 def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
     if keep.scope == "where":
         assert keep.by is not None
-        return f"head.protect_where([&](int i) {{ return {printer.truth(keep.by)}; }});"
+        return f"head.protect_where({_function('i', printer.truth(keep.by))});"
     assert keep.count is not None
     count = (
         str(min(int(keep.count.value), _INT_MAX))

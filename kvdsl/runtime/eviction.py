@@ -17,7 +17,7 @@ from kvdsl.runtime.settle import (
     overflow_before_placing,
     shared_order,
 )
-from kvdsl.runtime.slots import FREE, SLOT_DIM, SlotState
+from kvdsl.runtime.slots import FREE, SLOT_DIM, SlotState, close_gaps
 from kvdsl.runtime.view import View, slots_view
 
 Excess = Callable[[Tensor, dict[str, Tensor]], Tensor]
@@ -29,7 +29,7 @@ class Held:
     """What one layer holds when some of it may have to leave.
 
     Attributes:
-        kept: `keys`, `values`, `position` and `columns` over slots.
+        kept: `keys`, `values`, `position` and `columns` over slots; of a decode step under compact positions `rank` as well.
         numbers: [batch, len(spec.numbers)] float64.
         newest: int32 [batch], the position of the row's newest token.
         rows: bool [batch], the rows that may lose slots.
@@ -55,7 +55,7 @@ class Held:
 
 def held_in_slots(state: SlotState, rows: Tensor) -> Held:
     """What the state itself holds."""
-    kept = {name: getattr(state, name) for name in SLOT_DIM}
+    kept = {name: getattr(state, name) for name in (*SLOT_DIM, *(("rank",) if state.spec.compact else ()))}
     return Held(state, kept, state.numbers, state.seen - 1, rows, state.evicts)
 
 
@@ -118,6 +118,8 @@ def evict(layers: Sequence[Held], excess: Excess) -> None:
     Everything is computed at every settle, due or not: asking would wait for the device.
     """
     for held, leaving in zip(layers, _victims(layers, excess), strict=True):
+        if "rank" in held.kept:
+            close_gaps(held.kept["rank"], leaving)
         held.position.masked_fill_(leaving, FREE)
 
 

@@ -66,6 +66,8 @@ class SlotState:
     A policy that sketches has two more:
         sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
         prompt [batch] int32: the row's prompt length, padding excluded.
+    One with compact positions:
+        rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
 
     Attributes:
         evicts: whether a decoded token may make others leave.
@@ -86,6 +88,7 @@ class SlotState:
     numbers: Tensor
     sketch: Tensor
     prompt: Tensor
+    rank: Tensor
 
     def __init__(
         self,
@@ -105,7 +108,9 @@ class SlotState:
         self.seed = seed
         self.together: Together | None = None
         if spec.sketches:
-            self.TENSORS = (*SlotState.TENSORS, "sketch", "prompt")
+            self.TENSORS = (*self.TENSORS, "sketch", "prompt")
+        if spec.compact:
+            self.TENSORS = (*self.TENSORS, "rank")
         self.reset()
 
     def reset(self) -> None:
@@ -244,6 +249,8 @@ class SlotState:
             new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
             new.narrow(dim, 0, order.shape[-1]).copy_(taken(name, old, order))
             setattr(self, name, new)
+        if self.spec.compact:
+            self.rank = ranks(self.position)
 
     @property
     def has_sketch(self) -> bool:
@@ -286,6 +293,23 @@ class SlotState:
 def text_order(position: Tensor) -> Tensor:
     """The slots in the order of the text, the free ones last; int64, of the shape of `position`."""
     return torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+
+
+def ranks(position: Tensor) -> Tensor:
+    """How many slots hold an earlier token, int32 of the shape of `position`; -1 where the slot is free."""
+    return text_order(position).argsort(-1).int().masked_fill_(position < 0, FREE)
+
+
+def close_gaps(rank: Tensor, leaving: Tensor) -> None:
+    """Update the ranks in place when some slots are freed, without sorting: those behind a gap move up.
+
+    Args:
+        rank: int32 [batch, kv_heads, slots].
+        leaving: bool, of the same shape; live slots only.
+    """
+    place = rank.long().clamp(min=0)
+    gone = torch.zeros_like(rank).scatter_add_(-1, place, leaving.int()).cumsum(-1, dtype=torch.int32)
+    rank.sub_(gone.gather(-1, place)).masked_fill_(leaving, FREE).clamp_(min=FREE)
 
 
 def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:

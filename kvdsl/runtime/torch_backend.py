@@ -20,7 +20,7 @@ from torch import Tensor
 from kvdsl.runtime import eviction, selection
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Held
-from kvdsl.runtime.slots import FREE, SLOT_DIM, AttentionCall, SlotState, taken, text_order
+from kvdsl.runtime.slots import FREE, SLOT_DIM, AttentionCall, SlotState, ranks, taken, text_order
 from kvdsl.runtime.view import INITIAL, Columns, View, row_view
 
 _BLOCK_BYTES = 64 << 20
@@ -70,7 +70,7 @@ def prefill(state: SlotState, call: AttentionCall) -> Tensor:
     seen = _seen_before(state, call) + (new_position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve(seen)
     state.size_rings(numbers)
-    if _settles_in_blocks(state, numbers):
+    if "prefill_block" in state.spec.numbers and _evicts_in_prompt(state, numbers):
         return _prefill_in_blocks(state, call, new_position, seen, numbers)
     kept, out = _encode(state, call, _cached(state), new_position, numbers)
     held = Held(state, kept, numbers, seen - 1, (new_position >= 0).any(1), _evicts_in_prompt(state, numbers))
@@ -97,19 +97,6 @@ def _prefill_in_blocks(state: SlotState, call: AttentionCall, new_position: Tens
 
 def _evicts_in_prompt(state: SlotState, numbers: Tensor) -> bool:
     return state.bounded and state.spec.when != "decode" and bool(state.named(numbers)["capacity"].isfinite().any())
-
-
-def _settles_in_blocks(state: SlotState, numbers: Tensor) -> bool:
-    """Whether a prompt is encoded block by block.
-
-    Raises:
-        KvdslError: if the layers must agree on every block's victims, but come one after the other.
-    """
-    if "prefill_block" not in state.spec.numbers or not _evicts_in_prompt(state, numbers):
-        return False
-    if state.spec.victims == "layers":
-        raise KvdslError(f"{state.spec.name} evicts by block and by agreement of all layers: a forward cannot do both")
-    return True
 
 
 def _blocks(new_position: Tensor, before: Tensor, size: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
@@ -263,6 +250,9 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
     for tensor, new in ((state.keys, call.key), (state.values, call.value)):
         at = slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
         tensor.scatter_(2, at, torch.where(keep_old, tensor.gather(2, at), new))
+    if state.spec.compact:
+        last = (state.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+        state.rank.scatter_(2, slot, torch.where(real[:, None], last, state.rank.gather(2, slot)))
     position = new_position[:, None].expand_as(slot)
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
@@ -309,7 +299,7 @@ def _attend(state: SlotState, call: AttentionCall, row: View, key: Tensor, atten
     if call.softcap is not None:
         logit = call.softcap * torch.tanh(logit / call.softcap)
     prob = _softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
-    prob = prob.masked_fill(~attended.any(-1)[:, :, None, :, None], 0.0)  # padding sees nothing
+    prob = prob.masked_fill(~attended.unsqueeze(2), 0.0)  # even where a softmax is NaN, or padding sees nothing
     # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
     value = row.value.float().masked_fill(~attended.any(2)[..., None], 0.0)
     if state.spec.reads_attention:
@@ -321,7 +311,7 @@ def _turned_keys(state: SlotState, call: AttentionCall, kept: Kept) -> Tensor:
     """The keys at the positions where attention sees them: under compact positions each at its rank among the live ones."""
     if not state.spec.compact or call.rope is None:
         return kept["keys"]
-    rank = text_order(kept["position"]).argsort(-1)
+    rank = kept["rank"] if "rank" in kept else ranks(kept["position"])
     return call.rope.rotate(kept["keys"], rank - kept["position"])
 
 

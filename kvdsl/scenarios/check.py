@@ -154,9 +154,11 @@ class _Check:
     def _heads(self) -> int:
         """How many KV heads the test has."""
         for token in self._tokens():
+            kinds: set[str] = set()
             for given in token.given:
-                if given.kind in [one.kind for one in token.given if one is not given and one.span.start < given.span.start]:
+                if given.kind in kinds:
                     self._report(codes.TEST_SIZE, given.span, f"`{given.kind}` is given twice")
+                kinds.add(given.kind)
         expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
         counts = [*((given.span, len(given.heads)) for given in self._given("attend", *_VECTORS)), *expects]
         several = [(span, count) for span, count in counts if count > 1]
@@ -304,9 +306,10 @@ class _Meaning:
 
     def _row(self, row: syn.Row, there: int) -> None:
         if not row.fits(there):
-            message = f"expected {there} numbers, not {len(row.values)}" if there > 1 else "expected one number"
-            help = f"with this one, {there} tokens of the prompt have come in" if there > 1 else None
-            self.report(codes.TEST_SIZE, row.span, message, help)
+            numbers, help = "one number", None
+            if there > 1:
+                numbers, help = f"{there} numbers", f"with this one, {there} tokens of the prompt have come in"
+            self.report(codes.TEST_SIZE, row.span, f"expected {numbers}, not {len(row.values)}", help)
 
     def _token(self, token: syn.Incoming) -> None:
         if not _is_attended(token):

@@ -6,8 +6,11 @@ from collections.abc import Iterable, Iterator
 
 import numpy as np
 
+from kvdsl.interp.evaluate import Indices
 from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Policy
+
+_TOKENS_A_LINE = 16
 
 
 def positions_in_words(positions: Iterable[float]) -> str:
@@ -22,14 +25,22 @@ def numbers_in_words(values: Iterable[float]) -> str:
 
 def table(policy: Policy, step: Step) -> tuple[str, ...]:
     """The tokens before any of them left, in the order of the text, and what the policy knew of each."""
-    order = np.argsort(step.position)
-    lines = [(name, [cells[slot] for slot in order]) for name, cells in _lines(policy, step)]
-    widths = [max(len(cells[place]) for _, cells in lines) for place in range(len(order))]
+    lines = list(_lines(policy, step))
     names = max(len(name) for name, _ in lines)
-    return tuple(
-        f"{name:<{names}}  {'  '.join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True))}".rstrip()
-        for name, cells in lines
-    )
+    shown: list[str] = []
+    for slots in _parts(np.argsort(step.position)):
+        widths = [max(len(cells[slot]) for _, cells in lines) for slot in slots]
+        for name, cells in lines:
+            row = "  ".join(cells[slot].ljust(width) for slot, width in zip(slots, widths, strict=True))
+            shown.append(f"{name:<{names}}  {row}".rstrip())
+        shown.append("")
+    return tuple(shown[:-1])
+
+
+def _parts(slots: Indices) -> Iterator[list[int]]:
+    """So few slots at a time that a line holds them."""
+    for start in range(0, len(slots), _TOKENS_A_LINE):
+        yield [int(slot) for slot in slots[start : start + _TOKENS_A_LINE]]
 
 
 def _lines(policy: Policy, step: Step) -> Iterator[tuple[str, list[str]]]:

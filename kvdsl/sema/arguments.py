@@ -51,7 +51,9 @@ def takes(function: str, counts: str, given: int) -> str:
 
 def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], report: Report) -> None:
     """Reports an argument by a name that the function does not know."""
-    help = did_you_mean(keyword.text, names) or (f"its arguments are {listed(names, 'and')}" if names else None)
+    help = did_you_mean(keyword.text, names)
+    if help is None and names:
+        help = f"its argument{' is' if len(names) == 1 else 's are'} {listed(names, 'and')}"
     report(codes.ARGUMENTS, keyword.span, f"`{function}` has no argument named `{keyword.text}`", help)
 
 

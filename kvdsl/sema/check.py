@@ -46,11 +46,15 @@ class Checker:
         self._define()
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
-        Combinations(self.flat, self.params, parts, self.sink).check()
+        combinations = Combinations(self.flat, self.params, parts, self.sink)
+        combinations.check()
         self._unused(parts)
         if not self.sink.failed():
             self._statics(parts)
-        return None if self.sink.failed() else self._policy(parts)
+        if self.sink.failed():
+            return None
+        combinations.warn_of_layouts()
+        return self._policy(parts)
 
     # -- names -------------------------------------------------------------------------------------------------------
 

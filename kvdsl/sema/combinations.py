@@ -39,7 +39,6 @@ class Combinations:
         self._victims()
         self._positions()
         self._reads()
-        self._layouts()
 
     # -- helpers -----------------------------------------------------------------------------------------------------
 
@@ -176,9 +175,8 @@ class Combinations:
 
     # -- layouts -----------------------------------------------------------------------------------------------------
 
-    def _layouts(self) -> None:
-        if self.sink.failed():
-            return
+    def warn_of_layouts(self) -> None:
+        """Warns of layouts that are not there yet."""
         for keyword, word in (("storage", "blocks"), ("rope", "cached")):
             if self._is(keyword, word):
                 default = {"storage": "in place", "rope": "fused"}[keyword]

@@ -42,7 +42,7 @@ class Place(Enum):
 
 _OPENS = {"POLICY": Place.POLICY, "TEST": Place.TEST, "PROMPT": Place.PROMPT}
 _AROUND = {Place.POLICY: Place.FILE, Place.TEST: Place.FILE, Place.PROMPT: Place.TEST}
-_BEGINS = {Place.FILE: "POLICY", Place.POLICY: "OVERRIDE", Place.TEST: "EXPECT", Place.PROMPT: "ATTEND"}
+_BEGINS = {Place.FILE: {"POLICY"}, Place.POLICY: {"OVERRIDE"}, Place.TEST: {"EXPECT"}, Place.PROMPT: {"ATTEND", "NUMBER"}}
 _ITEMS = ("policy", "test")
 
 
@@ -138,7 +138,7 @@ class _Parser:
 
     def _mark(self) -> None:
         """Remembers a place where a statement can begin, or an item of the file: what to go back to."""
-        if self.place is not Place.HEADER and _BEGINS[self.place] in self._allowed():
+        if self.place is not Place.HEADER and _BEGINS[self.place] <= self._allowed().keys():
             state = self.machine.parser_state
             self.saved = (self.place, list(state.state_stack), list(state.value_stack))
             self.statement = self.at
@@ -167,19 +167,22 @@ class _Parser:
         self.at = self._skip(begin, stuck, inside)
         if inside:
             self._forget(begin, max(stuck, self.at))
-            if self.tokens[self.at].type == "$END" or self.tokens[self.at] in _ITEMS:
-                self._close()
-            return True
+            ends = self.tokens[self.at].type == "$END" or self.tokens[self.at] in _ITEMS
+            return not ends or self._close()
         self.broken.append(BrokenStatement(self.source.span(0, 0), frozenset({ANYTHING})))
         return self.at > begin or self.tokens[self.at].type == "$END"
 
-    def _close(self) -> None:
-        """Ends the open policy or test, so that the file goes on."""
+    def _close(self) -> bool:
+        """Ends the open policy or test, so that the file goes on; False if it cannot end here, as a prompt without tokens."""
         end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
-        while self.place is not Place.FILE:
-            self.machine.feed_token(Token("RBRACE", "}", start_pos=end, end_pos=end))
-            self.place = _AROUND[self.place]
-        self.machine.feed_token(Token("_SEP", "\n", start_pos=end, end_pos=end))
+        try:
+            while self.place is not Place.FILE:
+                self.machine.feed_token(Token("RBRACE", "}", start_pos=end, end_pos=end))
+                self.place = _AROUND[self.place]
+            self.machine.feed_token(Token("_SEP", "\n", start_pos=end, end_pos=end))
+        except UnexpectedToken:
+            return False
+        return True
 
     def _skip(self, begin: int, stuck: int, inside: bool) -> int:
         """The index of the token after a broken statement: a separator, the `}` around it, or another policy or test."""

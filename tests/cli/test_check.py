@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -64,7 +65,12 @@ def test_json_without_findings(capsys: pytest.CaptureFixture[str]) -> None:
 def test_github(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "check", "bad.kv", "--format", "github")
     assert result.code == 1
-    assert all(line.startswith("::error file=bad.kv,line=") for line in result.out.splitlines())
+    annotations = [
+        re.fullmatch(r"::error file=bad.kv,line=(\d+),col=(\d+),.*title=(KV\d{4})::(.+)", line)
+        for line in result.out.splitlines()
+    ]
+    assert [(one[1], one[2], one[3]) for one in annotations if one] == [("6", "9", "KV0301"), ("7", "8", "KV0101")]
+    assert None not in annotations
 
 
 def test_warnings_are_no_findings_unless_denied(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.compiler import shipped_policies
+from kvdsl.compiler import analyse, find_policy, shipped_policies
+from kvdsl.ir.nodes import Policy
 from tests.cli.harness import run
 
 PYTHON = ["__init__.py", "cache.py", "kernels_torch.py"]
@@ -22,10 +23,12 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("stem", [path.stem for path in shipped_policies()])
 def test_compiles_every_shipped_policy(capsys: pytest.CaptureFixture[str], stem: str) -> None:
     result = run(capsys, "compile", stem)
-    assert (result.code, result.err) == (0, "")
+    assert result.code == 0
+    assert "error" not in result.err
     for name in PYTHON:
         ast.parse(Path("generated", stem, name).read_text())
-    assert Path("generated", stem, "kernels_cpu.cpp").exists()
+    served = {one["name"]: one["ok"] for one in run(capsys, "explain", stem, "--json").json()["backends"]}
+    assert Path("generated", stem, "kernels_cpu.cpp").exists() == served["cpu"]
     assert f"from generated.{stem} import " in result.out
 
 
@@ -89,12 +92,31 @@ def test_two_files_of_one_name(capsys: pytest.CaptureFixture[str]) -> None:
     assert "`roco`" in result.err
 
 
-@pytest.mark.parametrize("stage", ["ir", "plan", "code"])
+@pytest.mark.parametrize("stage", ["syntax", "ir", "plan", "code"])
 def test_emit_prints_a_stage_and_writes_nothing(capsys: pytest.CaptureFixture[str], stage: str) -> None:
     result = run(capsys, "compile", "roco", "--emit", stage)
     assert result.code == 0
     assert "RoCo" in result.out
     assert not Path("generated").exists()
+
+
+@pytest.mark.parametrize("stage", ["syntax", "ir", "plan", "code"])
+def test_emit_as_data(capsys: pytest.CaptureFixture[str], stage: str) -> None:
+    [roco] = run(capsys, "compile", "roco", "--emit", stage, "--json").json()["policies"]
+    assert roco["name"] == "RoCo"
+    assert roco.keys() == {"name", stage}
+    assert "RoCo" in str(roco[stage])
+    assert not Path("generated").exists()
+
+
+def test_the_ir_as_data_is_the_policy(capsys: pytest.CaptureFixture[str]) -> None:
+    [quest] = run(capsys, "compile", "quest", "--emit", "ir", "--json").json()["policies"]
+    assert Policy.model_validate(quest["ir"]) == analyse(find_policy("quest")).policy
+
+
+def test_the_ir_can_be_compiled(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("vatp_h2o.kv").write_text(run(capsys, "compile", "vatp_h2o", "--emit", "ir").out)
+    assert analyse(Path("vatp_h2o.kv")).policy == analyse(find_policy("vatp_h2o")).policy
 
 
 def test_an_error_in_one_file_writes_none(capsys: pytest.CaptureFixture[str]) -> None:

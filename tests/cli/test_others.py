@@ -1,4 +1,4 @@
-"""`kvdsl list`, `explain`, `doctor`, help and version."""
+"""`kvdsl list`, `doctor`, help and version."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 
 import kvdsl
 from kvdsl.cli import COMMANDS
-from kvdsl.codes import CODES
 from kvdsl.compiler import shipped_policies
 from tests.cli.harness import run
 
@@ -42,39 +41,6 @@ def test_list_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Efficacy" in roco["paper"]
     assert [(one["name"], one["default"]) for one in roco["params"]] == [("budget", "512"), ("protect", "budget / 2")]
     assert policies["full.kv"]["paper"] is None
-
-
-@pytest.mark.parametrize("stem", STEMS)
-def test_explain_policies(capsys: pytest.CaptureFixture[str], stem: str) -> None:
-    result = run(capsys, "explain", stem)
-    assert (result.code, result.err) == (0, "")
-    for word in ("keeps", "tracks", "costs", "backends"):
-        assert f"\n  {word}" in result.out
-    content = run(capsys, "explain", stem, "--json").json()
-    assert {"name", "params", "state", "requires", "bytes_per_token", "backends"} <= content.keys()
-
-
-def test_explain_json(capsys: pytest.CaptureFixture[str]) -> None:
-    roco = run(capsys, "explain", "roco", "--json", "--head-dim", "64", "--dtype", "float32").json()
-    assert [column["name"] for column in roco["state"]] == ["sum_attn", "sum_attn_squared"]
-    assert all(column["dtype"] == "float32" and column["bytes_per_slot"] == 4 for column in roco["state"])
-    assert roco["requires"] == ["attn"]
-    assert roco["bytes_per_token"] == 2 * 64 * 4 + 4 + 2 * 4
-    assert {one["name"]: one["ok"] for one in roco["backends"]} == {"cpu": True, "torch": True, "triton": False}
-    assert run(capsys, "explain", "vatp_h2o", "--json").json()["requires"] == ["attn", "v"]
-    assert run(capsys, "explain", "window", "--json").json()["requires"] == []
-
-
-def test_explain_takes_settings(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "budget = 77" in run(capsys, "explain", "roco", "--set", "budget=77").out
-
-
-@pytest.mark.parametrize("code", CODES)
-def test_explain_codes(capsys: pytest.CaptureFixture[str], code: str) -> None:
-    result = run(capsys, "explain", code.lower())
-    assert result.code == 0
-    assert CODES[code].title in result.out
-    assert run(capsys, "explain", code, "--json").json()["title"] == CODES[code].title
 
 
 def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:

@@ -115,7 +115,7 @@ class _Run:
         pads = [case.padding * row // max(1, case.batch - 1) for row in range(case.batch)]
         real = torch.tensor([[t >= pad for t in range(case.prompt)] for pad in pads])
         self.prompts = [0] * case.batch
-        for part in real.tensor_split(case.cuts, dim=1):
+        for part in real.tensor_split(min(case.cuts, case.prompt), dim=1):
             self.prompts = [prompt + new for prompt, new in zip(self.prompts, part.sum(1).tolist(), strict=True)]
             self._step(part, prefill=True)
         for state in self.states:
@@ -147,7 +147,9 @@ class _Run:
     def _reference(self, row: int) -> Layer:
         """The interpreter of a row: its heads in all layers."""
         case = self.case
-        sinks = [None] * case.kv_heads if self.sinks is None else list(self.sinks.double().numpy().reshape(case.kv_heads, -1))
+        sinks = (
+            [None] * case.kv_heads if self.sinks is None else list(self.sinks.double().numpy().reshape(case.kv_heads, -1))
+        )
         rope = None if self.rope is None else Rope(self.rope.inv_freq.numpy(), self.rope.layout, self.rope.offset)
         calls = [Call(case.head_dim**-0.5, case.softcap, case.window, sink, rope) for sink in sinks]
         numbers = [

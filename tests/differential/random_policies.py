@@ -23,14 +23,18 @@ from kvdsl.ir.nodes import (
     Expr,
     Input,
     Keep,
+    LayerRange,
     Number,
     Param,
     ParamRef,
     Policy,
+    Pool,
     Random,
     Reduce,
+    Select,
+    Sketch,
 )
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
@@ -40,6 +44,9 @@ ARITHMETIC = ("+", "*", "-", "/", "+", "*", "%", "**")
 COMPARISONS = (">", "<", ">=", "<=", "==", "!=")
 UNARY = ("abs", "neg", "floor", "sqrt", "ceil", "exp", "log")
 FOLDS = ("sum", "mean", "max", "min", "std", "var")
+SHAPES = ("leaf", *["reduce"] * 4, *["binary"] * 3, "unary", "extreme", "where", "condition")
+
+ONE, NOTHING = Number(value=1), Number(value=0)
 
 
 @dataclass(frozen=True)
@@ -47,17 +54,25 @@ class Place:
     """What an expression may read where it stands.
 
     Attributes:
-        query: it is evaluated for one query: attn, logit and q have a value, `random()` and what is over queries have none.
-        dims: it stands in a reduction over dims.
+        query: it is evaluated for one query: q has a value, `random()` and what is over queries have none.
+        attends: that query has attended, so attn and logit have values as well.
+        dims: it stands in a reduction over dims; `sketched`: over the sketch's.
+        pools: it may pool: a score, outside of reductions and pools.
         depth: how many operations deep it may still become.
     """
 
     query: bool = False
+    attends: bool = True
     dims: bool = False
+    sketched: bool = False
+    pools: bool = False
     depth: int = 3
 
     def deeper(self, **changes: bool) -> Place:
         return replace(self, depth=self.depth - 1, **changes)
+
+
+SCORE, KEEP, SELECT = Place(pools=True), Place(depth=2), Place(query=True, attends=False)
 
 
 @dataclass
@@ -67,11 +82,19 @@ class Maker:
     Attributes:
         pick: chooses one of several things.
         fixed: what numbers may read; `known`: their values where they are constant.
+        logit, pages, sketch: whether expressions may read these.
+        victims: who must agree on the victims, unless a budget is shared.
+        fused: no statements without fused kernels.
     """
 
     pick: Callable[[Sequence[Any]], Any]
-    fixed: list[Expr] = field(default_factory=lambda: [Input(name=n) for n in ("prompt", "layer", "layers")])  # type: ignore[arg-type]
+    fixed: list[Expr] = field(default_factory=lambda: [Input(name="prompt"), Input(name="layers"), Input(name="layer")])
     known: dict[str, float] = field(default_factory=dict)
+    logit: bool = True
+    pages: bool = False
+    sketch: bool = False
+    victims: str = "own"
+    fused: bool = False
 
     def one_of(self, *options: Any) -> Any:
         return self.pick(options)
@@ -95,11 +118,11 @@ class Maker:
         if shape == "floor":
             return Call(function="floor", args=(left,))
         if shape == "where":
-            return Call(function="where", args=(Binary(op="<", left=Input(name="layer"), right=right), left, right))
+            return Call(function="where", args=(Binary(op="<", left=Input(name="layers"), right=right), left, right))
         return self.binary(shape, left, right)
 
     def count(self, most: float, least: float = 0) -> Expr:
-        """A count of tokens between two numbers, whatever the prompt and the layer are."""
+        """A number between two others, whatever the prompt and the layer are."""
         if self.one_of(True, True, False):
             return Number(value=float(self.pick(range(int(least), int(most) + 1))))
         free = self.fixed_number()
@@ -125,14 +148,12 @@ class Maker:
 
     def value(self, place: Place) -> Expr:
         """An expression with at most the axes that the place has."""
-        if place.depth <= 0:
-            return self.leaf(place)
-        shape = self.one_of("leaf", "reduce", "reduce", "reduce", "reduce", "binary", "binary", "binary", "unary", "extreme", "where", "condition")
+        shape = self.one_of(*SHAPES) if place.depth > 0 else "leaf"
+        inside = place.deeper()
         if shape == "leaf":
             return self.leaf(place)
         if shape == "reduce":
             return self.reduction(place)
-        inside = place.deeper()
         if shape == "binary":
             left, right = self.value(inside), self.value(inside)
             return self.binary(self.one_of(*ARITHMETIC), left, right)
@@ -159,55 +180,101 @@ class Maker:
         """Something without operands; with dims or queries around it, something that has them, mostly."""
         number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*self.fixed), lambda: Input(name="live")]
         slot: list[Callable[[], Expr]] = [lambda: Input(name="position"), lambda: Input(name="age")]
-        if place.query:
-            own = ["attn", "attn", "attn", "logit"] + (["k", "v", "q", "k", "v", "q"] if place.dims else [])
-            return self.one_of(*[lambda n=n: Input(name=n) for n in own], *slot, *number)()
-        if place.dims:
-            return self.one_of(*[lambda n=n: Input(name=n) for n in ("k", "v")] * 3, *slot, *number)()
-        others: list[Callable[[], Expr]] = [lambda: Input(name="observed"), lambda: Random()]
-        attention: list[Callable[[], Expr]] = [lambda: self.attention("attn"), lambda: self.attention("attn", "logit")]
-        return self.one_of(*attention * 3, *slot, *others, *number)()
+        return self.one_of(*[lambda: self.own_leaf(place)] * 5, *slot, *number)()
 
-    def attention(self, *inputs: Any) -> Expr:
-        return Reduce(op=self.one_of("sum", *FOLDS, "last"), axis=QUERY, body=Input(name=self.one_of(*inputs)))
+    def own_leaf(self, place: Place) -> Expr:
+        """What only this place has."""
+        if place.dims:
+            return self.vector(place)
+        if place.query and place.attends:
+            return Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
+        if place.query:
+            return self.dot(place)
+        return self.one_of(self.attention, self.attention, self.attention, lambda: Input(name="observed"), Random)()
+
+    def vector(self, place: Place) -> Expr:
+        """With dims: keys, values and queries, or the extremes of a page."""
+        if self.pages and self.rarely():
+            return self.over_page(Input(name=self.one_of("k", "v")))
+        vectors = ("q", "k") if place.sketched else ("q", "k", "v") if place.query else ("k", "v")
+        return Input(name=self.one_of(*vectors))
+
+    def attention(self) -> Expr:
+        """The plainest reduction over queries."""
+        body = Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
+        return self.of_queries(self.one_of("sum", *FOLDS, "last"), body)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
     def reduction(self, place: Place) -> Expr:
-        axes = ["slots", "dims"] if place.query else ["queries", "queries", "queries", "dims", "slots"]
+        axes = ["dims", "slots"] if place.query else ["queries", "queries", "queries", "dims", "slots"]
+        if place.pools and not self.fused:
+            axes.append("pool")
         if place.dims and self.one_of(True, True, False):
             return self.leaf(place)  # a reduction inside a reduction over dims: seldom
-        return {"queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims}[self.one_of(*axes)](place)
+        makers = {"queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool}
+        return makers[self.one_of(*axes)](place)
 
     def over_queries(self, place: Place) -> Expr:
-        body = self.value(place.deeper(query=True, dims=False))
+        body = self.value(place.deeper(query=True, dims=False, pools=False))
         if QUERY not in axes_of(body):
             body = self.binary(self.one_of("*", "+", ">"), Input(name="attn"), body)
-        return Reduce(op=self.one_of(*FOLDS, "last"), axis=QUERY, body=body)
+        return self.of_queries(self.one_of(*FOLDS, "last", "ema"), body)
+
+    def of_queries(self, op: str, body: Expr) -> Expr:
+        if op == "ema":
+            return Reduce(op="ema", axis=QUERY, body=body, decay=self.decay())
+        last = self.count(7, 1) if op != "last" and self.rarely() else None
+        return Reduce(op=op, axis=QUERY, body=body, last=last)  # type: ignore[arg-type]
+
+    def decay(self) -> Expr:
+        if self.one_of(True, False):
+            return Number(value=self.one_of(0.9, 0.5, 0.0, 1.0, 0.99))
+        return Binary(op="/", left=self.count(4), right=Number(value=self.one_of(4.0, 5.0)))
 
     def over_slots(self, place: Place) -> Expr:
-        body = self.value(place.deeper(dims=False))
+        body = self.value(place.deeper(dims=False, pools=False))
         if SLOT not in axes_of(body):
             body = self.binary("*", self.slot_value(place), body)
         return Reduce(op=self.one_of(*FOLDS), axis=SLOT, body=body)
 
     def slot_value(self, place: Place) -> Expr:
-        return Input(name="attn") if place.query else Reduce(op="mean", axis=QUERY, body=Input(name="attn"))
+        if place.query:
+            return Input(name="attn") if place.attends else self.dot(place)
+        return Reduce(op="mean", axis=QUERY, body=Input(name="attn"))
+
+    def dot(self, place: Place) -> Expr:
+        within = "sketch" if self.sketch and not place.attends and self.one_of(True, True, False) else "all"
+        product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        return Reduce(op="sum", axis=DIM, body=product, within=within)
 
     def over_dims(self, place: Place) -> Expr:
         if place.query and self.one_of(True, False):
-            return Reduce(op="sum", axis=DIM, body=Binary(op="*", left=Input(name="q"), right=Input(name="k")))
-        body = self.value(place.deeper(dims=True))
+            return self.dot(place)
+        sketched = self.sketch and place.query and not place.attends and self.one_of(True, False)
+        body = self.value(place.deeper(dims=True, pools=False) if not sketched else replace(place.deeper(dims=True), sketched=True))
         if DIM not in axes_of(body):
-            body = self.binary("*", Input(name=self.one_of("v", "k")), body)
-        return Reduce(op=self.one_of(*FOLDS), axis=DIM, body=body)
+            body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
+        return Reduce(op=self.one_of(*FOLDS), axis=DIM, body=body, within="sketch" if sketched else "all")
+
+    def over_page(self, body: Expr) -> Expr:
+        if self.rarely():
+            body = self.binary("*", self.call("abs", body), self.one_of(*self.fixed))
+        return Reduce(op=self.one_of("max", "min"), axis=SLOT, body=body, within="page")
+
+    def pool(self, place: Place) -> Expr:
+        body = self.value(place.deeper(pools=False))
+        if axes_of(body) != {SLOT}:
+            body = self.binary("*", self.attention(), body)
+        return Pool(op=self.one_of("max", "mean"), body=body, size=self.count(7, 1))
 
     # -- statements ----------------------------------------------------------------------------------------------------
 
-    def params(self) -> list[Param]:
+    def params(self, bounded: bool) -> list[Param]:
         """The budget's param and others, in any order; what may be read grows with them."""
         made = []
-        for name in self.pick(list(permutations(("a", "budget", "tail_2")[: self.one_of(2, 2, 3)]))):
+        names = ("a", "budget", "tail_2") if bounded else ("a", "tail_2")
+        for name in self.pick(list(permutations(names[: self.one_of(2, 2, 3)]))):
             if name == "budget":
                 default = Number(value=float(self.one_of(6, 8, 4, 12))) if not self.rarely() else self.count(14, 4)
                 made.append(Param(name=name, default=fold_expression(default), low=self.one_of(None, None, 1.0)))
@@ -218,73 +285,133 @@ class Maker:
                 self.fixed.append(ParamRef(name=name))
         return made
 
-    def keeps(self, budget: float) -> list[Keep]:
-        """Up to three; static ones leave room in the budget."""
+    def keeps(self, room: float) -> tuple[Keep, ...]:
+        """Up to three; static ones fit."""
         made: list[Keep] = []
-        room = {"first": int(budget // 3), "last": int(budget // 2)}
+        sizes = {"first": int(room // 3), "last": int(room // 2)}
         for _ in range(self.one_of(0, 1, 1, 2, 3)):
             scope = self.one_of("last", "top", "first", "where")
-            if scope in room:
-                made.append(Keep(scope=scope, count=self.count(room[scope])))
+            if scope in sizes:
+                made.append(Keep(scope=scope, count=self.count(sizes[scope])))
             elif scope == "top":
-                made.append(Keep(scope="top", count=self.count(budget), by=self.value(Place(depth=2))))
+                made.append(Keep(scope="top", count=self.count(room), by=self.value(KEEP)))
             else:
-                made.append(Keep(scope="where", by=self.condition(Place(depth=2))))
-        return made
+                made.append(Keep(scope="where", by=self.condition(KEEP)))
+        if not any(keep.scope == "last" for keep in made) and self.one_of(True, True, False):
+            made.append(Keep(scope="last", count=ONE))
+        return tuple(made)
+
+    def eviction(self, room: float, *, compact: bool) -> dict[str, Any]:
+        """The statements of a policy with a budget; what it may read of the layer is decided before."""
+        made: dict[str, Any] = {"score": self.value(SCORE)}
+        made["when"] = self.one_of("both", "both", "both", "both", "prefill", "decode")
+        if made["when"] != "prefill":
+            if self.rarely():
+                made |= {name: self.count(4) for name in ("trigger", "slack", "max_drop")}
+            made["cap"] = "soft" if self.fused else self.one_of("soft", "soft", "soft", "hard")
+        elif not self.fused and self.one_of(True, False):
+            made["across"] = self.one_of(NOTHING, Number(value=0.2), Number(value=0.5), ONE)
+        if made["when"] != "decode" and self.victims != "layers" and self.rarely():
+            made |= {"prefill": "blocks", "prefill_block": self.count(6, 1)}
+        if "across" not in made:
+            made["victims"] = self.victims
+        if self.one_of(*[False] * 7, True):
+            made["layers"] = self.one_of(*[found for found in [self.layers()] if found != LayerRange()] or [None])
+        return made | ({"positions": "compact", "rope": self.one_of("fused", "fused", "cached")} if compact else {})
+
+    def layers(self) -> LayerRange:
+        low = self.pick(range(0, 4))
+        ends = [None, Number(value=float(low)), None], [Number(value=float(self.pick(range(low, 5)))), None, None]
+        last = Binary(op="-", left=Input(name="layers"), right=ONE)
+        return LayerRange(low=self.one_of(*ends[0]), high=self.one_of(*ends[1], last if low < 3 else None))
+
+    def select(self, room: float) -> Select:
+        by = self.value(SELECT)
+        if SLOT not in axes_of(by):
+            by = self.binary("+", self.dot(SELECT), by)
+        layers = self.layers() if self.rarely() else LayerRange()
+        count = self.count(room + 6, room) if not self.rarely() else self.count(room, room)
+        return Select(count=count, by=by, low=layers.low, high=layers.high)
+
+    def sketch_by(self, depth: int = 2) -> Expr:
+        """An expression over dims, and over queries perhaps."""
+        mean = Reduce(op=self.one_of("mean", "max", "sum"), axis=SLOT, body=Input(name=self.one_of("k", "k", "v")))
+        if depth == 0 or self.one_of(False, True):
+            return self.one_of(Input(name="q"), Input(name="q"), mean)
+        if self.one_of(True, False):
+            return self.call(self.one_of("abs", "abs", "neg", "exp"), self.sketch_by(depth - 1))
+        other = self.sketch_by(depth - 1) if self.one_of(True, False) else self.one_of(*self.fixed)
+        return self.binary(self.one_of("*", "+", "-"), self.sketch_by(depth - 1), other)
 
 
-def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p") -> Policy:
-    """A folded policy that the checker accepts; `print_policy` gives its source."""
-    maker = Maker(pick)
-    params = maker.params()
-    default = next(param.default for param in params if param.name == "budget")
+def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused: bool = False) -> Policy:
+    """A folded policy that the checker accepts; `print_policy` gives its source.
+
+    Args:
+        fused: leave out the statements for which there are no fused kernels so far.
+    """
+    maker = Maker(pick, fused=fused)
+    evicts = fused or maker.one_of(*[True] * 9, False)
+    selects = not evicts or (not fused and maker.one_of(False, False, False, False, True))
+    compact = evicts and not fused and maker.one_of(*[False] * 5, True)
+    maker.victims = maker.one_of("own", "own", "own", "own", "heads", "layers") if evicts and not fused else "own"
+    if maker.victims == "layers":
+        maker.fixed.pop()  # a count cannot read the layer
+    maker.logit = not selects
+    maker.pages = selects and not compact and maker.rarely()
+    sketches = selects and not compact and maker.one_of(True, False)
+    made: dict[str, Any] = {"params": tuple(maker.params(evicts)), "group": maker.one_of("mean", "max", "sum")}
+    room = 4.0
+    if evicts:
+        made["budget"], room = _budget(maker, made["params"])
+        maker.fixed.append(Input(name="budget"))
+    made["keeps"] = maker.keeps(room) if evicts or selects else ()
+    if evicts:
+        made |= maker.eviction(room, compact=compact)
+    if selects:
+        maker.sketch = sketches
+        made["select"] = maker.select(room)
+    if sketches and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(made["select"].by)):
+        made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
+    if maker.pages:
+        made["pages"] = maker.count(5, 1)
+    policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
+    kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
+    return policy.model_copy(update={"keeps": kept})
+
+
+def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
+    """The budget, and how many tokens it holds at least."""
     budget: Expr = ParamRef(name="budget")
+    default = next((param.default for param in params if param.name == "budget"), None)
+    if default is None:
+        return maker.count(12, 4), 4.0
+    smallest = value_of(default)
     if maker.rarely():
         wider = maker.call(maker.one_of("max", "min"), budget, Number(value=6))
-        budget = maker.one_of(wider, Binary(op="+", left=budget, right=Input(name="layer")))
-    smallest = value_of(default)
-    maker.fixed.append(Input(name="budget"))
-    keeps = maker.keeps(4.0 if smallest is None else min(smallest, 6.0))
-    if not any(keep.scope == "last" for keep in keeps) and maker.one_of(True, True, False):
-        keeps.append(Keep(scope="last", count=Number(value=1)))
-    lazy = maker.rarely()
-    made = fold(
-        Policy(
-            name=stem.upper(),
-            stem=stem,
-            doc="A random policy.",
-            params=tuple(params),
-            budget=budget,
-            score=maker.value(Place()),
-            keeps=tuple(keeps),
-            group=maker.one_of("mean", "max", "sum"),
-            trigger=maker.count(4) if lazy else Number(value=1),
-            slack=maker.count(4) if lazy else Number(value=0),
-            max_drop=maker.count(4) if lazy else Number(value=0),
-        )
-    )
-    nothing = Keep(scope="last", count=Number(value=0))
-    return made.model_copy(update={"keeps": tuple(keep for keep in made.keeps if keep != nothing)})
+        budget = maker.one_of(wider, Binary(op="+", left=budget, right=maker.fixed[1]))
+    return budget, 4.0 if smallest is None else min(smallest, 6.0)
 
 
 @st.composite
-def policies(draw: Callable[[st.SearchStrategy[Any]], Any], stem: str = "p") -> Policy:
+def policies(draw: Callable[[st.SearchStrategy[Any]], Any]) -> Policy:
     """Random policies that hypothesis can shrink."""
-    return make_policy(lambda options: draw(st.sampled_from(options)), stem)
+    return make_policy(lambda options: draw(st.sampled_from(options)))
 
 
-def policy_of(seed: str, stem: str = "p") -> Policy:
+def policy_of(seed: str, stem: str = "p", *, fused: bool = False) -> Policy:
     """The random policy of a seed: many times faster than hypothesis, and no two alike."""
-    return make_policy(Generator(seed).choice, stem)
+    return make_policy(Generator(seed).choice, stem, fused=fused)
 
 
 def mixes_dims(policy: Policy) -> bool:
     """Whether some reduction over dims puts values beside keys or queries, so that both need the same size."""
-    exprs = [policy.score, *(keep.by for keep in policy.keeps)]
+    if policy.sketch is not None:
+        return True
+    exprs = [*expressions(policy), *([] if policy.select is None else [policy.select.by])]
     return any(
         isinstance(part, Reduce) and part.axis is DIM and len({_vector(leaf) for leaf in walk(part.body)} - {""}) > 1
         for expr in exprs
-        if expr is not None
         for part in walk(expr)
     )
 

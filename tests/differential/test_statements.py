@@ -80,7 +80,10 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     "select per group maximum": ("group max\nselect top 5 by dot(q, k) - age / 100\nkeep first 2", PADDED),
     "select of a part": ("param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\nselect top 6 by dot(q, k)", PADDED),
     "select by columns kept": ("select top 6 by norm2(v)\nkeep top 2 by mean(attn over last 4 queries)", PADDED),
-    "select pages": ("pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)", PADDED),
+    "select pages": (
+        "pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
+        PADDED,
+    ),
     "select pages by token": ("pages 5\nselect top 16 by dot(q, k)\nkeep top 1 by sum(attn)", PADDED),
     "pages of what is left": ("param budget = 12\npages 3\nscore sum(attn)\nselect top 6 by dot(q, k)", PADDED),
     "sketch": ("sketch top 6 dims by abs(q) every 5 queries\nselect top 6 by dot(q, k over sketch)", PADDED),
@@ -100,7 +103,10 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         replace(PADDED, rope="partial"),
     ),
     "compact without rotation": ("param budget = 8\nscore sum(attn)\npositions compact", PADDED),
-    "compact selection": ("positions compact\nparam budget = 12\nscore sum(attn)\nselect top 5 by dot(q, k)", replace(PADDED, rope="half")),
+    "compact selection": (
+        "positions compact\nparam budget = 12\nscore sum(attn)\nselect top 5 by dot(q, k)",
+        replace(PADDED, rope="half"),
+    ),
 }
 
 VARIANTS = {
@@ -149,7 +155,8 @@ def test_blocks_do_not_depend_on_how_the_prompt_is_cut(tmp_path_factory: pytest.
     for ends in ([10, 20, 41], [1, 2, 3, 41], [12, 36, 41], list(range(1, 42))):
         parts = _prefilled(spec, AttentionCall(query, key, value, real, 0.3), ends)
         assert torch.equal(parts.position, whole.position), ends
-        assert torch.allclose(parts.columns, whole.columns, atol=1e-5)
+        live = whole.position >= 0
+        assert torch.allclose(parts.columns[:, live], whole.columns[:, live], atol=1e-5)
 
 
 def _prefilled(spec: PolicySpec, call: AttentionCall, ends: list[int]) -> SlotState:

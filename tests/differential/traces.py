@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from types import ModuleType
 from typing import Any
 
@@ -349,9 +349,9 @@ class RowStep:
                     return part
                 for own, out in zip(bounds, part, strict=True):
                     own.append(out)
-                if any(shadow.undecided for shadow in shadows):
-                    self.undecided = True
-                    return None  # what a query attended to is open, and with it everything else
+            if any(shadow.undecided for shadow in shadows):
+                self.undecided = True
+                return None  # what a query attends to is open, and with it everything else
             if steps is not self.tokens[-1][0] and not self._settle(shadows, steps):
                 return None  # what an earlier token left undecided, later ones may show in anything
         steps = self.tokens[-1][0]

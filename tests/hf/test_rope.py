@@ -306,9 +306,11 @@ def test_a_rotation_by_frequencies_that_the_model_does_not_hold_is_refused() -> 
 def test_positions_that_go_unused_are_refused() -> None:
     """Such a model counts tokens by itself, so that at which positions it rotated them is unknown."""
     deaf = zoo.make("Llama")
-    deaf.model.rotary_emb.register_forward_pre_hook(
-        lambda module, args, kwargs: (args, {"position_ids": torch.zeros_like(kwargs["position_ids"])}), with_kwargs=True
-    )
+
+    def nowhere(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        return args[:1], {"position_ids": torch.zeros_like(kwargs.get("position_ids", args[-1]))}
+
+    deaf.model.rotary_emb.register_forward_pre_hook(nowhere, with_kwargs=True)
     with pytest.raises(KvdslError, match="no key depends on `position_ids`"):
         ropes(deaf)
 

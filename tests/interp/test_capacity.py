@@ -144,9 +144,10 @@ def test_layers_may_be_counted_from_the_end() -> None:
     assert [resolve(policy, layer=layer, layers=6).evicts for layer in range(6)] == [False] * 4 + [True] * 2
 
 
-def test_after_when_prefill_the_cache_grows(form) -> None:
+@pytest.mark.parametrize("cap", ["soft", "hard"])
+def test_after_when_prefill_the_cache_grows(form, cap: str) -> None:
     q, k, v = trace(12)
-    interpreter, head = start(form(bounded(SUM, last(1), budget=3, when="prefill")))
+    interpreter, head = start(form(bounded(SUM, last(1), budget=3, when="prefill", cap=cap)))
     interpreter.prefill(head, q[:7], k[:7], v[:7])
     survivors = head.position.tolist()
     assert len(survivors) == 3

@@ -205,6 +205,16 @@ def test_only_what_the_query_sees_is_selected() -> None:
     np.testing.assert_allclose(step.out, softmax(q[8] @ k[6:].T) @ v[6:])
 
 
+def test_reductions_over_slots_are_over_what_the_query_sees() -> None:
+    """Those nearest to the mean of the positions in sight."""
+    from_mean = call("abs", binary(POSITION, "-", over("mean", "slot", POSITION)))
+    interpreter, head = start(keeping(select=select(3, call("neg", from_mean))), setting=Call(window=5))
+    q, k, v = trace(9)
+    for token in range(9):
+        step = interpreter.decode(head, q[token], k[token], v[token])
+    assert np.flatnonzero(step.selected).tolist() == [5, 6, 7]
+
+
 def test_what_is_skipped_is_observed_as_nothing() -> None:
     """Each query's mean over the slots counts the skipped ones, and their sums do not grow."""
     above = queries("sum", binary(ATTN, ">", over("mean", "slot", ATTN)))

@@ -212,7 +212,9 @@ def brute(orders: list[list[tuple[int, float, int]]], excess: int, floor: int) -
 @pytest.mark.parametrize("seed", range(3))
 def test_heads_share_one_budget(form, seed: int, floor: float) -> None:
     policy = form(across(floor))
-    layer = Layer(policy, resolve(policy), heads=HEADS)
+    numbers = resolve(policy)
+    assert numbers.floor == int(floor * 4)
+    layer = Layer(policy, numbers, heads=HEADS)
     heads = layer.empty(DIM, DIM)
     q, k, v = trace(14, seed=seed)
     q[0] *= 5  # this head attends to few
@@ -258,6 +260,7 @@ def leaving(*heads: tuple[list[float], tuple[int, ...]], budget: float, floor: f
         ([([1, 1], ()), ([1, 1], ())], 1, 0, [[0], [0]]),  # ties: the older
         ([([1, 1, 1], ()), ([1, 1, 1], ())], 2.5, 0, [[0], []]),  # then the lower head
         ([([1, 2], ()), ([NAN, 3], ())], 1.5, 0, [[], [0]]),  # NaN first
+        ([([-1, 2], ()), ([-2, NAN], ())], 1.5, 0, [[], [1]]),
         ([([1, 2, 0], (0, 1, 2)), ([7, 8, 9], ())], 2, 0, [[], [0, 1]]),  # the unprotected of any head
         ([([1, 2, 0], (0, 1, 2)), ([7, 8, 9], (0, 1))], 1, 0, [[0, 1], [2, 0]]),
         ([([1, 2, 0], (0, 1, 2)), ([7, 8, 0], (0, 1, 2))], 0.5, 0, [[0, 1, 2], [0, 1]]),  # the newest last of all

@@ -10,7 +10,16 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvdsl.interp.settle import victims
-from kvdsl.runtime.settle import Protection, eviction_order, overflow
+from kvdsl.runtime.settle import (
+    Ballot,
+    Protection,
+    agreed,
+    eviction_order,
+    mean_score,
+    overflow,
+    overflow_before_placing,
+    shared_order,
+)
 
 SCORES = st.sampled_from([0.0, -0.0, 0.25, 1.0, -1.0, math.inf, -math.inf, math.nan])
 
@@ -70,3 +79,55 @@ def test_lazy_pruning() -> None:
     assert overflow(live, _numbers(capacity=100, trigger=32)).flatten().tolist() == [0, 0, 32]
     assert overflow(live, _numbers(capacity=100, trigger=32, slack=16, max_drop=8)).flatten().tolist() == [0, 0, 16]
     assert overflow(live, _numbers(capacity=100, trigger=0)).flatten().tolist() == [0, 0, 0]
+
+
+def test_room_under_a_hard_cap() -> None:
+    """One more token must fit into C + slack; if it would not, a prune makes room as if the token were there."""
+    live = torch.tensor([[[99]], [[100]], [[104]], [[110]]])
+    assert overflow_before_placing(live, _numbers(capacity=100)).flatten().tolist() == [0, 1, 5, 11]
+    lazy = _numbers(capacity=100, slack=4, max_drop=3)
+    assert overflow_before_placing(live, lazy).flatten().tolist() == [0, 0, 3, 7]
+
+
+def test_heads_that_agree_rank_by_the_mean() -> None:
+    """Two layers of one head: a condition of one holds for both, what a line ranks by is averaged, a NaN stays one."""
+    position = torch.tensor([[[0, 1, 2, 3, 4]]], dtype=torch.int32)
+    ranked = [torch.tensor([[[[9.0, 0.0, 1.0, 0.0, 0.0]]]]), torch.tensor([[[[0.0, 0.0, 1.0, 8.0, 0.0]]]])]
+    conditions = [position.unsqueeze(2) == 1, position.unsqueeze(2) < 0]
+    ballots = [Ballot(position) for _ in ranked]
+    for ballot, by, condition in zip(ballots, ranked, conditions, strict=True):
+        ballot.top(by, 1)
+        ballot.where(condition)
+        ballot.last(1)
+    for own in range(2):
+        assert agreed(ballots, own).mask.tolist() == [[[True, True, False, False, True]]]
+    score = mean_score([torch.tensor([[[[1.0, math.nan]]]]), 3.0], [position[..., :2]] * 2)
+    assert score[0, 0, 0] == 2
+    assert score[0, 0, 1].isnan()
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.lists(heads(), min_size=1, max_size=3), st.integers(0, 4), st.integers(0, 9))
+def test_heads_that_share_lose_the_lowest_of_all(
+    given_heads: list[tuple[list[float], list[int], list[bool]]], floor: int, excess: int
+) -> None:
+    """Against a sort written out: a head's last `floor` stay; of the others of all heads the least wanted leave first."""
+    slots = max(len(score) for score, _, _ in given_heads)
+    score, position, protected = (
+        torch.tensor([[[*head[part], *[filler] * (slots - len(head[part]))] for head in given_heads]])
+        for part, filler in ((0, 0.0), (1, -1), (2, False))
+    )
+    protection = Protection(position.int())
+    protection.where(protected.unsqueeze(2))
+    order = shared_order(score.unsqueeze(2), protection, torch.full((1, 1, 1), float(floor)))
+    willing = []
+    for head, (values, places, marks) in enumerate(given_heads):
+        newest, own = max(places), []
+        for value, place, marked in zip(values, places, marks, strict=True):
+            worth = (0, 0.0) if math.isnan(value) else (1, value)
+            own.append(((1 + (place == newest)) * marked, *worth, place, head))
+        live = sorted(one for one in own if one[-2] >= 0)
+        willing += live[: max(0, len(live) - floor)]
+    excess = min(excess, len(willing))
+    expected = {(head, place) for *_, place, head in sorted(willing)[:excess]}
+    assert {(h, int(position[0, h, s])) for _, h, s in (order < excess).nonzero().tolist()} == expected

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime import torch_backend
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.view import View
 
 
 def call(batch: int, tokens: int, *, heads: int = 2, group: int = 2, dim: int = 8, seed: int = 0) -> AttentionCall:
@@ -76,3 +80,86 @@ def test_rows_repeat() -> None:
 def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
     with pytest.raises(KvdslError, match=message):
         prefilled("h2o", 30, **given)
+
+
+# -- how many slots a statement takes ------------------------------------------------------------------------------------
+
+
+def custom(folder: Path, body: str, tokens: int = 30, steps: int = 0, cuts: int = 1, **given: float) -> SlotState:
+    """A policy of these statements after a prompt of that many tokens in so many forwards, and after some more."""
+    file = folder / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{body}\n}}\n', encoding="utf-8")
+    state, backend = SlotState(kvdsl.load(file).spec, given), TorchBackend()
+    for part in torch.arange(tokens).tensor_split(cuts):
+        backend.prefill(state, call(1, len(part), seed=len(part)))
+    for step in range(steps):
+        backend.decode(state, call(1, 1, seed=100 + step))
+    return state
+
+
+def live(state: SlotState) -> int:
+    return int((state.position >= 0).sum(-1).max())
+
+
+@pytest.mark.parametrize(
+    ("body", "slots", "after_the_prompt", "later"),
+    [
+        ("cap hard", 8, 8, 8),
+        ("cap hard\ntrigger overflow >= 4\nslack 2\nmax_drop 1", 10, 10, 10),
+        ("trigger overflow >= 4\nslack 2\nmax_drop 1", 12, 10, 10),
+        ("when decode", 31, 30, 8),
+        ("prefill blocks of 7", 11, 10, 8),  # of 30 tokens, 28 are in blocks
+        ("prefill blocks of 5", 9, 8, 8),
+    ],
+)
+def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_the_prompt: int, later: int) -> None:
+    state = custom(tmp_path, body)
+    assert (state.slots, live(state), state.grows) == (slots, after_the_prompt, False)
+    where = [getattr(state, name).data_ptr() for name in state.TENSORS]
+    for step in range(12):
+        TorchBackend().decode(state, call(1, 1, seed=step))
+    assert live(state) == later
+    assert [getattr(state, name).data_ptr() for name in state.TENSORS] == where
+
+
+def test_what_was_compressed_once_grows(tmp_path: Path) -> None:
+    state = custom(tmp_path, "when prefill")
+    assert (state.slots, live(state), state.grows, state.evicts) == (1024, 8, True, False)
+    for _ in range(127):
+        TorchBackend().decode(state, call(1, 8))
+    assert (state.slots, live(state)) == (1024, 1024)
+    before = state.keys.clone()
+    TorchBackend().decode(state, call(1, 1))
+    assert (state.slots, live(state)) == (2048, 1025)
+    assert torch.equal(state.keys[:, :, :1024], before)
+
+
+def test_a_layer_that_does_not_evict_grows(tmp_path: Path) -> None:
+    state = custom(tmp_path, "layers 1..")
+    assert (live(state), state.grows, state.evicts) == (30, True, False)
+
+
+def test_a_prompt_in_blocks_never_holds_more_than_the_budget_and_a_block(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = []
+    attend = torch_backend._attend
+
+    def noted(state: SlotState, call: AttentionCall, row: View, *rest: torch.Tensor) -> torch.Tensor:
+        seen.append(row.key.shape[2])
+        return attend(state, call, row, *rest)
+
+    monkeypatch.setattr(torch_backend, "_attend", noted)
+    custom(tmp_path, "prefill blocks of 5", tokens=200)
+    assert len(seen) == 40
+    assert max(seen) == 8 + 5
+
+
+def test_rings_are_as_long_as_the_longest_rows(tmp_path: Path) -> None:
+    state = custom(tmp_path, "keep top 2 by max(attn over last prompt / 3 queries)")
+    assert state.ring_sizes == (10,)
+    assert state.columns.shape == (11, 1, 2, 9)
+    with pytest.raises(
+        KvdslError, match=r"remembers a number of queries that depends on the prompt.* pass the prompt in one"
+    ):
+        custom(tmp_path, "keep top 2 by max(attn over last prompt / 3 queries)", cuts=2)

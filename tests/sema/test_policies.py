@@ -69,13 +69,22 @@ EXPECTED = {
 def test_ir(stem: str) -> None:
     policy = analyse(find_policy(stem)).policy
     assert (policy.name, policy.params, policy.budget, policy.score, policy.keeps) == EXPECTED[stem]
-    assert (policy.stem, policy.edition, policy.group, policy.positions) == (stem, 1, "mean", "original")
+    positions = "compact" if stem == "streaming_llm" else "original"
+    assert (policy.stem, policy.edition, policy.group, policy.positions) == (stem, 1, "mean", positions)
     assert (policy.trigger, policy.slack, policy.max_drop, policy.columns) == (
         Number(value=1),
         Number(value=0),
         Number(value=0),
         (),
     )
+
+
+WARNINGS = {
+    "equip_h2o": ["KV0502"],
+    "equip_streaming": ["KV0502"],
+    "scissorhands_window": ["KV0422"],
+    "vatp_scissorhands": ["KV0422"],
+}
 
 
 def test_every_shipped_policy_is_among_them() -> None:
@@ -85,7 +94,7 @@ def test_every_shipped_policy_is_among_them() -> None:
 @pytest.mark.parametrize("path", shipped_policies(), ids=lambda path: path.stem)
 def test_shipped_policies_are_clean_short_and_documented(path: Path) -> None:
     analysis = analyse(path)
-    assert analysis.diagnostics == ()
+    assert [found.code for found in analysis.diagnostics] == WARNINGS.get(path.stem, [])
     text = path.read_text()
     assert text.startswith("kv 1\n")
     statements = re.sub(r'""".*?"""', "", text, flags=re.DOTALL)

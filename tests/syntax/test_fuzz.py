@@ -1,79 +1,84 @@
 """Whatever the input, there is a result: no traceback, and within a second."""
 
 import random
-import re
+import sys
 import time
+from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from kvdsl.codes import CODES
-from kvdsl.compiler import analyse, shipped_policies
-from kvdsl.diagnostics import Sink, render_github, render_human, render_json
+from kvdsl.compiler import analyse
+from kvdsl.diagnostics import Sink, render_human
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
-from kvdsl.resources import read_resource, resource
 from kvdsl.source import SourceFile
+from kvdsl.syntax.parser import parse
 from kvdsl.syntax.reader import MAX_BYTES, decode
 
-BESIDE = resource("policies") / "example.kv"
-SEEDS = [path.read_bytes() for path in shipped_policies()]
-SEEDS += [code.example.encode() for code in CODES.values() if 0 < len(code.example) < 5_000]
-SEEDS.append(read_resource("grammar", "prelude.kv").encode())
-LATER = (
-    b"over last queries dims slots page sketch layers select top by every across heads floor override pages storage blocks"
-)
-WORDS = sorted(set(re.findall(rb"\w+|[^\w\s]+|\n", b"\n".join(SEEDS) + LATER)))
-NASTY = [b"(", b")", b"{", b"}", b"\n", b";", b'"', b"'", b'"""', b"#", b"-", b"\\", b"..", b"\0", b"\xef\xbb\xbf", b"\r"]
+sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
+
+import fuzz_check as fuzz
 
 
 def survives(data: bytes) -> None:
-    """Analyses bytes and shows what was found; a policy without errors is printed, read again and found the same."""
-    sink = Sink()
-    source = decode(data, sink, "example.kv", BESIDE)
-    if source is None:
-        assert list(sink)
+    """Checks bytes and shows what was found; a policy without errors is printed, read again and found the same."""
+    if fuzz.check(data) != "clean":
         return
-    analysis = analyse(source)
-    render_human(analysis.diagnostics, color=True)
-    render_json(analysis.diagnostics)
-    render_github(analysis.diagnostics)
-    assert analysis.ok or not analysis.policies
-    for policy in analysis.policies:
-        again = analyse(SourceFile("example.kv", print_policy(policy), BESIDE))
+    source = decode(data, Sink(), "example.kv", fuzz.BESIDE)
+    assert source is not None
+    for policy in analyse(source).policies:
+        again = analyse(SourceFile("example.kv", print_policy(policy), fuzz.BESIDE))
         assert again.policies == (policy,)
         fold(policy)
 
 
-def mutated(data: bytes, rng: random.Random) -> bytes:
-    out = bytearray(data)
-    for _ in range(rng.choice([1, 1, 2, 3, 5, 10, 30])):
-        start = rng.randrange(len(out) + 1)
-        end = min(len(out), start + rng.choice([1, 1, 2, 5, 20, 100]))
-        other = rng.choice(SEEDS)
-        piece = rng.randrange(len(other))
-        change = rng.randrange(6)
-        if change == 0:
-            del out[start:end]
-        elif change == 1:
-            out[start:start] = bytes([rng.randrange(256)])
-        elif change == 2:
-            out[start:end] = b" " + rng.choice(WORDS) + b" "
-        elif change == 3:
-            out[start:start] = out[start:end] * rng.choice([1, 2, 50])
-        elif change == 4:
-            out[start:start] = rng.choice(NASTY) * rng.choice([1, 1, 200])
-        else:
-            out[start:start] = other[piece : piece + rng.randrange(1, 200)]
-    return bytes(out)
+@pytest.mark.parametrize("kind", sorted({*fuzz.KINDS}, key=lambda kind: kind.__name__), ids=lambda kind: kind.__name__)
+def test_random_inputs(kind: fuzz.Kind) -> None:
+    """A small run of what `scripts/fuzz_check.py` does with a million."""
+    rng = random.Random(0)
+    for _ in range(150):
+        survives(kind(rng))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(8))
 def test_mutated_policies(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
-        survives(mutated(rng.choice(SEEDS), rng))
+        survives(fuzz.mutated(rng))
+
+
+FOUND = [b'test""{prompt{6times', b'kv 1\ntest "a" {\n  prompt {\n    3 times\n  }\n}\n']
+
+
+@pytest.mark.parametrize("data", FOUND)
+def test_what_once_failed(data: bytes) -> None:
+    survives(data)
+
+
+def test_derivations_parse(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where names are no words that mean something in places."""
+    monkeypatch.setattr(fuzz, "NAMES", ["attn", "position", "f", "x"])
+    rng = random.Random(0)
+    for _ in range(100):
+        for text in (fuzz.derived_policy(rng), fuzz.derived_file(rng)):
+            sink = Sink()
+            parse(SourceFile("example.kv", text.decode()), sink)
+            assert not [one.message for one in sink]
+
+
+def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script notices a traceback, and can find its input again."""
+
+    def broken(data: bytes) -> str:
+        raise RecursionError
+
+    monkeypatch.setattr(fuzz, "check", broken)
+    found = fuzz.run_one(0, 7)
+    assert found["outcome"] == "failed"
+    assert "RecursionError" in found["error"]
+    assert found["input"].encode("latin-1") == fuzz.example(0, 7)[1]
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
@@ -83,7 +88,7 @@ def test_any_bytes(data: bytes) -> None:
 
 
 @settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
-@given(st.lists(st.sampled_from(WORDS), max_size=60))
+@given(st.lists(st.sampled_from(fuzz.WORDS), max_size=60))
 def test_any_words(words: list[bytes]) -> None:
     survives(b'kv 1\npolicy P {\n"d"\nparam budget = 512\n' + b" ".join(words) + b"\n}\n")
 

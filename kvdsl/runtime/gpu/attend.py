@@ -5,7 +5,7 @@ Legend:
     S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
 
 Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the second
-launch (`settle`, generated per policy) puts it into a slot. What a program finds is combined there, too.
+launch (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
 """
 
 from __future__ import annotations
@@ -24,10 +24,13 @@ def attend(
     position,  # [B, H, N] int32, below 0: free
     seen,  # [B] int32: the new token's position
     newest,  # [B] int32: gets `seen`, for the second launch
-    out,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
+    part,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
     top,  # [B, H, S, G] float32: gets the largest logit
     total,  # [B, H, S, G] float32: gets the sum of exp(logit - top)
-    logits,  # [B, H, G, N + 1] float32: gets the logits, the new token's last; not written unless LOGITS
+    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
+    held,  # [B, H, S] int32: gets how many tokens the split holds
+    logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
+    new_logits,  # [B, H, G] float32: gets the new token's
     slots,
     per_split,  # slots per split, a multiple of BLOCK
     scaling,
@@ -43,10 +46,11 @@ def attend(
     LOGITS: tl.constexpr,
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
 ):
+    """One split of one KV head of one row; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    g, d, e = tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)
     if (split == 0) & (head == 0):
@@ -55,18 +59,22 @@ def attend(
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     weight = tl.zeros([G_PAD], tl.float32)
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
+    gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
+    live = tl.zeros([BLOCK], tl.int32)
     first = split * per_split
     for start in range(first, tl.minimum(first + per_split, slots), BLOCK):
-        i = start + tl.arange(0, BLOCK)
+        i = start + lane
         inside = i < slots
         pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
         visible = (pos >= 0) & (now - pos < window)
+        gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
+        live += (pos >= 0).to(tl.int32)
         at = pair * slots + i
         k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
         logit = _capped(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee") * scaling, softcap)
         logit = tl.where(visible[None, :], logit, float("-inf"))
         if LOGITS:
-            place = (pair * G + g[:, None]) * (slots + 1) + i[None, :]
+            place = (pair * G + g[:, None]) * slots + i[None, :]
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
         v = tl.load(values + at[:, None] * E + e[None, :], mask=visible[:, None] & (e[None, :] < E), other=0.0)
@@ -77,14 +85,16 @@ def attend(
         v = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
         logit = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling, softcap)
         if LOGITS:
-            tl.store(logits + (pair * G + g) * (slots + 1) + slots, logit, mask=g < G)
+            tl.store(new_logits + pair * G + g, logit, mask=g < G)
         best, weight, acc, p = _fold(best, weight, acc, logit[:, None])
         acc += p * v.to(tl.float32)[None, :]
 
+    tl.store(first_free + pair * splits + split, tl.min(gap, 0))
+    tl.store(held + pair * splits + split, tl.sum(live, 0))
     mine = (pair * splits + split) * G + g
     tl.store(top + mine, best, mask=g < G)
     tl.store(total + mine, weight, mask=g < G)
-    tl.store(out + mine[:, None] * E + e[None, :], acc, mask=(g[:, None] < G) & (e[None, :] < E))
+    tl.store(part + mine[:, None] * E + e[None, :], acc, mask=(g[:, None] < G) & (e[None, :] < E))
 
 
 @triton.jit

@@ -5,6 +5,7 @@
 - `layer`: one layer's slots, seen as a transformers cache layer.
 - `binding`: which models can be served; giving and taking back their attention.
 - `probe`: the self-test that a model's attention is really reached.
+- `rope`: how the model's layers rotate keys, for compact positions.
 - `tensor_parallel`: which KV heads a process has.
 - `cache`: KVCache, the base of every generated cache class.
 """

@@ -36,7 +36,7 @@ POSITIONS = (0, 1, 7, 100)
 TOKENS = 4
 
 TOLERANCE = {torch.float32: 1e-4}
-"""Largest deviation of a pair of dims, as a share of its length; in half precisions, rounded cosines alone make 0.01."""
+"""Largest deviation of a dim, as a share of what it holds; in half precisions, rounded cosines alone make 0.01."""
 
 _HALF_TOLERANCE = 0.05
 

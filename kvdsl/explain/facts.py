@@ -1,0 +1,265 @@
+"""What there is to know of a policy: what it remembers of a token and why, what that costs, what it reads, and where it runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, Policy, RingRef
+from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
+from kvdsl.ir.visitors import walk
+from kvdsl.lower.plan import PackagePlan, make_plan
+from kvdsl.passes.columns import add_columns
+from kvdsl.passes.fold import value_of
+
+DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
+"""Bytes of one number of a key or a value."""
+FLOAT32 = POSITION = 4
+"""Bytes of one number of a state column, and of a token's position."""
+
+READS = {
+    "attn": "attention probabilities",
+    "logit": "attention scores before the softmax",
+    "q": "query vectors",
+    "k": "key vectors",
+    "v": "value vectors",
+}
+"""The tensors that a policy may need beside positions."""
+
+
+@dataclass(frozen=True)
+class State:
+    """A state column.
+
+    Attributes:
+        size: of a ring, of how many queries it holds a number, as an expression; None for the others, which hold one.
+        numbers: how many float32 it has per slot; None where that depends on the prompt or the layer.
+        why: the statements, or other columns, that read it.
+    """
+
+    name: str
+    rule: str
+    body: str
+    decay: str | None
+    size: str | None
+    numbers: int | None
+    why: tuple[str, ...]
+
+    @property
+    def bytes_per_slot(self) -> int | None:
+        """Its share of a slot."""
+        return None if self.numbers is None else FLOAT32 * self.numbers
+
+
+@dataclass(frozen=True)
+class Peak:
+    """How many slots of one KV head are in use at most in a phase, as an expression of the language and with the defaults.
+
+    `slots` is None where it depends on the text.
+    """
+
+    phase: str
+    text: str
+    slots: int | None
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All of it, for a head size and a dtype.
+
+    Attributes:
+        values: what each param is by default, and the budget as `@budget`, where that is a plain number.
+        requires: some of attn, logit, q, k, v.
+    """
+
+    policy: Policy
+    plan: PackagePlan
+    head_dim: int
+    dtype: str
+    values: dict[str, float] = field(repr=False)
+    state: tuple[State, ...]
+    peaks: tuple[Peak, ...]
+    requires: tuple[str, ...]
+
+    @property
+    def key_and_value(self) -> int:
+        """Bytes of one token's key and value."""
+        return 2 * self.head_dim * DTYPES[self.dtype]
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of one token's state, as far as its size is known."""
+        return sum(column.bytes_per_slot or 0 for column in self.state)
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of one token in one KV head of one layer."""
+        return self.key_and_value + POSITION + self.state_bytes
+
+    @property
+    def backends(self) -> list[dict[str, Any]]:
+        """Each backend: whether it serves the policy, and why not."""
+        cpp = self.plan.cpp is not None
+        return [
+            {"name": "cpu", "ok": cpp, "why_not": None if cpp else self.plan.cpp_refusal},
+            {"name": "torch", "ok": True, "why_not": None},
+            {"name": "triton", "ok": False, "why_not": "not in this version of kvdsl; on a GPU the torch backend serves"},
+        ]
+
+
+def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts:
+    """What there is to know of a checked policy in a model with this head size and dtype."""
+    values = _values(policy)
+    lowered = add_columns(policy)
+    read = {node.name for _, expr in statements(policy) for node in walk(expr) if isinstance(node, Input)}
+    return Facts(
+        policy=policy,
+        plan=make_plan(policy),
+        head_dim=head_dim,
+        dtype=dtype,
+        values=values,
+        state=tuple(_state(column, lowered, values) for column in lowered.columns),
+        peaks=tuple(_peaks(policy, values)),
+        requires=tuple(name for name in READS if name in read),
+    )
+
+
+def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
+    """What ranks or marks tokens and dims: each expression with its statement, as `explain` names it."""
+    if policy.score is not None:
+        yield "score", policy.score
+    for keep in policy.keeps:
+        if keep.by is not None:
+            yield f"keep {keep.scope}", keep.by
+    if policy.select is not None:
+        yield "select", policy.select.by
+    if policy.sketch is not None:
+        yield "sketch", policy.sketch.by
+
+
+def _values(policy: Policy) -> dict[str, float]:
+    values: dict[str, float] = {}
+    for param in policy.params:
+        value = value_of(param.default, values)
+        if value is not None:
+            values[param.name] = value
+        if policy.budget is not None and "@budget" not in values:
+            budget = value_of(policy.budget, values)
+            if budget is not None and budget >= 1:  # below 1 it is a rate
+                values["@budget"] = float(int(budget))
+    return values
+
+
+# -- state -------------------------------------------------------------------------------------------------------------
+
+
+def _state(column: Column, lowered: Policy, values: dict[str, float]) -> State:
+    size = None if column.size is None else value_of(column.size, values)
+    return State(
+        name=column.name,
+        rule=column.rule,
+        body=print_expression(column.body),
+        decay=None if column.decay is None else print_expression(column.decay),
+        size=None if column.size is None else print_expression(column.size),
+        numbers=1 if column.size is None else None if size is None else max(1, int(size)),
+        why=tuple(_readers(column, lowered)),
+    )
+
+
+def _readers(column: Column, lowered: Policy) -> Iterator[str]:
+    def reads(expr: Expr) -> bool:
+        return any(isinstance(node, (ColumnRef, RingRef)) and node.name == column.name for node in walk(expr))
+
+    yield from dict.fromkeys(name for name, expr in statements(lowered) if reads(expr))
+    yield from (other.name for other in lowered.columns if reads(other.body))
+
+
+# -- how many slots ----------------------------------------------------------------------------------------------------
+
+
+def _peaks(policy: Policy, values: dict[str, float]) -> Iterator[Peak]:
+    """While attending, before what is too much has left."""
+    if policy.budget is None:
+        yield Peak("always", "every token", None)
+        return
+    yield _while_prompting(policy, values)
+    yield _while_decoding(policy, values)
+
+
+def _while_prompting(policy: Policy, values: dict[str, float]) -> Peak:
+    if policy.prefill_block is None or policy.when == "decode":
+        return Peak("prompt", "the prompt, in one layer at a time" if policy.when != "decode" else "the prompt", None)
+    block = value_of(policy.prefill_block, values)
+    return _sum(
+        "prompt", policy, values, print_expression(policy.prefill_block), None if block is None else max(1, int(block))
+    )
+
+
+def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
+    trigger = value_of(policy.trigger, values)
+    if policy.when == "prefill" or (trigger is not None and int(trigger) == 0 and policy.cap == "soft"):
+        return Peak("decode", "every token that is generated stays", None)
+    slack = value_of(policy.slack, values)
+    if policy.cap == "hard":
+        return _sum("decode", policy, values, print_expression(policy.slack), None if slack is None else int(slack))
+    more, text = trigger, print_expression(policy.trigger)
+    if policy.max_drop != Number(value=0):
+        text = f"max({text}, {print_expression(policy.slack)} + 1)"
+        more = None if trigger is None or slack is None else max(trigger, int(slack) + 1)
+    return _sum("decode", policy, values, text, None if more is None else int(more))
+
+
+def _sum(phase: str, policy: Policy, values: dict[str, float], text: str, more: int | None) -> Peak:
+    budget = values.get("@budget")
+    whole = "budget" if more == 0 else f"budget + {text}"
+    return Peak(phase, whole, None if budget is None or more is None else int(budget) + more)
+
+
+# -- as data -----------------------------------------------------------------------------------------------------------
+
+
+def as_data(found: Facts) -> dict[str, Any]:
+    """For a JSON object."""
+    policy = found.policy
+    return {
+        "name": policy.name,
+        "stem": policy.stem,
+        "doc": policy.doc,
+        "budget": _printed(policy.budget),
+        "score": _printed(policy.score),
+        "keeps": [print_keep(keep) for keep in policy.keeps],
+        "select": None if policy.select is None else print_select(policy.select),
+        "sketch": None if policy.sketch is None else print_sketch(policy.sketch),
+        "pages": _printed(policy.pages),
+        "when": policy.when,
+        "positions": policy.positions,
+        "victims": policy.victims,
+        "state": [
+            {
+                "name": column.name,
+                "axes": ["slot"] if column.size is None else ["slot", "query"],
+                "dtype": "float32",
+                "bytes_per_slot": column.bytes_per_slot,
+                "rule": column.rule,
+                "body": column.body,
+                "size": column.size,
+                "read_by": list(column.why),
+            }
+            for column in found.state
+        ],
+        "requires": list(found.requires),
+        "bytes_per_token": found.bytes_per_token,
+        "bytes": {
+            "key_and_value": found.key_and_value,
+            "position": POSITION,
+            "state": found.state_bytes,
+            "head_dim": found.head_dim,
+        },
+        "peak": [{"phase": peak.phase, "slots": peak.slots, "expression": peak.text} for peak in found.peaks],
+        "backends": found.backends,
+    }
+
+
+def _printed(expr: Expr | None) -> str | None:
+    return None if expr is None else print_expression(expr)

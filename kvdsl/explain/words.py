@@ -1,0 +1,193 @@
+"""A policy in words: rows of a title and a few lines, as `kvdsl explain` and the policies' pages show them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from kvdsl.explain.facts import POSITION, READS, Facts, State
+from kvdsl.ir.nodes import Expr, Keep, LayerRange, Number, Param, Policy, Random
+from kvdsl.ir.printer import print_expression, print_range
+from kvdsl.ir.visitors import walk
+
+Rows = dict[str, list[str]]
+
+
+def rows(found: Facts) -> Rows:
+    """Everything there is to say, by title; what does not apply is left out."""
+    policy = found.policy
+    said = {
+        "keeps": list(_keeps(policy)),
+        "evicts": list(_evicts(policy)),
+        "protects": [_protects(keep, policy) for keep in policy.keeps],
+        "selects": list(_selects(policy)),
+        "when": list(_when(policy)),
+        "positions": list(_positions(policy)),
+        "params": [_param(param) for param in policy.params],
+        "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
+        "costs": list(_costs(found)),
+        "peak": list(_peak(found)),
+        "reads": [READS[name] for name in found.requires] or ["positions only, so any attention implementation serves it"],
+        "backends": [f"{one['name']:<7} {'yes' if one['ok'] else 'no: ' + one['why_not']}" for one in found.backends],
+    }
+    return {title: lines for title, lines in said.items() if lines}
+
+
+# -- what it does ------------------------------------------------------------------------------------------------------
+
+
+def _keeps(policy: Policy) -> Iterator[str]:
+    if policy.budget is None:
+        yield "every token"
+        return
+    yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
+    if policy.across is not None:
+        floor = (
+            ""
+            if policy.across == Number(value=0)
+            else f", each head {print_expression(policy.across)} of its share at least"
+        )
+        yield f"the heads of a layer share their budgets{floor}"
+    if policy.layers is not None:
+        yield f"in layers {print_range(policy.layers)}; every token in the others"
+
+
+def _evicts(policy: Policy) -> Iterator[str]:
+    if policy.budget is None or policy.score is None:
+        yield "nothing, ever"
+        return
+    if any(isinstance(node, Random) for node in walk(policy.score)):
+        yield f"by lot: the token with the lowest {print_expression(policy.score)} leaves first"
+    else:
+        yield f"the token with the lowest {print_expression(policy.score)} first; of equals, the older one"
+    if policy.trigger == Number(value=0):
+        yield "not while it generates: the trigger is 0"
+    elif policy.trigger != Number(value=1):
+        yield f"only once it holds {_count(policy.trigger, policy)} tokens more than the budget; 0 would be never"
+    if policy.max_drop != Number(value=0):
+        yield f"at most {_count(policy.max_drop, policy)} tokens at a time"
+        yield f"down to {_count(policy.slack, policy)} tokens above the budget"
+    if policy.cap == "hard":
+        yield f"before a token comes in that would make it more than the budget and {_count(policy.slack, policy)} more"
+    if policy.victims != "own":
+        whose = "the KV heads of a layer" if policy.victims == "heads" else "all layers and KV heads"
+        yield f"the same tokens in {whose}: scores are averaged over them"
+    if policy.group != "mean":
+        yield f"by the {policy.group} over the query heads that share a KV head"
+
+
+def _protects(keep: Keep, policy: Policy) -> str:
+    """`keep last recent` → `the last tokens: recent = budget / 2 of them`."""
+    by = "" if keep.by is None else print_expression(keep.by)
+    if keep.scope == "where" or keep.count is None:
+        return f"the tokens where {by}"
+    if keep.count == Number(value=1) and keep.scope != "top":
+        return f"the {keep.scope} token"
+    which = f"tokens with the highest {by}" if keep.scope == "top" else f"{keep.scope} tokens"
+    return f"the {which}: {_count(keep.count, policy)} of them"
+
+
+def _selects(policy: Policy) -> Iterator[str]:
+    if policy.select is None:
+        return
+    unit = "" if policy.pages is None else f", as whole pages of {_count(policy.pages, policy)}"
+    yield (
+        f"attends to {_count(policy.select.count, policy)} tokens{unit}: what is protected, and those with the highest "
+        f"{print_expression(policy.select.by)}; a prompt attends to all"
+    )
+    layers = LayerRange(low=policy.select.low, high=policy.select.high)
+    if layers != LayerRange():
+        yield f"in layers {print_range(layers)}; the others attend to all"
+    if policy.sketch is not None:
+        yield (
+            f"the sketch is the {_count(policy.sketch.count, policy)} dims with the highest {print_expression(policy.sketch.by)}, "
+            f"found anew every {_count(policy.sketch.every, policy)} generated tokens"
+        )
+
+
+def _when(policy: Policy) -> Iterator[str]:
+    if policy.budget is None:
+        return
+    if policy.when == "prefill":
+        yield "once, after the prompt; what is generated stays"
+    elif policy.when == "decode":
+        yield "while it generates; the prompt goes through whole"
+    elif policy.prefill_block is not None:
+        yield f"after every {_count(policy.prefill_block, policy)} tokens of the prompt, and after every generated token"
+    else:
+        yield "after the prompt, and after every generated token"
+    if policy.when == "prefill" and policy.prefill_block is not None:
+        yield f"after every {_count(policy.prefill_block, policy)} tokens of the prompt"
+
+
+def _positions(policy: Policy) -> Iterator[str]:
+    if policy.positions == "compact":
+        yield "a token's rotary position is its rank among those that are still there"
+
+
+# -- numbers -----------------------------------------------------------------------------------------------------------
+
+
+def _count(expr: Expr, policy: Policy) -> str:
+    """An expression; of a param with its default."""
+    default = {param.name: param.default for param in policy.params}.get(getattr(expr, "name", ""))
+    text = print_expression(expr)
+    return text if default is None else f"{text} = {print_expression(default)}"
+
+
+def _param(param: Param) -> str:
+    unit = f" {param.unit}" if param.unit else ""
+    low, high = ("" if end is None else f"{end:g}" for end in (param.low, param.high))
+    bounds = f", in {low}..{high}" if low or high else ""
+    rate = "; below 1 it is a rate of the prompt" if param.name == "budget" else ""
+    return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{rate}"
+
+
+# -- what it remembers and costs ---------------------------------------------------------------------------------------
+
+_FOLDS = {
+    "sum": "the sum of {}",
+    "max": "the largest {}",
+    "min": "the smallest {}",
+    "last": "the newest {}",
+    "squares": "the sum of squares of {}",
+}
+
+
+def meaning(column: State) -> str:
+    """What a state column holds, in words."""
+    if column.rule == "token":
+        return f"{column.body}, once, when the token comes in"
+    if column.rule == "ring":
+        return f"{column.body}, from each of the last {column.size} queries"
+    if column.rule == "ema":
+        return (
+            f"the moving average of {column.body} over the queries that see the token, which keeps {column.decay} of itself"
+        )
+    return f"{_FOLDS[column.rule].format(column.body)} over the queries that see the token"
+
+
+def _tracks(column: State) -> str:
+    return f"{column.name}: {meaning(column)} (for {', '.join(column.why)})"
+
+
+def _costs(found: Facts) -> Iterator[str]:
+    extra = POSITION + found.state_bytes
+    share = 100 * extra / found.key_and_value
+    yield (
+        f"{found.bytes_per_token} bytes a token and KV head at head size {found.head_dim} in {found.dtype}: "
+        f"{found.key_and_value} for key and value, {POSITION} for the position, {found.state_bytes} of state ({share:.1f} % on top)"
+    )
+    for column in found.state:
+        if column.rule == "ring":
+            yield f"of them {column.bytes_per_slot or f'4 * {column.size}'} for {column.name}"
+
+
+def _peak(found: Facts) -> Iterator[str]:
+    """`while it generates: budget + 1 = 513 slots`."""
+    for peak in found.peaks:
+        slots = "" if peak.slots is None else f" = {peak.slots}"
+        unit = " slots per KV head" if peak.text.startswith("budget") else ""
+        yield f"{_PHASES[peak.phase]}: {peak.text}{slots}{unit}"
+
+
+_PHASES = {"always": "always", "prompt": "in the prompt", "decode": "while it generates"}

@@ -1,0 +1,267 @@
+#!/usr/bin/env python
+"""Writes the pages of docs/ that are made from the sources: the diagnostics, the language's reference, a page per policy.
+
+What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
+
+from kvdsl.cli.list import paragraphs  # noqa: E402
+from kvdsl.codes import CODES, Code  # noqa: E402
+from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
+from kvdsl.explain.facts import facts  # noqa: E402
+from kvdsl.explain.words import rows  # noqa: E402
+from kvdsl.ir.axes import INPUT_AXES  # noqa: E402
+from kvdsl.resources import read_resource  # noqa: E402
+from kvdsl.sema.statements import WORDS  # noqa: E402
+
+DOCS = ROOT / "docs"
+MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n\n"
+
+# -- diagnostics -------------------------------------------------------------------------------------------------------
+
+CHAPTERS = {
+    "KV01": "Reading and syntax",
+    "KV02": "Names, imports, inheritance",
+    "KV03": "Expressions and their axes",
+    "KV04": "Policies as a whole",
+    "KV05": "Not available yet",
+    "KV06": "Tests",
+}
+
+
+def diagnostics_page() -> str:
+    """Every code with its explanation and an example that fails with it."""
+    parts = [
+        MADE + "# Diagnostics\n",
+        "Every message of `kvdsl check` has a code, which keeps its meaning for ever. `kvdsl explain CODE` shows the same as this page.",
+        "Each example is a whole file that fails with its code.\n",
+    ]
+    chapter = ""
+    for code in sorted(CODES.values(), key=lambda one: one.id):
+        if code.id[:4] != chapter:
+            chapter = code.id[:4]
+            parts.append(f"## {CHAPTERS[chapter]}\n")
+        parts.append(_diagnostic(code))
+    return "\n".join(parts)
+
+
+def _diagnostic(code: Code) -> str:
+    kind = "" if code.severity == "error" else f" ({code.severity})"
+    text = f"### {code.id}: {code.title}{kind} {{ #{code.id.lower()} }}\n\n{code.explanation}\n"
+    if not code.example or len(code.example) > 2_000:
+        return text
+    options = "".join(f" --set {name}={value}" for name, value in code.settings)
+    with_options = f"\nWith `kvdsl check{options}`:\n" if options else ""
+    return f"{text}{with_options}\n```text\n{_visible(code.example)}```\n"
+
+
+def _visible(example: str) -> str:
+    """What cannot be printed is shown as an escape."""
+    return "".join(char if char.isprintable() or char == "\n" else f"\\x{ord(char):02x}" for char in example)
+
+
+# -- the language ------------------------------------------------------------------------------------------------------
+
+INPUTS = {
+    "attn": "the softmax probability that the query gives the slot, reduced over the query heads of the KV head's group",
+    "logit": "the scaled score before the softmax, reduced likewise",
+    "q": "the query vector; what reads it is evaluated per query head, and the result is reduced over the group",
+    "k": "the cached key",
+    "v": "the cached value",
+    "position": "the token's place in the row's text, padding not counted",
+    "age": "newest position minus `position`",
+    "budget": "the tokens that are kept",
+    "live": "the tokens that are cached, of each row",
+    "prompt": "the length of each row's prompt, padding not counted",
+    "layer": "the layer's number, from 0",
+    "layers": "how many there are",
+}
+
+FUNCTIONS = {
+    "`sum` `mean` `std` `var` `max` `min` `last`": "reductions: `mean(x)` over queries, `mean(x over slots)`, `over dims`, `over page`, "
+    "`over sketch`, `sum(x over last 32 queries)`",
+    "`ema(x, d)`": "the moving average over queries: the first gives x, each later one d * ema + (1 - d) * x",
+    "`count()`": "how many queries could see the slot while it was cached",
+    "`dot(q, k)`": "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only",
+    "`max_pool(x, n)` `mean_pool(x, n)`": "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind",
+    "`random()`": "a number in [0, 1) per slot, the same on every backend",
+    "`max(a, b)` `min(a, b)`": "the larger or smaller of two or more",
+    "`where(c, a, b)`": "a where c holds, else b",
+    "`abs` `sqrt` `exp` `log` `floor` `ceil`": "as in mathematics",
+    "`+` `-` `*` `/` `%` `**`": "arithmetic; `/` is real division, `**` binds to the right",
+    "`<` `<=` `>` `>=` `==` `!=` `and` `or` `not`": "conditions; in arithmetic they count as 0 or 1",
+}
+
+STATEMENTS = {
+    "param": ("a number that the user may set; a budget below 1 given there is a rate of the prompt", ""),
+    "let": ("a name for an expression, or a function", ""),
+    "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer` and `prompt`", ""),
+    "score": ("one number per slot; the lowest leaves first", ""),
+    "keep_first": ("the first tokens may not leave", ""),
+    "keep_last": ("the last tokens may not leave; `keep last 0` removes the default", "`keep last 1`"),
+    "keep_top": ("the tokens with the highest value may not leave", ""),
+    "keep_where": ("tokens for which the condition holds may not leave", ""),
+    "keep_nothing": ("`override keep` drops the inherited ones", ""),
+    "victims": ("who must agree on the victims: scores are averaged over them", ""),
+    "trigger": ("prune only once live - budget reaches this; 0 never", "1"),
+    "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
+    "max_drop": ("how many tokens leave at a time; 0: as many as are too many", "0"),
+    "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
+    "select": ("attend to these tokens only, and keep all", "all"),
+    "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
+    "pages": ("`over page` reads per-page minima and maxima; selection is by page", ""),
+    "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
+    "when": ("the phase in which it evicts", ""),
+    "group": ("how a group's query heads are reduced", ""),
+    "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
+    "storage": ("how slots lie in memory", ""),
+    "rope": ("how compact positions are served", ""),
+    "prefill": ("one settle after the prompt, or one after every block of it", ""),
+}
+"""Rule of the grammar -> what the statement means, and its default where that is no word."""
+
+
+def grammar_rules() -> dict[str, str]:
+    """The rules of the grammar that stand on one line, without comments."""
+    found = re.findall(r"^\??(\w+): (.*)$", read_resource("grammar", "kv.lark"), re.MULTILINE)
+    return {name: re.sub(r"\s+//.*", "", body).strip() for name, body in found}
+
+
+def grammar_sections() -> dict[str, str]:
+    """The grammar's text by the titles of its sections."""
+    _, *parts = re.split(r"^// -- (.*?) -+\n", read_resource("grammar", "kv.lark"), flags=re.MULTILINE)
+    return dict(zip(parts[::2], (text.strip("\n") for text in parts[1::2]), strict=True))
+
+
+def language_reference() -> str:
+    """Statements, inputs, functions, the prelude, and the grammar itself."""
+    axes = {name: ", ".join(sorted(axis.value for axis in INPUT_AXES[name])) or "–" for name in INPUTS}
+    parts = [
+        MADE + "# The language, edition 1\n",
+        "One KV head of one layer sees a matrix of queries × slots; a slot holds one cached token. Every expression varies over some of "
+        "the axes query, slot and dim, and every statement says which it needs. `#` begins a comment; a line ends a statement, except "
+        "inside parentheses, and so does `;`. Words are reserved only where the grammar has them.\n",
+        "## Statements\n",
+        _table(("statement", "meaning", "default"), (_statement(rule) for rule in STATEMENTS)),
+        "A policy that `extends` another takes over its statements; `keep` lines accumulate; `override` stands before a statement that "
+        "changes one.\n",
+        "## Inputs\n",
+        _table(("name", "axes", "meaning"), ((f"`{name}`", axes[name], text) for name, text in INPUTS.items())),
+        "## Functions and operators\n",
+        _table(("", "meaning"), FUNCTIONS.items()),
+        "## The prelude\n",
+        "What every policy knows without an import; a policy may define these names anew.\n",
+        f"```kv\n{read_resource('grammar', 'prelude.kv')}```\n",
+        "## The grammar\n",
+        "The file that the parser is made from, for [Lark](https://lark-parser.readthedocs.io).\n",
+    ]
+    for title, text in grammar_sections().items():
+        parts.append(f"### {title[0].upper()}{title[1:]}\n\n```text\n{text}\n```\n")
+    return "\n".join(parts)
+
+
+def _statement(rule: str) -> tuple[str, str, str]:
+    meaning, default = STATEMENTS[rule]
+    form = re.sub(r'"(\S+?)"', r"\1", grammar_rules()[rule])
+    if rule in WORDS:
+        form = form.replace("NAME", " or ".join(WORDS[rule]), 1)
+        default = f"`{WORDS[rule][0]}`"
+    return f"`{form}`", meaning, default
+
+
+def _table(head: tuple[str, ...], lines: Iterator[tuple[str, ...]]) -> str:
+    table = [head, ("---",) * len(head), *lines]
+    return "".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |\n" for line in table)
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+def policy_page(stem: str) -> str:
+    """A shipped policy: what its docstring says, its file, what it costs, its tests, and the hand-written notes on it."""
+    path = find_policy(stem)
+    policy = analyse(path).policy
+    summary, *rest = paragraphs(policy.doc)
+    parts = [
+        f"{MADE}# {policy.name}\n",
+        f"{summary}\n",
+        *(f"{paragraph}\n" for paragraph in rest),
+        f"## policies/{stem}.kv\n",
+        f"```kv\n{path.read_text(encoding='utf-8')}```\n",
+        "## What it does\n",
+        _table(
+            ("", ""),
+            ((title, "<br>".join(_escaped(line) for line in lines)) for title, lines in rows(facts(policy)).items()),
+        ),
+        f"From `kvdsl explain {stem}`.\n",
+    ]
+    notes = DOCS / "notes" / f"{stem}.md"
+    if notes.exists():
+        parts.append(notes.read_text(encoding="utf-8"))
+    test = path.with_name(f"{stem}_test.kv")
+    if test.exists():
+        parts += [
+            "## Its tests\n",
+            f"`kvdsl test policies/{stem}_test.kv` runs them.\n",
+            f"```kv\n{test.read_text(encoding='utf-8')}```\n",
+        ]
+    return "\n".join(parts)
+
+
+def _escaped(text: str) -> str:
+    """Text in a Markdown table."""
+    return re.sub(r"([*_<>])", r"\\\1", text)
+
+
+def policies_index() -> str:
+    """All shipped policies, each with its first sentence."""
+    lines = []
+    for path in shipped_policies():
+        policy = analyse(path).policy
+        lines.append((f"[{policy.name}]({path.stem}.md)", f"`{path.stem}`", _escaped(paragraphs(policy.doc)[0])))
+    return f"{MADE}# Policies\n\n{_table(('policy', 'name', 'what it does'), iter(lines))}"
+
+
+# -- all pages ---------------------------------------------------------------------------------------------------------
+
+
+def pages() -> dict[str, str]:
+    """Path below docs/ -> text."""
+    found = {
+        "diagnostics.md": diagnostics_page(),
+        "language.md": language_reference(),
+        "policies/index.md": policies_index(),
+    }
+    return found | {f"policies/{path.stem}.md": policy_page(path.stem) for path in shipped_policies()}
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is not up to date.")
+def main(check: bool) -> None:
+    stale = []
+    for name, text in pages().items():
+        path = DOCS / name
+        if path.exists() and path.read_text(encoding="utf-8") == text:
+            continue
+        stale.append(name)
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(text, encoding="utf-8")
+    for name in stale:
+        click.echo(f"{'not up to date' if check else 'written'}: docs/{name}")
+    sys.exit(1 if check and stale else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,141 @@
+"""`kvdsl explain`: the facts against the policies' own numbers, and that each is said."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdsl.codes import CODES
+from kvdsl.compiler import shipped_policies
+from tests.cli.harness import run
+
+STEMS = [path.stem for path in shipped_policies()]
+Capture = pytest.CaptureFixture[str]
+
+
+def explained(capsys: Capture, body: str) -> tuple[str, dict[str, object]]:
+    """What is said of a policy with these statements, as one line of text and as data."""
+    Path("mine.kv").write_text(f'kv 1\n\npolicy Mine {{\n  "Mine."\n  {body}\n}}\n')
+    result = run(capsys, "explain", "mine.kv")
+    assert (result.code, result.err) == (0, "")
+    return " ".join(result.out.split()), run(capsys, "explain", "mine.kv", "--json").json()
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("stem", STEMS)
+def test_policies(capsys: Capture, stem: str) -> None:
+    result = run(capsys, "explain", stem)
+    assert (result.code, result.err) == (0, "")
+    for word in ("keeps", "evicts", "tracks", "costs", "peak", "reads", "backends"):
+        assert f"\n  {word}" in result.out
+    content = run(capsys, "explain", stem, "--json").json()
+    assert {"name", "params", "state", "requires", "bytes_per_token", "backends", "peak"} <= content.keys()
+    assert {"name", "axes", "dtype", "bytes_per_slot"} <= {
+        key for column in content["state"] for key in column
+    } or not content["state"]
+    assert all(column["read_by"] for column in content["state"])
+
+
+def test_bytes(capsys: Capture) -> None:
+    roco = run(capsys, "explain", "roco", "--json", "--head-dim", "64", "--dtype", "float32").json()
+    assert [column["name"] for column in roco["state"]] == ["sum_attn", "sum_attn_squared"]
+    assert [column["read_by"] for column in roco["state"]] == [["score", "keep top"], ["keep top"]]
+    assert all(column["dtype"] == "float32" and column["bytes_per_slot"] == 4 for column in roco["state"])
+    assert roco["bytes_per_token"] == 2 * 64 * 4 + 4 + 2 * 4
+    ring = run(capsys, "explain", "scissorhands_window", "--json", "--set", "history=100").json()
+    assert [column["bytes_per_slot"] for column in ring["state"]] == [400]
+    assert ring["bytes_per_token"] == 2 * 128 * 2 + 4 + 400
+
+
+def test_requires(capsys: Capture) -> None:
+    def requires(stem: str) -> object:
+        return run(capsys, "explain", stem, "--json").json()["requires"]
+
+    assert requires("roco") == ["attn"]
+    assert requires("vatp_h2o") == ["attn", "v"]
+    assert requires("window") == []
+    assert requires("sparcas") == requires("quest") == ["q", "k"]
+
+
+def test_backends(capsys: Capture) -> None:
+    def served(stem: str) -> dict[str, bool]:
+        found = run(capsys, "explain", stem, "--json").json()["backends"]
+        assert all(one["ok"] or one["why_not"] for one in found)
+        return {one["name"]: one["ok"] for one in found}
+
+    assert served("roco") == {"cpu": True, "torch": True, "triton": False}
+    assert served("sparcas") == {"cpu": False, "torch": True, "triton": False}
+
+
+BASE = "param budget = 64; score position"
+
+
+@pytest.mark.parametrize(
+    ("body", "prompt", "decode"),
+    [
+        (BASE, None, 65),
+        (f"{BASE}; trigger overflow >= 8", None, 72),
+        (f"{BASE}; trigger overflow >= 8; slack 12; max_drop 2", None, 77),
+        (f"{BASE}; cap hard", None, 64),
+        (f"{BASE}; cap hard; slack 4; max_drop 2", None, 68),
+        (f"{BASE}; trigger overflow >= 0", None, None),
+        (f"{BASE}; when prefill", None, None),
+        (f"{BASE}; when decode", None, 65),
+        (f"{BASE}; prefill blocks of 16", 80, 65),
+        ("budget prompt / 2; score position", None, None),
+    ],
+)
+def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None) -> None:
+    """C + R while decoding, with slack and max_drop C + max(R, slack + 1); C + N in blocks of a prompt."""
+    _, content = explained(capsys, body)
+    peak = {one["phase"]: one["slots"] for one in content["peak"]}  # type: ignore[attr-defined]
+    assert peak == {"prompt": prompt, "decode": decode}
+
+
+@pytest.mark.parametrize(
+    ("body", "said"),
+    [
+        (f"{BASE}; group max", "by the max over the query heads"),
+        (f"{BASE}; victims shared by heads", "the same tokens in the KV heads of a layer"),
+        (f"{BASE}; layers 2..", "in layers 2..; every token in the others"),
+        (f"{BASE}; when decode", "the prompt goes through whole"),
+        (f"{BASE}; positions compact", "its rank among those that are still there"),
+        (f"{BASE}; trigger overflow >= 0", "not while it generates: the trigger is 0"),
+        (f"{BASE}; cap hard", "before a token comes in"),
+        (f"{BASE}; keep where age < 3", "the tokens where age < 3"),
+        (
+            "param budget = 64; score ema(attn, 0.9)",
+            "the moving average of attn over the queries that see the token, which keeps 0.9",
+        ),
+        ("param budget = 64; score random()", "by lot"),
+        ("param budget = 64; score norm2(k)", "once, when the token comes in"),
+        ("param budget = 64; score sum(attn over last 9 queries)", "attn, from each of the last 9 queries"),
+        ("select top 9 by dot(q, k) in layers 1..", "attends to 9 tokens: what is protected"),
+        ("pages 4; select top 9 by sum(q * max(k over page) over dims)", "as whole pages of 4"),
+    ],
+)
+def test_words(capsys: Capture, body: str, said: str) -> None:
+    assert said in explained(capsys, body)[0]
+
+
+def test_settings(capsys: Capture) -> None:
+    assert "budget = 77" in run(capsys, "explain", "roco", "--set", "budget=77").out
+
+
+@pytest.mark.parametrize("code", CODES)
+def test_codes(capsys: Capture, code: str) -> None:
+    result = run(capsys, "explain", code.lower())
+    assert result.code == 0
+    assert CODES[code].title in result.out
+    assert run(capsys, "explain", code, "--json").json()["title"] == CODES[code].title
+
+
+def test_no_such_code(capsys: Capture) -> None:
+    result = run(capsys, "explain", "KV9999")
+    assert result.code == 2
+    assert "no code KV9999" in result.err

@@ -1,0 +1,71 @@
+"""Whatever a document shows works: its policies check, its programs and commands run and print what it says."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+from kvdsl.assets import reference_model_path
+from kvdsl.cli.group import LazyGroup
+from kvdsl.compiler import analyse
+from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
+
+LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid"}
+RUN = [page for page in documents() if any(block.language in ("python", "console") for block in blocks(read(page)))]
+
+needs_model = pytest.mark.skipif(not (reference_model_path() / "model.safetensors").exists(), reason="needs the reference model")
+
+
+@pytest.mark.parametrize("document", documents())
+def test_policies_check(document: str, tmp_path: Path) -> None:
+    """No errors; warnings only where the page is made from a shipped policy, which has its own test for that."""
+    for number, block in enumerate(blocks(read(document))):
+        assert block.language in LANGUAGES, f"```{block.language}"
+        if block.language == "kv":
+            file = tmp_path / (block.title or f"block_{number}.kv")
+            file.write_text(whole(block), encoding="utf-8")
+            found = [d for d in analyse(file).diagnostics if d.severity == "error" or not read(document).startswith(MADE)]
+            assert found == [], block.text
+
+
+@needs_model
+@pytest.mark.parametrize("document", RUN)
+def test_programs_and_commands(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
+    monkeypatch.delenv("COLUMNS", raising=False)
+    forget_packages()
+    try:
+        for printed in play(read(document)):
+            assert printed.agree, f"{printed.what}\n--- shown\n{printed.shown}\n--- real\n{printed.real}"
+    finally:
+        forget_packages()
+
+
+@pytest.mark.parametrize("document", documents())
+def test_commands_that_are_not_run_are_well_formed(document: str) -> None:
+    for block in blocks(read(document)):
+        lines = block.text.replace("\\\n", " ").splitlines() if block.language == "shell" else []
+        for line in lines:
+            if line.startswith("kvdsl "):
+                understood(line.partition("#")[0].split()[1:])
+
+
+def understood(arguments: list[str]) -> None:
+    """Have click read the arguments, of a command or of a command's command; it raises UsageError where it cannot."""
+    found: click.Command = LazyGroup("kvdsl")
+    context = click.Context(found)
+    while isinstance(found, click.Group):
+        _, found, arguments = found.resolve_command(context, arguments)  # type: ignore[assignment]
+    found.make_context(found.name, arguments)
+
+
+def test_what_is_shown_is_compared() -> None:
+    """A page whose output is not what it prints is noticed, an ellipsis is understood."""
+    page = "```python\nprint(1)\nprint(2)\n```\n```text\n{}\n```\n"
+    verdicts = {shown: [printed.agree for printed in play(page.format(shown))] for shown in ("1\n2", "1\n...", "1", "2\n1")}
+    assert verdicts == {"1\n2": [True], "1\n...": [True], "1": [False], "2\n1": [False]}
+    assert not Printed("", "a.c", "abc", 0, 0).agree

@@ -1,0 +1,120 @@
+"""Links lead somewhere, named commands exist, and tables name what there is."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import yaml
+
+from kvdsl.cli import COMMANDS
+from kvdsl.compiler import shipped_policies
+from tests.docs.pages import ROOT, documents, read
+from tests.hf import test_refusals, test_rope, zoo
+
+NAMES = {path.stem for path in shipped_policies()}
+
+
+def anchors(text: str) -> set[str]:
+    """The headings of a page as mkdocs names them."""
+    found = set()
+    for heading in re.findall(r"^#+ (.*)$", text, re.MULTILINE):
+        given = re.search(r"\{ ?#([\w-]+) ?\}", heading)
+        words = re.sub(r"[^\w\s-]", "", heading.lower()).strip()
+        found.add(given[1] if given else re.sub(r"[\s-]+", "-", words))
+    return found
+
+
+@pytest.mark.parametrize("document", documents())
+def test_links_lead_somewhere(document: str) -> None:
+    file, text = ROOT / document, read(document)
+    for target, anchor in re.findall(r"\]\(([^)#\s]*)(?:#([^)]+))?\)", text):
+        if target.startswith("https://"):
+            continue
+        other = (file.parent / target).resolve() if target else file
+        assert other.exists(), target
+        if anchor:
+            assert anchor in anchors(other.read_text(encoding="utf-8")), f"{target}#{anchor}"
+        if document.startswith("docs/"):
+            assert (ROOT / "docs") in other.parents, f"{target} is not part of the site"
+
+
+@pytest.mark.parametrize("document", documents())
+def test_commands_exist(document: str) -> None:
+    text = read(document)
+    assert set(re.findall(r"(?:`|^\$ |^)kvdsl ([a-z]+)", text, re.MULTILINE)) <= COMMANDS.keys()
+    targets = set(re.findall(r"^([a-z-]+):", read("Makefile"), re.MULTILINE))
+    assert set(re.findall(r"`make ([a-z-]+)", text)) <= targets
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    site = yaml.load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"), Loader=yaml.BaseLoader)
+    pages = {f"docs/{page}" for page in leaves(site["nav"])}
+    assert pages == {page for page in documents() if page.startswith("docs/") and not page.startswith("docs/notes/")}
+
+
+def leaves(tree: object) -> list[str]:
+    """The strings of a tree of lists and mappings."""
+    if isinstance(tree, str):
+        return [tree]
+    return [leaf for part in (tree.values() if isinstance(tree, dict) else tree) for leaf in leaves(part)]  # type: ignore[attr-defined]
+
+
+def rows(document: str, section: str) -> list[list[str]]:
+    """The cells of the first table below a heading, without its head."""
+    _, found, rest = read(document).partition(f"\n## {section}\n")
+    assert found, section
+    table = re.search(r"(?:^\|.*\n)+", rest, re.MULTILINE)
+    assert table is not None
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[0].splitlines()[2:]]
+
+
+# -- policies ----------------------------------------------------------------------------------------------------------
+
+
+def test_the_readme_shows_every_policy() -> None:
+    shown = re.findall(r"^\| `(\w+)` \|", read("README.md"), re.MULTILINE)
+    assert sorted(shown) == sorted(NAMES)
+
+
+def test_every_policy_has_notes() -> None:
+    assert {path.stem for path in ROOT.glob("docs/notes/*.md")} == NAMES
+
+
+def test_every_finding_is_told_once() -> None:
+    told = [cells[0] for part in ("EasyKV", "VATP") for cells in rows("docs/authors_code.md", part)]
+    assert told == [f"E{n}" for n in range(1, 13)] + [f"V{n}" for n in range(1, 10)]
+
+
+# -- what works where --------------------------------------------------------------------------------------------------
+
+
+def words(cells: list[list[str]]) -> set[str]:
+    """What stands in backticks in the first cells."""
+    return {word for line in cells for word in re.findall(r"`([^`]+)`", line[0])}
+
+
+def test_families_that_work_are_those_that_are_tested() -> None:
+    tested = {stem for stem, _ in zoo.FAMILIES.values()} | ({"OPT", "StableLm"} if zoo.EARLY else set())
+    assert words(rows("docs/support.md", "Models")) == tested
+
+
+def test_families_that_are_refused_are_those_that_are_tested() -> None:
+    assert words(rows("docs/support.md", "Models that are refused")) >= {stem for stem, _ in test_refusals.OUT_OF_REACH.values()}
+
+
+def test_compact_positions_are_refused_where_tests_say_so() -> None:
+    told = words(rows("docs/support.md", "Compact positions"))
+    assert told >= {stem for stem, _, _ in test_rope.REFUSED.values()} - {"GPTJ", "Bart", "Llama"}
+
+
+def test_every_refusal_is_quoted_as_it_is_said() -> None:
+    """The words in quotes in the column of reasons occur in a message of the runtime."""
+    sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvdsl" / "runtime").rglob("*.py"))
+    said = re.sub(r'"\s*\n\s*f?"', "", sources)
+    for section in ("Models that are refused", "Calls that are refused"):
+        for cells in rows("docs/support.md", section):
+            quoted = re.findall(r"“([^”]+)”", cells[-1])
+            assert quoted, cells
+            for words_said in quoted:
+                assert words_said in said, words_said

@@ -1,0 +1,247 @@
+"""Policies that do more than evict token by token, in a model of four layers: who shares, selects, grows, turns and agrees."""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.runtime.errors import KvdslError
+from tests.hf import policies, zoo
+from tests.hf.test_eviction import kept
+
+NEW: dict[str, dict[str, float]] = {
+    "knorm": {"budget": 20},
+    "lazy_streaming": {"budget": 20, "sinks": 2, "R": 5, "sigma": 3, "delta": 2},
+    "equip_streaming": {"budget": 20},
+    "equip_h2o": {"budget": 20, "recent": 5},
+    "scissorhands_window": {"budget": 20, "history": 8},
+    "vatp_scissorhands": {"budget": 20, "sinks": 3, "history": 8},
+    "vatp_code": {"budget": 20, "sinks": 3, "history": 8},
+    "vatp_roco": {"budget": 20, "sinks": 3},
+    "roco_easykv": {"generated": 6},
+    "snapkv": {"budget": 34},
+    "adakv": {"budget": 34},
+    "pyramidkv": {"budget": 640},  # of which the last layer gets 32
+    "sparcas": {"tokens": 9, "dims": 4},
+    "quest": {"tokens": 32},
+    "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},
+}
+"""Params that make every one of them decide something in texts of some 60 tokens."""
+
+ROOMY = {"budget": 4000.0, "tokens": 4000.0}
+
+
+@cache
+def model() -> Any:
+    return zoo.make("Llama", num_hidden_layers=4)
+
+
+@cache
+def untouched() -> Any:
+    made = zoo.make("Llama", num_hidden_layers=4)
+    made.set_attn_implementation("eager")
+    return made
+
+
+def make(name: str, **options: Any) -> Any:
+    return policies.cache_class(name)(model(), **{**NEW[name], **options})
+
+
+def roomy(name: str) -> Any:
+    """A cache in which everything has room."""
+    if name == "roco_easykv":
+        return make(name, generated=4000)
+    return make(name, **{param: value for param, value in ROOMY.items() if param in policies.cache_class(name).spec.params})
+
+
+def text(*lengths: int) -> dict[str, torch.Tensor]:
+    rows = zoo.prompt(len(lengths), max(lengths), seed=8)
+    return zoo.left_padded([row[:length] for row, length in zip(rows, lengths, strict=True)])
+
+
+# -- all of them -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_with_room_for_everything_it_is_the_full_cache(name: str) -> None:
+    inputs = text(50, 38)
+    ours = zoo.greedy(model(), inputs, 12, past_key_values=roomy(name))
+    zoo.assert_same_text(ours, zoo.greedy(untouched(), inputs, 12))
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
+    together = make(name)
+    tokens, logits = zoo.greedy(model(), text(66, 50, 37), 12, past_key_values=together)
+    for row, length in enumerate((66, 50, 37)):
+        alone = make(name)
+        one = {key: value[row, None, -length:] for key, value in text(66, 50, 37).items()}
+        theirs = zoo.greedy(model(), one, 12, past_key_values=alone)
+        zoo.assert_same_text((tokens[row, None], logits[row, None]), theirs)
+        assert kept(together, row) == kept(alone, 0)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_it_changes_the_text(name: str) -> None:
+    """Otherwise the comparisons above would compare nothing."""
+    inputs = text(66)
+    ours = zoo.greedy(model(), inputs, 12, past_key_values=make(name))[1]
+    assert (ours - zoo.greedy(untouched(), inputs, 12)[1]).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_copies_and_resets(name: str) -> None:
+    cache, ids = make(name), text(60)["input_ids"]
+    with torch.no_grad():
+        model()(ids[:, :50], past_key_values=cache)
+        first = model()(ids[:, 50:51], past_key_values=cache).logits
+        branch = copy.deepcopy(cache)
+        went_on = [model()(ids[:, at : at + 1], past_key_values=cache).logits for at in range(51, 60)]
+        again = [model()(ids[:, at : at + 1], past_key_values=branch).logits for at in range(51, 60)]
+        assert torch.equal(torch.cat(went_on), torch.cat(again))
+        cache.reset()
+        model()(ids[:, :50], past_key_values=cache)
+        assert torch.equal(model()(ids[:, 50:51], past_key_values=cache).logits, first)
+
+
+@pytest.mark.parametrize("name", NEW)
+def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
+    ids = text(50, 50)["input_ids"]
+    cache, swapped = make(name), make(name)
+    with torch.no_grad():
+        for each in (cache, swapped):
+            model()(ids[:, :40], past_key_values=each)
+        swapped.reorder_cache(torch.tensor([1, 0]))
+        for at in range(40, 50):
+            ours = model()(ids[[1, 0], at : at + 1], past_key_values=swapped).logits
+            theirs = model()(ids[:, at : at + 1], past_key_values=cache).logits
+            assert (ours[[1, 0]] - theirs).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("name", ["sparcas", "quest", "snapkv", "equip_h2o"])
+def test_beams(name: str) -> None:
+    inputs, options = text(40), {"num_beams": 3, "max_new_tokens": 10, "do_sample": False}
+    expected = untouched().generate(**inputs, **options)
+    assert model().generate(**inputs, **options, past_key_values=roomy(name)).tolist() == expected.tolist()
+    model().generate(**inputs, **options, past_key_values=make(name))
+
+
+# -- one by one --------------------------------------------------------------------------------------------------------
+
+
+def test_heads_share_a_budget() -> None:
+    """All that the heads of a layer keep is as much as if each kept its budget; a head keeps its floor."""
+    cache = make("adakv")
+    with torch.no_grad():
+        model()(text(66)["input_ids"], past_key_values=cache)
+    live = torch.stack([(cache.positions(layer) >= 0).sum(-1)[0] for layer in cache.managed])
+    assert (live.sum(1) == 2 * 34).all()
+    assert (live >= 34 * 0.2 // 1).all()
+    assert (live[:, 0] != live[:, 1]).any(), "the heads should differ"
+
+
+def test_a_prompts_cache_grows_and_keeps_the_prompts_survivors() -> None:
+    cache = make("snapkv")
+    ids = text(80)["input_ids"]
+    with torch.no_grad():
+        model()(ids[:, :60], past_key_values=cache)
+        survivors = kept(cache, 0)
+        assert all(len(head) == 34 for layer in survivors for head in layer)
+        for at in range(60, 80):
+            model()(ids[:, at : at + 1], past_key_values=cache)
+    assert kept(cache, 0) == [[head + list(range(60, 80)) for head in layer] for layer in survivors]
+
+
+def test_history_is_shown_query_by_query() -> None:
+    """What a query gave stands in its place; the last one's probabilities add up to 1 over the slots of the text."""
+    cache = make("scissorhands_window", budget=100)
+    with torch.no_grad():
+        model()(text(30)["input_ids"], past_key_values=cache)
+    ring = cache.state(0)["attn_ring"]
+    assert ring.shape == (*cache.positions(0).shape, 8)
+    assert torch.allclose(ring[..., 29 % 8].sum(-1), torch.ones(1, 2))
+    assert torch.allclose(ring[..., 25 % 8][cache.positions(0) <= 25].view(1, 2, -1).sum(-1), torch.ones(1, 2))
+
+
+def test_a_sketch_has_no_more_dims_than_a_key() -> None:
+    cache = make("sparcas", dims=17)
+    with pytest.raises(KvdslError, match="SparCas sketches 17 dims, but keys have 16; sketch fewer"):
+        model()(text(10)["input_ids"], past_key_values=cache)
+
+
+@pytest.mark.parametrize("name", ["streaming_llm", "equip_streaming", "equip_h2o"])
+def test_compact_positions_are_those_of_a_text_of_the_survivors(name: str) -> None:
+    """In a model of one layer a key knows its token and position only: recompute what the kept tokens would say by themselves."""
+    one = zoo.make("Llama", num_hidden_layers=1, num_key_value_heads=1)
+    other = zoo.make("Llama", num_hidden_layers=1, num_key_value_heads=1)
+    params = {"budget": 12, "recent": 4} if name == "equip_h2o" else {"budget": 12}
+    cache, ids = policies.cache_class(name)(one, **params), text(60)["input_ids"]
+    with torch.no_grad():
+        one(ids[:, :30], past_key_values=cache)
+        for at in range(30, 60):
+            places = kept(cache, 0)[0][0]
+            ours = one(ids[:, at : at + 1], past_key_values=cache).logits[0, -1]
+            expected = other(ids[:, [*places, at]]).logits[0, -1]
+            assert len(places) == 12
+            assert (ours - expected).abs().max() < 1e-4, f"token {at}, of {places}"
+    assert max(places) - min(places) > 20, "the survivors should be far apart in the text"
+
+
+# -- agreement ---------------------------------------------------------------------------------------------------------
+
+BLOCKS = "param budget = 12\nscore sum(attn)\nprefill blocks of 8"
+
+
+def custom(folder: Path, body: str, **options: Any) -> Any:
+    file = folder / "custom.kv"
+    file.write_text(f'kv 1\npolicy Custom {{\n"a test"\n{body}\n}}\n', encoding="utf-8")
+    return kvdsl.load(file)(model(), **options)
+
+
+@pytest.mark.parametrize("who", ["heads", "layers"])
+def test_who_agrees_keeps_the_same(who: str, tmp_path: Path) -> None:
+    cache = custom(tmp_path, f"param budget = 12\nscore sum(attn)\nvictims shared by {who}")
+    zoo.greedy(model(), text(40, 25), 10, past_key_values=cache)
+    for row in range(2):
+        layers = kept(cache, row)
+        assert all(head == layer[0] for layer in layers for head in layer)
+        assert all(len(layer[0]) == 12 for layer in layers)
+        assert (who == "layers") == all(layer == layers[0] for layer in layers)
+
+
+def test_agreement_of_layers_takes_one_token_at_a_time(tmp_path: Path) -> None:
+    cache = custom(tmp_path, "param budget = 12\nscore sum(attn)\nvictims shared by layers")
+    ids = text(40)["input_ids"]
+    with torch.no_grad():
+        model()(ids[:, :30], past_key_values=cache)
+        model()(ids[:, 30:31], past_key_values=cache)
+        with pytest.raises(KvdslError, match="all layers agree on, token by token, but 3 tokens came in one forward"):
+            model()(ids[:, 31:34], past_key_values=cache)
+        cache.reset()
+        model()(ids[:, :30], past_key_values=cache)
+        model()(ids[:, 30:31], past_key_values=copy.deepcopy(cache))
+        model()(ids[:, 30:31], past_key_values=cache)
+
+
+@pytest.mark.parametrize(
+    "body", ["victims shared by heads", "victims shared by layers", "when prefill\nbudget budget across heads"]
+)
+def test_heads_of_other_processes_cannot_agree(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    custom(tmp_path, f"param budget = 12\nscore sum(attn)\n{body}")
+    monkeypatch.setattr(model(), "_tp_size", 2)
+    with pytest.raises(KvdslError, match="tensor parallelism spreads them over 2 processes"):
+        custom(tmp_path, f"param budget = 12\nscore sum(attn)\n{body}")
+
+
+def test_blocks_do_not_depend_on_how_the_prompt_is_cut(tmp_path: Path) -> None:
+    inputs, caches = text(62, 45), [custom(tmp_path, BLOCKS) for _ in range(2)]
+    options = {"past_key_values": caches[1], "prefill_chunk_size": 10} if not zoo.EARLY else {"past_key_values": caches[1]}
+    whole = zoo.greedy(model(), inputs, 8, past_key_values=caches[0])
+    zoo.assert_same_text(zoo.greedy(model(), inputs, 8, **options), whole)
+    assert [kept(caches[0], row) for row in range(2)] == [kept(caches[1], row) for row in range(2)]

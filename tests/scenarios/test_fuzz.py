@@ -1,0 +1,58 @@
+"""Whatever stands in a file of tests: diagnostics, never a traceback, and within a second."""
+
+from __future__ import annotations
+
+import random
+import time
+
+import pytest
+
+from kvdsl.compiler import shipped_policies
+from kvdsl.diagnostics import render_github, render_human, render_json
+from tests.scenarios.harness import check
+
+TEXTS = [path.read_text(encoding="utf-8") for path in sorted(shipped_policies()[0].parent.glob("*_test.kv"))]
+PIECES = [
+    "attend", "token", "prompt", "{", "}", "times", "rest", "/", ",", "and", "..", "nan", "-", "inf", "1e999", "0", "1.5", "\n", ";",
+    "expect", "kept", "state", "nothing", "error", '"x"', "use H2O", "set", "=", "at layer 9 of 2", 'test "a" {', "policy P {", "key", "#",
+]  # fmt: skip
+
+
+def mutated(draw: random.Random) -> str:
+    """A shipped file with some pieces put in, taken out or doubled."""
+    text = draw.choice(TEXTS)
+    for _ in range(draw.randint(1, 6)):
+        at = draw.randrange(len(text))
+        end = min(len(text), at + draw.choice([0, 0, 1, 5, 40]))
+        put = draw.choice(["", f" {draw.choice(PIECES)} ", text[at:end] * 2, draw.choice(TEXTS)[at:end]])
+        text = text[:at] + put + text[end:]
+    return text
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_mutated_tests(seed: int) -> None:
+    draw = random.Random(seed)
+    for _ in range(10):
+        found = check(mutated(draw)).diagnostics
+        render_human(found)
+        render_json(found)
+        render_github(found)
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        "prompt {" + "4096 times attend rest 0\n" * 1200 + "}",
+        "attend 1\n" + "expect kept 0..4096\n" * 1500,
+        "attend " + "1, " * 10_000 + "1",
+        "attend 1 / " + "1 / " * 7_000 + "1",
+        "set a = 1\n" * 3_000,
+        "prompt {" * 3_000,
+        "token " + "key 1 " * 4_000,
+        'attend 1\n}\ntest "a" {\nuse H2O\n' * 800,
+    ],
+)
+def test_large_files_take_no_second(steps: str) -> None:
+    began = time.process_time()
+    check(f'kv 1\nimport "h2o.kv"\ntest "a" {{\nuse H2O\n{steps}\nexpect live 1\n}}\n')
+    assert time.process_time() - began < 1

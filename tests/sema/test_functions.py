@@ -1,0 +1,111 @@
+"""Functions: arguments by name, defaults, and the prelude's `pyramid`."""
+
+from itertools import pairwise
+
+import pytest
+
+from kvdsl.ir.printer import print_expression
+from kvdsl.passes.fold import value_of
+from tests.diagnostics.expect import body, check, expect_in, only, policy
+
+
+def budget(text: str, *statements: str) -> str:
+    checked = policy("param n = 4", *statements, f"budget {text} + n", "score age").budget
+    assert checked is not None
+    return print_expression(checked)
+
+
+F = "let f(x, y = 2, z = x * y) = x + y + z"
+
+
+@pytest.mark.parametrize(
+    ("call", "meaning"),
+    [
+        ("f(n)", "n + 2 + n * 2"),
+        ("f(n, 3)", "n + 3 + n * 3"),
+        ("f(n, 3, 4)", "n + 3 + 4"),
+        ("f(n, z = 4)", "n + 2 + 4"),
+        ("f(y = 3, x = n)", "n + 3 + n * 3"),
+        ("f(n, z = 1, y = 5)", "n + 5 + 1"),
+    ],
+)
+def test_arguments_by_place_and_by_name(call: str, meaning: str) -> None:
+    assert budget(call, F) == f"{meaning} + n"
+
+
+def test_a_default_means_what_it_means_where_the_function_is_defined() -> None:
+    assert budget("g(7)", "let w = 9", "let f(x, y = w) = x * y", "let g(w) = f(w)") == "7 * 9 + n"
+    assert budget("f(3)", "let f(x, y = later) = x * y", "let later = 5") == "3 * 5 + n"
+
+
+def test_an_argument_without_parameters_is_none() -> None:
+    assert budget("one()", "let one() = 1") == "1 + n"
+
+
+@pytest.mark.parametrize(
+    ("call", "message", "at", "help"),
+    [
+        ("f()", "`f` needs its arguments `x` and `y`", "f()", "write `f(x, y, z = 3)`"),
+        ("f(1, z = 4)", "`f` needs its argument `y`", "f(1, z = 4)", "write `f(x, y, z = 3)`"),
+        ("f(1, 2, 3, 4)", "`f` takes 2 to 3 arguments, but 4 are given", "f(1, 2, 3, 4)", None),
+        ("f(1, 2, beta = 3)", "`f` has no argument named `beta`", "beta", "its arguments are `x`, `y` and `z`"),
+        ("f(1, 2, x = 3)", "the argument `x` is given twice", "x", None),
+        ("f(1, y = 3, y = 4)", "the argument `y` is given twice", "y", None),
+        ("f(x = 1, 2)", "an argument without a name cannot follow one with a name", "2", "write `f(x, y, z = 3)`"),
+        ("norm1(y = 3)", "`norm1` has no argument named `y`", "y", "its argument is `x`"),
+        ("pyramid(64, betta = 3)", "`pyramid` has no argument named `betta`", "betta", "did you mean `beta`?"),
+        ("norm1(v over dims)", "`norm1` is not a reduction of one value, so `over` has no meaning here", "over dims",
+         "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+    ],
+)  # fmt: skip
+def test_calls_that_do_not_fit(call: str, message: str, at: str, help: str | None) -> None:
+    found = only(body("param budget = 8", "let f(x, y, z = 3) = x + y + z", f"score age + {call}"), "KV0306")
+    assert (found.message, found.span.text, found.help) == (message, at, help)
+
+
+def test_definitions_that_make_no_sense() -> None:
+    message = "the argument `y` has no default, but `x` before it has one"
+    lets = "let f(x = 2, y) = x + y\nscore f(age)"
+    expect_in(lets, "KV0306", message, "y", "give it one as well, or put it first")
+    assert only(body("param budget = 8", "let f(x, y = 2, x = 3) = x", "score f(age)"), "KV0206").span.text == "x"
+    assert only(body("param budget = 8", "let f(attn = 2) = 3", "score f(age)"), "KV0210").span.text == "attn"
+
+
+def test_errors_in_defaults() -> None:
+    for score in ("score f(age)", "score age"):
+        found = check(body("param budget = 8", "let f(x, y = z) = x + y", score)).diagnostics
+        assert [(one.code, one.span.text) for one in found] == [("KV0201", "z")]
+    assert only(body("param budget = 8", "let f(x, y = x, z = w, w = 3) = z", "score f(age)"), "KV0201").span.text == "w"
+    found = only(body("param budget = 8", "let f(x, y = f(x)) = x + y", "score f(age)"), "KV0205")
+    assert found.message == "`f` is defined by itself"
+
+
+def test_a_default_is_not_evaluated_where_an_argument_is_given() -> None:
+    assert budget("f(3, 4)", "let f(x, y = 1 / 0) = x + y") == "3 + 4 + n"
+    assert only(body("let f(x, y = 1 / 0) = x + y", "budget f(3)", "score age"), "KV0408")
+
+
+# -- pyramid -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("beta", "layers"), [(20, 32), (20, 2), (4, 7), (1, 5)])
+def test_a_pyramid_falls_linearly_around_its_mean(beta: int, layers: int) -> None:
+    expr = policy(f"budget pyramid(1000, beta = {beta})", "score age").budget
+    assert expr is not None
+    values = [value_of(expr, {"@layer": float(layer), "@layers": float(layers)}) for layer in range(layers)]
+    known = [value for value in values if value is not None]
+    assert len(known) == layers
+    assert (known[0], known[-1]) == (pytest.approx(2000 - 1000 / beta), pytest.approx(1000 / beta))
+    assert sum(known) / layers == pytest.approx(1000)
+    steps = {round(before - after, 9) for before, after in pairwise(known)}
+    assert len(steps) == 1
+
+
+def test_a_pyramid_of_one_layer_is_flat() -> None:
+    expr = policy("budget pyramid(1000)", "score age").budget
+    assert expr is not None
+    assert value_of(expr, {"@layer": 0.0, "@layers": 1.0}) == 1000
+
+
+def test_a_policy_may_define_its_own_pyramid() -> None:
+    assert budget("pyramid(8)", "let pyramid(b) = b * layer") == "8 * layer + n"

@@ -1,0 +1,152 @@
+"""Reductions that remember, pools, pages and sketches: what they become, and what is refused."""
+
+import pytest
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Reduce
+from kvdsl.ir.printer import print_expression
+from tests.diagnostics.expect import body, check, expect_in, only, policy
+
+ATTN = Input(name="attn")
+
+
+def score(text: str, *statements: str) -> Expr:
+    checked = policy("param budget = 64", *statements, f"score {text}").score
+    assert checked is not None
+    return checked
+
+
+def test_over_the_last_queries() -> None:
+    expected = Reduce(op="std", axis=Axis.QUERY, body=ATTN, last=Input(name="budget"))
+    assert score("std(attn over last budget queries)") == expected
+    assert score("f(history)", "param history = 9", "let f(n) = std(attn over last n queries)") == Reduce(
+        op="std", axis=Axis.QUERY, body=ATTN, last=ParamRef(name="history")
+    )
+
+
+def test_ema() -> None:
+    expected = Reduce(op="ema", axis=Axis.QUERY, body=ATTN, decay=Number(value=0.9))
+    assert score("ema(attn, 0.9)") == expected
+    assert score("ema(attn over queries, 0.9)") == expected
+    assert print_expression(score("max(0, ema(dot(q, k), 1 / layers))")) == "max(0, ema(sum(q * k over dims), 1 / layers))"
+
+
+def test_pools() -> None:
+    expected = Pool(op="max", body=Reduce(op="sum", axis=Axis.QUERY, body=ATTN), size=Number(value=7))
+    assert score("max_pool(sum(attn), 7)") == expected
+    assert score("-mean_pool(age, prompt)") == Call(
+        function="neg", args=(Pool(op="mean", body=Input(name="age"), size=Input(name="prompt")),)
+    )
+
+
+def test_pages() -> None:
+    checked = score("max(dot(q, min(k over page)))", "pages 8")
+    assert isinstance(checked, Reduce)
+    assert print_expression(checked) == "max(sum(q * min(k over page) over dims) over queries)"
+    within = Reduce(op="min", axis=Axis.SLOT, body=Input(name="k"), within="page")
+    assert axes_of(within) == {Axis.SLOT, Axis.DIM}
+
+
+def test_dot_takes_its_dims_with_its_last_argument() -> None:
+    for text in ("dot(q, k over dims)", "dot(q, k)", "sum(q * k over dims)"):
+        assert score(f"sum({text})") == score("sum(dot(q, k))")
+    checked = policy("select top 8 by dot(q, k over sketch)", "sketch top 4 dims by abs(q) every 2 queries").select
+    assert checked is not None
+    assert isinstance(checked.by, Reduce)
+    assert (checked.by.axis, checked.by.within) == (Axis.DIM, "sketch")
+
+
+@pytest.mark.parametrize("text", ["sum(dot(q, k) over last 3 queries)", "ema(attn, 0.5)", "max_pool(age, 3)"])
+def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
+    assert axes_of(score(text)) == {Axis.SLOT}
+
+
+@pytest.mark.parametrize(
+    ("text", "code", "message", "at", "help"),
+    [
+        ("ema(attn)", "KV0306", "`ema` reduces one value, and takes a decay", "ema(attn)", "for example `ema(attn, 0.9)`"),
+        ("ema(attn, decay = 0.9)", "KV0306", "`ema` has no argument named `decay`", "decay", None),
+        ("ema(attn, 0.9 over slots)", "KV0306", "`ema` is not a reduction of one value, so `over` has no meaning here",
+         "over slots", "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+        ("ema(attn, age)", "KV0302", "the decay of `ema` is a single number, but `age` has one number per slot", "age", None),
+        ("ema(attn, live)", "KV0308", "`live` changes from step to step, so the decay of `ema` cannot read it", "live",
+         "it can read params, `budget`, `prompt`, `layer` and `layers`"),
+        ("ema(age over slots, 0.5)", "KV0306", "`ema` reduces over queries only", "ema(age over slots, 0.5)", None),
+        ("ema(attn over last 3 queries, 0.5)", "KV0306", "`ema` cannot range over the last queries only",
+         "ema(attn over last 3 queries, 0.5)",
+         "leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `ema`"),
+        ("last(attn over last 3 queries)", "KV0306", "`last` cannot range over the last queries only",
+         "last(attn over last 3 queries)",
+         "leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `last`"),
+        ("sum(ema(attn, 0.5))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
+         "ema(attn, 0.5)", None),
+        ("ema(sum(attn), 0.5)", "KV0305", "a reduction over queries cannot stand inside `ema(...)`, which is one itself",
+         "sum(attn)", "over the cached tokens it would be `sum(attn over slots)`"),
+        ("ema(age, 0.5)", "KV0304", "`age` has no queries to reduce over: it is one number per slot", "age",
+         "leave the reduction out"),
+        ("ema(random(), 0.5)", "KV0304", "`random()` has no queries to reduce over: it is one number per slot", "random()",
+         "leave the reduction out"),
+        ("sum(random() * attn over last 3 queries)", "KV0311", "`random()` has no value for a single query",
+         "random() * attn", "draw it outside of the reduction"),
+        ("sum(attn over last live queries)", "KV0308",
+         "`live` changes from step to step, so the N of `over last N queries` cannot read it", "live",
+         "it can read params, `budget`, `prompt`, `layer` and `layers`"),
+        ("sum(attn over last max(age over slots) queries)", "KV0308",
+         "the N of `over last N queries` cannot depend on what is cached, as `max(age over slots)` does",
+         "max(age over slots)", "it can read params, `budget`, `prompt`, `layer` and `layers`"),
+        ("max_pool(age)", "KV0306", "`max_pool` takes a value and a width", "max_pool(age)",
+         "for example `max_pool(sum(attn), 7)`"),
+        ("max_pool(age over slots, 3)", "KV0306", "`max_pool` is not a reduction of one value, so `over` has no meaning here",
+         "over slots", "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+        ("max_pool(attn, 7)", "KV0313", "`max_pool` pools along the slots, but `attn` has one number per query and slot",
+         "attn", "reduce it over queries: `max_pool(sum(attn), 7)`"),
+        ("max_pool(v, 7)", "KV0313", "`max_pool` pools along the slots, but `v` has one number per slot and dim", "v", None),
+        ("mean_pool(3, 7)", "KV0313", "`mean_pool` pools along the slots, but `3` is a single number", "3", None),
+        ("mean(max_pool(age, 7) over slots)", "KV0313", "a pool cannot stand inside a reduction, as `mean(...)` is one",
+         "mean(max_pool(age, 7) over slots)", "pool the score as a whole"),
+        ("mean(attn * max_pool(age, 7))", "KV0313", "a pool cannot stand inside a reduction, as `mean(...)` is one",
+         "mean(attn * max_pool(age, 7))", "pool the score as a whole"),
+        ("max_pool(1 + max_pool(age, 7), 7)", "KV0313", "a pool cannot stand inside another one",
+         "max_pool(1 + max_pool(age, 7), 7)", "pool the score as a whole"),
+        ("dot(q over sketch, k)", "KV0306", "`over` follows the last argument of `dot`", "over sketch",
+         "for example `dot(q, k over sketch)`"),
+        ("dot(q, k over slots)", "KV0306", "`dot` sums over dims, or over the sketch's", "over slots", "write `over sketch`"),
+        ("dot(q, k over last 3 queries)", "KV0306", "`dot` sums over dims, or over the sketch's", "over last 3 queries",
+         "write `over sketch`"),
+        ("max(q over page)", "KV0304", "`q` has no slots to reduce over: it is one number per query and dim", "q",
+         "did you mean `max(q over dims)`?"),
+        ("mean(norm1(k) over page)", "KV0312", "of a page the smallest and the largest are known, but not the `mean`",
+         "mean(norm1(k) over page)", "write `min(... over page)` or `max(... over page)`"),
+        ("max(attn over page)", "KV0312", "`over page` reads keys, values and numbers that stay the same, but `attn` has `attn` in it",
+         "attn", "for example `max(k over page)`"),
+        ("max(norm1(k) * live over page)", "KV0312",
+         "`over page` reads keys, values and numbers that stay the same, but `norm1(k) * live` has `live` in it",
+         "norm1(k) * live", "for example `max(k over page)`"),
+        ("max(norm1(k) + count() over page)", "KV0312",
+         "`over page` reads keys, values and numbers that stay the same, but `norm1(k) + count()` has the number of queries in it",
+         "norm1(k) + count()", "for example `max(k over page)`"),
+        ("max(random() over page)", "KV0312",
+         "`over page` reads keys, values and numbers that stay the same, but `random()` has a random number in it",
+         "random()", "for example `max(k over page)`"),
+        ("max(norm1(min(k over page)) over page)", "KV0312",
+         "`over page` reads keys, values and numbers that stay the same, "
+         "but `norm1(min(k over page))` has a reduction over something else than dims in it",
+         "norm1(min(k over page))", "for example `max(k over page)`"),
+    ],
+)  # fmt: skip
+def test_refused(text: str, code: str, message: str, at: str, help: str | None) -> None:
+    expect_in(f"score {text}", code, message, at, help)
+
+
+@pytest.mark.parametrize("statement", ["keep top 3 by max_pool(age, 3)", "keep where mean_pool(age, 3) > 2"])
+def test_only_a_score_pools(statement: str) -> None:
+    found = only(body("param budget = 8", "score age", statement), "KV0313")
+    assert "cannot pool: the pool leaves out what is protected, which is known for a score only" in found.message
+    assert only(body("select top 8 by max_pool(age, 3)"), "KV0313")
+
+
+def test_numbers_inside_of_lets_are_checked_where_they_stand() -> None:
+    found = only(body("param budget = 8", "param n = 0", "let f(x, w) = max_pool(x, w)", "score f(age, n - 1)"), "KV0410")
+    assert found.message == "the width of `max_pool` is at least 1, but `w` is -1"
+    unused = check(body("param budget = 8", "let a = ema(attn, 2)", "score age")).diagnostics
+    assert {one.code for one in unused} == {"KV0212", "KV0410"}
