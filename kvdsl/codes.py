@@ -378,8 +378,8 @@ NO_SCORE = _code(
 NO_BUDGET = _code(
     "KV0402",
     "score without a budget",
-    "Without a budget nothing is ever evicted, so a score has no meaning, nor has anything else that is about eviction; a `keep` "
-    "has one where the policy selects, and then protects from being skipped.",
+    "Without a budget nothing is ever evicted, so a score has no meaning, nor has anything else that is about eviction. In a "
+    "policy that selects, `keep first` and `keep last` have one: what they protect is never skipped.",
     _policy("score position"),
 )
 BUDGET = _code(
@@ -392,9 +392,9 @@ BUDGET = _code(
 KEEPS = _code(
     "KV0404",
     "more kept than the budget holds",
-    "What `keep first`, `keep last` and `keep top` protect has to fit into the budget, and into what is selected. "
-    "Different scopes may protect the same tokens, but the first and the last ones are different as soon as there is "
-    "anything to evict.",
+    "What `keep first`, `keep last` and `keep top` protect has to fit into the budget; the first and the last tokens "
+    "are always selected as well, and have to fit into what is selected. Different scopes may protect the same tokens, "
+    "but the first and the last ones are different as soon as there is anything to evict.",
     _policy(_BUDGET, "score position", "keep first 300", "keep last 300"),
 )
 NEGATIVE = _code(

@@ -19,6 +19,7 @@ ABI = 2
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
 _CPP = "kernels_cpu.cpp"
+_TRITON = "kernels_triton.py"
 
 
 def render(plan: PackagePlan, source: str) -> dict[str, str]:
@@ -37,6 +38,9 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
         ast.parse(files[name], filename=f"{plan.stem}/{name}")
     if plan.cpp is not None:
         files[_CPP] = _tidy(env.get_template("cpu/kernels_cpu.cpp.jinja").render(context))
+    if plan.triton is not None:
+        files[_TRITON] = _tidy(env.get_template("triton/kernels_triton.py.jinja").render(context))
+        ast.parse(files[_TRITON], filename=f"{plan.stem}/{_TRITON}")
     files["manifest.json"] = _manifest(plan, source, files)
     return files
 
@@ -89,7 +93,7 @@ def differing(files: dict[str, str], folder: Path) -> list[str]:
 
 def stale(files: Iterable[str], folder: Path) -> list[str]:
     """Kernels in the folder of a package that has none any more: they would go on being used."""
-    return [_CPP] if _CPP not in files and (folder / _CPP).exists() else []
+    return [name for name in (_CPP, _TRITON) if name not in files and (folder / name).exists()]
 
 
 def _read(path: Path) -> str | None:

@@ -153,6 +153,12 @@ def floored(count: float) -> float:
     return float(math.floor(count)) if math.isfinite(count) else count
 
 
+def counted(count: float) -> float:
+    """A count of tokens: floored, and 0 where it is less or NaN."""
+    count = floored(count)
+    return count if count > 0 else 0.0
+
+
 def at_least_one(count: float) -> float:
     """A count of what there must be some of: floored, and 1 where it is less or NaN."""
     count = floored(count)

@@ -216,7 +216,8 @@ class Layer:
     def _together(self) -> list[list[int]]:
         """The groups of heads, by index, that must agree on their victims."""
         if self.policy.victims == "layers":
-            return [[index for index, machine in enumerate(self.machines) if machine.numbers.evicts]]
+            evicting = [index for index, machine in enumerate(self.machines) if machine.numbers.evicts]
+            return [evicting] if evicting else []
         return self._by_layer() if self.policy.victims == "heads" else []
 
     def _by_layer(self) -> list[list[int]]:

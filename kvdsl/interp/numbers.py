@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from kvdsl.interp.evaluate import Array, Scope, at_least_one, evaluate_number, floored, number
+from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
 from kvdsl.ir.nodes import Expr, Policy
 
 
@@ -73,7 +73,7 @@ def resolve(
     inputs = {name: number(value) for name, value in (("prompt", prompt), ("layer", layer), ("layers", layers))}
     params = _Params(policy, chosen, Scope(0, 0, inputs, {}))
     # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
-    budget = math.inf if policy.budget is None else floored(evaluate_number(policy.budget, params.scope))
+    budget = math.inf if policy.budget is None else counted(evaluate_number(policy.budget, params.scope))
     inputs["budget"] = number(budget)
 
     def value(expr: Expr | None, default: float) -> float:
@@ -90,11 +90,11 @@ def resolve(
         prompt=prompt,
         layer=layer,
         layers=layers,
-        trigger=floored(value(policy.trigger, 1)),
-        slack=floored(value(policy.slack, 0)),
-        max_drop=floored(value(policy.max_drop, 0)),
+        trigger=counted(value(policy.trigger, 1)),
+        slack=counted(value(policy.slack, 0)),
+        max_drop=counted(value(policy.max_drop, 0)),
         evicts=evicts is None or is_within(evicts.low, evicts.high),
-        floor=floored(value(policy.across, 0) * budget) if policy.across is not None else 0,
+        floor=counted(value(policy.across, 0) * budget) if policy.across is not None else 0,
         select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
         page=at_least_one(value(policy.pages, 1)),
         sketch_dims=at_least_one(value(sketch.count, 1) if sketch is not None else 1),

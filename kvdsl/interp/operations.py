@@ -148,15 +148,14 @@ class Operations:
     def select(self, head: Head, newest: int, q: Array) -> Mask | None:
         """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.
 
-        What the keeps read of queries is as the query before this one left it.
+        The first and last tokens that are kept are always among them; other keeps protect from eviction only.
         """
         if self.policy.select is None:
             return None
         seen = self._seen(head, newest)
         mask = np.zeros(head.live, dtype=bool)
-        shield = protected(
-            self.policy.keeps, self.scope(head, np.arange(head.live), newest, observed=newest - 1), head.position
-        )
+        places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
+        shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q)
         mask[seen] = selected(by[seen], head.position[seen], shield[seen], self.numbers.select, self.numbers.page)
         return mask
@@ -174,14 +173,10 @@ class Operations:
         """What a settle's expressions see: the live slots, after the newest token."""
         return self.scope(head, np.arange(head.live), head.seen - 1)
 
-    def scope(self, head: Head, chosen: Indices, newest: int, observed: int | None = None) -> Scope:
-        """What expressions see of the chosen slots when `newest` is the newest token.
-
-        Args:
-            observed: the newest query that has been observed, if it is not the newest token's.
-        """
+    def scope(self, head: Head, chosen: Indices, newest: int) -> Scope:
+        """What expressions see of the chosen slots when `newest` is the newest token."""
         position = head.position[chosen]
-        moment = self._moment(head, chosen, newest if observed is None else observed)
+        moment = self._moment(head, chosen, newest)
         inputs = self.numbers.inputs() | {"k": head.key[chosen], "v": head.value[chosen]}
         inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
         inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))

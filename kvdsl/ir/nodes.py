@@ -166,8 +166,8 @@ class Keep(Node):
 class Select(Node):
     """Attend to `count` tokens only, the top by `by` (axes query and slot), in layers `low` to `high`, ends included.
 
-    With pages the unit is a page. Units that hold a protected slot are always selected, and count. Decode queries select; a
-    prompt's queries attend to everything.
+    With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
+    (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
     """
 
     count: Expr

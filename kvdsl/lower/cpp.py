@@ -157,7 +157,8 @@ class CppPlan:
         place: the columns that a token has by itself, and those that do not begin at 0.
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
-        settles: whether a decode step settles. `scratch`: how many work rows of floats that uses.
+        settles: whether a decode step settles. `hard_cap`: before its token is placed, as well. `scratch`: how many work rows of
+            floats that uses.
     """
 
     place: tuple[str, ...]
@@ -171,6 +172,7 @@ class CppPlan:
     settle: tuple[str, ...]
     protect: tuple[str, ...]
     settles: bool
+    hard_cap: bool
     scratch: int
 
 
@@ -201,6 +203,7 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         settle=settle,
         protect=protect,
         settles=policy.budget is not None and policy.when != "prefill",
+        hard_cap=policy.cap == "hard",
         scratch=scratch,
     )
 
@@ -212,8 +215,6 @@ def _refuse_statements(policy: Policy) -> None:
         "`sketch`": policy.sketch is not None,
         "`pages`": policy.pages is not None,
         f"`victims shared by {policy.victims}`": policy.victims != "own",
-        "`cap hard`": policy.cap == "hard",
-        "`positions compact`": policy.positions == "compact",
     }
     found = [statement for statement, stated in refused.items() if stated]
     if found:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Keep, LayerRange, Number, Param, ParamRef, Policy, Select
 from kvdsl.ir.printer import print_expression, print_keep
@@ -13,7 +14,10 @@ from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, literal, reads
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.torch import NumberPrinter, TensorPrinter
+from kvdsl.lower.triton import TritonPlan, triton_plan
 from kvdsl.passes.columns import add_columns
+
+Plan = TypeVar("Plan")
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class PackagePlan:
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
-        cpp: None where the policy has no C++ form; `cpp_refusal` says why.
+        cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise.
         keeps_text, score_text, select_text, sketch_text: what the user wrote.
     """
 
@@ -94,6 +98,8 @@ class PackagePlan:
     torch: TorchPlan
     cpp: CppPlan | None
     cpp_refusal: str
+    triton: TritonPlan | None
+    triton_refusal: str
     keeps_text: tuple[str, ...]
     score_text: str
     select_text: str
@@ -104,7 +110,8 @@ def make_plan(policy: Policy) -> PackagePlan:
     """The plan of a checked policy."""
     lowered = add_columns(policy)
     numbers = _numbers(lowered)
-    cpp, reason = _cpp(lowered, numbers)
+    cpp, cpp_refusal = _lowered(cpp_plan, lowered, numbers)
+    triton, triton_refusal = _lowered(triton_plan, lowered, numbers)
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
@@ -122,7 +129,9 @@ def make_plan(policy: Policy) -> PackagePlan:
         flags=tuple(_flags(lowered)),
         torch=_torch(lowered),
         cpp=cpp,
-        cpp_refusal=reason,
+        cpp_refusal=cpp_refusal,
+        triton=triton,
+        triton_refusal=triton_refusal,
         keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
         score_text="" if policy.score is None else print_expression(policy.score),
         select_text="" if policy.select is None else print_expression(policy.select.by),
@@ -275,9 +284,12 @@ def _refers(exprs: list[Expr], name: str) -> bool:
     return any(node == ParamRef(name=name) for expr in exprs for node in walk(expr))
 
 
-def _cpp(policy: Policy, numbers: tuple[tuple[str, str], ...]) -> tuple[CppPlan | None, str]:
+def _lowered(
+    plan: Callable[[Policy, tuple[str, ...]], Plan], policy: Policy, numbers: tuple[tuple[str, str], ...]
+) -> tuple[Plan | None, str]:
+    """What a target makes of the policy, or why it has no form there."""
     try:
-        return cpp_plan(policy, tuple(name for name, _ in numbers)), ""
+        return plan(policy, tuple(name for name, _ in numbers)), ""
     except NotLowerable as refusal:
         return None, str(refusal)
 

@@ -1,4 +1,4 @@
-"""Which backend serves a tensor: C++ on CPUs, torch anywhere."""
+"""Which backend serves a tensor: Triton on GPUs, C++ on CPUs, torch anywhere."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch_backend import TorchBackend
 
-NAMES = ("auto", "cpu", "torch")
+NAMES = ("auto", "cpu", "triton", "torch")
 
 
 class Backend(Protocol):
@@ -41,21 +41,30 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
         raise KvdslError(f"there is no backend `{name}`; choose one of {', '.join(NAMES)}")
     if name == "torch":
         return TorchBackend()
-    if name == "cpu" or device.type == "cpu":
-        return _cpu(spec, device, dtype, required=name == "cpu")
-    return TorchBackend()
-
-
-def _cpu(spec: PolicySpec, device: torch.device, dtype: torch.dtype, *, required: bool) -> Backend:
-    from kvdsl.runtime.cpu_backend import CpuBackend
-
+    fused = {"cpu": _cpu, "cuda": _triton}.get(device.type) if name == "auto" else {"cpu": _cpu, "triton": _triton}[name]
+    if fused is None:
+        return TorchBackend()
     try:
-        return CpuBackend(spec, device, dtype)
+        return fused(spec, device, dtype)
     except KvdslError as error:
-        if required:
+        if name != "auto":
             raise
         _warn_once(f"`{spec.stem}` runs on the torch backend: {error}")
         return TorchBackend()
+
+
+def _cpu(spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> Backend:
+    from kvdsl.runtime.cpu_backend import CpuBackend
+
+    return CpuBackend(spec, device, dtype)
+
+
+def _triton(spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> Backend:
+    try:
+        from kvdsl.runtime.gpu.backend import TritonBackend
+    except ImportError as error:
+        raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
+    return TritonBackend(spec, device, dtype)
 
 
 _warned: set[str] = set()

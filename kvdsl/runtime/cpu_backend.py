@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.angles import angles
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
@@ -20,7 +21,7 @@ _FUNCTIONS = {
     torch.bfloat16: "kvdsl_decode_bf16",
     torch.float16: "kvdsl_decode_f16",
 }
-ABI = 2
+ABI = 3
 """`KVDSL_ABI` of kvdsl/args.hpp."""
 
 _NO_FREE_SLOT, _OUT_OF_MEMORY = 1, 2
@@ -32,11 +33,12 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "query", "key", "value", "out", "keys", "values", "position", "state", "ring_rows", "seen", "real", "params", "sinks",
+            "rank", "near", "far",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
             "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
-            "window", "layer", "head_offset", "threads",
+            "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
         )),
         ("seed", ctypes.c_uint32),
         ("scale", ctypes.c_float),
@@ -81,8 +83,8 @@ class CpuBackend:
         return out
 
 
-def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tuple[Tensor | None, ...], DecodeArgs]:
-    """The kernel's arguments, and the tensors that must live as long as they do.
+def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tuple[object, ...], DecodeArgs]:
+    """The kernel's arguments, and what must live as long as they do.
 
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
@@ -94,11 +96,14 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
     ring_rows = _ring_rows(state)
-    held = (query, key, value, real, sinks, ring_rows)
+    rope = call.rope if state.spec.compact else None
+    turns = None if rope is None else angles(rope, int(state.seen.max()) + call.key.shape[2])
+    held = (query, key, value, real, sinks, ring_rows, turns)
     batch, kv_heads, tokens, key_dim = key.shape
     pointers = (
         query, key, value, out, state.keys, state.values, state.position,
         state.columns, ring_rows, state.seen, real, state.numbers, sinks,
+        state.rank if state.spec.compact else None, *((None, None) if turns is None else (turns.near, turns.far)),
     )  # fmt: skip
     stride = ctypes.c_int64 * 3
     return held, DecodeArgs(
@@ -106,6 +111,7 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
         *(stride(*x.stride()[:3]) for x in (query, key, value)),
         batch, kv_heads, query.shape[1] // kv_heads, key_dim, value.shape[-1], state.slots, tokens, state.numbers.shape[-1],
         call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
+        *((0, 0, 0) if rope is None else (rope.pairs, rope.offset, rope.layout == "interleaved")),
         state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
     )  # fmt: skip
 

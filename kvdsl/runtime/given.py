@@ -56,9 +56,9 @@ class Given:
         return value
 
     def count(self, value: Tensor | float, *, low: float = 0) -> Tensor:
-        """A count of tokens, float64 [batch]: floored, not below `low`."""
+        """A count of tokens, float64 [batch]: floored, not below `low`, which is what a NaN counts as well (0 / 0)."""
         count = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device)
-        return count.floor().clamp(min=low).expand_as(self.prompt)
+        return torch.where(count >= low, count.floor(), low).expand_as(self.prompt)
 
     def inside(self, count: Tensor, *, low: Tensor | float = 0, high: Tensor | float = math.inf) -> Tensor:
         """The count in layers `low` to `high`, ends included; inf in the others: float64 [batch]."""

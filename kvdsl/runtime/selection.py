@@ -7,7 +7,7 @@ from torch import Tensor
 
 from kvdsl.runtime import pages
 from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.settle import Protection, rank_key
+from kvdsl.runtime.settle import Places, rank_key
 from kvdsl.runtime.slots import SLOT_DIM, SlotState
 from kvdsl.runtime.view import View, slots_view
 
@@ -17,24 +17,24 @@ _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 def selected(state: SlotState, row: View) -> Tensor:
     """The slots to which the token attends: bool [batch, kv_heads, slots].
 
-    What the policy keeps is always among them and counts; the others are the highest by its `select`.
+    The first and last tokens that the policy keeps are always among them and count; the others are the highest by its `select`.
 
     Args:
         row: the token's query; its state columns know nothing of it yet.
     """
     kept = {name: getattr(state, name) for name in SLOT_DIM}
     numbers, position = state.per_head(state.numbers), state.position
-    protection, seen = Protection(position), row.visible[:, :, 0]
-    slots = slots_view(state, kept, row.newest[:, 0, 0, 0].int(), state.numbers, pending=1)
-    state.spec.torch_kernels.protect(slots, protection, numbers)
+    places, seen = Places(position), row.visible[:, :, 0]
+    slots = slots_view(state, kept, row.newest[:, 0, 0, 0].int(), state.numbers)
+    state.spec.torch_kernels.protect(slots, places, numbers)
     by = state.spec.torch_kernels.select(row).expand_as(row.visible)[:, :, 0]
     count = numbers["select"]
     if "page" not in numbers:
-        return _top(_keys(by, position, seen, protection.mask), count) & seen
+        return _top(_keys(by, position, seen, places.mask), count) & seen
     page = pages.page_of(position, numbers["page"])
     index = pages.numbered(page)
     best = torch.full_like(page, _LOWEST).scatter_reduce(
-        -1, index, _keys(by, page, seen, protection.mask), "amax", include_self=False
+        -1, index, _keys(by, page, seen, places.mask), "amax", include_self=False
     )
     chosen = _top(best, (count / numbers["page"]).floor())
     return chosen.gather(-1, index) & seen

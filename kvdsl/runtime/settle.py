@@ -66,6 +66,16 @@ class Protection:
         self.mask |= mask & self.alive
 
 
+class Places(Protection):
+    """What a selection cannot leave out: the first and last tokens. Ranks and conditions protect from eviction only."""
+
+    def top(self, by: Tensor | float, count: Tensor | float) -> None:
+        """Nothing."""
+
+    def where(self, condition: Tensor | bool) -> None:
+        """Nothing."""
+
+
 def _per_slot(x: Tensor | float, position: Tensor) -> Tensor:
     """A value over slots, [batch, kv_heads, 1, slots] or with any of these axes of size 1, as [batch, kv_heads, slots]."""
     given = torch.as_tensor(x, device=position.device)

@@ -75,6 +75,7 @@ class SlotState:
         ring_sizes: rows of each ring.
         window: how many tokens a query of this layer sees, or None.
         together: the layers that agree on their victims, or None where this one decides by itself.
+        workspace: what a backend works in from token to token, or None; nothing of it is part of the cache.
     """
 
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
@@ -122,6 +123,7 @@ class SlotState:
         self.selects = False
         self.window: int | None = None
         self.ring_sizes: tuple[int, ...] = ()
+        self.workspace: object = None
         self._filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)

@@ -36,7 +36,8 @@ class PolicySpec:
         group: how a group's query heads are reduced: `mean`, `max` or `sum`.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
         torch_kernels: the generated torch functions (`kvdsl.runtime.torch_backend` documents them).
-        cpu_source: the generated C++ file.
+        cpu_source: the generated C++ file; there is none where the policy has no C++ form.
+        triton_source: the generated Triton kernels, likewise.
         rings: name and size (the name of a number) of every column that holds what the newest queries gave, one by one.
         when: the phase in which the policy evicts: `both`, `prefill` or `decode`.
         victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
@@ -60,6 +61,7 @@ class PolicySpec:
     reads_attention: bool
     torch_kernels: Any
     cpu_source: Path
+    triton_source: Path
     rings: tuple[tuple[str, str], ...] = ()
     when: str = "both"
     victims: str = "own"

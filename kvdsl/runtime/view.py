@@ -37,7 +37,6 @@ class View:
         rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
-        pending: how many of the newest queries the state columns do not know of yet: 1 where a token is about to select.
     """
 
     visible: Tensor
@@ -57,7 +56,6 @@ class View:
     rings: dict[str, Tensor] = field(default_factory=dict)
     sketch: Tensor | None = None
     protected: Tensor | None = None
-    pending: int = 0
 
     @property
     def age(self) -> Tensor:
@@ -66,8 +64,8 @@ class View:
 
     @property
     def observed(self) -> Tensor:
-        """How many queries could see the slot, its own token's included, of those that the state columns know of."""
-        seen = (self.age + 1 - self.pending).clamp(min=0) if self.pending else self.age + 1
+        """How many queries could see the slot, its own token's included."""
+        seen = self.age + 1
         return seen if self.window is None else seen.clamp(max=self.window)
 
     def number(self, name: str) -> Tensor:
@@ -81,8 +79,7 @@ class View:
     def ring(self, name: str, op: str) -> Tensor:
         """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
         size = self.number(rings.size_name(name)).view(-1, 1, 1)
-        newest = self.newest[:, :, 0] - self.pending
-        valid = rings.valid(len(self.rings[name]), size, newest, self.position[:, :, 0], self.window)
+        valid = rings.valid(len(self.rings[name]), size, self.newest[:, :, 0], self.position[:, :, 0], self.window)
         return masked_reduce(op, self.rings[name], valid, 0).squeeze(0).unsqueeze(2)
 
     @property
@@ -217,11 +214,9 @@ def row_view(state: SlotState, kept: dict[str, Tensor], query: Tensor, query_pos
     return view
 
 
-def slots_view(state: SlotState, kept: dict[str, Tensor], newest: Tensor, numbers: Tensor, pending: int = 0) -> View:
+def slots_view(state: SlotState, kept: dict[str, Tensor], newest: Tensor, numbers: Tensor) -> View:
     """The live slots when the row's newest token is at `newest`, int32 [batch]."""
-    view = _view(state, kept, newest[:, None], (kept["position"] >= 0).unsqueeze(2), numbers)
-    view.pending = pending
-    return view
+    return _view(state, kept, newest[:, None], (kept["position"] >= 0).unsqueeze(2), numbers)
 
 
 def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, visible: Tensor, numbers: Tensor) -> View:

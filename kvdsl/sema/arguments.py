@@ -8,12 +8,16 @@ from kvdsl.sema.needs import Report
 from kvdsl.sema.reductions import REDUCTIONS
 from kvdsl.syntax import nodes as syn
 
+_SHOWN = 8
+"""How many names a message lists."""
+
 
 def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], report: Report) -> dict[str, syn.Expr] | None:
     """What a call gives by parameter, those left out with a default not among them; None after a report."""
-    function, names = node.function.text, [parameter.name.text for parameter in parameters]
+    function = node.function.text
+    names = {parameter.name.text: parameter.default is None for parameter in parameters}
+    places = list(names)
     positional = sum(argument.keyword is None for argument in node.arguments)
-    needed = sum(parameter.default is None for parameter in parameters)
     given: dict[str, syn.Expr] = {}
     for index, argument in enumerate(node.arguments):
         keyword = argument.keyword
@@ -22,22 +26,21 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
         elif keyword is None and index >= positional:
             message = "an argument without a name cannot follow one with a name"
             report(codes.ARGUMENTS, argument.span, message, f"write `{_signature(function, parameters)}`")
-        elif keyword is None and index >= len(names):
-            counts = str(needed) if needed == len(names) else f"{needed} to {len(names)}"
+        elif keyword is None and index >= len(places):
+            needed = sum(names.values())
+            counts = str(needed) if needed == len(places) else f"{needed} to {len(places)}"
             report(codes.ARGUMENTS, node.span, takes(function, counts, len(node.arguments)))
         elif keyword is not None and keyword.text not in names:
-            no_argument(function, keyword, names, report)
+            no_argument(function, keyword, places, report)
         elif keyword is not None and keyword.text in given:
             report(codes.ARGUMENTS, keyword.span, f"the argument `{keyword.text}` is given twice")
         else:
-            given[names[index] if keyword is None else keyword.text] = argument.value
+            given[places[index] if keyword is None else keyword.text] = argument.value
             continue
         return None
-    missing = [
-        parameter.name.text for parameter in parameters if parameter.default is None and parameter.name.text not in given
-    ]
+    missing = [name for name, needed in names.items() if needed and name not in given]
     if missing:
-        message = f"`{function}` needs its argument{'' if len(missing) == 1 else 's'} {listed(missing, 'and')}"
+        message = f"`{function}` needs its argument{'' if len(missing) == 1 else 's'} {listed(missing[:_SHOWN], 'and')}"
         report(codes.ARGUMENTS, node.span, message, f"write `{_signature(function, parameters)}`")
         return None
     return given
@@ -53,7 +56,7 @@ def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], 
     """Reports an argument by a name that the function does not know."""
     help = did_you_mean(keyword.text, names)
     if help is None and names:
-        help = f"its argument{' is' if len(names) == 1 else 's are'} {listed(names, 'and')}"
+        help = f"its argument{' is' if len(names) == 1 else 's are'} {listed(names[:_SHOWN], 'and')}"
     report(codes.ARGUMENTS, keyword.span, f"`{function}` has no argument named `{keyword.text}`", help)
 
 
@@ -64,4 +67,4 @@ def over_without_reduction(function: str, over: syn.Over, report: Report) -> Non
 
 
 def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:
-    return f"{function}({', '.join(parameter.span.quoted(20) for parameter in parameters)})"
+    return f"{function}({', '.join(parameter.span.quoted(20) for parameter in parameters[:_SHOWN])})"

@@ -75,11 +75,13 @@ class Combinations:
     def _without_budget(self) -> None:
         help = "add `param budget = 512`, say"
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
-        if not self._has("select"):
-            pointless += [keep.statement.span for keep in self.flat.keeps]
+        scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")
+        pointless += [keep.span for keep in self.parts.keeps if keep.ir.scope in scopes]
         if pointless:
             span = pointless[0]
-            message = f"without a budget nothing is evicted, so `{span.text.split()[0]}` has no meaning"
+            words = span.text.split()
+            statement = " ".join(words[:2] if words[0] == "keep" and self._has("select") else words[:1])
+            message = f"without a budget nothing is evicted, so `{statement}` has no meaning"
             self.sink.report(codes.NO_BUDGET, span, message, help)
         readers = [part.span for part in self.parts if _reads_input(part, "budget")]
         readers += [self.params.checked[name].span for name, inputs in self.params.inputs.items() if "budget" in inputs]

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
-from kvdsl.ir.nodes import Expr, Number, Reduce
+from kvdsl.ir.nodes import Expr, Reduce
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import value_of
@@ -109,12 +109,16 @@ class Statics:
     # -- keeps -------------------------------------------------------------------------------------------------------
 
     def check_keeps(self, keeps: Iterable[Keep], exprs: Mapping[str, Part]) -> None:
-        """Reports keeps that protect more tokens than the budget holds, or than are selected."""
+        """Reports keeps that protect more tokens than the budget holds, or (the first and last) than are selected."""
         sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
-        for name, role in (("budget", "the budget is"), ("select.count", "the number of selected tokens is")):
+        always = [one for one in sized if one[0] != "top"]
+        for name, role, bound in (
+            ("budget", "the budget is", sized),
+            ("select.count", "the number of selected tokens is", always),
+        ):
             limit = None if name not in exprs else self._size(exprs[name].expr)
             if limit is not None:
-                self._check_keeps(sized, limit, Label(exprs[name].span, role.split(" is")[0]), role)
+                self._check_keeps(bound, limit, Label(exprs[name].span, role.removesuffix(" is")), role)
 
     def _size(self, count: Expr) -> int | None:
         value = value_of(count, self.known)
@@ -202,7 +206,7 @@ class Statics:
             _, last = next(iter(rings))
             message = f"the history takes {size:,} bytes a token, more than a key and value of 128 dims in 16 bits"
             help = f"a history of {KEY_AND_VALUE_BYTES // 4} queries costs as much; `ema(...)` costs 4 bytes"
-            self.sink.report(codes.HISTORY, spans[last or Number(value=0)], message, help)
+            self.sink.report(codes.HISTORY, spans[last], message, help)
 
     def _no_effect(self, span: Span, message: str, help: str | None = None) -> None:
         self.sink.report(codes.NO_EFFECT, span, message, help)

@@ -21,7 +21,6 @@ from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import resolve
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.rotation import Rope
-from kvdsl.interp.settle import ranks
 from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.visitors import walk
@@ -317,8 +316,6 @@ class _Trace:
         assert chosen is not None
         by = machine.selects_by(head, newest, q)
         self.close_choice |= _is_close_cut(by[chosen], by[~chosen])
-        kept_by = ranks(policy.keeps, machine.scope(head, np.arange(head.live), newest, observed=newest - 1))
-        self.close_choice |= any(_has_close_pair(x) for x in kept_by if x is not None)
 
     def add(self, step: Step, out: np.ndarray) -> None:
         """A forward of the interpreter: its output, [tokens, group, value_dim], and settles."""

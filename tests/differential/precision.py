@@ -11,16 +11,16 @@ Shapes are the interpreter's: [slots or 1, dims or 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.ir.axes import axes_of
-from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.evaluate import Scope as ExactScope
+from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce
 
 Array: TypeAlias = NDArray[np.float64]
@@ -512,7 +512,7 @@ def over_group(x: Range, how: str) -> Range:
 
 def may_precede(x: Range, tie: NDArray[np.int64]) -> Mask:
     """[n, n]: whether a may rank below b, NaN lowest, of equals the one with the smaller tie."""
-    lo, hi, nan, never = (y[:, None] for y in (x.lo, x.hi, x.nan, x.never))
+    lo, nan, never = (y[:, None] for y in (x.lo, x.nan, x.never))
     older = tie[:, None] < tie[None, :]
     below = ~never & ~x.never[None] & ((lo < x.hi[None]) | ((lo <= x.hi[None]) & older))
     return below | (nan & ~x.never[None]) | (nan & x.nan[None] & older)

@@ -7,7 +7,7 @@ alternatives, so that hypothesis shrinks towards them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import permutations
 from random import Random as Generator
@@ -24,6 +24,7 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     LayerRange,
+    Node,
     Number,
     Param,
     ParamRef,
@@ -34,7 +35,7 @@ from kvdsl.ir.nodes import (
     Select,
     Sketch,
 )
-from kvdsl.ir.visitors import expressions, walk
+from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
@@ -252,7 +253,9 @@ class Maker:
         if place.query and self.one_of(True, False):
             return self.dot(place)
         sketched = self.sketch and place.query and not place.attends and self.one_of(True, False)
-        body = self.value(place.deeper(dims=True, pools=False) if not sketched else replace(place.deeper(dims=True), sketched=True))
+        body = self.value(
+            place.deeper(dims=True, pools=False) if not sketched else replace(place.deeper(dims=True), sketched=True)
+        )
         if DIM not in axes_of(body):
             body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
         return Reduce(op=self.one_of(*FOLDS), axis=DIM, body=body, within="sketch" if sketched else "all")
@@ -281,16 +284,18 @@ class Maker:
             elif self.one_of(True, False):
                 default = fold_expression(self.fixed_number())
                 made.append(Param(name=name, default=default, unit=self.one_of(None, "tokens")))
-                self.known |= {name: value for value in [value_of(default, self.known)] if value is not None}
+                value = value_of(default, self.known)
+                if value is not None:
+                    self.known[name] = value
                 self.fixed.append(ParamRef(name=name))
         return made
 
-    def keeps(self, room: float) -> tuple[Keep, ...]:
-        """Up to three; static ones fit."""
+    def keeps(self, room: float, *, evicts: bool) -> tuple[Keep, ...]:
+        """Up to three; static ones fit. Without eviction only those by place have a meaning."""
         made: list[Keep] = []
         sizes = {"first": int(room // 3), "last": int(room // 2)}
         for _ in range(self.one_of(0, 1, 1, 2, 3)):
-            scope = self.one_of("last", "top", "first", "where")
+            scope = self.one_of("last", "top", "first", "where") if evicts else self.one_of("last", "first")
             if scope in sizes:
                 made.append(Keep(scope=scope, count=self.count(sizes[scope])))
             elif scope == "top":
@@ -365,7 +370,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if evicts:
         made["budget"], room = _budget(maker, made["params"])
         maker.fixed.append(Input(name="budget"))
-    made["keeps"] = maker.keeps(room) if evicts or selects else ()
+    made["keeps"] = maker.keeps(room, evicts=evicts) if evicts or selects else ()
     if evicts:
         made |= maker.eviction(room, compact=compact)
     if selects:
@@ -420,3 +425,55 @@ def _vector(leaf: Expr) -> str:
     if isinstance(leaf, Input) and leaf.name in ("q", "k", "v"):
         return "v" if leaf.name == "v" else "k"
     return ""
+
+
+# -- smaller ones --------------------------------------------------------------------------------------------------------
+
+
+def simpler(policy: Policy) -> Iterator[Policy]:
+    """Policies with one statement less, or a part of an expression in the place of the whole. They may not be legal."""
+    for name, info in Policy.model_fields.items():
+        if getattr(policy, name) != info.default and name not in (
+            "name",
+            "stem",
+            "doc",
+            "budget",
+            "score",
+            "keeps",
+            "params",
+        ):
+            yield policy.model_copy(update={name: info.default})
+    for index in range(len(policy.keeps)):
+        yield policy.model_copy(update={"keeps": policy.keeps[:index] + policy.keeps[index + 1 :]})
+    for index, param in enumerate(policy.params):
+        if not any(ParamRef(name=param.name) == part for expr in _all_expressions(policy) for part in walk(expr)):
+            yield policy.model_copy(update={"params": policy.params[:index] + policy.params[index + 1 :]})
+    yield from _with_smaller_parts(policy)
+
+
+def _all_expressions(node: Any) -> Iterator[Expr]:
+    for _, value in node:
+        for part in value if isinstance(value, tuple) else (value,):
+            if hasattr(part, "kind"):
+                yield part
+            elif isinstance(part, Node):
+                yield from _all_expressions(part)
+
+
+def _with_smaller_parts(node: Any) -> Iterator[Any]:
+    """Copies of a node in which one expression has become smaller."""
+    for name, value in node:
+        if isinstance(value, tuple):
+            for index, part in enumerate(value):
+                if isinstance(part, Node):
+                    for smaller in _smaller(part):
+                        yield node.model_copy(update={name: (*value[:index], smaller, *value[index + 1 :])})
+        elif isinstance(value, Node):
+            for smaller in _smaller(value):
+                yield node.model_copy(update={name: smaller})
+
+
+def _smaller(node: Node) -> Iterator[Node]:
+    if isinstance(node, (Call, Binary, Reduce, Pool)):
+        yield from children(node)
+    yield from _with_smaller_parts(node)

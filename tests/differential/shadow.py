@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvdsl.interp.attention import at_ranks
 from kvdsl.interp.evaluate import Scope as ExactScope
-from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
+from kvdsl.interp.evaluate import at_least_one, counted, evaluate_number, page_of
 from kvdsl.interp.head import Head
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
@@ -57,6 +57,10 @@ Doubt: TypeAlias = tuple[Mask, Mask]
 """Of slots: which perhaps, and which for certain."""
 
 FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
+
+
+class OutOfBounds(Exception):
+    """What lies where nothing should."""
 
 
 class Shadow:
@@ -106,7 +110,10 @@ class Shadow:
         scope = self._scope(self._visible(newest), newest)
         size = self.key.shape[1]
         by = self._per_query(
-            self.policy.sketch.by, scope, q, lambda expr, at: bounds(expr, at).map(lambda x: np.broadcast_to(x, (1, size))[0])
+            self.policy.sketch.by,
+            scope,
+            q,
+            lambda expr, at: bounds(expr, at).map(lambda x: np.broadcast_to(x, (1, size))[0]),
         )
         may, must = in_top(by, self.numbers.sketch_dims, -np.arange(size))
         self.undecided |= bool((may != must).any())
@@ -207,17 +214,14 @@ class Shadow:
         latest = np.full(len(position), newest) if window is None else np.minimum(newest, position + window - 1)
         return np.maximum(latest - position + 1, 0)
 
-    def live_scope(self, observed: int | None = None) -> Scope:
-        """What a settle's expressions see; `observed`: the newest query that has been, if it is not the newest token's."""
-        return self._scope(np.ones(len(self.position), dtype=bool), self.seen - 1, observed=observed)
+    def live_scope(self) -> Scope:
+        """What a settle's expressions see."""
+        return self._scope(np.ones(len(self.position), dtype=bool), self.seen - 1)
 
-    def _scope(
-        self, chosen: Mask, newest: int, prob: Range | None = None, logit: Range | None = None, observed: int | None = None
-    ) -> Scope:
+    def _scope(self, chosen: Mask, newest: int, prob: Range | None = None, logit: Range | None = None) -> Scope:
         position = self.position[chosen]
-        known = newest if observed is None else observed
         inputs = {name: rounded(value) for name, value in self.numbers.inputs().items()}
-        per_slot = {"position": position, "age": newest - position, "observed": self._observed(position, known)}
+        per_slot = {"position": position, "age": newest - position, "observed": self._observed(position, newest)}
         inputs |= {name: exactly(value).map(lambda x: x[:, None]) for name, value in per_slot.items()}
         inputs |= {"k": exactly(self.key[chosen]), "v": exactly(self.value[chosen])}
         inputs["live"] = exactly([[np.count_nonzero(self.position <= newest)]])
@@ -230,7 +234,7 @@ class Shadow:
             dims=self.key.shape[1],
             inputs=inputs,
             numbers=self._exact(live=inputs["live"].lo),
-            recall=lambda leaf: self._recall(leaf, chosen, known),
+            recall=lambda leaf: self._recall(leaf, chosen, newest),
             random=lambda: uniform(machine.seed, self.numbers.layer, machine.head_index, position, newest)[:, None],
         )
 
@@ -283,17 +287,17 @@ class Shadow:
         assert self.policy.select is not None
         visible = self._visible(newest)
         if np.isinf(self.numbers.select):
-            assert (chosen == visible).all(), "the interpreter does not attend to everything"
+            if (chosen != visible).any():
+                raise OutOfBounds("the interpreter's selection")
             return
-        (may, must), = protection([self], observed=newest - 1)
+        position = self.position[visible]
+        scope = self.live_scope()
+        places = [keep for keep in self.policy.keeps if keep.scope in ("first", "last")]
+        pinned = np.any([_by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
         by = self._per_query(self.policy.select.by, self._scope(visible, newest), q, bounds_of_slots)
-        may, must, position = may[visible], must[visible], self.position[visible]
         unit_of = page_of(position, self.numbers.page)
         units = np.unique(unit_of)
-        certain, perhaps = (np.array([mask[unit_of == unit].any() for unit in units]) for mask in (must, may))
-        if (certain != perhaps).any():
-            self.undecided = True
-            return
+        certain = np.array([pinned[unit_of == unit].any() for unit in units])
         count = at_least_one(self.numbers.select / self.numbers.page) - certain.sum()
         best = stack([highest(by[unit_of == unit]) for unit in units])
         others = ~certain
@@ -302,7 +306,8 @@ class Shadow:
             self.undecided = True
             return
         selected = np.concatenate([units[certain], units[others][does]])
-        assert (np.isin(unit_of, selected) == chosen[visible]).all(), "the interpreter's selection is out of bounds"
+        if (np.isin(unit_of, selected) != chosen[visible]).any():
+            raise OutOfBounds("the interpreter's selection")
 
 
 # -- who leaves ------------------------------------------------------------------------------------------------------------
@@ -371,32 +376,35 @@ def _order(shadow: Shadow, score: Range, may: Mask, must: Mask) -> Mask:
     return _before(score, *_reluctance(shadow, may, must), shadow.position)
 
 
-def protection(shadows: Sequence[Shadow], observed: int | None = None) -> list[Doubt]:
+def protection(shadows: Sequence[Shadow]) -> list[Doubt]:
     """Whom the keeps protect, per head."""
-    scopes = [shadow.live_scope(observed) for shadow in shadows]
+    scopes = [shadow.live_scope() for shadow in shadows]
     masks = [(np.zeros(scope.slots, dtype=bool), np.zeros(scope.slots, dtype=bool)) for scope in scopes]
     for keep in shadows[0].policy.keeps:
-        for index, (may, must) in enumerate(_kept(keep, shadows, scopes, share=observed is None)):
+        for index, (may, must) in enumerate(_kept(keep, shadows, scopes)):
             masks[index] = (masks[index][0] | may, masks[index][1] | must)
     return masks
 
 
-def _kept(keep: Keep, shadows: Sequence[Shadow], scopes: Sequence[Scope], share: bool) -> list[Doubt]:
-    counts = [0.0 if keep.count is None else evaluate_number(keep.count, scope.numbers) for scope in scopes]
-    places = [shadow.position for shadow in shadows]
-    if keep.scope in ("first", "last"):
-        exact = [(first if keep.scope == "first" else last)(place, n) for place, n in zip(places, counts, strict=True)]
+def _kept(keep: Keep, shadows: Sequence[Shadow], scopes: Sequence[Scope]) -> list[Doubt]:
+    if keep.by is None:
+        exact = [_by_place(keep, shadow.position, scope) for shadow, scope in zip(shadows, scopes, strict=True)]
         return [(mask, mask) for mask in exact]
-    assert keep.by is not None
     by = [bounds_of_slots(keep.by, scope) for scope in scopes]
-    if keep.scope == "top":
-        by = _agreed(by, shadows, lambda x: fold("mean", x, 0)[0]) if share else by
-        tops = [np.floor(n) if n > 0 else 0.0 for n in counts]
-        return [in_top(one, n, place) for one, n, place in zip(by, tops, places, strict=True)]
+    if keep.count is not None:
+        by = _agreed(by, shadows, lambda x: fold("mean", x, 0)[0])
+        tops = [counted(evaluate_number(keep.count, scope.numbers)) for scope in scopes]
+        return [in_top(one, n, shadow.position) for one, n, shadow in zip(by, tops, shadows, strict=True)]
     truths = [holds(one) for one in by]
     ranges = [Range(surely.astype(float), perhaps.astype(float), np.zeros(len(surely), bool)) for surely, perhaps in truths]
-    ranges = _agreed(ranges, shadows, lambda x: fold("max", x, 0)[0]) if share else ranges
+    ranges = _agreed(ranges, shadows, lambda x: fold("max", x, 0)[0])
     return [(one.hi > 0, one.lo > 0) for one in ranges]
+
+
+def _by_place(keep: Keep, position: Indices, scope: Scope) -> Mask:
+    """Whom `keep first` or `keep last` protects."""
+    assert keep.count is not None
+    return (first if keep.scope == "first" else last)(position, evaluate_number(keep.count, scope.numbers))
 
 
 def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:

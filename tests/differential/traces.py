@@ -3,8 +3,10 @@
 The rule (design: "what good means here"). At each step the interpreter starts from the backend's own keys, values, positions,
 columns and sketches. Kept sets must be equal and columns agree to float32's precision. Where they do not, the step is repeated on
 ranges (`shadow`), which bound what float32 arithmetic may compute from that very state: if a column lies outside, or if no order
-of eviction within the bounds frees just these slots, the backend is wrong. Else a threshold, a score or the boundary of a scope
-lies within precision: the step is *near*, and counted. No tolerance is chosen for any policy.
+of eviction within the bounds frees just these slots, the backend is wrong. If not, and kept sets, sketches or columns with a
+threshold in them differ, then a threshold, a score or the boundary of a scope lies within precision: the step is *near*, and
+counted. (Columns may also differ because an expression amplifies rounding errors; then they agree to its precision.) No tolerance
+is chosen for any policy.
 """
 
 from __future__ import annotations
@@ -24,8 +26,9 @@ from torch import Tensor
 from kvdsl.emit.package import package
 from kvdsl.interp import Call, Head, Layer, Step, resolve
 from kvdsl.interp.rotation import Rope as ExactRope
-from kvdsl.ir.nodes import Policy
+from kvdsl.ir.nodes import Expr, Policy
 from kvdsl.ir.printer import print_policy
+from kvdsl.ir.visitors import walk
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
@@ -36,7 +39,7 @@ from kvdsl.runtime.spec import PolicySpec
 from .harness import INPUTS, OUT_TOLERANCE
 from .precision import Range, choose, exactly, widened
 from .random_policies import mixes_dims
-from .shadow import Settle, Shadow
+from .shadow import OutOfBounds, Settle, Shadow
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -163,9 +166,7 @@ def spec_of(policy: Policy, files: Mapping[str, str] | None = None) -> PolicySpe
 # -- traces --------------------------------------------------------------------------------------------------------------
 
 
-def run_policy(
-    policy: Policy, backend: Any, trace: Trace, *, spec: PolicySpec | None = None, check: bool = False
-) -> Tally:
+def run_policy(policy: Policy, backend: Any, trace: Trace, *, spec: PolicySpec | None = None, check: bool = False) -> Tally:
     """One trace of one policy on a backend.
 
     Args:
@@ -221,7 +222,11 @@ class Run:
     def _call(self, real: Tensor) -> AttentionCall:
         trace, (batch, tokens) = self.trace, real.shape
         heads = trace.kv_heads * trace.group
-        shapes = [(heads, trace.head_dim), (trace.kv_heads, trace.head_dim), (trace.kv_heads, trace.value_dim or trace.head_dim)]
+        shapes = [
+            (heads, trace.head_dim),
+            (trace.kv_heads, trace.head_dim),
+            (trace.kv_heads, trace.value_dim or trace.head_dim),
+        ]
         query, key, value = (
             torch.from_numpy(INPUTS[trace.inputs](self.rng, (batch, n, tokens, dim))).to(trace.dtype) for n, dim in shapes
         )
@@ -288,7 +293,7 @@ class Run:
             if problem:
                 tally.failures.append(f"row {row} at head-step {tally.steps}: {problem}")
             else:
-                tally.near += differing
+                tally.near += step.near
         if self.check:
             tally.checked += len(after)
             tally.undecided += len(after) * step.undecided
@@ -313,17 +318,20 @@ class RowStep:
             for t in range(q.shape[1]):
                 self.tokens.append((layer.decode(heads, q[:, t], k[:, t], v[:, t]), [head.sketch for head in heads]))
             self.outs = np.stack([[step.out for step in steps] for steps, _ in self.tokens], axis=1)
+        self.near = 0
         self.undecided = False
 
     # -- without ranges --------------------------------------------------------------------------------------------------
 
     def differing(self, after: Sequence[Head], outs: Array, tolerance: float) -> int:
         """How many heads do not agree with a backend's."""
+        self.near = 0
         return sum(not self._same(index, head, outs[index], tolerance) for index, head in enumerate(after))
 
     def _same(self, index: int, after: Head, out: Array, tolerance: float) -> bool:
         head = self.heads[index]
         if set(after.position.tolist()) != set(head.position.tolist()) or not _equal(after.sketch, head.sketch):
+            self.near += 1
             return False
         order = _places(head.position, after.position)
         shadow = Shadow(self.layer.machines[index], after)
@@ -333,14 +341,24 @@ class RowStep:
                 valid = shadow.ring_places(column)
                 got, expected = (x[:, : valid.shape[1]][valid] for x in (got, expected))
             if not np.allclose(got, expected, rtol=10 * CLOSE, atol=CLOSE, equal_nan=True):
+                self.near += _jumps(column.body)
                 return False
-        return _close(out, self.outs[index], tolerance)
+        if not _close(out, self.outs[index], tolerance):
+            self.near += 1
+            return False
+        return True
 
     # -- on ranges -------------------------------------------------------------------------------------------------------
 
     @np.errstate(all="ignore")
     def problem(self, after: Sequence[Head], outs: Array, tolerance: float) -> str | None:
         """What no rounding explains."""
+        try:
+            return self._problem(after, outs, tolerance)
+        except OutOfBounds as found:
+            return f"{found} is out of bounds"
+
+    def _problem(self, after: Sequence[Head], outs: Array, tolerance: float) -> str | None:
         shadows = [Shadow(machine, head) for machine, head in zip(self.layer.machines, self.start, strict=True)]
         bounds: list[list[Range]] = [[] for _ in shadows]
         for number, (steps, sketches) in enumerate(self.tokens):
@@ -486,6 +504,12 @@ def _ropes(trace: Trace) -> tuple[Rope | None, ExactRope | None]:
     inv_freq = 10.0 ** -np.arange(pairs, dtype=np.float64)
     layout: Any = "interleaved" if trace.rope == "interleaved" else "half"
     return Rope(torch.from_numpy(inv_freq), layout, offset), ExactRope(inv_freq, layout, offset)
+
+
+def _jumps(body: Expr) -> bool:
+    """Whether a small change of what it reads may change the value by much."""
+    steps = ("<", "<=", ">", ">=", "==", "!=", "%", "floor", "ceil")
+    return any(getattr(part, "op", None) in steps or getattr(part, "function", None) in steps for part in walk(body))
 
 
 def _places(of: Indices, wanted: Indices) -> list[int]:

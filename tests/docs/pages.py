@@ -1,8 +1,9 @@
 """The documents, their code blocks, and what the blocks print.
 
 Blocks are told apart by their language: `kv` (a file if its first line is `kv 1`, else statements of a policy), `python`, `console`
-(commands after `$ `, each followed by what it prints), `shell` (commands that tests do not run) and `text`. A `text` block that
-follows a `python` block is what that prints. In what is printed, `...` stands for anything. `title="NAME"` saves a block as a file.
+(commands after `$ `, each followed by what it prints; `# exits with 1` says that it finds something), `shell` (commands that tests do
+not run) and `text`. A `text` block that follows a `python` block is what that prints. In what is printed, `...` stands for
+anything. `title="NAME"` saves a block as a file.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def play(text: str) -> Iterator[Printed]:
     """Save, run and type everything that a page shows, in the current folder, one after the other.
 
     Raises:
-        AssertionError: for a command whose exit code is not 0.
+        AssertionError: for a command whose exit code is not 0, or not the one that it is said to have.
         Exception: whatever a program raises.
     """
     names: dict[str, Any] = {"__name__": "page"}
@@ -124,11 +125,12 @@ def _session(block: Block) -> Iterator[Printed]:
 
 
 def command(line: str) -> str:
-    """What `kvdsl LINE` prints on its standard output."""
+    """What `kvdsl LINE` prints, errors included."""
+    line, _, expected = line.partition("# exits with ")
     with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.redirect_stderr(io.StringIO()) as err:
         code = main(shlex.split(line))
-    assert code == 0, f"kvdsl {line}\n{out.getvalue()}\n{err.getvalue()}"
-    return out.getvalue()
+    assert code == int(expected or 0), f"kvdsl {line}\n{out.getvalue()}\n{err.getvalue()}"
+    return out.getvalue() if code == 0 else out.getvalue() + err.getvalue()
 
 
 def forget_packages() -> None:

@@ -74,7 +74,7 @@ def run(policy: str, backend: str) -> None:
     assert cache.get_seq_length() == TOKENS + 300
 
 
-@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
+@pytest.mark.parametrize("policy", ["h2o", "roco", "window"])
 def test_two_thousand_tokens(policy: str) -> None:
     run(policy, "cpu")
 

@@ -295,16 +295,6 @@ def sparcas(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, [token])
 
 
-def roco_sparcas(cache: Cache, token: int) -> list[int]:
-    """What RoCo protects, as the query before left it, and the newest are certain."""
-    refresh(cache, token, dims=2)
-    if token < cache.method.prompt:
-        return []
-    known = [slot for slot in cache.kept if slot != token]
-    varying = sorted(known, key=lambda slot: (cache.deviation(slot), slot))[-5:]
-    return by_sketch(cache, token, 9, [*varying, token])
-
-
 def quest(cache: Cache, token: int) -> list[int]:
     """Pages of 16 by the largest dot product that their smallest and largest keys allow, 3 of them with the recent ones'."""
     pages: dict[int, list[int]] = {}
@@ -375,10 +365,10 @@ METHODS: dict[str, Method] = {
     "roco_sparcas": Method(
         lambda cache: roco(cache, 5),
         14,
-        {"budget": 14, "protect": 5, "tokens": 9, "dims": 2},
+        {"budget": 14, "protect": 5, "tokens": 6, "dims": 2},
         prompt=20,
         tokens=100,
         layer=2,
-        chosen=roco_sparcas,
+        chosen=sparcas,
     ),
 }

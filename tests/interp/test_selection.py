@@ -242,25 +242,19 @@ def test_nothing_protects_the_newest_but_a_keep() -> None:
     np.testing.assert_allclose(step.out, softmax(q[4] @ k[:2].T) @ v[:2])
 
 
-def test_keeps_that_read_queries_are_as_the_query_before_left_them() -> None:
-    """`keep top 2 by mean(attn)`: the mean over the queries before this one, of which the newest token has none."""
-    policy = keeping(top(2, queries("mean", ATTN)), where(binary(read("observed"), "==", num(3))), select=select(3, num(0)))
-    for form in (policy, add_columns(policy)):
-        interpreter, head = start(form, prompt=6)
+def test_scopes_and_conditions_do_not_select() -> None:
+    """`keep top` and `keep where` protect from eviction only; `keep first` and `keep last` are selected whatever they rank."""
+    scopes = (top(2, queries("mean", ATTN)), where(binary(read("observed"), "==", num(3))))
+    latest = keeping(*scopes, select=select(3, POSITION))
+    ends = keeping(
+        *scopes, first(1), last(1), select=select(3, binary(num(0), "-", call("abs", binary(POSITION, "-", num(5)))))
+    )
+    for policy in (latest, ends, add_columns(latest), add_columns(ends)):
+        interpreter, head = start(policy)
         q, k, v = trace(14)
-        given: list[list[float]] = []
         for token in range(14):
-            means = [sum(x) / len(x) for x in given]
-            protected = {*sorted(range(token), key=lambda slot: means[slot])[-2:], *([token - 3] if token >= 3 else [])}
-            others = [slot for slot in range(token, -1, -1) if slot not in protected]  # all rank equal: the newer first
-            slots = sorted([*protected, *others[: max(0, 3 - len(protected))]])
             step = interpreter.decode(head, q[token], k[token], v[token])
-            assert np.flatnonzero(step.selected).tolist() == slots
-            given.append([])
-            probs = np.zeros(token + 1)
-            probs[slots] = softmax(q[token] @ k[slots].T).mean(axis=0)
-            for slot in range(token + 1):
-                given[slot].append(probs[slot])
+        assert np.flatnonzero(step.selected).tolist() == ([0, 5, 13] if first(1) in policy.keeps else [11, 12, 13])
 
 
 def test_selecting_from_what_eviction_left() -> None:

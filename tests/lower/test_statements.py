@@ -218,8 +218,6 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
     [
         ("victims shared by heads", "`victims shared by heads`"),
         ("victims shared by layers", "`victims shared by layers`"),
-        ("cap hard", "`cap hard`"),
-        ("positions compact", "`positions compact`"),
         ("select top 4 by dot(q, k)", "`select`"),
         ("pages 4\nselect top 4 by sum(q * max(k over page) over dims)", "`select`, `pages`"),
         ("sketch top 2 dims by abs(q) every 2 queries\nselect top 4 by dot(q, k over sketch)", "`select`, `sketch`"),

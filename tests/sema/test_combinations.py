@@ -454,9 +454,14 @@ def test_keeps_fit_into_what_is_selected() -> None:
     found = only(body("select top 64 by age", "keep first 60", "keep last 10"), "KV0404")
     assert (found.message, found.help) == (message, "protect fewer, or select more")
     assert [label.span.text for label in found.labels] == ["keep last 10", "64"]
-    found = only(body("param budget = 512", "score age", "select top 64 by age", "keep top 65 by age"), "KV0404")
-    assert found.message == "`keep top 65 by age` protects 65 tokens, but the number of selected tokens is 64"
     assert policy("select top 64 by age", "keep first 63").select is not None
+
+
+def test_a_scope_protects_from_eviction_only() -> None:
+    assert policy("param budget = 512", "score age", "select top 64 by age", "keep top 65 by age").select is not None
+    for statement in ("keep top 3 by age", "keep where position < prompt"):
+        message = f"without a budget nothing is evicted, so `{' '.join(statement.split()[:2])}` has no meaning"
+        refused("KV0402", message, statement, "add `param budget = 512`, say", "select top 64 by age", statement)
 
 
 # -- warnings ----------------------------------------------------------------------------------------------------------

@@ -96,7 +96,7 @@ def _over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
     if HOW == "max":
         return largest(x, inside, 0)
     summed = tl.sum(tl.where(inside, x, 0.0), 0)
-    return tl.div_rn(summed, G) if HOW == "mean" else summed
+    return tl.div_rn(summed, 1.0 * G) if HOW == "mean" else summed
 
 
 # -- the new token -----------------------------------------------------------------------------------------------------
@@ -110,12 +110,6 @@ def free_slot(first_free, held, pair, slots, splits, S_PAD: tl.constexpr):
     found = tl.load(held + pair * splits + s, mask=s < splits, other=0)
     # There always is one, unless somebody wrote into the cache's tensors; then at least write nothing outside of them.
     return tl.minimum(tl.min(first, 0), slots - 1), tl.sum(found, 0)
-
-
-@triton.jit
-def copy(to, x, mask):
-    """Store a vector in another's dtype."""
-    tl.store(to, x.to(to.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -156,13 +150,13 @@ def modulo(a, b):
 @triton.jit
 def power(x, y):
     """x to the power y, in double precision, as C has it."""
-    base, exponent = x.to(tl.float64), y.to(tl.float64)
+    base, exponent = tl.cast(x, tl.float64), tl.cast(y, tl.float64)
     size = tl.exp(exponent * tl.log(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
     odd = whole & (tl.floor(exponent * 0.5) * 2 != exponent)
     signed = tl.where(base < 0, tl.where(whole, tl.where(odd, -size, size), float("nan")), size)
     one = (exponent == 0) | (base == 1) | ((base == -1) & (tl.abs(exponent) == float("inf")))
-    return tl.where(one, 1.0, signed).to(tl.float32)
+    return tl.where(one, 1.0, signed)
 
 
 @triton.jit
@@ -341,7 +335,7 @@ def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
     """The position from which on tokens are among the last n; above the newest for none."""
     from_here = newest + 1
     if n >= live:
-        from_here = 0 * newest
+        from_here = 0
     elif n == 1:
         from_here = newest
     elif n > 0:
@@ -397,10 +391,10 @@ def evict(
     BLOCK: tl.constexpr,
 ):
     """Free the `leaving` slots that leave first."""
-    done = False
+    done = 0
     if leaving == 1:
         done = _evict_one(position, scores, kept, slots, tops, TOPS, BLOCK)
-    if not done:
+    if done == 0:
         for t in tl.static_range(TOPS):
             _protect_top(position, scores + (1 + t) * slots, kept, slots, newest, tops[t], BLOCK)
         free = _above(position, scores, kept, slots, newest, INT_MIN, INT_MAX, "free", BLOCK)
@@ -414,9 +408,9 @@ def evict(
 @triton.jit
 def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
     """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
-    protected; while it proves protected, take the next. False if it is not found in a few tries."""
-    done, tries = False, 0
-    while (tries < TRIES) & (not done):
+    protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1."""
+    done, tries = 0, 0
+    while (tries < TRIES) & (done == 0):
         slot = _lowest(position, scores, kept, slots, BLOCK)
         leaves = slot >= 0
         own = tl.maximum(slot, 0)
@@ -429,7 +423,7 @@ def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: t
         elif slot >= 0:
             tl.store(kept + own, 1)
             tl.debug_barrier()
-        done = leaves
+        done = leaves.to(tl.int32)
         tries = tl.where(slot >= 0, tries + 1, TRIES)
     return done
 
@@ -472,9 +466,9 @@ def _evict_lowest(position, scores, kept, slots, newest, n, members, OF: tl.cons
 @triton.jit
 def _cut(position, x, kept, slots, newest, n, OF: tl.constexpr, BLOCK: tl.constexpr):
     """The rank and position above which there are n slots, or all of them if they are fewer: bit by bit, a count for each."""
-    low, high = INT_MIN + 0 * newest, INT_MAX + 0 * newest  # more than n above low (or all), at most n above high
-    after = INT_MAX + 0 * newest
-    found = 0 * newest  # above high
+    low, high = INT_MIN, INT_MAX  # more than n above low (or all), at most n above high
+    after = newest
+    found = 0  # above high
     while (low < high - 1) & (found != n):
         middle = (low & high) + ((low ^ high) >> 1)
         above = _above(position, x, kept, slots, newest, middle, INT_MAX, OF, BLOCK)
@@ -483,7 +477,7 @@ def _cut(position, x, kept, slots, newest, n, OF: tl.constexpr, BLOCK: tl.conste
         else:
             high, found = middle, above
     if found < n:  # of those that rank equal, the newer
-        oldest = -1 + 0 * newest
+        oldest = -1
         while oldest < after:
             middle = oldest + (after - oldest) // 2
             above = _above(position, x, kept, slots, newest, high, middle, OF, BLOCK)

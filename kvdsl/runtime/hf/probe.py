@@ -39,6 +39,7 @@ KEEP_EVERYTHING = PolicySpec(
     reads_attention=False,
     torch_kernels=None,
     cpu_source=Path(),
+    triton_source=Path(),
 )
 
 

@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
-#define KVDSL_ABI 2
+#define KVDSL_ABI 3
 
 // What a policy's functions are called for the loader. Whoever compiles several policies as one unit defines it anew
 // before including each.
@@ -31,6 +31,9 @@ struct DecodeArgs {
   const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
   const double* params;  // [B, P] the policy's numbers, null when it has none
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
+  int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
+  const float* near;     // the tables of kvdsl/rotate.hpp; null unless positions are compact and the model rotates
+  const float* far;
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
@@ -46,6 +49,9 @@ struct DecodeArgs {
   int32_t layer;        // with head_offset + head, seed and position the key of random()
   int32_t head_offset;  // the first KV head's number in the whole model (tensor parallelism)
   int32_t threads;
+  int32_t rope_pairs;        // see kvdsl/rotate.hpp
+  int32_t rope_offset;
+  int32_t rope_interleaved;  // 0 or 1
   uint32_t seed;
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none

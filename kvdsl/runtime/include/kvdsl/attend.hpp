@@ -9,6 +9,7 @@
 #include <type_traits>
 
 #include "head.hpp"
+#include "rotate.hpp"
 #include "simd.hpp"
 
 namespace kvdsl {
@@ -106,6 +107,10 @@ struct Dtype {
               int64_t out_stride);
   // A row of n as floats: in order, and in pairs with zeros behind.
   void (*read)(const void* row, int n, float* plain, float* pairs);
+  // n floats that are in order, in pairs with zeros behind.
+  void (*pack)(const float* plain, int n, float* pairs);
+  // Rows as floats, in order, turned; see rotate.hpp.
+  void (*turn)(const void* const* rows, int count, int n, const int32_t* by, const Rope& rope, float* to, int64_t stride);
   // And back: pairs, scaled, into a row of n.
   void (*write)(const float* pairs, float scale, int n, void* row);
 };
@@ -144,13 +149,19 @@ void read_row(const void* row, int n, float* plain, float* pairs) {
 }
 
 template <class T>
+void pack_row(const float* plain, int n, float* pairs) {
+  std::memset(pairs, 0, sizeof(float) * static_cast<std::size_t>((n + pair - 1) / pair * pair));
+  for (int d = 0; d < n; ++d) pairs[place_of<T>(d)] = plain[d];
+}
+
+template <class T>
 void write_row(const float* pairs, float scale, int n, void* row) {
   T* const to = static_cast<T*>(row);
   for (int d = 0; d < n; ++d) to[d] = from_float<T>(pairs[place_of<T>(d)] * scale);
 }
 
 template <class T>
-constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, write_row<T>};
+constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, pack_row<T>, turn_rows<T>, write_row<T>};
 
 // A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
 [[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {

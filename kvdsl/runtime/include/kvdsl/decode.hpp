@@ -72,6 +72,7 @@ struct Steps {
   int scratch_columns;
   bool needs_attn;
   bool needs_logit;
+  bool hard_cap;
   void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
   void (*place)(const Slot&);
   void (*observe)(const Query&, const void* keys, const void* values);
@@ -93,6 +94,7 @@ constexpr Steps steps = {dtype<T>,
                          Policy::scratch_columns,
                          Policy::needs_attn,
                          Policy::needs_logit,
+                         Policy::hard_cap,
                          reduce_group<Policy::group>,
                          Policy::place,
                          observe<T, Policy>,
@@ -119,6 +121,9 @@ struct Workspace {
   float* ones;         // [group]
   float* sums;         // [chunks, group, out_stride] the weighted sums of the values
   char* zeros;         // stands for the row of a slot that is not visible
+  float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
+  float* turned_query; // [chunks, group, query_stride]
+  float* turned_keys;  // [chunks, block, query_stride]
 
   [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena) {
     // Few enough chunks to combine cheaply, small enough to share.
@@ -144,6 +149,10 @@ struct Workspace {
     inverses = arena.take<float>(args.group);
     ones = arena.take<float>(args.group);
     sums = arena.take<float>(chunks * args.group * out_stride);
+    const int turning = args.near ? chunks : 0;
+    ordered = arena.take<float>((turning ? args.group : 0) * query_stride);
+    turned_query = arena.take<float>(turning * args.group * query_stride);
+    turned_keys = arena.take<float>(turning * block * query_stride);
     zeros = arena.take<char>(longest * steps.dtype.size);
     if (!zeros) return;
     std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype.size));
@@ -170,6 +179,23 @@ struct Workspace {
   return first;
 }
 
+// After slots were freed, the tokens behind each gap move up by one.
+[[gnu::noinline]] inline void close_gaps(const int32_t* position, int32_t* rank, int slots) {
+  for (;;) {
+    int freed = INT_MAX;
+#pragma omp simd reduction(min : freed)
+    for (int i = 0; i < slots; ++i) {
+      const int here = (position[i] < 0) & (rank[i] >= 0) ? i : INT_MAX;
+      freed = here < freed ? here : freed;
+    }
+    if (freed == INT_MAX) return;
+    const int32_t gap = rank[freed];
+    rank[freed] = -1;
+#pragma omp simd
+    for (int i = 0; i < slots; ++i) rank[i] -= rank[i] > gap;
+  }
+}
+
 // One KV head of one row.
 class Unit {
  public:
@@ -185,6 +211,7 @@ class Unit {
   [[gnu::noinline]] bool place(int t) {
     placed_ = false;
     if (args_.real && !args_.real[int64_t{row_} * args_.tokens + t]) return false;
+    if (steps_.hard_cap) make_room();
     const int slot = find_free_slot(position_, args_.slots, live_);
     if (slot == INT_MAX) {
       status_ |= no_free_slot;
@@ -194,6 +221,7 @@ class Unit {
     newest_ = next_++;
     oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
     position_[slot] = newest_;
+    if (rank_) rank_[slot] = live_ - 1;
 
     const char* const k = token(args_.key, args_.key_stride, head_, t);
     const char* const v = token(args_.value, args_.value_stride, head_, t);
@@ -209,6 +237,7 @@ class Unit {
     for (int g = 0; g < args_.group; ++g) {
       steps_.dtype.read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
+      if (args_.near) dtype<float>.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     return placed_ = true;
   }
@@ -219,10 +248,7 @@ class Unit {
     for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
     for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
       const Rows rows = rows_of(keys_, args_.key_dim, from);
-      if (rows.any) {
-        steps_.dtype.dot(work_.query, work_.query_stride, args_.group, rows.row, args_.key_dim, work_.weights + from,
-                         work_.slot_stride);
-      }
+      if (rows.any) dot(chunk, from, rows);
       for (int g = 0; g < args_.group; ++g) {
         tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
                                 tops[g]);
@@ -306,6 +332,7 @@ class Unit {
     values_ = static_cast<char*>(args.values) + size(first * args.value_dim);
     position_ = args.position + first;
     state_ = args.state ? args.state + first : nullptr;
+    rank_ = args.rank ? args.rank + first : nullptr;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
     next_ = args.seen[row_];
   }
@@ -319,6 +346,67 @@ class Unit {
   }
 
   const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
+
+  // The scores of a block of rows.
+  void dot(int chunk, int from, const Rows& rows) const {
+    float* const scores = work_.weights + from;
+    const int64_t stride = work_.query_stride, to = work_.slot_stride;
+    const Turns turns = args_.near ? turns_of(from, rows) : Turns{};
+    if (!turns.differ && turns.most == 0) {
+      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, args_.key_dim, scores, to);
+    } else if (!turns.differ) {
+      const float* const query = query_turned_back(chunk, turns.most);
+      steps_.dtype.dot(query, stride, args_.group, rows.row, args_.key_dim, scores, to);
+    } else {
+      float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
+      const void* row[block];
+      for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
+      steps_.dtype.turn(rows.row, block, args_.key_dim, turns.by, rope(), keys, stride);
+      dtype<float>.dot(work_.ordered, stride, args_.group, row, args_.key_dim, scores, to);
+    }
+  }
+
+  // By how many positions the visible keys of a block must come nearer: those that were evicted between them and the
+  // query. They are the same for tokens that are still together; most often none.
+  struct Turns {
+    int32_t by[block];
+    int32_t most = 0;
+    bool differ = false;
+  };
+
+  Turns turns_of(int from, const Rows& rows) const {
+    Turns turns;
+    const int n = args_.slots - from < block ? args_.slots - from : block;
+    const int between = newest_ - (live_ - 1);  // evicted before the query's token
+    int32_t most = 0, least = INT_MAX;
+    for (int i = 0; i < n; ++i) {
+      const int32_t by = between - (position_[from + i] - rank_[from + i]);
+      turns.by[i] = rows.visible[i] ? by : 0;
+      most = rows.visible[i] && by > most ? by : most;
+      least = rows.visible[i] && by < least ? by : least;
+    }
+    for (int i = n; i < block; ++i) turns.by[i] = 0;
+    turns.most = most;
+    turns.differ = least != most;
+    return turns;
+  }
+
+  const float* query_turned_back(int chunk, int by) const {
+    float* const turned = work_.turned_query + int64_t{chunk} * args_.group * work_.query_stride;
+    float* const plain = work_.turned_keys + int64_t{chunk} * block * work_.query_stride;
+    for (int g = 0; g < args_.group; ++g) {
+      std::memcpy(plain, ordered_query(g), sizeof(float) * static_cast<std::size_t>(args_.key_dim));
+      turn(plain, by, -1.0f, rope());
+      steps_.dtype.pack(plain, args_.key_dim, turned + g * work_.query_stride);
+    }
+    return turned;
+  }
+
+  Rope rope() const {
+    return {args_.near, args_.far, args_.rope_pairs, args_.rope_offset, args_.rope_interleaved != 0};
+  }
+
+  float* ordered_query(int g) const { return work_.ordered + g * work_.query_stride; }
 
   // Behind the last slot the arrays of slots go on to a whole block.
   int end_of(int chunk) const {
@@ -378,11 +466,19 @@ class Unit {
     steps_.observe(query, keys_, values_);
   }
 
-  void settle() {
+  // Under a hard cap, what one more token would exceed leaves before it is placed.
+  void make_room() {
+    find_free_slot(position_, args_.slots, live_);
+    newest_ = next_ - 1;
+    if (live_ > 0) settle(true);
+  }
+
+  void settle(bool before_placing = false) {
     Slots slots;
     fill(slots, 0);
-    Head head(slots, position_, work_.ranks);
+    Head head(slots, position_, work_.ranks, before_placing);
     steps_.settle(head);
+    if (rank_) close_gaps(position_, rank_, args_.slots);
   }
 
   const DecodeArgs& args_;
@@ -393,6 +489,7 @@ class Unit {
   char* values_;
   int32_t* position_;
   float* state_;
+  int32_t* rank_;
   int64_t column_stride_;
   int next_;  // the position of the row's next token
   int newest_ = -1, oldest_ = 0, live_ = 0;

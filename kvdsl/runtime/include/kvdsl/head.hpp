@@ -31,6 +31,7 @@ struct Policy {
   static constexpr Group group = Group::mean;
   static constexpr bool needs_attn = false;
   static constexpr bool needs_logit = false;
+  static constexpr bool hard_cap = false;    // whether room is made before a token is placed
   static void place(const Slot&) {}
   static void observe(const Query&) {}
   static void settle(Head&) {}
@@ -254,18 +255,21 @@ class Head : public Slots {
   // The workspace for ranks: `rank_rows` rows of `work_stride` integers.
   static constexpr int rank_rows = 3;
 
-  Head(const Slots& slots_of, int32_t* positions, int32_t* rows)
+  // `before_placing`: under a hard cap, room is made for one more token.
+  Head(const Slots& slots_of, int32_t* positions, int32_t* rows, bool before_placing)
       : Slots(slots_of), places_(positions), ranks_(rows), marks_(rows + work_stride),
-        top_ranks_(rows + 2 * work_stride) {}
+        top_ranks_(rows + 2 * work_stride), coming_(before_placing ? 1 : 0) {}
 
   // How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or
-  // with max_drop by so many at a time, to no more than budget + slack.
+  // with max_drop by so many at a time, to no more than budget + slack. Before a token is placed, it counts as live, and
+  // any must leave only if it exceeds budget + slack.
   int overflow(int budget, int trigger = 1, int slack = 0, int max_drop = 0) const {
-    if (trigger <= 0 || live - budget < trigger) return 0;
-    if (max_drop <= 0) return live - budget;
-    const int target = live - max_drop > budget ? live - max_drop : budget;
+    const int held = live + coming_;
     const int most = slack < INT_MAX - budget ? budget + slack : INT_MAX;
-    return live - (target < most ? target : most);
+    if (coming_ ? held <= most : trigger <= 0 || held - budget < trigger) return 0;
+    if (max_drop <= 0) return held - budget;
+    const int target = held - max_drop > budget ? held - max_drop : budget;
+    return held - (target < most ? target : most);
   }
 
   void protect_first(int n) {
@@ -324,6 +328,7 @@ class Head : public Slots {
   Rank* ranks_;      // the scores' ranks; above_all where a slot is no candidate
   int32_t* marks_;   // 1 where protected; not valid before clear_marks()
   Rank* top_ranks_;
+  int coming_;  // 1 before a token is placed
   bool marked_ = false;
   int first_ = -1;       // positions up to this one are protected
   int last_ = INT_MAX;   // and from this one on

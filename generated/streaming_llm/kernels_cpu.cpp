@@ -1,0 +1,47 @@
+// StreamingLLM: one decode step on the CPU.
+//
+// Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
+//
+// Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
+//
+// Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, section 3.2. A text may be longer than any
+// that the model was trained on: the newest token always stands at position `live - 1`.
+//
+// The lowest leaves first: position
+// keep first sinks
+// keep last 1
+#include <kvdsl/decode.hpp>
+
+namespace {
+
+struct StreamingLLMPolicy : kvdsl::Policy {
+  struct Number {
+    enum { sinks, capacity };
+  };
+  static constexpr int scratch_columns = 1;
+
+  static void settle(kvdsl::Head& head) {
+    const int leaving = head.overflow(kvdsl::count(head.param(Number::capacity)));
+    if (leaving == 0) return;
+    float* const score = head.scratch(0);
+#pragma omp simd
+    for (int i = 0; i < head.slots; ++i) {
+      score[i] = static_cast<float>(head.position[i]);
+    }
+    head.protect_first(kvdsl::count(head.param(Number::sinks)));
+    head.protect_last(1);
+    head.evict(score, leaving);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, StreamingLLMPolicy>(*args); }
+int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, StreamingLLMPolicy>(*args); }
+int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, StreamingLLMPolicy>(*args); }
+int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<StreamingLLMPolicy>(*args, attn);
+}
+int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
+}

@@ -1,0 +1,426 @@
+"""Expressions as Triton: what a generated `kernels_triton.py` computes, in the second launch of a decode step.
+
+A value over slots is a block of floats in a loop over the slots; numbers per row are doubles. A reduction over slots is hoisted
+into a loop of its own. `kvdsl/runtime/gpu/ops.py` has what the text calls.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import ClassVar
+
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Input,
+    Keep,
+    Number,
+    ParamRef,
+    Policy,
+    Random,
+    Reduce,
+    RingRef,
+)
+from kvdsl.ir.visitors import children, walk
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, literal, pair, reads
+from kvdsl.lower.spelling import size_of, spelled
+
+# Python's precedence, with & and | for conditions (they bind tighter than comparisons).
+_STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
+_STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
+_UNARY = 8
+_INT_MAX = 2**31 - 1
+_INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
+_SLOTS = {"visible": "visible = (pos >= 0) & (now - pos < window)", "cached": "cached = pos >= 0"}
+_OVER_DIMS = {"sum": "ops.total", "mean": "ops.mean", "var": "ops.var", "max": "ops.largest", "min": "ops.least"}
+_OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
+
+
+class _TritonPrinter(Printer):
+    strength = _STRENGTH
+    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
+    negation = ("-", _UNARY)
+    sqrt: ClassVar[str] = "tl.sqrt"
+
+    def as_number(self, condition: str) -> str:
+        return f"tl.where({condition}, 1.0, 0.0)"
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        if expr.op == "**" and expr.right == Number(value=2):
+            return f"ops.square({self.value(expr.left)})", ATOM
+        if expr.op in ("**", "%"):
+            function = "ops.power" if expr.op == "**" else "ops.modulo"
+            return f"{function}({self.value(expr.left)}, {self.value(expr.right)})", ATOM
+        if expr.op in ("and", "or"):
+            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
+            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+        return super().binary(expr)
+
+    def call(self, expr: Call) -> tuple[str, int]:
+        if expr.function == "not":
+            return f"~{self.truth(expr.args[0], ATOM)}", _UNARY
+        if expr.function == "where":
+            condition, yes, no = expr.args
+            return f"tl.where({self.truth(condition)}, {self.value(yes)}, {self.value(no)})", ATOM
+        if expr.function in ("min", "max"):
+            left, right = pair(expr)
+            return f"ops.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
+        function = self.sqrt if expr.function == "sqrt" else f"tl.{expr.function}"
+        return f"{function}({self.value(expr.args[0])})", ATOM
+
+
+class CountPrinter(_TritonPrinter):
+    """One double per row and KV head."""
+
+    def leaf(self, expr: Leaf) -> str:
+        if isinstance(expr, Number):
+            # A literal that is an operand of a function becomes a float32 first.
+            return literal(expr.value) if _is_float32(expr.value) else f"tl.full([], {expr.value!r}, tl.float64)"
+        if isinstance(expr, ParamRef):
+            return _number(spelled(expr.name))
+        assert isinstance(expr, Input)
+        return "live.to(tl.float64)" if expr.name == "live" else _number(expr.name)
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        raise AssertionError("a number reduces nothing")
+
+
+@dataclass(frozen=True)
+class BlockPrinter(_TritonPrinter):
+    """Float32 values over a block of slots, or over the dims of a new token's `k` and `v`.
+
+    `hoisted` names the reductions over slots that stand before the loop.
+    """
+
+    hoisted: dict[Expr, str]
+
+    sqrt = "tl.sqrt_rn"
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        if expr.op == "/":  # correctly rounded, so that equal quotients are equal
+            return f"tl.div_rn({self.value(expr.left)}, {self.value(expr.right)})", ATOM
+        text, binds = super().binary(expr)
+        return (f"{text}.to(tl.float32)", ATOM) if text.startswith("ops.power(") else (text, binds)
+
+    def leaf(self, expr: Leaf) -> str:
+        if isinstance(expr, Number):
+            text = literal(expr.value)
+            return f"{text}.0" if text.lstrip("-").isdigit() else text
+        if isinstance(expr, ParamRef):
+            return f"{_number(spelled(expr.name))}.to(tl.float32)"
+        if isinstance(expr, Random):
+            return "ops.random(random_key, pos, now)"
+        if isinstance(expr, ColumnRef):
+            return expr.name
+        if isinstance(expr, RingRef):
+            return _ring_name(expr)
+        plain = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
+        if expr.name in ("attn", "logit", "observed", "k", "v"):
+            return expr.name
+        return plain.get(expr.name, f"{_number(expr.name)}.to(tl.float32)")
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        if expr.axis is Axis.SLOT:
+            return self.hoisted[expr], ATOM
+        mask = "e < E" if reads(expr.body, "v") else "d < D"
+        if expr.op == "std":
+            return f"tl.sqrt_rn(ops.var({self.value(expr.body)}, {mask}))", ATOM
+        return f"{_OVER_DIMS[expr.op]}({self.value(expr.body)}, {mask})", ATOM
+
+
+@dataclass(frozen=True)
+class Loop:
+    """One pass over the slots, in blocks: statements before it, in it and after it."""
+
+    before: tuple[str, ...]
+    body: tuple[str, ...]
+    after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TritonPlan:
+    """Parts of the kernel `settle`, one statement a line.
+
+    Attributes:
+        args: names of what it is given beyond what every policy's is.
+        numbers: what it reads of the policy's numbers: name and place in the table.
+        columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
+            the same, with the place of each among the rings instead.
+        place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
+        observe: loops that fold the query into the columns.
+        settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
+            `protect` what the first and last tokens are, `score` the loops that compute the rows of scores, `scores` how many
+            those are, and `tops` how many slots each `keep top` protects.
+    """
+
+    args: tuple[str, ...]
+    numbers: tuple[tuple[str, int], ...]
+    columns: tuple[tuple[str, int], ...]
+    rings: tuple[tuple[str, int], ...]
+    place: tuple[str, ...]
+    reads_key: bool
+    reads_value: bool
+    observe: tuple[Loop, ...]
+    settles: bool
+    overflow: str
+    protect: tuple[str, ...]
+    score: tuple[Loop, ...]
+    scores: int
+    tops: tuple[str, ...]
+
+    @property
+    def draws(self) -> bool:
+        """Whether random numbers are drawn."""
+        return "seed" in self.args
+
+
+def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
+    """The Triton of a decode step, for a policy whose state columns are known. Prompts are torch's.
+
+    Args:
+        numbers: names of the numbers in the table, in order.
+
+    Raises:
+        NotLowerable: if it has no Triton form; the torch backend serves such a policy.
+    """
+    _refuse_statements(policy)
+    settles = policy.budget is not None and policy.when != "prefill"
+    folded = [column for column in policy.columns if column.rule != "token"]
+    observe = _observe(policy, folded)
+    protect, score = _settle(policy) if settles else ((), ())
+    place = tuple(_place(column) for column in policy.columns if column.rule != "ring")
+    overflow = _overflow(numbers) if settles else ""
+    tops = tuple(_count(keep) for keep in policy.keeps if keep.scope == "top") if settles else ()
+    text = "\n".join([*place, *_lines(observe), *protect, *_lines(score), overflow, *tops])
+    used = [(name, n) for n, name in enumerate(numbers) if _mentions(text, _number(name))]
+    singles = [column.name for column in policy.columns if column.rule != "ring"]
+    rings = [column.name for column in policy.columns if column.rule == "ring"]
+    args = {
+        "columns": bool(policy.columns),
+        "numbers": bool(used),
+        "logits": "ops.attn(" in text or "ops.logit(" in text,
+        "ring_rows": bool(rings),
+        "window": "window" in text,
+        "seed": "random_key" in text,
+        "work": settles,
+    }
+    return TritonPlan(
+        args=tuple(name for name, wanted in args.items() if wanted),
+        numbers=tuple(used),
+        columns=tuple((name, n) for n, name in enumerate(singles)),
+        rings=tuple((name, n) for n, name in enumerate(rings)),
+        place=place,
+        reads_key=any(reads(column.body, "k") for column in policy.columns if column.rule == "token"),
+        reads_value=any(reads(column.body, "v") for column in policy.columns if column.rule == "token"),
+        observe=observe,
+        settles=settles,
+        overflow=overflow,
+        protect=protect,
+        score=score,
+        scores=1 + len(tops),
+        tops=tops,
+    )
+
+
+def _refuse_statements(policy: Policy) -> None:
+    """The statements that the kernels do not know: a program sees one head, attends to all of it, and settles once a token."""
+    refused = {
+        "`select`": policy.select is not None,
+        "`sketch`": policy.sketch is not None,
+        "`pages`": policy.pages is not None,
+        f"`victims shared by {policy.victims}`": policy.victims != "own",
+        "`cap hard`": policy.cap == "hard",
+        "`positions compact`": policy.positions == "compact",
+    }
+    found = [statement for statement, stated in refused.items() if stated]
+    if found:
+        raise NotLowerable(", ".join(found))
+
+
+def _lines(loops: Iterable[Loop]) -> Iterator[str]:
+    for loop in loops:
+        yield from (*loop.before, *loop.body, *loop.after)
+
+
+def _mentions(text: str, name: str) -> bool:
+    return any(word == name for word in _words(text))
+
+
+def _words(text: str) -> list[str]:
+    return "".join(char if char.isalnum() or char == "_" else " " for char in text).split()
+
+
+def _number(name: str) -> str:
+    return f"number_{name}"
+
+
+# -- the new token -----------------------------------------------------------------------------------------------------
+
+
+def _place(column: Column) -> str:
+    value = BlockPrinter({}).value(column.body) if column.rule == "token" else _INITIAL.get(column.rule, "0.0")
+    return f"tl.store({column.name}_at + slot, {value})"
+
+
+# -- observing ---------------------------------------------------------------------------------------------------------
+
+
+def _observe(policy: Policy, folded: list[Column]) -> tuple[Loop, ...]:
+    if not folded:
+        return ()
+    bodies = [column.body for column in folded]
+    loops, hoisted = _hoist(policy, "visible", bodies)
+    printer = BlockPrinter(hoisted)
+    lines = [_fold(column, printer) for column in folded]
+    old = [ColumnRef(name=column.name) for column in folded if column.rule not in ("ring", "last")]
+    return (*loops, Loop((), (*_values(policy, "visible", [*bodies, *old]), *lines)))
+
+
+def _fold(column: Column, printer: BlockPrinter) -> str:
+    old, row, body = column.name, f"{column.name}_at", printer.value(column.body)
+    if column.rule == "ring":
+        row = f"ops.ring_row({row}, column_stride, {_ring_size(old)}, now)"
+        new = body
+    elif column.decay is not None:
+        new = f"ops.ema({old}, {body}, {printer.value(column.decay)}, now - pos)"
+    elif column.rule == "sum":
+        new = f"{old} + {printer.value(column.body, _STRENGTH['+'] + 1)}"
+    elif column.rule == "squares":
+        new = f"{old} + ops.square({body})"
+    else:
+        new = body if column.rule == "last" else f"ops.{column.rule}imum({old}, {body})"
+    return f"tl.store({row} + i, {new}, mask=visible)"
+
+
+def _values(policy: Policy, slots: str, exprs: Iterable[Expr]) -> list[str]:
+    """Statements that give a block's values the names that the expressions read. `slots`: which count, by name."""
+    nodes = [node for expr in exprs for node in walk(expr)]
+    inputs = {node.name for node in nodes if isinstance(node, Input)}
+    if inputs & {"q", "k", "v"}:
+        raise NotLowerable("a value of every slot that is computed from keys, values or queries")
+    given = {
+        "attn": f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")',
+        "logit": f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")',
+        "observed": "ops.observed(pos, now, window)",
+    }
+    columns = dict.fromkeys(node.name for node in nodes if isinstance(node, ColumnRef))
+    rings = dict.fromkeys(node for node in nodes if isinstance(node, RingRef))
+    return [
+        *([_SLOTS[slots]] if slots in _SLOTS else []),
+        *(f"{name} = {value}" for name, value in given.items() if name in inputs),
+        *(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)" for name in columns),
+        *map(_ring_value, rings),
+    ]
+
+
+def _ring_value(ref: RingRef) -> str:
+    given = f"{ref.name}_at, column_stride, {_ring_size(ref.name)}, i, pos, now, window"
+    return f"{_ring_name(ref)} = ops.ring_{ref.op}({given})"
+
+
+def _ring_name(ref: RingRef) -> str:
+    return f"{ref.op}_of_{ref.name}"
+
+
+def _ring_size(ring: str) -> str:
+    return f"ops.count({_number(size_of(ring))})"
+
+
+def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Loop], dict[Expr, str]]:
+    """Loops that compute every reduction over slots, inner ones first, and the names these get."""
+    loops: list[Loop] = []
+    names: dict[Expr, str] = {}
+
+    def visit(expr: Expr) -> None:
+        if isinstance(expr, Reduce) and expr.axis is Axis.DIM:
+            raise NotLowerable("a value of every slot that is computed from keys, values or queries")
+        for child in children(expr):
+            visit(child)
+        if isinstance(expr, Reduce) and expr not in names:
+            name = f"{expr.op}_over_slots_{len(names) + 1}"
+            given = _values(policy, slots, [expr.body])
+            loops.extend(_reduction(name, expr.op, BlockPrinter(dict(names)).value(expr.body), slots, given))
+            names[expr] = name
+
+    for expr in exprs:
+        visit(expr)
+    return loops, names
+
+
+def _reduction(name: str, op: str, body: str, slots: str, given: list[str]) -> Iterator[Loop]:
+    """The loops of one reduction over slots. A deviation takes two: no cancellation."""
+    if op in ("max", "min"):
+        fold = f"{name} = ops.{op}imum({name}, ops.{'largest' if op == 'max' else 'least'}({body}, {slots}))"
+        yield Loop((f"{name} = {_INITIAL[op]}",), (*given, fold))
+        return
+    if op == "sum":
+        yield Loop((f"{name} = 0.0",), (*given, f"{name} += ops.total({body}, {slots})"))
+        return
+    centre, n = (name, f"{name}_count") if op == "mean" else (f"{name}_mean", f"{name}_count")
+    counted = f"{n} += tl.sum({slots}.to(tl.float32), 0)"
+    yield Loop(
+        (f"{centre}, {n} = 0.0, 0.0",),
+        (*given, f"{centre} += ops.total({body}, {slots})", counted),
+        (f"{centre} = tl.div_rn({centre}, {n})",),
+    )
+    if op in ("var", "std"):
+        squares = f"{name} += ops.total(ops.square({body} - {centre}), {slots})"
+        root = f"tl.sqrt_rn(tl.div_rn({name}, {n}))" if op == "std" else f"tl.div_rn({name}, {n})"
+        yield Loop((f"{name} = 0.0",), (*given, squares), (f"{name} = {root}",))
+
+
+# -- settling ----------------------------------------------------------------------------------------------------------
+
+
+def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
+    """What is protected by position, and the loops that leave every slot's scores in `work` and what protects it in `kept`."""
+    assert policy.score is not None
+    ranked = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
+    conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
+    loops, hoisted = _hoist(policy, "cached", [*ranked, *conditions])
+    printer = BlockPrinter(hoisted)
+    protect, kept = [], []
+    for scope, together, compare in (("first", "tl.maximum", "<="), ("last", "tl.minimum", ">=")):
+        counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
+        if counts:
+            ends = [f"ops.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
+            protect.append(f"{scope} = {_nested(together, ends)}")
+            kept.append(f"(pos {compare} {scope})")
+    kept += [printer.truth(condition, ATOM) for condition in conditions]
+    stores = [f"tl.store(work + {_row(n)}i, {printer.value(expr)}, mask=inside)" for n, expr in enumerate(ranked)]
+    stores.append(f"tl.store(kept + i, {' | '.join(kept) or '0'}, mask=inside)")
+    return tuple(protect), (*loops, Loop((), (*_values(policy, "", [*ranked, *conditions]), *stores)))
+
+
+def _row(n: int) -> str:
+    return {0: "", 1: "slots + "}.get(n, f"{n} * slots + ")
+
+
+def _nested(function: str, values: list[str]) -> str:
+    first, *rest = values
+    return f"{function}({first}, {_nested(function, rest)})" if rest else first
+
+
+def _count(keep: Keep) -> str:
+    assert keep.count is not None
+    if isinstance(keep.count, Number):
+        return str(max(0, min(int(keep.count.value // 1), _INT_MAX)))
+    return f"ops.count({CountPrinter()(keep.count)})"
+
+
+def _overflow(numbers: tuple[str, ...]) -> str:
+    return ", ".join(f"ops.count({_number(name)})" if name in numbers else default for name, default in _OVERFLOW.items())
+
+
+def _is_float32(value: float) -> bool:
+    try:
+        return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
+    except OverflowError:
+        return False

@@ -1,0 +1,91 @@
+"""How the two kernels are cut: blocks, splits and warps, from the shapes alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+_TILE_BYTES = 1 << 14
+"""Of keys, and as much of values, that an `attend` program has in flight in a stage."""
+
+_SETTLE_ELEMENTS = 4096
+"""Of a [G, BLOCK] tile of logits in `settle`: 16 a thread."""
+
+ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
+SETTLE_OPTIONS = {"num_warps": 8, "num_stages": 1}
+"""What Triton compiles with."""
+
+MAX_SPLITS = 64
+PROGRAMS_PER_PROCESSOR = 2
+"""How many `attend` programs a multiprocessor is meant to have, at most."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """The constants that both kernels are compiled with.
+
+    Attributes:
+        group: query heads per KV head. key_dim, value_dim: numbers of a key, of a value. item: bytes of one of those.
+    """
+
+    group: int
+    key_dim: int
+    value_dim: int
+    item: int
+
+    @property
+    def attend_block(self) -> int:
+        """Slots that `attend` takes at once; matrices are multiplied 16 rows at a time."""
+        wide = _TILE_BYTES // (_power_of_two(max(self.key_dim, self.value_dim)) * self.item)
+        return max(16, min(128, wide))
+
+    @property
+    def settle_block(self) -> int:
+        """Slots that `settle` takes at once."""
+        return max(16, min(2048, _SETTLE_ELEMENTS // _power_of_two(self.group)))
+
+    def attend(self) -> dict[str, Any]:
+        """Constants of `attend` that follow from the sizes."""
+        return {
+            "G": self.group,
+            "G_PAD": _matrix(self.group),
+            "D": self.key_dim,
+            "D_PAD": _matrix(self.key_dim),
+            "E": self.value_dim,
+            "E_PAD": _matrix(self.value_dim),
+            "BLOCK": self.attend_block,
+        }
+
+    def settle(self, splits: int) -> dict[str, Any]:
+        """Constants of `settle` that follow from the sizes."""
+        return {
+            "G": self.group,
+            "G_PAD": _power_of_two(self.group),
+            "D": self.key_dim,
+            "D_PAD": _power_of_two(self.key_dim),
+            "E": self.value_dim,
+            "E_PAD": _power_of_two(self.value_dim),
+            "S_PAD": _power_of_two(splits),
+            "BLOCK": self.settle_block,
+        }
+
+    def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
+        """How many programs share a KV head's slots, and how many slots each has: enough to fill the chip, but no more.
+
+        Args:
+            pairs: KV heads of all rows.
+            processors: multiprocessors of the device.
+        """
+        block = self.attend_block
+        blocks = -(-slots // block)
+        wanted = max(1, min(blocks, MAX_SPLITS, processors * PROGRAMS_PER_PROCESSOR // pairs))
+        per_split = -(-blocks // wanted) * block
+        return -(-slots // per_split), per_split
+
+
+def _matrix(n: int) -> int:
+    return max(16, _power_of_two(n))
+
+
+def _power_of_two(n: int) -> int:
+    return 1 << (n - 1).bit_length()

@@ -1,0 +1,77 @@
+// Compact positions. A cached key stays as it was rotated at its place in the text, but scores are to be as if it stood at
+// its rank among the live slots, and the query at its own token's. A rotary score depends only on how far the two are
+// apart (Su et al. 2021, "RoFormer", eq. 16): so the key must come nearer by as many positions as were evicted between
+// them, or the query go to meet it. Which of both is turned on its way to the dot product; nothing is stored.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "simd.hpp"
+
+namespace kvdsl {
+
+// How a layer rotates: cosines and sines of every pair's angle for a turn of any length, in two factors that stay in the
+// cache: turns of 0 .. near_turns - 1 positions, and of whole multiples of near_turns.
+constexpr int near_turns = 128;
+
+struct Rope {
+  const float* near;  // [near_turns, 2, pairs] cosines, then sines
+  const float* far;   // [longest turn / near_turns + 1, 2, pairs]
+  int pairs;          // rotated are the dims offset .. offset + 2 pairs
+  int offset;
+  bool interleaved;  // a pair is (2i, 2i + 1), not (i, i + pairs)
+};
+
+// Turns x, in order, by so many positions; forwards if the sign is 1, backwards if it is -1.
+template <bool interleaved>
+inline void turn_pairs(float* x, int by, float sign, const Rope& rope) {
+  const int pairs = rope.pairs;
+  const float* const near_cos = rope.near + by % near_turns * 2 * int64_t{pairs};
+  const float* const far_cos = rope.far + by / near_turns * 2 * int64_t{pairs};
+  const float* const near_sin = near_cos + pairs;
+  const float* const far_sin = far_cos + pairs;
+  float* const first = x + rope.offset;
+  float* const second = first + (interleaved ? 1 : pairs);
+  constexpr int step = interleaved ? 2 : 1;
+#pragma omp simd
+  for (int i = 0; i < pairs; ++i) {
+    const float cos = far_cos[i] * near_cos[i] - far_sin[i] * near_sin[i];
+    const float sin = (far_sin[i] * near_cos[i] + far_cos[i] * near_sin[i]) * sign;
+    const float a = first[i * step], b = second[i * step];
+    first[i * step] = a * cos - b * sin;
+    second[i * step] = a * sin + b * cos;
+  }
+}
+
+[[gnu::noinline]] inline void turn(float* x, int by, float sign, const Rope& rope) {
+  if (rope.interleaved) turn_pairs<true>(x, by, sign, rope);
+  else turn_pairs<false>(x, by, sign, rope);
+}
+
+// A row of n as floats, in order; `to` has room for whole pairs of vectors.
+template <class T>
+inline void widen(const T* row, int n, float* to) {
+  if constexpr (std::is_same_v<T, bf16>) {
+#pragma omp simd
+    for (int d = 0; d < n; ++d) to[d] = to_float(row[d]);
+  } else {
+    for (int d = 0; d < n; d += pair) {
+      const Pair x = load_pair(row + d, n - d);
+      store(to + d, x.a);
+      store(to + d + width, x.b);
+    }
+  }
+}
+
+// Rows as floats, in order, each turned by `by[r]`: to[r * stride ..].
+template <class T>
+void turn_rows(const void* const* rows, int count, int n, const int32_t* by, const Rope& rope, float* to, int64_t stride) {
+  for (int r = 0; r < count; ++r) {
+    float* const x = to + r * stride;
+    widen(static_cast<const T*>(rows[r]), n, x);
+    if (by[r] != 0) turn(x, by[r], 1.0f, rope);
+  }
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,291 @@
+"""Compact positions in the decode step: what turns meets, in caches of many slots, texts of any length and every rotation."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvdsl
+from kvdsl.runtime.angles import NEAR_TURNS, Angles, angles
+from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.slots import FREE, AttentionCall, SlotState, ranks
+from kvdsl.runtime.spec import PolicySpec
+from tests.differential.harness import OUT_TOLERANCE
+
+BATCH, HEADS, DIM = 2, 2, 64
+BACKENDS = ("torch", "cpu")
+STREAMING = "param budget = 8\nscore position\nkeep first 5\npositions compact"
+HEAVY = "param budget = 8\nscore sum(attn)\nkeep last budget / 2\npositions compact"
+STAGED = f"{HEAVY}\ntrigger overflow >= 9\nslack 6\nmax_drop 5"
+CAPPED = f"{HEAVY}\ncap hard"
+
+
+@cache
+def spec_of(body: str, folder: Path) -> PolicySpec:
+    file = folder / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n', encoding="utf-8")
+    return kvdsl.load(file).spec
+
+
+def rope_of(dim: int, layout: str = "half", offset: int = 0, base: float = 1e4) -> Rope:
+    pairs = (dim - 2 * offset) // 2
+    return Rope(base ** -(torch.arange(pairs, dtype=torch.float64) / pairs), layout, offset)  # type: ignore[arg-type]
+
+
+class Random:
+    """Calls with random queries, keys and values."""
+
+    def __init__(self, group: int, dim: int, dtype: torch.dtype, rope: Rope | None) -> None:
+        self.make = torch.Generator().manual_seed(0)
+        self.group, self.dim, self.dtype, self.rope = group, dim, dtype, rope
+
+    def call(self, tokens: int, real: Tensor | None = None) -> AttentionCall:
+        query = torch.randn(BATCH, HEADS * self.group, tokens, self.dim, generator=self.make)
+        key, value = torch.randn(2, BATCH, HEADS, tokens, self.dim, generator=self.make)
+        given = (x.to(self.dtype) for x in (query, key, value))
+        return AttentionCall(*given, real, self.dim**-0.5, rope=self.rope)
+
+
+def backend(spec: PolicySpec, name: str, dtype: torch.dtype = torch.float32) -> Backend:
+    return choose(spec, name, torch.device("cpu"), dtype)
+
+
+def copied(state: SlotState) -> SlotState:
+    """The same, in tensors of its own."""
+    other = copy.copy(state)
+    for name in state.TENSORS:
+        setattr(other, name, getattr(state, name).clone())
+    return other
+
+
+def check_ranks(state: SlotState) -> None:
+    assert torch.equal(state.rank, ranks(state.position)), "ranks are the order of the positions"
+
+
+# -- both backends, from the same state ------------------------------------------------------------------------------------
+
+ROPES = {
+    "half": lambda dim: rope_of(dim),
+    "interleaved": lambda dim: rope_of(dim, "interleaved"),
+    "partial": lambda dim: rope_of(dim, "half", dim // 8),
+    "partial, interleaved": lambda dim: rope_of(dim, "interleaved", dim // 4),
+    "backwards": lambda dim: Rope(-rope_of(dim).inv_freq, "half"),
+    "none": lambda dim: None,
+}
+
+
+def compare(body: str, folder: Path, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1) -> SlotState:
+    """Both backends make the same steps from the same states; the last one's."""
+    spec = spec_of(body, folder)
+    real = torch.arange(prompt) >= torch.tensor([[0], [7]])
+    state = SlotState(spec, {"budget": float(budget)})
+    backend(spec, "torch").prefill(state, given.call(prompt, real))
+    check_ranks(state)
+    for _ in range(steps):
+        call, other = given.call(at_once), copied(state)
+        outs = [backend(spec, name, given.dtype).decode(s, call) for name, s in (("torch", state), ("cpu", other))]
+        torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=OUT_TOLERANCE[given.dtype])
+        assert torch.equal(other.position, state.position)
+        check_ranks(state)
+        check_ranks(other)
+        state = other
+    return state
+
+
+@pytest.mark.parametrize("rope", ROPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("dim", [64, 80, 16])
+def test_every_rotation(rope: str, dtype: torch.dtype, dim: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    given = Random(2, dim, dtype, ROPES[rope](dim))
+    compare(HEAVY, tmp_path_factory.getbasetemp(), given, budget=70, prompt=200, steps=8)
+
+
+@pytest.mark.parametrize("group", [1, 3, 8])
+@pytest.mark.parametrize("body", [STREAMING, HEAVY, STAGED, CAPPED], ids=["streaming", "heavy", "staged", "capped"])
+def test_many_slots(body: str, group: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Several chunks of slots: blocks that stand where they stood, blocks that moved together, blocks of all sorts."""
+    given = Random(group, DIM, torch.float32, rope_of(DIM))
+    compare(body, tmp_path_factory.getbasetemp(), given, budget=600, prompt=900, steps=20)
+
+
+def test_many_sinks_move_together(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Whole blocks of sinks have one shift: then the query is turned, not the keys."""
+    body = STREAMING.replace("first 5", "first 70").replace("= 8", "= 200")
+    for dtype in (torch.float32, torch.bfloat16):
+        given = Random(4, DIM, dtype, rope_of(DIM, "interleaved"))
+        compare(body, tmp_path_factory.getbasetemp(), given, budget=200, prompt=1000, steps=5)
+
+
+@pytest.mark.parametrize("body", [STREAMING, STAGED, CAPPED], ids=["streaming", "staged", "capped"])
+def test_several_tokens_in_one_call(body: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    given = Random(2, DIM, torch.float32, rope_of(DIM))
+    compare(body, tmp_path_factory.getbasetemp(), given, budget=40, prompt=60, steps=8, at_once=7)
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_threads_share_a_head(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        given = Random(2, DIM, torch.float32, rope_of(DIM))
+        compare(HEAVY, tmp_path_factory.getbasetemp(), given, budget=700, prompt=1000, steps=4)
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_long_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """Turns of a hundred thousand positions: the tables grow, and angles stay as exact as float32 lets a turn be."""
+    given = Random(2, DIM, torch.float32, rope_of(DIM))
+    spec = spec_of(STREAMING, tmp_path_factory.getbasetemp())
+    state = SlotState(spec, {"budget": 40.0})
+    backend(spec, "torch").prefill(state, given.call(60))
+    for length in (1_000, 20_000, 130_000):
+        moved = length - int(state.seen[0])
+        state.position[state.position >= 5] += moved  # as if that many had come and gone
+        state.seen += moved
+        call, other = given.call(1), copied(state)
+        ours, theirs = (backend(spec, name).decode(s, call) for name, s in (("cpu", other), ("torch", state)))
+        torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
+
+
+def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> None:
+    """The ranks are part of the state, whoever makes the next step."""
+    given, spec = Random(2, DIM, torch.float32, rope_of(DIM)), spec_of(STAGED, tmp_path_factory.getbasetemp())
+    state = SlotState(spec, {"budget": 20.0})
+    backend(spec, "torch").prefill(state, given.call(50))
+    for step in range(40):
+        backend(spec, BACKENDS[step % 2]).decode(state, given.call(1))
+        check_ranks(state)
+    state.select_rows(torch.tensor([1, 1]))
+    check_ranks(state)
+    assert "rank" in state.TENSORS
+
+
+def test_ranks_follow_the_cache_when_it_grows(tmp_path_factory: pytest.TempPathFactory) -> None:
+    given, spec = Random(1, DIM, torch.float32, rope_of(DIM)), spec_of(f"{HEAVY}\ntrigger overflow >= 0", tmp_path_factory.getbasetemp())
+    state = SlotState(spec, {"budget": 20.0})
+    backend(spec, "torch").prefill(state, given.call(1020))
+    for _ in range(3):
+        backend(spec, "cpu").decode(state, given.call(4))
+    assert state.slots == 2048
+    check_ranks(state)
+
+
+# -- tables ----------------------------------------------------------------------------------------------------------------
+
+
+def test_tables_hold_the_angles_of_every_turn() -> None:
+    rope = rope_of(32)
+    tables = Angles(rope, 1000)
+    assert tables.reach >= 1000
+    for by in (0, 1, NEAR_TURNS - 1, NEAR_TURNS, 999):
+        (near_cos, near_sin), (far_cos, far_sin) = tables.near[by % NEAR_TURNS], tables.far[by // NEAR_TURNS]
+        torch.testing.assert_close(far_cos * near_cos - far_sin * near_sin, (by * rope.inv_freq).cos().float(), rtol=0, atol=3e-7)
+        torch.testing.assert_close(far_sin * near_cos + far_cos * near_sin, (by * rope.inv_freq).sin().float(), rtol=0, atol=3e-7)
+
+
+def test_tables_are_shared_and_grow() -> None:
+    rope = rope_of(32)
+    first = angles(rope, 10)
+    assert angles(rope, first.reach) is first
+    longer = angles(rope, first.reach + 1)
+    assert longer.reach == 2 * first.reach
+    assert angles(rope, 10) is longer
+
+
+# -- EQUIP's theorem: the order of the slots does not matter ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize(("rope", "tolerance"), [(None, 1e-6), (rope_of(DIM), 1e-5)], ids=["sdpa", "rope"])
+def test_in_place_equals_shift_and_append(
+    rope: Rope | None, tolerance: float, name: str, padded: bool, window: int | None, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Theorem 1: overwriting the victim's slot permutes keys, values and mask alike, which attention does not see.
+
+    The reference moves what is left together and appends the new token, as the papers' codes do, recomputes every key's rotation
+    for its place in the row, and runs torch's attention with a mask.
+    """
+    spec = spec_of(HEAVY, tmp_path_factory.getbasetemp())
+    given = Random(2, DIM, torch.float32, None)
+    state = SlotState(spec, {"budget": 12.0})
+    real = torch.arange(30) >= torch.tensor([[0], [7 if padded else 0]])
+    rotated = _Rotating(rope, window)
+    backend(spec, "torch").prefill(state, rotated(given.call(30, real), torch.where(real, real.cumsum(1) - 1, 0)))
+    shifted = _Shifted(state, rope, window)
+    for _ in range(40):
+        new = real[:, :1] if padded and bool(torch.rand(1, generator=given.make) < 0.3) else None
+        call = given.call(1, new)
+        expected = shifted.step(call)
+        out = backend(spec, name).decode(state, rotated(call, state.seen[:, None]))
+        torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
+        shifted.keep(state.position)
+    slots = state.position[0, 0]
+    assert not torch.equal(slots[slots >= 0].sort().values, slots[slots >= 0]), "the slots should not be in order"
+
+
+class _Rotating:
+    """The model: rotates queries and keys at their places in the text, [batch, tokens]."""
+
+    def __init__(self, rope: Rope | None, window: int | None) -> None:
+        self.rope, self.window = rope, window
+
+    def __call__(self, call: AttentionCall, position: Tensor) -> AttentionCall:
+        query, key = call.query, call.key
+        if self.rope is not None:
+            query, key = (self.rope.rotate(x, position[:, None]) for x in (query, key))
+        return replace(call, query=query, key=key, rope=self.rope, window=self.window)
+
+
+class _Shifted:
+    """Shift and append, head by head, in float64: keys before any rotation, values and positions in the order of the text."""
+
+    def __init__(self, state: SlotState, rope: Rope | None, window: int | None) -> None:
+        self.rope, self.window = rope, window
+        self.heads = {}
+        for b in range(BATCH):
+            for h in range(HEADS):
+                position = state.position[b, h]
+                slots = (position >= 0).nonzero()[:, 0][position[position >= 0].argsort()]
+                keys = self._turn(state.keys[b, h, slots], -position[slots])
+                self.heads[b, h] = keys.double(), state.values[b, h, slots].double(), position[slots]
+        self.seen = state.seen.clone()
+
+    def _turn(self, x: Tensor, by: Tensor) -> Tensor:
+        return x if self.rope is None else self.rope.rotate(x, by)
+
+    def step(self, call: AttentionCall) -> Tensor:
+        """Append the new token and attend: [batch, 1, query_heads, dim]; a padding token gives zeros."""
+        real = torch.ones(BATCH, dtype=torch.bool) if call.real is None else call.real[:, 0]
+        group = call.query.shape[1] // HEADS
+        out = torch.zeros(BATCH, 1, HEADS * group, DIM)
+        for (b, h), (keys, values, position) in self.heads.items():
+            if not real[b]:
+                continue
+            keys, values = torch.cat([keys, call.key[b, h].double()]), torch.cat([values, call.value[b, h].double()])
+            position = torch.cat([position, self.seen[b : b + 1]])
+            self.heads[b, h] = keys, values, position
+            places = torch.arange(len(position))
+            query = self._turn(call.query[b, h * group : (h + 1) * group, 0], places[-1:])
+            mask = position > self.seen[b] - (self.window or 10**6)
+            attended = torch.nn.functional.scaled_dot_product_attention(
+                query.double(), self._turn(keys, places).double(), values, mask.expand(group, -1), scale=call.scaling
+            )
+            out[b, 0, h * group : (h + 1) * group] = attended.float()
+        self.seen += real
+        return out
+
+    def keep(self, position: Tensor) -> None:
+        """Compact what the policy kept, [batch, kv_heads, slots]."""
+        for (b, h), (keys, values, own) in self.heads.items():
+            kept = torch.isin(own, position[b, h][position[b, h] != FREE])
+            self.heads[b, h] = keys[kept], values[kept], own[kept]

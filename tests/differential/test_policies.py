@@ -1,0 +1,131 @@
+"""Random policies: the checker takes what the strategy makes, and every backend does what the interpreter does.
+
+`scripts/fuzz_policies.py` runs many more. A policy that ever failed is in test_found_bugs.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from kvdsl.compiler import analyse
+from kvdsl.emit.package import package
+from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
+from kvdsl.passes.fold import fold
+from kvdsl.runtime import settle as settling
+from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.view import Columns, View
+from kvdsl.source import SourceFile
+
+from .random_policies import policies, policy_of
+from .test_random import commit_seed
+from .traces import RANDOM_INPUTS, Tally, random_trace, run_policy, spec_of
+from .units import build
+
+CHUNKS, PER_CHUNK = 4, 75
+UNITS, PER_UNIT = 2, 20
+NEAR_SHARE = 0.01
+
+
+def quickly(examples: int) -> Callable[[Any], Any]:
+    return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+
+
+@seed(commit_seed())
+@quickly(300)
+@given(policies())
+def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
+    again = analyse(SourceFile("p.kv", print_policy(policy)))
+    assert again.ok, [found.message for found in again.diagnostics]
+    assert fold(again.policy) == policy
+
+
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytest.RecordProperty) -> None:
+    total = Tally()
+
+    @seed(commit_seed() + chunk)
+    @quickly(PER_CHUNK)
+    @given(policies(), st.integers(0, 10**6))
+    def run(policy: Policy, number: int) -> None:
+        trace = random_trace(policy, str(number))
+        one = run_policy(policy, TorchBackend(), trace)
+        assert not one.failures, f"{print_policy(policy)}\n{trace}\n{one.failures[0]}"
+        if trace.inputs in RANDOM_INPUTS:
+            total.add(one)
+
+    run()
+    record_property("head_steps", total.steps)
+    record_property("near", total.near)
+    assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} head-steps were near a boundary"
+
+
+@pytest.mark.parametrize("unit", range(UNITS))
+def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
+    """What has no fused kernel is left out here: torch serves it."""
+    seeds = [f"{commit_seed()}-{unit}-{number}" for number in range(2 * PER_UNIT)]
+    made = {f"p{number}": policy_of(text, f"p{number}", fused=True) for number, text in enumerate(seeds)}
+    traces = {stem: random_trace(policy, f"{commit_seed()}-{stem}") for stem, policy in made.items()}
+    files = {stem: package(policy, print_policy(policy)) for stem, policy in made.items()}
+    fused = [stem for stem in made if "kernels_cpu.cpp" in files[stem]][:PER_UNIT]
+    assert len(fused) == PER_UNIT
+    backends = build({stem: (files[stem]["kernels_cpu.cpp"], traces[stem].dtype) for stem in fused})
+    for stem in fused:
+        one = run_policy(made[stem], backends[stem], traces[stem], spec=spec_of(made[stem], files[stem]))
+        assert not one.failures, f"{print_policy(made[stem])}\n{traces[stem]}\n{one.failures[0]}"
+
+
+# -- the comparison itself ---------------------------------------------------------------------------------------------
+
+
+def _oldest_for_last(columns: Columns, name: str, x: torch.Tensor) -> None:
+    Columns.max(columns, name, x)
+
+
+def _mean_of_one_more(view: View, op: str, x: torch.Tensor, **axes: Any) -> torch.Tensor:
+    found = REAL_OVER_SLOTS(view, op, x, **axes)
+    return found * 0.999 if op == "mean" else found
+
+
+def _newer_leaves_first(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
+    return REAL_RANK_KEY(x, 10**6 - position)
+
+
+def _protects_one_fewer(protection: settling.Protection, by: Any, count: Any) -> None:
+    REAL_TOP(protection, by, count - 1)
+
+
+REAL_OVER_SLOTS, REAL_RANK_KEY, REAL_TOP = View.over_slots, settling.rank_key, settling.Protection.top
+
+PLANTED: dict[str, tuple[object, str, Any]] = {
+    "a column by another rule": (Columns, "last", _oldest_for_last),
+    "a mean that is off by a thousandth": (View, "over_slots", _mean_of_one_more),
+    "ties the other way": (settling, "rank_key", _newer_leaves_first),
+    "one token less protected": (settling.Protection, "top", _protects_one_fewer),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds that are too wide would excuse anything."""
+    monkeypatch.setattr(*PLANTED[name])
+    for number in range(150):
+        policy = policy_of(f"planted-{number}")
+        if run_policy(policy, TorchBackend(), random_trace(policy, f"planted-{number}")).failures:
+            return
+    pytest.fail("nothing was found")
+
+
+def test_the_interpreter_lies_within_its_bounds() -> None:
+    total = Tally()
+    for number in range(40):
+        policy = policy_of(f"{commit_seed()}-{number}")
+        total.add(run_policy(policy, TorchBackend(), random_trace(policy, f"bounds-{number}"), check=True))
+    assert not total.failures
+    assert total.undecided < 0.5 * total.checked  # so most steps have one outcome, and it is compared

@@ -1,0 +1,114 @@
+"""Every policy that has Triton kernels, in Triton's interpreter, against the reference interpreter, step-locked."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.differential.harness import Case, Tally, compare
+from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
+from tests.differential.test_statements import STATEMENTS, VARIANTS
+from tests.differential.test_statements import load as load_statement
+
+TORCH_ONLY = ("sparcas", "quest", "roco_sparcas", "streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
+SERVED = tuple(policy for policy in POLICIES if policy not in TORCH_ONLY)
+
+pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+def run(cases: list[Case]) -> Tally:
+    total = Tally()
+    for case in cases:
+        one = compare(*load(case.policy), "triton", case)
+        total.steps += one.steps
+        total.near += one.near
+        total.failures += [f"{case}: {failure}" for failure in one.failures[:3]]
+    return total
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_what_has_no_triton(policy: str) -> None:
+    assert load(policy)[1].triton_source.exists() == (policy not in TORCH_ONLY)
+
+
+def check_random_traces(policy: str, numbers: range) -> None:
+    cases = [replace(random_case(policy, number), rope=None) for number in numbers]
+    random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
+    failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
+    assert not failures, f"KVDSL_TEST_SEED={commit_seed()}\n" + "\n".join(failures)
+    assert random_inputs.near <= max(1, NEAR_SHARE * random_inputs.steps)
+
+
+@pytest.mark.parametrize("policy", SERVED)
+def test_random_traces(policy: str) -> None:
+    check_random_traces(policy, range(100, 102))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SERVED)
+def test_more_random_traces(policy: str) -> None:
+    check_random_traces(policy, range(102, 116))
+
+
+CORNERS = {
+    "tails and splits": Case("roco", budget=70, prompt=90, steps=3, kv_heads=1, group=3, head_dim=80, value_dim=48),
+    "many query heads": Case("h2o", group=17, kv_heads=1, given=(("recent", 4),), prompt=20, steps=4, head_dim=64),
+    "half precision": Case("tova", dtype=torch.float16, prompt=20, steps=5, sinks=True, softcap=5.0),
+    "one slot": Case("tova", budget=1, prompt=1, steps=4, kv_heads=1, group=1),
+    "padding": Case("roco", batch=3, prompt=20, padding=6, steps=5, dtype=torch.bfloat16),
+    "everything protected": Case("roco", budget=6, given=(("protect", 6),), prompt=20, steps=5),
+    "nearly everything protected": Case("roco", budget=20, given=(("protect", 19),), prompt=30, steps=5),
+    "ties": Case("h2o", inputs="ties", prompt=20, steps=6, given=(("recent", 2),)),
+    "zeros": Case("roco", inputs="zeros", prompt=20, steps=6),
+    "NaN": Case("roco", inputs="nan", prompt=30, steps=6, batch=2),
+    "infinities": Case("knorm", inputs="inf", prompt=30, steps=6, batch=2),
+    "several tokens": Case("scissorhands", prompt=20, steps=6, at_once=3, window=7, given=(("recent", 2),)),
+    "a cache that grows": Case("full", prompt=1022, steps=4, kv_heads=1, group=1, head_dim=32),
+}
+
+
+@pytest.mark.parametrize("corner", CORNERS)
+def test_corners(corner: str) -> None:
+    total = run([CORNERS[corner]])
+    assert total.steps > 0
+    assert not total.failures
+
+
+LAZY = {
+    "lazily": "param budget = 20\nscore sum(attn)\ntrigger overflow >= 4\nslack 2\nmax_drop 3\nkeep top 5 by std(attn)",
+    "never": "param budget = 8\nscore sum(attn)\ntrigger overflow >= 0",
+    "after the prompt": "param budget = 8\nwhen decode\nscore mean(attn)\nkeep top 12 by last(attn)\nkeep where position == 3",
+    "functions": (
+        "param budget = 8\nparam a = 0.7\n"
+        "score sum(attn ** 0.5) + 2 ** -age + exp(-age) % 0.3 + floor(a) + log(age + 1) - abs(min(age, 3, a))\n"
+        "keep first 0.1 * budget\nkeep last where(budget > 4, a * 10 - 5, 1)\nkeep where not (position > 2 or age == 4)"
+    ),
+    "over slots": (
+        "param budget = 8\nscore sum(attn >= max(attn over slots)) + sum(logit > mean(logit over slots) + std(logit over slots))\n"
+        "keep top 2 by sum(attn) - min(sum(attn) over slots)\nkeep where mean(attn) > var(sum(attn) over slots) + 1"
+    ),
+    "of the token": (
+        "param budget = 8\nscore max(abs(k) over dims) * mean(v over dims) - min(k over dims) + std(v over dims) + var(k over dims)"
+    ),
+    "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
+    "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
+    "random": "param budget = 8\nscore random() - sum(random())",
+}
+NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
+    word in text for word in ("_pool", "dot(", "select", "sketch", "cap hard", "shared by", "compact"))]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*NAMES, *LAZY])
+def test_statements(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case("p", batch=2, prompt=34, padding=5, steps=6, group=2, kv_heads=1)
+    if name in LAZY:
+        monkeypatch.setitem(STATEMENTS, name, (LAZY[name], case))
+    policy, spec = load_statement(name, tmp_path_factory.getbasetemp())
+    assert spec.triton_source.exists()
+    varied = VARIANTS["windowed"] if len(name) % 2 else {}
+    case = replace(STATEMENTS[name][1], steps=6, kv_heads=1, **{**varied, "layer": 2})
+    total = compare(policy, spec, "triton", case)
+    assert total.steps > 0
+    assert not total.failures, "\n".join(total.failures)
