@@ -79,12 +79,12 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     "select": ("param n = 5\nselect top n by dot(q, k)", PADDED),
     "select per group maximum": ("group max\nselect top 5 by dot(q, k) - age / 100\nkeep first 2", PADDED),
     "select of a part": ("param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\nselect top 6 by dot(q, k)", PADDED),
-    "select by columns kept": ("select top 6 by norm2(v)\nkeep top 2 by mean(attn over last 4 queries)", PADDED),
+    "select by values": ("select top 6 by norm2(v)\nkeep first 2", PADDED),
     "select pages": (
         "pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
         PADDED,
     ),
-    "select pages by token": ("pages 5\nselect top 16 by dot(q, k)\nkeep top 1 by sum(attn)", PADDED),
+    "select pages by token": ("pages 5\nselect top 16 by dot(q, k)\nkeep first 1", PADDED),
     "pages of what is left": ("param budget = 12\npages 3\nscore sum(attn)\nselect top 6 by dot(q, k)", PADDED),
     "sketch": ("sketch top 6 dims by abs(q) every 5 queries\nselect top 6 by dot(q, k over sketch)", PADDED),
     "sketch of keys": (

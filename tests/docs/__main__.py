@@ -1,4 +1,7 @@
-"""`python -m tests.docs PAGE...`: put into the pages what their commands and programs print now."""
+"""`python -m tests.docs PAGE...`: put into the pages what their commands and programs print now.
+
+In a new page, write `?` where output belongs.
+"""
 
 from __future__ import annotations
 

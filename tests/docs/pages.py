@@ -23,12 +23,19 @@ from kvdsl.cli import main
 ROOT = Path(__file__).resolve().parents[2]
 MADE = "<!-- Made by scripts/make_docs.py"
 
-_FENCE = re.compile(r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$', re.M | re.S)
+_FENCE = re.compile(
+    r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$', re.M | re.S
+)
 
 
 def documents() -> list[str]:
     """Every document, from the repository's root."""
-    return ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md"))]
+    return [
+        "README.md",
+        "CONTRIBUTING.md",
+        "CHANGELOG.md",
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
+    ]
 
 
 def read(document: str) -> str:
@@ -83,14 +90,17 @@ class Printed:
 
     @property
     def agree(self) -> bool:
-        """Whether they are the same, where `...` stands for anything."""
+        """Whether they are the same, where `...` stands for anything; a page may also leave out what is printed."""
+        if not self.shown.strip():
+            return True
         pattern = ".*".join(re.escape(part) for part in _tidy(self.shown).split("..."))
         return re.fullmatch(pattern, _tidy(self.real), re.DOTALL) is not None
 
 
 def _tidy(text: str) -> str:
-    lines = [line.rstrip() for line in text.strip("\n").splitlines()]
-    return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
+    """Without spaces at the ends of lines, and without several blank lines in a row."""
+    lines = (line.rstrip() for line in text.splitlines())
+    return re.sub(r"\n{2,}", "\n\n", "\n".join(lines)).strip("\n")
 
 
 def play(text: str) -> Iterator[Printed]:

@@ -16,7 +16,9 @@ from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, 
 LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid"}
 RUN = [page for page in documents() if any(block.language in ("python", "console") for block in blocks(read(page)))]
 
-needs_model = pytest.mark.skipif(not (reference_model_path() / "model.safetensors").exists(), reason="needs the reference model")
+needs_model = pytest.mark.skipif(
+    not (reference_model_path() / "model.safetensors").exists(), reason="needs the reference model"
+)
 
 
 @pytest.mark.parametrize("document", documents())

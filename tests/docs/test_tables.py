@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import re
+from typing import Any
 
 import pytest
 import yaml
 
 from kvdsl.cli import COMMANDS
-from kvdsl.compiler import shipped_policies
+from kvdsl.compiler import analyse, shipped_policies
+from kvdsl.explain.facts import facts
+from kvdsl.lower.plan import make_plan
 from tests.docs.pages import ROOT, documents, read
 from tests.hf import test_refusals, test_rope, zoo
 
@@ -86,6 +90,33 @@ def test_every_finding_is_told_once() -> None:
     assert told == [f"E{n}" for n in range(1, 13)] + [f"V{n}" for n in range(1, 10)]
 
 
+def test_policies_without_kernels_are_named() -> None:
+    without = {path.stem for path in shipped_policies() if make_plan(analyse(path).policy).cpp is None}
+    assert words(rows("docs/support.md", "Policies without C++ kernels")) == without
+
+
+def test_state_costs_what_explain_says() -> None:
+    told = {
+        name: int(size.replace(",", ""))
+        for _, size, names in rows("docs/choosing.md", "What state costs")
+        for name in re.findall(r"`(\w+)`", names)
+    }
+    assert told.items() <= {path.stem: facts(analyse(path).policy).state_bytes for path in shipped_policies()}.items()
+
+
+def test_figures_are_those_that_were_measured() -> None:
+    perplexity = {(row["policy"], row["budget"]): f"{row['ppl']:.1f}" for row in measured("quality_ppl_512.json")}
+    for name, *shown in rows("docs/choosing.md", "What it costs in quality: perplexity"):
+        budgets = (None, None) if name == "`full`" else (64, 128)
+        assert shown == [perplexity[name.strip("`"), budget] for budget in budgets]
+
+
+def measured(file: str) -> list[dict[str, Any]]:
+    """The rows of a result of `kvdsl eval`."""
+    found: list[dict[str, Any]] = json.loads(read(f"benchmarks/results/cpu/{file}"))["rows"]
+    return found
+
+
 # -- what works where --------------------------------------------------------------------------------------------------
 
 
@@ -100,7 +131,9 @@ def test_families_that_work_are_those_that_are_tested() -> None:
 
 
 def test_families_that_are_refused_are_those_that_are_tested() -> None:
-    assert words(rows("docs/support.md", "Models that are refused")) >= {stem for stem, _ in test_refusals.OUT_OF_REACH.values()}
+    assert words(rows("docs/support.md", "Models that are refused")) >= {
+        stem for stem, _ in test_refusals.OUT_OF_REACH.values()
+    }
 
 
 def test_compact_positions_are_refused_where_tests_say_so() -> None:
@@ -111,7 +144,7 @@ def test_compact_positions_are_refused_where_tests_say_so() -> None:
 def test_every_refusal_is_quoted_as_it_is_said() -> None:
     """The words in quotes in the column of reasons occur in a message of the runtime."""
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvdsl" / "runtime").rglob("*.py"))
-    said = re.sub(r'"\s*\n\s*f?"', "", sources)
+    said = re.sub(r'"\s*\n\s*f?"', "", sources)  # one message may stand on several lines
     for section in ("Models that are refused", "Calls that are refused"):
         for cells in rows("docs/support.md", section):
             quoted = re.findall(r"“([^”]+)”", cells[-1])

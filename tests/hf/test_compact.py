@@ -1,0 +1,121 @@
+"""Compact positions in models: what a decode step says is what the kept tokens say by themselves, at positions 0 to n - 1."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.slots import SlotState, ranks
+from tests.hf import policies, zoo
+
+ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1}
+
+_LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 512}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+
+
+def _scaled(kind: str, **numbers: float) -> dict[str, Any]:
+    return {"rope_scaling": {"rope_type": kind, "rope_theta": 1e4, **numbers}}
+
+
+# In a model of one layer, a cached key and value know their token and its position only.
+FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
+    name: (zoo.FAMILIES[name][0], {**zoo.FAMILIES[name][1], **ONE_LAYER})
+    for name in ("llama", "qwen2", "qwen3", "mistral", "phi3", "gpt_neox", "phi", "olmo2", "cohere", "granite", "glm4", "smollm3")
+} | {
+    "llama-llama3": ("Llama", {**ONE_LAYER, **_scaled("llama3", **_LLAMA3)}),
+    "llama-yarn": ("Llama", {**ONE_LAYER, **_scaled("yarn", **_YARN)}),
+    "helium": ("Helium", {"head_dim": 16, **ONE_LAYER}),
+    "gemma2": ("Gemma2", {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"], **ONE_LAYER}),
+    "gemma3": ("Gemma3Text", {"head_dim": 16, "query_pre_attn_scalar": 16, "layer_types": ["full_attention"], **ONE_LAYER}),
+}
+
+POLICIES = {
+    "streaming_llm": {"budget": 12},
+    "lazy_streaming": {"budget": 12, "R": 5, "sigma": 4, "delta": 2},
+    "equip_h2o": {"budget": 12, "recent": 4},
+}
+
+
+@cache
+def models(family: str) -> tuple[Any, Any]:
+    """The same model twice: one for a cache, one that nobody changes."""
+    stem, extra = FAMILIES[family]
+    return zoo.make(stem, **extra), zoo.make(stem, **extra)
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_logits_are_those_of_the_kept_tokens_alone(family: str, policy: str, backend: str) -> None:
+    one, other = models(family)
+    cache = policies.cache_class(policy)(one, **POLICIES[policy], backend=backend)
+    ids, lengths = zoo.prompt(2, 70), set()
+    with torch.no_grad():
+        one(ids[:, :30], past_key_values=cache)
+        if cache.positions(0).shape[1] > 1 and policy == "equip_h2o":
+            pytest.skip("its heads keep different tokens")
+        for at in range(30, 70):
+            kept = cache.positions(0)[:, 0]
+            ours = one(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            for row in range(2):
+                places = [*sorted(place for place in kept[row].tolist() if place >= 0), at]
+                lengths.add(len(places))
+                alone = other(ids[row : row + 1, places]).logits[0, -1]
+                assert (ours[row] - alone).abs().max() < 1e-4, f"row {row}, token {at}, of {places}"
+    assert max(places) - min(places) > 30, "the survivors should be far apart in the text"
+    assert max(lengths) <= 12 + POLICIES[policy].get("R", 1)
+    assert (len(lengths) > 1) == (policy == "lazy_streaming")
+
+
+# Rounding differs with the size of a batch, so that in half precision only positions may decide who leaves.
+PRECISIONS = {
+    "h2o": ("equip_h2o", {"budget": 12, "recent": 4}, torch.float32, 1e-4),
+    "bfloat16": ("streaming_llm", {"budget": 12}, torch.bfloat16, 0.3),
+    "float16": ("streaming_llm", {"budget": 12}, torch.float16, 0.04),
+}
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_a_padded_row_says_what_it_says_alone(precision: str, backend: str) -> None:
+    policy, params, dtype, bound = PRECISIONS[precision]
+    model = zoo.make("Llama").to(dtype)
+    rows = [zoo.prompt(1, length, seed)[0] for seed, length in enumerate((40, 23, 31))]
+    caches = [policies.cache_class(policy)(model, **params, backend=backend) for _ in range(2)]
+    with torch.no_grad():
+        together = _logits(model, caches[0], zoo.left_padded(rows))
+        for index, row in enumerate(rows):
+            caches[1].reset()
+            alone = _logits(model, caches[1], zoo.plain(row[None]))
+            assert (together[index] - alone[0]).abs().max() < bound
+
+
+def _logits(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
+    """Logits of 12 tokens that are given, [batch, 12, vocabulary]."""
+    mask, given, found = inputs["attention_mask"], zoo.prompt(1, 12, seed=9), []
+    model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+    for at in range(12):
+        mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
+        token = given[:, at : at + 1].expand(len(mask), 1)
+        positions = mask.sum(1, keepdim=True) - 1
+        found.append(model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1].float())
+    for layer in cache.managed:
+        state: SlotState = cache.layers[layer].state
+        assert torch.equal(state.rank, ranks(state.position))
+    return torch.stack(found, 1)
+
+
+def test_beams_take_their_ranks_along() -> None:
+    model, ids = zoo.make("Llama"), zoo.prompt(2, 30)
+    texts = []
+    for backend in ("torch", "cpu"):
+        cache = policies.cache_class("equip_h2o")(model, budget=12, recent=4, backend=backend)
+        texts.append(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False, past_key_values=cache).tolist())
+        for layer in cache.managed:
+            assert torch.equal(cache.layers[layer].state.rank, ranks(cache.layers[layer].state.position))
+    assert texts[0] == texts[1]
