@@ -57,7 +57,7 @@ generate: $(READY)  ## compile every shipped policy into generated/
 docs: $(READY)  ## the documentation as a site, in site/
 	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
 	$(PY) scripts/make_docs.py
-	$(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check

@@ -14,7 +14,6 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -46,19 +45,16 @@ def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out
     size = CHUNK[backend]
     todo = [first for first in range(0, policies, size) if str(first) not in result["chunks"]]
     before, begun = result["seconds"], time.perf_counter()
-    context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=20) as pool:
-        waiting = {
-            pool.submit(run_chunk, backend, seed, first, min(size, policies - first), shrink): first for first in todo
-        }
-        with progress(f"random policies on {backend}", len(todo)) as tick:
-            for done in as_completed(waiting):
-                result["chunks"][str(waiting[done])] = done.result()
-                result["seconds"] = round(before + time.perf_counter() - begun, 1)
-                _sum_up(result)
-                if out is not None:
-                    _write(result, out)
-                tick()
+    jobs = [(backend, seed, first, min(size, policies - first), shrink) for first in todo]
+    pool = multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=20)
+    with pool, progress(f"random policies on {backend}", len(jobs)) as tick:
+        for first, chunk in pool.imap_unordered(run_chunk, jobs):
+            result["chunks"][str(first)] = chunk
+            result["seconds"] = round(before + time.perf_counter() - begun, 1)
+            _sum_up(result)
+            if out is not None:
+                _write(result, out)
+            tick()
     click.echo(json.dumps({name: value for name, value in result.items() if name != "chunks"}, indent=2))
     sys.exit(bool(result["failures"]))
 
@@ -100,8 +96,9 @@ def _write(result: dict[str, Any], out: Path) -> None:
 # -- in a worker -----------------------------------------------------------------------------------------------------------
 
 
-def run_chunk(backend: str, seed: int, first: int, count: int, shrink: bool) -> dict[str, Any]:
-    """The policies `first` and following."""
+def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]]:
+    """The policies `first` and following: that number, and what came of them."""
+    backend, seed, first, count, shrink = job
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     import torch
 
@@ -122,7 +119,7 @@ def run_chunk(backend: str, seed: int, first: int, count: int, shrink: bool) -> 
         name: {count: getattr(tally, count) for count in Tally.COUNTS}
         for name, tally in (("all_inputs", every), ("natural_inputs", natural))
     }
-    return {"policies": count, **tallies, "failures": failures}
+    return first, {"policies": count, **tallies, "failures": failures}
 
 
 def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
@@ -143,11 +140,11 @@ def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[in
                 lambda p, t, **more: run_policy(p, TorchBackend(), t, **more),
             )
         return
-    unit = []
+    unit: list[tuple[Any, Any, dict[str, str]]] = []
     draw = 0
     while len(unit) < count:
         name = f"fused-{seed}-{first}-{draw}"
-        policy = policy_of(name, f"p{len(unit)}", fused=True)
+        policy = policy_of(name, f"p{len(unit)}", fused=draw % 2 == 0)
         files = package(policy, _text(policy))
         if "kernels_cpu.cpp" in files:  # the torch backend serves the others
             unit.append((policy, random_trace(policy, name), files))

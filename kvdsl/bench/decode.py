@@ -14,6 +14,7 @@ from kvdsl.bench.baselines import Cache, Token
 from kvdsl.bench.measure import Candidate
 from kvdsl.runtime.backends import Backend, choose
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.view import INITIAL
@@ -95,16 +96,22 @@ def decode_step(backend: Backend, state: SlotState) -> Callable[[Token], Tensor]
     """One step of the policy; without eviction the new token is taken back, so that the cache stays as full as it is."""
     scaling = state.keys.shape[-1] ** -0.5
     filled = int(state.seen[0])
+    rope = rotation(state.keys.shape[-1]) if state.spec.compact else None
 
     def step(token: Token) -> Tensor:
         query, key, value = token
-        out = backend.decode(state, AttentionCall(query, key, value, None, scaling))
+        out = backend.decode(state, AttentionCall(query, key, value, None, scaling, rope=rope))
         if not state.bounded:
             state.position[:, :, filled] = FREE
             state.seen.fill_(filled)
         return out
 
     return step
+
+
+def rotation(head_dim: int) -> Rope:
+    """How Llama 2 rotates a head of this size: policies with compact positions rotate every key that moved."""
+    return Rope(1e4 ** -(torch.arange(0, head_dim, 2, dtype=torch.float64) / head_dim), "half")
 
 
 def live_bytes(state: SlotState) -> int:

@@ -6,6 +6,7 @@ of the loop and gets a name; so does what a ring remembers, reduced for every sl
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
 from typing import ClassVar
@@ -27,7 +28,7 @@ from kvdsl.ir.nodes import (
     RingRef,
 )
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, as_float32, literal, pair, reads
 from kvdsl.lower.spelling import size_of, spelled
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
@@ -353,6 +354,8 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
 
 
 def _float(value: float) -> str:
+    if math.isinf(as_float32(value)):
+        return "-INFINITY" if value < 0 else "INFINITY"
     text = literal(value)
     return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
 

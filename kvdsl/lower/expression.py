@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
@@ -100,6 +101,14 @@ def pair(call: Call) -> tuple[Expr, Expr]:
     """The operands of `min` or `max`, of which targets have functions of two."""
     first, *rest = call.args
     return first, rest[0] if len(rest) == 1 else Call(function=call.function, args=tuple(rest))
+
+
+_LARGEST = (2 - 2.0**-23) * 2.0**127
+
+
+def as_float32(value: float) -> float:
+    """The number, or the infinity that it is in float32: a literal that is too large would be an error there."""
+    return value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
 
 
 def literal(value: float) -> str:

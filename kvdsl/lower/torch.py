@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Reduce, RingRef
-from kvdsl.lower.expression import ATOM, Leaf, Printer, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, Printer, as_float32, literal, pair, reads
 from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
@@ -21,6 +22,10 @@ class _TorchPrinter(Printer):
     strength = _STRENGTH
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
+
+    def number(self, value: float) -> str:
+        """A literal."""
+        return literal(value)
 
     def as_number(self, condition: str) -> str:
         return f"({condition}).float()"
@@ -53,7 +58,7 @@ class _TorchPrinter(Printer):
             left, right = right, left
         if isinstance(right, Number):
             bound = "min" if expr.function == "max" else "max"
-            return f"({self.value(left)}).clamp({bound}={literal(right.value)})", ATOM
+            return f"({self.value(left)}).clamp({bound}={self.number(right.value)})", ATOM
         return f"torch.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
 
 
@@ -101,9 +106,14 @@ class TensorPrinter(_TorchPrinter):
             dims=self._dims if dims is None else dims,
         )
 
+    def number(self, value: float) -> str:
+        """A literal beside float32 tensors."""
+        known = as_float32(value)
+        return literal(known) if math.isfinite(known) else f"{'-' if known < 0 else ''}torch.inf"
+
     def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):
-            return literal(expr.value)
+            return self.number(expr.value)
         if isinstance(expr, Input) and expr.name == "q":
             return f"{self._view}.q"
         if isinstance(expr, Input) and expr.name in ("k", "v"):

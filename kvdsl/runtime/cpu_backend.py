@@ -12,9 +12,9 @@ from torch import Tensor
 
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import prefill
 
 _FUNCTIONS = {
     torch.float32: "kvdsl_decode_f32",
@@ -65,7 +65,7 @@ class CpuBackend:
         self._decode = getattr(_library(spec.cpu_source, spec.stem), _FUNCTIONS[dtype])
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.torch_backend.prefill`."""
+        """See `kvdsl.runtime.prefill.prefill`."""
         return prefill(state, call)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:

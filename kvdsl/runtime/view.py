@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -17,13 +19,22 @@ from kvdsl.runtime import neighbours, pages, rings
 from kvdsl.runtime.slots import SlotState
 
 
+class Given(Protocol):
+    """What a block of queries gives the slots, per query head: [batch, kv_heads, group, queries, slots] float32."""
+
+    def attn(self) -> Tensor:
+        """Probabilities; without meaning where a query does not see the slot."""
+
+    def logit(self) -> Tensor:
+        """Scaled scores; likewise."""
+
+
 @dataclass
 class View:
     """A block of queries and the slots that they see; in a settle, the newest query alone and the live slots.
 
     Attributes:
         visible: bool, [batch, kv_heads, queries, slots]: what each query sees (in a settle: the live slots).
-        attn, logit: float32 [batch, kv_heads, queries, slots], reduced over the group; None in a settle.
         position: float32 [batch, kv_heads, 1, slots].
         newest: float32 [batch, 1, queries, 1], the position of each query's own token.
         live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
@@ -37,6 +48,7 @@ class View:
         rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
+        given: what the queries give the slots; None in a settle.
     """
 
     visible: Tensor
@@ -50,12 +62,23 @@ class View:
     value: Tensor
     group: str
     random_key: tuple[int, int, int]
-    attn: Tensor | None = None
-    logit: Tensor | None = None
     query: Tensor | None = None
     rings: dict[str, Tensor] = field(default_factory=dict)
     sketch: Tensor | None = None
     protected: Tensor | None = None
+    given: Given | None = None
+
+    @cached_property
+    def attn(self) -> Tensor:
+        """Probabilities reduced over the group: [batch, kv_heads, queries, slots], without meaning for what is not visible."""
+        assert self.given is not None
+        return self.over_group(self.given.attn())
+
+    @cached_property
+    def logit(self) -> Tensor:
+        """Scaled scores, likewise."""
+        assert self.given is not None
+        return self.over_group(self.given.logit())
 
     @property
     def age(self) -> Tensor:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from numpy.typing import NDArray
 from kvdsl.interp.attention import at_ranks
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, counted, evaluate_number, page_of
-from kvdsl.interp.head import Head
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
@@ -59,6 +58,20 @@ Doubt: TypeAlias = tuple[Mask, Mask]
 FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
 
 
+class Held(Protocol):
+    """As much of a head as a shadow starts from."""
+
+    key: Array
+    value: Array
+    position: Indices
+    seen: int
+    sketch: Indices | None
+
+    @property
+    def columns(self) -> dict[str, Array]:
+        """By name."""
+
+
 class OutOfBounds(Exception):
     """What lies where nothing should."""
 
@@ -72,7 +85,7 @@ class Shadow:
         undecided: what a query attends to lies within precision, so that nothing that follows is known.
     """
 
-    def __init__(self, machine: Operations, head: Head) -> None:
+    def __init__(self, machine: Operations, head: Held) -> None:
         self.machine, self.policy, self.numbers = machine, machine.policy, machine.numbers
         self.key, self.value, self.position, self.seen = head.key, head.value, head.position, head.seen
         self.sketch = head.sketch

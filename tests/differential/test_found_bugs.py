@@ -12,8 +12,11 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.source import SourceFile
 
 from .harness import Case, compare
+from .traces import Trace, run_policy
 
 BODIES: dict[str, tuple[str, Case]] = {
     # resolve() called torch functions that cache.py did not import
@@ -90,3 +93,36 @@ def test_backends_agree_with_the_interpreter(name: str, backend: str, tmp_path_f
     total = compare(policy, spec, backend, BODIES[name][1])
     assert not total.failures, "\n".join(total.failures)
     assert total.near <= 0.2 * total.steps
+
+
+# -- what random policies found ----------------------------------------------------------------------------------------
+
+FOUND: dict[str, tuple[str, Trace]] = {
+    # with only such columns there is nothing to observe, and no function that would
+    "columns of tokens alone": ("param budget = 6\nscore min(v over dims)", Trace(batch=2)),
+    # a softmax over a NaN made NaN of the probabilities of what the query skips, which are 0
+    "a NaN among what is selected": (
+        "param budget = 8\nscore sum(attn)\nselect top 4 by dot(q, k)\ngroup max",
+        Trace(group=8, inputs="nan", batch=2, steps=12, seed=3),
+    ),
+    # 0 / 0 is no count
+    "counts that are NaN": (
+        "param budget = 6\nscore sum(attn over last layer / layer queries)\nkeep top layer / layer by age\nslack 4\n"
+        "trigger overflow >= 3\nmax_drop layer / layer",
+        Trace(layers=(0,), batch=2),
+    ),
+    # nobody was asked, and the mean of nothing taken
+    "layers that share victims but do not evict": (
+        "param budget = 6\nscore mean(attn)\nvictims shared by layers\nlayers 3..3",
+        Trace(layers=(0, 1, 2), batch=2),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FOUND)
+def test_what_random_policies_found(name: str) -> None:
+    body, trace = FOUND[name]
+    checked = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n')).policy
+    tally = run_policy(fold(checked), TorchBackend(), trace)
+    assert tally.steps > 0
+    assert not tally.failures, "\n".join(tally.failures)

@@ -54,7 +54,10 @@ RANDOM_INPUTS = ("normal", "peaky", "large")
 
 @dataclass(frozen=True)
 class Trace:
-    """A random trace: see `harness.Case`. `layers` are those that run, of `LAYERS`; `chunks`: forwards that the prompt comes in."""
+    """A random trace: see `harness.Case`. `layers` are those that run, of `LAYERS`.
+
+    `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it.
+    """
 
     group: int = 2
     head_dim: int = 8
@@ -75,6 +78,7 @@ class Trace:
     inputs: str = "normal"
     seed: int = 0
     at_once: int = 1
+    ragged: bool = False
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__
@@ -110,6 +114,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         inputs=draw.choice(["normal"] * 8 + ["peaky"] * 4 + ["large", "large", "nan", "inf", "zeros", "ties"]),
         seed=draw.randrange(2**31),
         at_once=1 if together else draw.choice([1, 1, 1, 2]),
+        ragged=draw.random() < 0.15,
     )
 
 
@@ -217,7 +222,8 @@ class Run:
         for state in self.states:
             state.decoding = True
         for _ in range(0, trace.steps, trace.at_once):
-            self._forward(torch.ones(trace.batch, trace.at_once, dtype=torch.bool), prompt=False)
+            kept = 0.7 if trace.ragged else 1.0
+            self._forward(torch.from_numpy(self.rng.random((trace.batch, trace.at_once)) < kept), prompt=False)
 
     def _call(self, real: Tensor) -> AttentionCall:
         trace, (batch, tokens) = self.trace, real.shape
@@ -277,12 +283,19 @@ class Run:
         for b, layer in enumerate(layers):
             chosen = real[b].nonzero()[:, 0]
             if not len(chosen):
-                continue  # a row of padding, in a part of the prompt
+                self._check_idle(b, before[b], self._heads(layer, b))
+                continue
             q = np.concatenate([_array(call.query[b].unflatten(0, (trace.kv_heads, -1))[:, :, chosen]) for call in calls])
             k, v = (np.concatenate([_array(getattr(c, x)[b][:, chosen]) for c in calls]) for x in ("key", "value"))
             got = np.concatenate([_array(out[b, chosen].unflatten(1, (trace.kv_heads, -1)).transpose(0, 1)) for out in outs])
             step = RowStep(layer, before[b], q.swapaxes(1, 2), k, v, prompt=prompt)
             self._compare(b, step, self._heads(layer, b), got)
+
+    def _check_idle(self, row: int, before: list[Head], after: list[Head]) -> None:
+        """A row without a token keeps what it has."""
+        for old, new in zip(before, after, strict=True):
+            if sorted(old.position) != sorted(new.position) or old.seen != new.seen:
+                self.tally.failures.append(f"row {row} changed without a token")
 
     def _compare(self, row: int, step: RowStep, after: list[Head], outs: Array) -> None:
         tally, tolerance = self.tally, OUT_TOLERANCE[self.trace.dtype]
@@ -299,6 +312,15 @@ class Run:
             tally.undecided += len(after) * step.undecided
 
 
+class Start:
+    """What a head was before a forward, as much as its shadow needs."""
+
+    def __init__(self, head: Head) -> None:
+        self.key, self.value, self.position, self.seen = head.key, head.value, head.position, head.seen
+        self.sketch = head.sketch
+        self.columns = {name: x.copy() for name, x in head.columns.items()}  # the only thing that changes in place
+
+
 class RowStep:
     """What one forward did to the heads of one row: the interpreter's steps, and on demand their ranges.
 
@@ -307,7 +329,7 @@ class RowStep:
     """
 
     def __init__(self, layer: Layer, heads: list[Head], q: Array, k: Array, v: Array, *, prompt: bool) -> None:
-        self.layer, self.start, self.prompt = layer, [head.clone() for head in heads], prompt
+        self.layer, self.start, self.prompt = layer, [Start(head) for head in heads], prompt
         self.q, self.k, self.v = q, k, v
         self.heads = heads
         self.tokens: list[tuple[list[Step], list[Indices | None]]] = []

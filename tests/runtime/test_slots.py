@@ -8,11 +8,11 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime import torch_backend
+from kvdsl.runtime import dense
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.torch_backend import TorchBackend
-from kvdsl.runtime.view import View
 
 
 def call(batch: int, tokens: int, *, heads: int = 2, group: int = 2, dim: int = 8, seed: int = 0) -> AttentionCall:
@@ -143,13 +143,13 @@ def test_a_prompt_in_blocks_never_holds_more_than_the_budget_and_a_block(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen = []
-    attend = torch_backend._attend
+    attend = dense.attend
 
-    def noted(state: SlotState, call: AttentionCall, row: View, *rest: torch.Tensor) -> torch.Tensor:
-        seen.append(row.key.shape[2])
-        return attend(state, call, row, *rest)
+    def noted(prompt: Prompt) -> tuple[torch.Tensor, torch.Tensor]:
+        seen.append(prompt.slots)
+        return attend(prompt)
 
-    monkeypatch.setattr(torch_backend, "_attend", noted)
+    monkeypatch.setattr(dense, "attend", noted)
     custom(tmp_path, "prefill blocks of 5", tokens=200)
     assert len(seen) == 40
     assert max(seen) == 8 + 5

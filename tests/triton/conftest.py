@@ -27,3 +27,4 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Sizes, "attend_block", 16)
     monkeypatch.setattr(Sizes, "settle_block", 16)
+    monkeypatch.setattr("kvdsl.runtime.slots._GROWTH", 32)

@@ -65,7 +65,7 @@ CORNERS = {
     "NaN": Case("roco", inputs="nan", prompt=30, steps=6, batch=2),
     "infinities": Case("knorm", inputs="inf", prompt=30, steps=6, batch=2),
     "several tokens": Case("scissorhands", prompt=20, steps=6, at_once=3, window=7, given=(("recent", 2),)),
-    "a cache that grows": Case("full", prompt=1022, steps=4, kv_heads=1, group=1, head_dim=32),
+    "a cache that grows": Case("full", prompt=30, steps=5, kv_heads=1, group=1, head_dim=32),
 }
 
 
@@ -94,7 +94,7 @@ LAZY = {
     ),
     "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
     "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
-    "random": "param budget = 8\nscore random() - sum(random())",
+    "random": "param budget = 8\nscore random() - sum(random() < attn)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
     word in text for word in ("_pool", "dot(", "select", "sketch", "cap hard", "shared by", "compact"))]  # fmt: skip

@@ -21,9 +21,9 @@ from torch import Tensor
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import prefill
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 EVERYTHING = 2**30
@@ -52,7 +52,7 @@ class TritonBackend:
         self._dot = tl.float32 if interpreted() else DTYPES[dtype]
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.torch_backend.prefill`."""
+        """See `kvdsl.runtime.prefill.prefill`."""
         return prefill(state, call)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:

@@ -12,10 +12,11 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INT_MIN: tl.constexpr = tl.constexpr(-(2**31))
-INT_MAX: tl.constexpr = tl.constexpr(2**31 - 1)
-NAN_RANK: tl.constexpr = tl.constexpr(-(2**31) + 1)
-TRIES: tl.constexpr = tl.constexpr(2)
+INT_MAX = tl.constexpr(2**31 - 1)
+NAN_RANK = tl.constexpr(-(2**31) + 1)
+BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of the keys by which slots leave
+UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
+TRIES = tl.constexpr(8)
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
@@ -347,16 +348,14 @@ def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
 def _nth_position(position, slots, newest, live, n, BLOCK: tl.constexpr):
     """The n-th lowest position that is held. Mostly the tokens on one side of it are contiguous, which one count proves."""
     low, high = n - 1, newest - (live - n)  # it lies here
-    if _at_most(position, slots, low, BLOCK) == n:
-        high = low
-    elif _at_most(position, slots, high - 1, BLOCK) < n:
-        low = high
+    tried = 0
     while low < high:
-        middle = low + (high - low) // 2
+        middle = tl.where(tried == 0, low, tl.where(tried == 1, high - 1, low + (high - low) // 2))
         if _at_most(position, slots, middle, BLOCK) >= n:
             high = middle
         else:
             low = middle + 1
+        tried += 1
     return low
 
 
@@ -379,10 +378,16 @@ def rank(x):
 
 
 @triton.jit
+def _key(x, pos):
+    """One integer for a slot's place in the order: of equal ranks the older is lower. No two slots have the same."""
+    return (rank(x).to(tl.int64) << 32) | pos.to(tl.int64)
+
+
+@triton.jit
 def evict(
     position,
     scores,  # [1 + TOPS, N] float32: what the slots are ranked by, and what each `keep top` ranks them by
-    kept,  # [N] int8: not 0 where protected already
+    kept,  # [N] int8: 1 where protected already
     slots,
     newest,
     leaving,
@@ -393,31 +398,30 @@ def evict(
     """Free the `leaving` slots that leave first."""
     done = 0
     if leaving == 1:
-        done = _evict_one(position, scores, kept, slots, tops, TOPS, BLOCK)
+        done = _evict_one(position, scores, kept, slots, newest, tops, TOPS, BLOCK)
     if done == 0:
         for t in tl.static_range(TOPS):
             _protect_top(position, scores + (1 + t) * slots, kept, slots, newest, tops[t], BLOCK)
-        free = _above(position, scores, kept, slots, newest, INT_MIN, INT_MAX, "free", BLOCK)
-        _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, "free", BLOCK)
-        if leaving > free:
-            tl.debug_barrier()
-            others = _above(position, scores, kept, slots, newest, INT_MIN, INT_MAX, "kept", BLOCK)
-            _evict_lowest(position, scores, kept, slots, newest, leaving - free, others, "kept", BLOCK)
+        for members in range(2):  # UNPROTECTED, then PROTECTED
+            free = _above(position, scores, kept, slots, newest, BELOW_ALL, members, BLOCK)
+            _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
+            leaving = tl.maximum(leaving - free, 0)
 
 
 @triton.jit
-def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
     """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
     protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1."""
     done, tries = 0, 0
     while (tries < TRIES) & (done == 0):
-        slot = _lowest(position, scores, kept, slots, BLOCK)
+        slot = _lowest(position, scores, kept, slots, newest, BLOCK)
         leaves = slot >= 0
         own = tl.maximum(slot, 0)
+        pos = tl.load(position + own)
         for t in tl.static_range(TOPS):
             top = scores + (1 + t) * slots
-            bar, after = rank(tl.load(top + own)), tl.load(position + own)
-            leaves = leaves & (_above(position, top, kept, slots, 0, bar, after, "all", BLOCK) >= tops[t])
+            bar = _key(tl.load(top + own), pos)
+            leaves = leaves & (_above(position, top, kept, slots, newest, bar, EVERYTHING, BLOCK) >= tops[t])
         if leaves:
             tl.store(position + own, -1)
         elif slot >= 0:
@@ -429,14 +433,13 @@ def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: t
 
 
 @triton.jit
-def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
+def _lowest(position, scores, kept, slots, newest, BLOCK: tl.constexpr):
     """The slot that leaves first of those that are not protected; -1 if all are."""
-    lowest = tl.full([BLOCK], 2**63 - 1, tl.int64)
+    lowest = tl.full([BLOCK], ABOVE_ALL, tl.int64)
     where = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, slots, BLOCK):
-        i, pos, ranks, member = _ranked(position, scores, kept, start, slots, 0, "free", BLOCK)
-        key = (ranks.to(tl.int64) << 32) | pos.to(tl.int64)
-        lower = member & (key < lowest)
+        i, key = _keys(position, scores, kept, start, slots, newest, UNPROTECTED, BLOCK)
+        lower = (key != BELOW_ALL) & (key < lowest)
         lowest, where = tl.where(lower, key, lowest), tl.where(lower, i, where)
     return tl.max(tl.where(lowest == tl.min(lowest, 0), where, -1), 0)
 
@@ -444,71 +447,60 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
 @triton.jit
 def _protect_top(position, top, kept, slots, newest, n, BLOCK: tl.constexpr):
     """Protect the n slots that rank highest."""
-    if n > 0:
-        bar, after = _cut(position, top, kept, slots, newest, n, "all", BLOCK)
-        for start in range(0, slots, BLOCK):
-            i, pos, ranks, member = _ranked(position, top, kept, start, slots, newest, "all", BLOCK)
-            tl.store(kept + i, 1, mask=member & ((ranks > bar) | ((ranks == bar) & (pos > after))))
-        tl.debug_barrier()
+    live = _above(position, top, kept, slots, newest, BELOW_ALL, EVERYTHING, BLOCK)
+    bar = _cut(position, top, kept, slots, newest, tl.minimum(n, live), EVERYTHING, BLOCK)
+    for start in range(0, slots, BLOCK):
+        i, key = _keys(position, top, kept, start, slots, newest, EVERYTHING, BLOCK)
+        tl.store(kept + i, 1, mask=key > bar)
+    tl.debug_barrier()
 
 
 @triton.jit
-def _evict_lowest(position, scores, kept, slots, newest, n, members, OF: tl.constexpr, BLOCK: tl.constexpr):
+def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK: tl.constexpr):
     """Free the n lowest of so many slots."""
     if n > 0:
-        bar, after = _cut(position, scores, kept, slots, newest, members - n, OF, BLOCK)
+        bar = _cut(position, scores, kept, slots, newest, free - n, members, BLOCK)
         tl.debug_barrier()
         for start in range(0, slots, BLOCK):
-            i, pos, ranks, member = _ranked(position, scores, kept, start, slots, newest, OF, BLOCK)
-            tl.store(position + i, -1, mask=member & ((ranks < bar) | ((ranks == bar) & (pos <= after))))
+            i, key = _keys(position, scores, kept, start, slots, newest, members, BLOCK)
+            tl.store(position + i, -1, mask=(key != BELOW_ALL) & (key <= bar))
+        tl.debug_barrier()
 
 
 @triton.jit
-def _cut(position, x, kept, slots, newest, n, OF: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank and position above which there are n slots, or all of them if they are fewer: bit by bit, a count for each."""
-    low, high = INT_MIN, INT_MAX  # more than n above low (or all), at most n above high
-    after = newest
+def _cut(position, x, kept, slots, newest, n, members, BLOCK: tl.constexpr):
+    """A key above which there are n slots, which are no more than there are: bit by bit, a count for each."""
+    low, high = tl.full([], BELOW_ALL, tl.int64), tl.full([], ABOVE_ALL, tl.int64)  # at least n above, at most n above
     found = 0  # above high
-    while (low < high - 1) & (found != n):
+    while found != n:
         middle = (low & high) + ((low ^ high) >> 1)
-        above = _above(position, x, kept, slots, newest, middle, INT_MAX, OF, BLOCK)
+        above = _above(position, x, kept, slots, newest, middle, members, BLOCK)
         if above > n:
             low = middle
         else:
             high, found = middle, above
-    if found < n:  # of those that rank equal, the newer
-        oldest = -1
-        while oldest < after:
-            middle = oldest + (after - oldest) // 2
-            above = _above(position, x, kept, slots, newest, high, middle, OF, BLOCK)
-            if above > n:
-                oldest = middle + 1
-            else:
-                after = middle
-    return high, after
+    return high
 
 
 @triton.jit
-def _above(position, x, kept, slots, newest, bar, after, OF: tl.constexpr, BLOCK: tl.constexpr):
-    """How many slots rank above `bar`, or there but at a position above `after`."""
+def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
+    """How many slots have a key above `bar`."""
     found = tl.zeros([BLOCK], tl.int32)
     for start in range(0, slots, BLOCK):
-        i, pos, ranks, member = _ranked(position, x, kept, start, slots, newest, OF, BLOCK)
-        found += (member & ((ranks > bar) | ((ranks == bar) & (pos > after)))).to(tl.int32)
+        _, key = _keys(position, x, kept, start, slots, newest, members, BLOCK)
+        found += (key > bar).to(tl.int32)
     return tl.sum(found, 0)
 
 
 @triton.jit
-def _ranked(position, x, kept, start, slots, newest, OF: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of slots, their positions and ranks, and which count: `all` tokens, the `free` ones that nothing protects, or the
-    `kept` ones, of which the newest ranks above the rest."""
+def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
+    """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token if the protected
+    ones count, of which it is the last to leave."""
     i = start + tl.arange(0, BLOCK)
     pos = tl.load(position + i, mask=i < slots, other=-1)
-    member = pos >= 0
-    ranks = rank(tl.load(x + i, mask=member, other=0.0))
-    if OF != "all":
-        protected = tl.load(kept + i, mask=member, other=0) != 0
-        member = member & (protected if OF == "kept" else ~protected)
-    if OF == "kept":
-        ranks = tl.where(pos == newest, INT_MAX, ranks)
-    return i, pos, ranks, member
+    counts = pos >= 0
+    key = _key(tl.load(x + i, mask=counts, other=0.0), pos)
+    if members != EVERYTHING:
+        counts = counts & (tl.load(kept + i, mask=counts, other=0) == members)
+        key = tl.where((pos == newest) & (members == PROTECTED), ABOVE_ALL, key)
+    return i, tl.where(counts, key, BELOW_ALL)

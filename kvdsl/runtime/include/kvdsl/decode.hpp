@@ -88,6 +88,10 @@ void observe(const Query& query, const void* keys, const void* values) {
   Policy::observe(typed);
 }
 
+// Whether a policy has columns that a token has by itself.
+template <class Derived>
+constexpr bool places = &Derived::place != &Policy::place;
+
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
                          Policy::columns,
@@ -96,7 +100,7 @@ constexpr Steps steps = {dtype<T>,
                          Policy::needs_logit,
                          Policy::hard_cap,
                          reduce_group<Policy::group>,
-                         Policy::place,
+                         places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
                          Policy::settle};
 
@@ -179,20 +183,27 @@ struct Workspace {
   return first;
 }
 
-// After slots were freed, the tokens behind each gap move up by one.
-[[gnu::noinline]] inline void close_gaps(const int32_t* position, int32_t* rank, int slots) {
-  for (;;) {
-    int freed = INT_MAX;
-#pragma omp simd reduction(min : freed)
+// After slots were freed, the tokens behind each gap move up. `moved` has room for as many numbers as there are slots.
+[[gnu::noinline]] inline void close_gaps(const int32_t* position, int32_t* rank, int slots, int32_t* moved) {
+  int gaps = 0, last = -1;
+#pragma omp simd reduction(+ : gaps) reduction(max : last)
+  for (int i = 0; i < slots; ++i) {
+    const int freed = (position[i] < 0) & (rank[i] >= 0);
+    gaps += freed;
+    last = freed && rank[i] > last ? rank[i] : last;
+  }
+  if (gaps == 0) return;
+  if (gaps > 1) {
+    for (int r = 0; r < slots; ++r) moved[r] = 0;
     for (int i = 0; i < slots; ++i) {
-      const int here = (position[i] < 0) & (rank[i] >= 0) ? i : INT_MAX;
-      freed = here < freed ? here : freed;
+      if (position[i] < 0 && rank[i] >= 0) moved[rank[i]] = 1;
     }
-    if (freed == INT_MAX) return;
-    const int32_t gap = rank[freed];
-    rank[freed] = -1;
+    for (int r = 1; r < slots; ++r) moved[r] += moved[r - 1];
+  }
 #pragma omp simd
-    for (int i = 0; i < slots; ++i) rank[i] -= rank[i] > gap;
+  for (int i = 0; i < slots; ++i) {
+    const int by = gaps == 1 ? rank[i] > last : moved[rank[i] > 0 ? rank[i] : 0];
+    rank[i] = position[i] < 0 ? -1 : rank[i] - by;
   }
 }
 
@@ -210,36 +221,35 @@ class Unit {
   // is free.
   [[gnu::noinline]] bool place(int t) {
     placed_ = false;
-    if (args_.real && !args_.real[int64_t{row_} * args_.tokens + t]) return false;
+    if (!real(t)) return false;
     if (steps_.hard_cap) make_room();
     const int slot = find_free_slot(position_, args_.slots, live_);
     if (slot == INT_MAX) {
       status_ |= no_free_slot;
       return false;
     }
-    ++live_;
-    newest_ = next_++;
+    write(t, slot);
     oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
-    position_[slot] = newest_;
-    if (rank_) rank_[slot] = live_ - 1;
-
-    const char* const k = token(args_.key, args_.key_stride, head_, t);
-    const char* const v = token(args_.value, args_.value_stride, head_, t);
-    std::memcpy(row(keys_, args_.key_dim, slot), k, static_cast<std::size_t>(size(args_.key_dim)));
-    std::memcpy(row(values_, args_.value_dim, slot), v, static_cast<std::size_t>(size(args_.value_dim)));
-    if (steps_.columns > 0) {
-      for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
-      steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
-      steps_.dtype.read(v, args_.value_dim, work_.plain_value, work_.pairs);
-      steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
-                        column_stride_, params()});
-    }
     for (int g = 0; g < args_.group; ++g) {
       steps_.dtype.read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
       if (args_.near) dtype<float>.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     return placed_ = true;
+  }
+
+  // The tokens in these slots leave and the new ones take their places, one for one.
+  void replace(const int32_t* slots) {
+    find_free_slot(position_, args_.slots, live_);
+    for (int t = 0; t < args_.tokens; ++t) {
+      if (!real(t)) continue;
+      position_[slots[t]] = -1;
+      --live_;
+    }
+    if (rank_) close_gaps(position_, rank_, args_.slots, work_.ranks);
+    for (int t = 0; t < args_.tokens; ++t) {
+      if (real(t)) write(t, slots[t]);
+    }
   }
 
   // First pass over a chunk: its scores and their maxima.
@@ -339,6 +349,26 @@ class Unit {
 
   int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
 
+  bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
+
+  // Token t into a free slot.
+  void write(int t, int slot) {
+    newest_ = next_++;
+    position_[slot] = newest_;
+    if (rank_) rank_[slot] = live_;
+    ++live_;
+    const char* const k = token(args_.key, args_.key_stride, head_, t);
+    const char* const v = token(args_.value, args_.value_stride, head_, t);
+    std::memcpy(row(keys_, args_.key_dim, slot), k, static_cast<std::size_t>(size(args_.key_dim)));
+    std::memcpy(row(values_, args_.value_dim, slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
+    if (!steps_.place) return;
+    steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
+    steps_.dtype.read(v, args_.value_dim, work_.plain_value, work_.pairs);
+    steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
+                      column_stride_, params()});
+  }
+
   char* row(char* base, int dim, int slot) const { return base + size(int64_t{slot} * dim); }
 
   const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
@@ -351,10 +381,13 @@ class Unit {
   void dot(int chunk, int from, const Rows& rows) const {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
-    const Turns turns = args_.near ? turns_of(from, rows) : Turns{};
-    if (!turns.differ && turns.most == 0) {
+    const auto as_they_are = [&] {
       steps_.dtype.dot(work_.query, stride, args_.group, rows.row, args_.key_dim, scores, to);
-    } else if (!turns.differ) {
+    };
+    if (!args_.near) return as_they_are();
+    const Turns turns = turns_of(from, rows);
+    if (turns.most == 0) return as_they_are();
+    if (!turns.differ) {
       const float* const query = query_turned_back(chunk, turns.most);
       steps_.dtype.dot(query, stride, args_.group, rows.row, args_.key_dim, scores, to);
     } else {
@@ -370,22 +403,28 @@ class Unit {
   // query. They are the same for tokens that are still together; most often none.
   struct Turns {
     int32_t by[block];
-    int32_t most = 0;
-    bool differ = false;
+    int32_t most;
+    bool differ;
   };
 
   Turns turns_of(int from, const Rows& rows) const {
     Turns turns;
     const int n = args_.slots - from < block ? args_.slots - from : block;
     const int between = newest_ - (live_ - 1);  // evicted before the query's token
+    const int32_t* const position = position_ + from;
+    const int32_t* const rank = rank_ + from;
+    const int32_t* const visible = rows.visible;
+    int32_t* const by = turns.by;
     int32_t most = 0, least = INT_MAX;
+    for (int i = n; i < block; ++i) by[i] = 0;
+#pragma omp simd reduction(max : most) reduction(min : least)
     for (int i = 0; i < n; ++i) {
-      const int32_t by = between - (position_[from + i] - rank_[from + i]);
-      turns.by[i] = rows.visible[i] ? by : 0;
-      most = rows.visible[i] && by > most ? by : most;
-      least = rows.visible[i] && by < least ? by : least;
+      const int32_t turn = between - (position[i] - rank[i]);
+      by[i] = turn & visible[i];  // a mask
+      most = by[i] > most ? by[i] : most;
+      const int32_t low = visible[i] ? turn : INT_MAX;
+      least = low < least ? low : least;
     }
-    for (int i = n; i < block; ++i) turns.by[i] = 0;
     turns.most = most;
     turns.differ = least != most;
     return turns;
@@ -478,7 +517,7 @@ class Unit {
     fill(slots, 0);
     Head head(slots, position_, work_.ranks, before_placing);
     steps_.settle(head);
-    if (rank_) close_gaps(position_, rank_, args_.slots);
+    if (rank_) close_gaps(position_, rank_, args_.slots, work_.ranks);
   }
 
   const DecodeArgs& args_;
@@ -574,6 +613,21 @@ inline int decode(const DecodeArgs& args, const Steps& steps) {
   return status;
 }
 
+// What every row and KV head has in the given slots [batch, kv_heads, tokens] leaves for the new tokens. Nobody attends.
+inline int replace(const DecodeArgs& args, const int32_t* slots, const Steps& steps) {
+  const int units = args.batch * args.kv_heads;
+  const int64_t workspace = Workspace::bytes(args, steps);
+  int status = ok;
+#pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
+  for (int u = 0; u < units; ++u) {
+    char* const memory = thread_buffer().reserve(workspace);
+    if (memory) Unit(args, steps, u, memory).replace(slots + int64_t{u} * args.tokens);
+    else status |= out_of_memory;
+  }
+  advance(args);
+  return status;
+}
+
 inline int settle(const DecodeArgs& args, const float* attn, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int64_t workspace = Workspace::bytes(args, steps);
@@ -591,6 +645,12 @@ inline int settle(const DecodeArgs& args, const float* attn, const Steps& steps)
 template <class T, class Policy>
 int decode(const DecodeArgs& args) {
   return decode(args, steps<T, Policy>);
+}
+
+// Replaces tokens of the dtype's size.
+template <class T, class Policy>
+int replace(const DecodeArgs& args, const int32_t* slots) {
+  return replace(args, slots, steps<T, Policy>);
 }
 
 // Observe and settle without a query: attn [batch, kv_heads, slots] is given; or null, to settle only, as after a prompt

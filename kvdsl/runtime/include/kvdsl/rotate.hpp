@@ -5,7 +5,7 @@
 #pragma once
 
 #include <cstdint>
-#include <cstring>
+#include <type_traits>
 
 #include "simd.hpp"
 
@@ -52,11 +52,16 @@ inline void turn_pairs(float* x, int by, float sign, const Rope& rope) {
 // A row of n as floats, in order; `to` has room for whole pairs of vectors.
 template <class T>
 inline void widen(const T* row, int n, float* to) {
+  int d = 0;
   if constexpr (std::is_same_v<T, bf16>) {
-#pragma omp simd
-    for (int d = 0; d < n; ++d) to[d] = to_float(row[d]);
+    typedef uint16_t Halves __attribute__((vector_size(width * 2)));
+    for (; d + width <= n; d += width) {
+      const Bits bits = __builtin_convertvector(load_as<Halves>(row + d), Bits) << 16;
+      store(to + d, reinterpret_cast<Floats>(bits));
+    }
+    for (; d < n; ++d) to[d] = to_float(row[d]);
   } else {
-    for (int d = 0; d < n; d += pair) {
+    for (; d < n; d += pair) {
       const Pair x = load_pair(row + d, n - d);
       store(to + d, x.a);
       store(to + d + width, x.b);

@@ -1,0 +1,39 @@
+"""What attention is made of, wherever it is not left to torch's fused kernels. All arithmetic is float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.slots import AttentionCall, SlotState, ranks
+
+
+def scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
+    """Scaled dot products, capped where the model caps them: [batch, kv_heads, group, queries, slots].
+
+    Args:
+        query: [batch, kv_heads, group, queries, dim].
+        key: [batch, kv_heads, slots, dim].
+    """
+    logit = torch.einsum("bhgqd,bhsd->bhgqs", query.float(), key.float()) * call.scaling
+    return logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
+
+
+def turned_keys(state: SlotState, call: AttentionCall, kept: dict[str, Tensor]) -> Tensor:
+    """The keys at the positions where attention sees them: under compact positions each at its rank among the live ones."""
+    if not state.spec.compact or call.rope is None:
+        return kept["keys"]
+    rank = kept["rank"] if "rank" in kept else ranks(kept["position"])
+    return call.rope.rotate(kept["keys"], rank - kept["position"])
+
+
+def turned_queries(state: SlotState, call: AttentionCall, query: Tensor, live: Tensor, newest: Tensor) -> Tensor:
+    """The queries, [batch, kv_heads, group, queries, dim], each at the position of its own token's key.
+
+    Args:
+        live: [batch, kv_heads, queries, 1], the slots that each query finds, its own token's included: the last of them.
+        newest: [batch, 1, queries, 1], the position of each query's token.
+    """
+    if not state.spec.compact or call.rope is None:
+        return query
+    return call.rope.rotate(query, (live - 1 - newest).squeeze(-1).long().unsqueeze(2))

@@ -1,0 +1,208 @@
+"""Dense attention of a prompt: the output, and the log-sum-exp of every query, from which its probabilities can be had again.
+
+Torch's fused kernels serve where they can, in memory that is linear in the prompt. What they do not know (capped logits), or
+would mix up (what is not finite has no part in the queries that do not see it, but 0 * inf is no 0), is done in float32, in
+blocks of queries.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from kvdsl.runtime.attention import scores
+from kvdsl.runtime.prompt import Prompt
+
+_BLOCK_BYTES = 32 << 20
+"""What the probabilities of a block of queries may take."""
+
+_MASK_BYTES = 8 << 20
+"""What the mask of a block of queries may take, where a kernel needs one."""
+
+_LEAST_BLOCK = 64
+"""Queries that are worth a call of a kernel."""
+
+_CPU_KERNEL = "_scaled_dot_product_flash_attention_for_cpu"
+
+
+def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """Attend over what is cached and the new tokens, causally.
+
+    Returns:
+        [batch, tokens, query_heads, value_dim], 0 for padding; and the log-sum-exp of each query's scores, the model's sink
+        included: float32 [batch, kv_heads, group, tokens], NaN where a score is +inf, without meaning for padding.
+    """
+    found = _fused(prompt)
+    return _exact(prompt) if found is None else found
+
+
+# -- by torch's fused kernels ------------------------------------------------------------------------------------------
+
+
+def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
+    """By a fused kernel, row by row; None if there is none, or if something is not finite."""
+    if prompt.call.softcap is not None or not all(bool(prompt.kept[name].isfinite().all()) for name in ("keys", "values")):
+        return None
+    rows = []
+    for row in range(prompt.position.shape[0]):
+        found = _fused_row(prompt, slice(row, row + 1))
+        if found is None or not bool(found[1].isfinite().all()):
+            return None
+        rows.append(found)
+    outs, lses = zip(*rows, strict=True)
+    return (outs[0], lses[0]) if len(rows) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+def _fused_row(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
+    """`attend` for one row."""
+    text = _text(prompt, row)
+    window = prompt.call.window
+    if text is None or prompt.cached or (window is not None and window < text.stop - text.start):
+        found = _masked(prompt, row)
+    else:
+        found = _causal(prompt, row, text)
+    if found is None:
+        return None
+    out, lse = found
+    if prompt.call.sinks is not None:
+        out, lse = _with_sinks(out, lse, prompt.call.sinks)
+    return out.flatten(0, 1).transpose(0, 1)[None], lse[None]
+
+
+def _text(prompt: Prompt, row: slice) -> slice | None:
+    """Where the row's tokens lie among the new ones; None if there is padding between them."""
+    if prompt.call.real is None:
+        return slice(0, prompt.tokens)
+    real = prompt.call.real[row].nonzero()[:, 1]
+    begin, end = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
+    return slice(begin, end) if end - begin == len(real) else None
+
+
+def _causal(prompt: Prompt, row: slice, text: slice) -> tuple[Tensor, Tensor] | None:
+    """Of a row's first tokens, all of which see all before them: [kv_heads, group, tokens, value_dim] and log-sum-exps."""
+    heads, behind = slice(0, prompt.heads), prompt.tokens - text.stop
+    query = prompt.queries(row, heads, text)[0]
+    found = _kernel(query, prompt.keys[row, :, text][0], prompt.kept["values"][row, :, text][0], None, prompt.call.scaling)
+    if found is None or (text.start == 0 and behind == 0):
+        return found
+    return pad(found[0], (0, 0, text.start, behind)), pad(found[1], (text.start, behind))
+
+
+def _masked(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
+    """The same of any row: block by block, with a mask."""
+    heads, parts = slice(0, prompt.heads), []
+    for tokens in _blocks(prompt):
+        slots = prompt.reach(row, heads, tokens)
+        seen = prompt.visible(row, heads if prompt.cached else slice(0, 1), tokens, slots)[0]
+        padding = prompt.position[row, tokens, None] < 0
+        found = _kernel(
+            prompt.queries(row, heads, tokens)[0],
+            prompt.keys[row, :, slots][0],
+            prompt.kept["values"][row, :, slots][0],
+            seen | padding,  # a query that sees nothing would have no output at all
+            prompt.call.scaling,
+        )
+        if found is None:
+            return None
+        parts.append((found[0].masked_fill(padding, 0), found[1]))
+    outs, lses = zip(*parts, strict=True)
+    return torch.cat(outs, 2), torch.cat(lses, 2)
+
+
+def _blocks(prompt: Prompt) -> list[slice]:
+    """Blocks of queries that see nearly the same slots, or whose masks are small enough."""
+    masks = prompt.heads if prompt.cached else 1  # where nothing was evicted, heads hold the same
+    window = prompt.call.window or prompt.slots
+    size = max(1, _MASK_BYTES // (4 * masks * min(prompt.slots, 2 * window)))
+    size = min(size, max(_LEAST_BLOCK, window // 4))
+    return [slice(begin, min(begin + size, prompt.tokens)) for begin in range(0, prompt.tokens, size)]
+
+
+def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
+    """What is left of it where a learned logit [query_heads] joins every denominator."""
+    joined = torch.logaddexp(lse, sinks.float().view(*lse.shape[:2], 1))
+    return (out * (lse - joined).exp().unsqueeze(-1)).to(out.dtype), joined
+
+
+def _kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """One call of a fused kernel. A KV head poses as a row of the batch, so that its keys need not be repeated.
+
+    Args:
+        query: [kv_heads, group, queries, key_dim].
+        key, value: [kv_heads, slots, key_dim or value_dim].
+        mask: bool [kv_heads or 1, queries, slots]; None if query i sees the slots 0 to i.
+
+    Returns:
+        [kv_heads, group, queries, value_dim] and float32 [kv_heads, group, queries]; None if no kernel tells the latter.
+    """
+    value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
+    if query.is_cuda:
+        size = -(-size // 8) * 8
+    query, key, value = (pad(x.to(query.dtype), (0, size - x.shape[-1])) for x in (query, key, value))
+    key, value = (x[:, None].expand(*query.shape[:2], *x.shape[1:]) for x in (key, value))
+    if query.is_cuda:
+        found = _cuda_kernel(query, key, value, mask, scaling)
+    elif query.device.type == "cpu" and hasattr(torch.ops.aten, _CPU_KERNEL):
+        bias = None if mask is None else torch.zeros_like(mask, dtype=query.dtype).masked_fill_(~mask, -torch.inf)[:, None]
+        found = getattr(torch.ops.aten, _CPU_KERNEL)(query, key, value, 0.0, mask is None, attn_mask=bias, scale=scaling)
+    else:
+        found = None
+    return None if found is None else (found[0][..., :value_dim], found[1][..., : query.shape[2]])
+
+
+def _cuda_kernel(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
+) -> tuple[Tensor, Tensor] | None:
+    """FlashAttention where it can (16 bits, no mask), else the memory-efficient kernel."""
+    from torch.backends.cuda import SDPAParams, can_use_efficient_attention, can_use_flash_attention
+
+    bias = None
+    if mask is not None:  # rows of the bias must be aligned
+        rows = mask.new_zeros(*mask.shape[:2], -(-mask.shape[2] // 8) * 8, dtype=query.dtype)[..., : mask.shape[2]]
+        bias = rows.masked_fill_(~mask, -torch.inf)[:, None].expand(query.shape[0], query.shape[1], -1, -1)
+    params = SDPAParams(query, key, value, bias, 0.0, mask is None, False)
+    if can_use_flash_attention(params):
+        flash = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, mask is None, False, scale=scaling)
+        return flash[0], flash[1]
+    if can_use_efficient_attention(params):
+        efficient = torch.ops.aten._scaled_dot_product_efficient_attention(
+            query, key, value, bias, True, 0.0, mask is None, scale=scaling
+        )
+        return efficient[0], efficient[1]
+    return None
+
+
+# -- exactly -----------------------------------------------------------------------------------------------------------
+
+
+def _exact(prompt: Prompt) -> tuple[Tensor, Tensor]:
+    """In blocks of queries, in float32."""
+    entries = _BLOCK_BYTES // 4
+    if not bool(prompt.kept["values"].isfinite().all()):
+        entries = 0  # query by query: none may meet what it does not see
+    batch, heads, everything = prompt.position.shape[0], prompt.heads, slice(None)
+    out = prompt.call.query.new_zeros(batch, heads, prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
+    lse = out.new_zeros(out.shape[:-1], dtype=torch.float32)
+    for row, head, tokens in prompt.tiles(0, entries):
+        slots = prompt.reach(row, head, tokens)
+        seen = prompt.visible(row, head, tokens, slots) & (prompt.position[row, None, tokens, None] >= 0)
+        logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots])
+        logit = logit.masked_fill(~seen.unsqueeze(2), -torch.inf)
+        total = lse[row, head, everything, tokens] = _log_sum_exp(logit, prompt, head)
+        prob = (logit - total.unsqueeze(-1)).exp_().masked_fill_(~seen.unsqueeze(2), 0.0)
+        # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
+        value = prompt.kept["values"][row, head, slots].float().masked_fill(~seen.any(2)[..., None], 0.0)
+        out[row, head, everything, tokens] = torch.einsum("bhgqs,bhsd->bhgqd", prob, value).to(out.dtype)
+    return out.flatten(1, 2).transpose(1, 2), lse
+
+
+def _log_sum_exp(logit: Tensor, prompt: Prompt, head: slice) -> Tensor:
+    """Over the slots and the sink: [batch, kv_heads, group, queries]."""
+    total = logit.logsumexp(-1)
+    if prompt.call.sinks is not None:
+        sinks = prompt.call.sinks.float().view(1, prompt.heads, prompt.group, 1)[:, head]
+        total = torch.logaddexp(total, sinks)
+    return total.masked_fill(total == torch.inf, torch.nan)

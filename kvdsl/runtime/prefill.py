@@ -1,0 +1,152 @@
+"""The prompt, for every backend: attend, observe, settle.
+
+Attention is torch's own, as fast as it gets; who observes it computes the probabilities once more, from what attention says of
+every query (its log-sum-exp), and only where the policy asks. So memory is linear in the length of the prompt.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime import dense, eviction, selection, statistics
+from kvdsl.runtime.eviction import Held
+from kvdsl.runtime.prompt import Kept, Prompt
+from kvdsl.runtime.slots import FREE, SLOT_DIM, AttentionCall, SlotState, taken, text_order
+from kvdsl.runtime.tokens import new_positions, place, seen_before
+from kvdsl.runtime.view import INITIAL, row_view
+
+Observer = Callable[[Prompt, Tensor], None]
+"""Folds what the prompt's queries give the slots into the columns; see `kvdsl.runtime.statistics.observe`."""
+
+
+def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistics.observe) -> Tensor:
+    """Attend over what is cached and the new tokens, causally; observe every query; settle once, or at every block's end.
+
+    Returns:
+        [batch, tokens, query_heads, value_dim].
+    """
+    state.window = call.window
+    position = new_positions(state, call)
+    seen = seen_before(state, call) + (position >= 0).sum(1, dtype=torch.int32)
+    numbers = state.resolve(seen)
+    state.size_rings(numbers)
+    if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
+        return _in_blocks(state, call, position, seen, numbers, observe)
+    kept, out = _encode(state, call, _cached(state), position, numbers, observe)
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers))
+    eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
+    return out
+
+
+def _in_blocks(
+    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
+) -> Tensor:
+    """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
+    size = state.named(numbers)["prefill_block"].long()
+    batch, query_heads, tokens, _ = call.query.shape
+    kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
+    for chosen, real in _blocks(new_position, seen_before(state, call), size):
+        position = new_position.gather(1, chosen).masked_fill(~real, FREE)
+        kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, observe)
+        newest = position.amax(1)
+        whole = real.any(1) & ((newest + 1) % size == 0)
+        eviction.settle(Held(state, kept, numbers, newest, whole, evicts=True))
+        kept = _survivors(kept)
+        out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
+    assert kept is not None
+    state.store(kept, seen, numbers)
+    return out
+
+
+def _evicts(state: SlotState, numbers: Tensor) -> bool:
+    """Whether a prompt of this layer loses anything."""
+    return state.bounded and state.spec.when != "decode" and bool(state.named(numbers)["capacity"].isfinite().any())
+
+
+def _cached(state: SlotState) -> Kept | None:
+    return {name: getattr(state, name) for name in SLOT_DIM} if state.allocated else None
+
+
+# -- block by block ----------------------------------------------------------------------------------------------------
+
+
+def _blocks(new_position: Tensor, before: Tensor, size: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The new tokens of every block, row by row: which they are, int64 [batch, any], and which of these are real.
+
+    Args:
+        new_position: [batch, tokens], FREE for padding.
+        before: [batch], how many tokens came before.
+        size: [batch], tokens a block.
+    """
+    number = new_position // size[:, None] - (before // size)[:, None]
+    number = number.masked_fill(new_position < 0, -1)
+    for block in range(max(1, int(number.max()) + 1)):
+        chosen = number == block
+        most = max(1, int(chosen.sum(1).max()))
+        tokens = chosen.int().argsort(dim=1, descending=True, stable=True)[:, :most]
+        yield tokens, chosen.gather(1, tokens)
+
+
+def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
+    """The call with these tokens only, [batch, any]."""
+    index = tokens[:, None, :, None]
+    query, key, value = (
+        x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (call.query, call.key, call.value)
+    )
+    return replace(call, query=query, key=key, value=value, real=None if bool(real.all()) else real)
+
+
+def _survivors(kept: Kept) -> Kept:
+    """What is left, in the order of the text, in as few slots as hold it."""
+    most = max(1, int((kept["position"] >= 0).sum(-1).max()))
+    order = text_order(kept["position"])[..., :most]
+    return {name: taken(name, tensor, order) for name, tensor in kept.items()}
+
+
+# -- one part of the prompt --------------------------------------------------------------------------------------------
+
+
+def _encode(
+    state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, observe: Observer
+) -> tuple[Kept, Tensor]:
+    """Attend to what is cached and to the new tokens, and observe: all that is cached now, and the output."""
+    kept = _with_new(state, call, kept, position)
+    prompt = Prompt(state, call, kept, position, numbers)
+    out, lse = dense.attend(prompt)
+    if state.spec.reads_attention:
+        observe(prompt, lse)
+    if state.spec.sketches:
+        _sketch_last_query(state, call, kept, position, numbers)
+    return kept, out
+
+
+def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_position: Tensor) -> Kept:
+    """The cached slots and, behind them, a slot for every new token; where nothing is cached, keys and values as they came."""
+    batch, heads, tokens, _ = call.key.shape
+    columns = call.key.new_zeros(state.column_rows, batch, heads, tokens, dtype=torch.float32)
+    for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
+        column.fill_(INITIAL[rule])
+    place(state, call, columns)
+    position = new_position[:, None].expand(batch, heads, tokens).contiguous()
+    new = {"keys": call.key, "values": call.value, "position": position, "columns": columns}
+    if kept is None:
+        return new
+    return {name: torch.cat([kept[name], tensor], SLOT_DIM[name]) for name, tensor in new.items()}
+
+
+def _sketch_last_query(state: SlotState, call: AttentionCall, kept: Kept, new_position: Tensor, numbers: Tensor) -> None:
+    """Find the sketch at the last query of every row that has one."""
+    newest, last = new_position.max(1, keepdim=True)
+    query = call.query.gather(2, last[:, None, :, None].expand(-1, call.query.shape[1], -1, call.query.shape[3]))
+    row = row_view(state, kept, query, newest, numbers)
+    width = selection.sketch_width(state, numbers, call.key.shape[-1])
+    found = selection.sketched(state, row, numbers, width)
+    if not state.has_sketch:
+        state.sketch = found
+        return
+    old = torch.nn.functional.pad(state.sketch, (0, width), value=-1)[..., :width]
+    state.sketch = torch.where((newest >= 0)[..., None], found, old)

@@ -1,0 +1,133 @@
+"""The new tokens of a forward of the prompt, in slots behind those that are cached already."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.attention import turned_keys, turned_queries
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.view import View, row_view, visible_slots
+
+Kept = dict[str, Tensor]
+"""What is cached: `keys`, `values`, `position` and `columns` over any number of slots."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Everything that attention over a prompt, and whoever observes it, must know.
+
+    The slots are those that were cached, and then one for each new token in the order of the text: so a query sees none behind
+    its own token's.
+
+    Attributes:
+        kept: what is cached, the new tokens included.
+        position: int32 [batch, tokens], the new tokens' positions in their rows' texts, FREE for padding.
+        numbers: float64 [batch, len(spec.numbers)].
+    """
+
+    state: SlotState
+    call: AttentionCall
+    kept: Kept
+    position: Tensor
+    numbers: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """New tokens a row, padding included."""
+        return self.position.shape[1]
+
+    @property
+    def slots(self) -> int:
+        """Slots per KV head."""
+        return self.kept["position"].shape[2]
+
+    @property
+    def cached(self) -> int:
+        """Slots that were cached before the new tokens'."""
+        return self.slots - self.tokens
+
+    @property
+    def heads(self) -> int:
+        """KV heads."""
+        return self.kept["keys"].shape[1]
+
+    @property
+    def group(self) -> int:
+        """Query heads that share a KV head."""
+        return self.call.query.shape[1] // self.heads
+
+    @property
+    def turns(self) -> bool:
+        """Whether attention sees keys elsewhere than they stand in the text: nowhere, while everything is still there."""
+        return self.state.spec.compact and self.call.rope is not None and self.cached > 0
+
+    @cached_property
+    def keys(self) -> Tensor:
+        """[batch, kv_heads, slots, dim] as attention sees them."""
+        return turned_keys(self.state, self.call, self.kept) if self.turns else self.kept["keys"]
+
+    @cached_property
+    def live(self) -> Tensor:
+        """How many live slots each query finds, its own token's included: int64 [batch, kv_heads, tokens]."""
+        before = (self.kept["position"][..., : self.cached] >= 0).sum(-1, keepdim=True)
+        return before + (self.position >= 0).cumsum(1)[:, None]
+
+    def queries(self, rows: slice, heads: slice, tokens: slice) -> Tensor:
+        """[rows, KV heads, group, tokens, dim] as attention sees them."""
+        query = self.call.query.unflatten(1, (self.heads, self.group))[rows, heads, :, tokens]
+        if not self.turns:
+            return query
+        live, newest = self.live[rows, heads, tokens, None], self.position[rows, None, tokens, None]
+        return turned_queries(self.state, self.call, query, live, newest)
+
+    def reach(self, rows: slice, heads: slice, tokens: slice) -> slice:
+        """Slots outside of which these queries see nothing."""
+        stop = self.cached + tokens.stop
+        window = self.call.window
+        if window is None or self.slots <= window:
+            return slice(0, stop)
+        position = self.kept["position"][rows, heads, :stop]
+        real = self.position[rows, tokens]
+        oldest = torch.where(real >= 0, real, torch.iinfo(torch.int32).max).amin(1) - window
+        seen = (position > oldest[:, None, None]) & (position >= 0)
+        return slice(int(seen.any(1).any(0).int().argmax()), stop)
+
+    def visible(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> Tensor:
+        """What each of the queries sees: bool [rows, KV heads, tokens, slots]; the rows of padding queries mean nothing."""
+        return visible_slots(self.kept["position"][rows, heads, slots], self.position[rows, tokens], self.call.window)
+
+    def view(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> View:
+        """A block of queries before some of the slots, among them all that they see."""
+        kept = {name: tensor[rows, heads, slots] for name, tensor in self.kept.items() if name != "columns"}
+        kept["columns"] = self.kept["columns"][:, rows, heads, slots]
+        query = self.call.query[rows, heads.start * self.group : heads.stop * self.group, tokens]
+        view = row_view(self.state, kept, query, self.position[rows, tokens], self.numbers[rows])
+        view.live = self.live[rows, heads, tokens, None].float()
+        seed, layer, first_head = view.random_key
+        view.random_key = (seed, layer, first_head + heads.start)
+        return view
+
+    def tiles(self, first: int, entries: int) -> Iterator[tuple[slice, slice, slice]]:
+        """Rows, KV heads and tokens from `first` on, block by block, in the order of the text for each head.
+
+        Args:
+            entries: how many numbers per query head and slot a block may have.
+        """
+        batch, tokens = self.position.shape
+        per_query = self.group * self.slots
+        queries = min(max(1, tokens - first), max(1, entries // per_query))
+        heads = min(self.heads, max(1, entries // (per_query * queries)))
+        rows = min(batch, max(1, entries // (per_query * queries * heads)))
+        for row in range(0, batch, rows):
+            for head in range(0, self.heads, heads):
+                for token in range(first, tokens, queries):
+                    yield (
+                        slice(row, min(row + rows, batch)),
+                        slice(head, min(head + heads, self.heads)),
+                        slice(token, min(token + queries, tokens)),
+                    )

@@ -1,0 +1,85 @@
+"""What the queries of a prompt give the slots, folded into the state columns: in torch, for any policy and device.
+
+The probabilities are computed once more, from the log-sum-exps that attention has left: block by block, in memory that does
+not depend on the prompt's length, and only for the queries that a policy still knows of at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.attention import scores
+from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.view import Columns
+
+_BLOCK_BYTES = {"cpu": 8 << 20}
+"""What a block of probabilities may take: on a CPU it should stay in the cache."""
+
+_DEFAULT_BLOCK_BYTES = 64 << 20
+
+
+def observe(prompt: Prompt, lse: Tensor) -> None:
+    """Fold every query that matters into the columns of the slots.
+
+    Args:
+        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
+    """
+    device = prompt.position.device.type
+    entries = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // 4
+    for row, head, tokens in prompt.tiles(first_query(prompt), entries):
+        slots = prompt.reach(row, head, tokens)
+        view = prompt.view(row, head, tokens, slots)
+        view.given = Recomputed(
+            prompt, prompt.queries(row, head, tokens), prompt.keys[row, head, slots], lse[row, head, :, tokens]
+        )
+        prompt.state.spec.torch_kernels.observe(view, Columns(view))
+
+
+def first_query(prompt: Prompt) -> int:
+    """The first of the new tokens whose query a policy still knows of after the last one's.
+
+    A ring holds what the newest queries gave, and `last` what the newest gave, which is the same for all slots unless a window
+    hides it from some.
+    """
+    spec, numbers = prompt.state.spec, prompt.state.named(prompt.numbers)
+    rules = set(spec.column_rules) - {"token"}
+    if rules - {"last"} or (rules and prompt.call.window is not None):
+        return 0
+    wanted = torch.ones_like(prompt.numbers[:, 0] if prompt.numbers.shape[1] else prompt.position[:, 0].double())
+    for _, size in spec.rings:
+        wanted = torch.maximum(wanted, numbers[size])
+    newest = prompt.position.amax(1, keepdim=True)
+    known = (prompt.position > newest - wanted[:, None]) & (prompt.position >= 0)
+    return int(known.any(0).int().argmax())
+
+
+@dataclass(frozen=True)
+class Recomputed:
+    """What the query heads of a block give the slots, computed when somebody asks.
+
+    Attributes:
+        query: [batch, kv_heads, group, queries, dim], as attention sees it.
+        key: [batch, kv_heads, slots, dim].
+        lse: [batch, kv_heads, group, queries].
+    """
+
+    prompt: Prompt
+    query: Tensor
+    key: Tensor
+    lse: Tensor
+
+    def attn(self) -> Tensor:
+        """Probabilities, [batch, kv_heads, group, queries, slots]; without meaning where a query does not see the slot."""
+        if self.prompt.call.softcap is not None:
+            return (self.logit() - self.lse.unsqueeze(-1)).exp_()
+        query = (self.query.float() * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
+        shift = -self.lse.flatten(0, 1).flatten(1).unsqueeze(-1)
+        exponent = torch.baddbmm(shift, query, self.key.float().flatten(0, 1).transpose(1, 2))
+        return exponent.exp_().view(*self.lse.shape, self.key.shape[2])
+
+    def logit(self) -> Tensor:
+        """Scaled and capped scores, likewise."""
+        return scores(self.prompt.call, self.query, self.key)
