@@ -32,10 +32,10 @@ SHOWN = 5
 @click.option("--policies", type=click.IntRange(1), default=1_000, show_default=True, help="How many.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Which ones.")
 @click.option("--workers", type=click.IntRange(1), default=os.cpu_count(), show_default="one a core", help="Processes.")
-@click.option("--shrink", is_flag=True, help="Reduce the policies that fail.")
+@click.option("--shrink", is_flag=True, help="Reduce the policies that fail on torch.")
 @click.option(
     "--json", "out", type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the result there, too, after every chunk; what it has already is not run again.",
+    help="Write the result there, too, after every chunk; what it has already is not run again if it is called so again.",
 )  # fmt: skip
 def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out: Path | None) -> None:
     from kvdsl.cli.progress import progress
@@ -55,7 +55,10 @@ def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out
             if out is not None:
                 _write(result, out)
             tick()
-    click.echo(json.dumps({name: value for name, value in result.items() if name != "chunks"}, indent=2))
+    del result["chunks"]
+    if out is not None:
+        _write(result, out)
+    click.echo(json.dumps(result, indent=2))
     sys.exit(bool(result["failures"]))
 
 
@@ -67,6 +70,8 @@ def _begun(out: Path | None, backend: str, seed: int) -> dict[str, Any]:
         known: dict[str, Any] = json.loads(out.read_text())
         if (known["backend"], known["environment"]["seed"]) != (backend, seed):
             raise click.ClickException(f"{out} is of another backend or seed")
+        if "chunks" not in known:
+            raise click.ClickException(f"{out} is complete")
         return known
     return {
         "format_version": "1.0", "environment": environment(seed=seed), "backend": backend,
@@ -113,7 +118,7 @@ def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]
         if trace.inputs in RANDOM_INPUTS:
             natural.add(one)
         if error is not None:
-            shown = _shrunk(policy, trace, run, error) if shrink else policy
+            shown = _shrunk(policy, trace, run, error) if shrink and backend == "torch" else policy
             failures.append({"number": number, "policy": _text(shown), "trace": str(trace), "problem": error})
     tallies = {
         name: {count: getattr(tally, count) for count in Tally.COUNTS}
@@ -124,35 +129,64 @@ def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]
 
 def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
     """Numbers, policies, traces, and what runs one of them."""
-    from kvdsl.emit.package import package
     from kvdsl.runtime.torch_backend import TorchBackend
     from tests.differential.random_policies import policy_of
     from tests.differential.traces import random_trace, run_policy, spec_of
-    from tests.differential.units import build
 
     if backend == "torch":
         for number in range(first, first + count):
             policy = policy_of(f"{seed}-{number}")
-            yield (
-                number,
-                policy,
-                random_trace(policy, f"{seed}-{number}"),
-                lambda p, t, **more: run_policy(p, TorchBackend(), t, **more),
-            )
+            trace = random_trace(policy, f"{seed}-{number}")
+            yield number, policy, trace, lambda p, t, **more: run_policy(p, TorchBackend(), t, **more)
         return
-    unit: list[tuple[Any, Any, dict[str, str]]] = []
-    draw = 0
-    while len(unit) < count:
-        name = f"fused-{seed}-{first}-{draw}"
-        policy = policy_of(name, f"p{len(unit)}", fused=draw % 2 == 0)
-        files = package(policy, _text(policy))
-        if "kernels_cpu.cpp" in files:  # the torch backend serves the others
-            unit.append((policy, random_trace(policy, name), files))
+    unit = dict(_fused(seed, first, count))
+    backends = _built(unit)
+    for offset, (stem, (policy, trace, files)) in enumerate(unit.items()):
+
+        def run(p: Any, t: Any, kernels: Any = backends[stem], files: Any = files, **more: bool) -> Any:
+            if isinstance(kernels, Exception):
+                raise kernels
+            return run_policy(p, kernels, t, spec=spec_of(p, files), **more)
+
+        yield first + offset, policy, trace, run
+
+
+def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
+    """Policies that have fused kernels, with their traces and packages, by their stems; torch serves the others.
+
+    In the place of a package there may be what went wrong.
+    """
+    from kvdsl.emit.package import package
+    from tests.differential.random_policies import policy_of
+    from tests.differential.traces import random_trace
+
+    found = draw = 0
+    while found < count:
+        name, stem = f"fused-{seed}-{first}-{draw}", f"p{found}"
+        policy = policy_of(name, stem, fused=draw % 2 == 0)
+        try:
+            files: Any = package(policy, _text(policy))
+        except Exception as error:
+            files = error
+        if isinstance(files, Exception) or "kernels_cpu.cpp" in files:
+            yield stem, (policy, random_trace(policy, name), files)
+            found += 1
         draw += 1
-    backends = build({policy.stem: (files["kernels_cpu.cpp"], trace.dtype) for policy, trace, files in unit})
-    for offset, (policy, trace, files) in enumerate(unit):
-        spec, kernels = spec_of(policy, files), backends[policy.stem]
-        yield first + offset, policy, trace, lambda p, t, s=spec, k=kernels, **more: run_policy(p, k, t, spec=s, **more)
+
+
+def _built(unit: dict[str, tuple[Any, Any, Any]]) -> dict[str, Any]:
+    """A backend for each policy, or why there is none."""
+    from tests.differential.units import build
+
+    wrong = {stem: files for stem, (_, _, files) in unit.items() if isinstance(files, Exception)}
+    sources = {stem: (part[2]["kernels_cpu.cpp"], part[1].dtype) for stem, part in unit.items() if stem not in wrong}
+    try:
+        return wrong | build(sources)
+    except RuntimeError as error:
+        if len(sources) == 1:
+            return wrong | dict.fromkeys(sources, error)
+    alone = (_built({stem: unit[stem]}) for stem in sources)
+    return wrong | {stem: backend for one in alone for stem, backend in one.items()}
 
 
 def _attempt(run: Callable[..., Any], policy: Any, trace: Any, check: bool) -> tuple[Any, str | None]:

@@ -11,6 +11,7 @@
 // keep top protect by std(attn)
 // keep last 1
 #include <kvdsl/decode.hpp>
+#include <kvdsl/prompt.hpp>
 
 namespace {
 
@@ -64,6 +65,24 @@ extern "C" {
 int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, RoCoPolicy>(*args); }
 int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, RoCoPolicy>(*args); }
 int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, RoCoPolicy>(*args); }
+int KVDSL_ENTRY(replace_f32)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<float, RoCoPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::bf16, RoCoPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::f16, RoCoPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(observe_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<float, RoCoPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::bf16, RoCoPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::f16, RoCoPolicy>(*args, *prompt);
+}
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<RoCoPolicy>(*args, attn);
 }

@@ -38,7 +38,7 @@ class StreamingLLMCache(KVCache):
         model: a transformers model; its attention is prepared to serve this cache.
         sinks: default 4.
         budget: default 512; below 1 it is a rate of the prompt.
-        backend: `auto`, or `cpu` (C++) or `torch` by force.
+        backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
 
@@ -55,6 +55,7 @@ class StreamingLLMCache(KVCache):
         reads_attention=False,
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         abi=2,
     )

@@ -40,6 +40,15 @@ extern "C" {
 int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, StreamingLLMPolicy>(*args); }
 int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, StreamingLLMPolicy>(*args); }
 int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, StreamingLLMPolicy>(*args); }
+int KVDSL_ENTRY(replace_f32)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<float, StreamingLLMPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::bf16, StreamingLLMPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::f16, StreamingLLMPolicy>(*args, slots);
+}
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<StreamingLLMPolicy>(*args, attn);
 }

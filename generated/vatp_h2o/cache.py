@@ -40,7 +40,7 @@ class VATP_H2OCache(KVCache):
         budget: default 512; below 1 it is a rate of the prompt.
         recent: default budget / 2.
         sinks: default 20.
-        backend: `auto`, or `cpu` (C++) or `torch` by force.
+        backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
 
@@ -57,6 +57,7 @@ class VATP_H2OCache(KVCache):
         reads_attention=True,
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        triton_source=Path(__file__).with_name("kernels_triton.py"),
         abi=2,
     )
 

@@ -11,6 +11,7 @@
 // keep last recent
 // keep first sinks
 #include <kvdsl/decode.hpp>
+#include <kvdsl/prompt.hpp>
 
 namespace {
 
@@ -64,6 +65,24 @@ extern "C" {
 int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, VATP_H2OPolicy>(*args); }
 int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, VATP_H2OPolicy>(*args); }
 int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, VATP_H2OPolicy>(*args); }
+int KVDSL_ENTRY(replace_f32)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<float, VATP_H2OPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::bf16, VATP_H2OPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::f16, VATP_H2OPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(observe_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<float, VATP_H2OPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::bf16, VATP_H2OPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::f16, VATP_H2OPolicy>(*args, *prompt);
+}
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<VATP_H2OPolicy>(*args, attn);
 }

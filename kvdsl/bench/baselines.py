@@ -201,3 +201,94 @@ def repeated(step: Callable[[Token], object], tokens: list[Token]) -> Callable[[
     """Calls of `step` with the tokens in turn."""
     endless: Iterator[Token] = cycle(tokens)
     return lambda: step(next(endless))
+
+
+# -- evicting some and inserting as many -------------------------------------------------------------------------------
+
+
+class Shifting:
+    """Shift and append: what is left is moved together and the new tokens come behind it (Hugging Face's and H2O's way).
+
+    Keys and values are copied to and fro between two buffers that are allocated once.
+
+    Args:
+        keys, values: [batch, kv_heads, slots, dim].
+        evict: how many tokens leave, and come, at a time.
+    """
+
+    def __init__(self, keys: Tensor, values: Tensor, evict: int) -> None:
+        batch, heads, slots, dim = keys.shape
+        self._evict, self._shape = evict, (batch, heads, slots, dim)
+        # Behind every cache, room for the new tokens: then one gather moves and appends.
+        self._buffers = [[_with_room(x, batch * heads * evict) for _ in range(2)] for x in (keys, values)]
+        self._now = 0
+
+    def shift(self, first: int, new: tuple[Tensor, Tensor]) -> None:
+        """The tokens in places first .. first + evict of every head leave.
+
+        Args:
+            new: keys and values [batch, kv_heads, evict, dim].
+        """
+        for buffers, tokens in zip(self._buffers, new, strict=True):
+            old, to = (self._cache(buffers[which]) for which in (self._now, 1 - self._now))
+            torch.cat([old[:, :, :first], old[:, :, first + self._evict :], tokens], dim=2, out=to)
+        self._now = 1 - self._now
+
+    def rows(self, victims: Tensor) -> Tensor:
+        """Where `gather` takes each row from, int64 [batch * kv_heads * slots], if these places leave: [batch, kv_heads, evict]."""
+        batch, heads, slots, _ = self._shape
+        leaves = torch.zeros(batch, heads, slots, dtype=torch.int8).scatter_(2, victims, 1)
+        survivors = leaves.argsort(dim=-1, stable=True)[..., : slots - self._evict]
+        head = torch.arange(batch * heads).view(batch, heads, 1)
+        appended = batch * heads * slots + head * self._evict + torch.arange(self._evict)
+        return torch.cat([head * slots + survivors, appended], -1).flatten()
+
+    def gather(self, rows: Tensor, new: tuple[Tensor, Tensor]) -> None:
+        """Other tokens of every head leave; arguments as in `rows` and `shift`."""
+        count = self._shape[0] * self._shape[1] * self._shape[2]
+        for buffers, tokens in zip(self._buffers, new, strict=True):
+            old, to = buffers[self._now], buffers[1 - self._now]
+            old[count:] = tokens.reshape(-1, tokens.shape[-1])
+            torch.index_select(old, 0, rows, out=to[:count])
+        self._now = 1 - self._now
+
+    def copy(self) -> None:
+        """Keys and values from one buffer into the other: no shift can be faster."""
+        for one, other in self._buffers:
+            self._cache(other).copy_(self._cache(one))
+
+    def content(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as they are now."""
+        keys, values = (self._cache(buffers[self._now]) for buffers in self._buffers)
+        return keys, values
+
+    def _cache(self, buffer: Tensor) -> Tensor:
+        batch, heads, slots, _ = self._shape
+        return buffer[: batch * heads * slots].view(self._shape)
+
+
+def _with_room(x: Tensor, rows: int) -> Tensor:
+    """The rows of x, [any, dim], and room for more."""
+    made = x.new_empty(x.shape[:3].numel() + rows, x.shape[3])
+    made[: x.shape[:3].numel()] = x.reshape(-1, x.shape[3])
+    return made
+
+
+def shift_in_fresh_memory(keys: Tensor, values: Tensor, first: int, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`Shifting.shift` as it is written in models' code: concatenation into memory that is allocated for it."""
+    evict = new[0].shape[2]
+    made = (
+        torch.cat([x[:, :, :first], x[:, :, first + evict :], tokens], dim=2)
+        for x, tokens in zip((keys, values), new, strict=True)
+    )
+    return next(made), next(made)
+
+
+def gather_in_fresh_memory(keys: Tensor, values: Tensor, stay: Tensor, new: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """`Shifting.gather` as H2O's code writes it: a mask [batch, kv_heads, slots] of what stays picks, then concatenation."""
+    batch, heads, _, dim = keys.shape
+    made = (
+        torch.cat([x[stay].view(batch, heads, -1, dim), tokens], dim=2)
+        for x, tokens in zip((keys, values), new, strict=True)
+    )
+    return next(made), next(made)

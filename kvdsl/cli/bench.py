@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import click
@@ -72,6 +72,88 @@ def decode(
         print_json(result, dtype=dtype, seed=seed)
     else:
         _show(result)
+
+
+@command.command()
+@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--heads", type=click.IntRange(1), default=64, show_default=True, help="KV heads of a row.")
+@click.option("--head-dim", type=click.IntRange(8), default=64, show_default=True, help="Size of a head.")
+@click.option("--live", type=click.IntRange(2), default=1024, show_default=True, help="Tokens that are cached.")
+@click.option(
+    "--evict", type=click.IntRange(1), default=64, show_default=True, help="Tokens that leave, and come, at a time."
+)
+@click.option("--equip", is_flag=True, help="All shapes of EQUIP's Table 5, instead of --batch, --heads and --head-dim.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random keys, values and victims.")
+@set_option
+@json_option
+def update(
+    policy: str, batch: int, heads: int, head_dim: int, live: int, evict: int, equip: bool, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """Some tokens leave a cache and as many come in; nobody attends (EQUIP, appendix D.5).
+
+    In place, the new tokens overwrite the victims. Shift and append moves what is left together instead: between two buffers that
+    are allocated once, or into fresh memory, as models' code has it. A plain copy of the same bytes is the shift's bound.
+
+    \b
+    Examples:
+      kvdsl bench update --policy h2o --batch 8 --heads 64 --head-dim 64 --live 1024 --evict 64
+      kvdsl bench update --policy streaming_llm --equip
+    """
+    refuse_triton(backend)
+    if evict >= live:
+        raise click.BadParameter(f"of {live} tokens, fewer must leave", param_hint="--evict")
+    import torch
+
+    from kvdsl.bench.update import EQUIP_SHAPES, Shape, bench_update
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+
+    if "budget" in settings:
+        raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shapes = [Shape(*sizes, live, evict, dtype) for sizes in (EQUIP_SHAPES if equip else ((batch, heads, head_dim),))]
+    with progress(f"{spec.name}, {evict} of {live}", len(shapes) * (repeats + warmup)) as tick:
+        rows = [
+            bench_update(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+            for shape in shapes
+        ]
+    if as_json:
+        print_json({"rows": rows} if equip else rows[0], dtype=dtype, seed=seed)
+    else:
+        _show_updates(rows)
+
+
+def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, first = Console(), rows[0]
+    title = (
+        f"{first['policy']} ({first['backend']}): {first['evict']} of {first['live']} tokens, {first['dtype']}, "
+        f"{first['threads']} threads, {first['repeats']} rounds"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    sizes, times = ("batch", "heads", "head size", "MB"), ("in place, ms", "shift, ms", "slower by", "of a copy")
+    for header in (*sizes, *times, "fresh, ms", "slower by"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        table.add_row(
+            *(str(row[name]) for name in ("batch", "heads", "head_dim")), f"{row['bytes'] / 1e6:.0f}",
+            f"{row['ms']:.3f}", f"{row['shift_ms']:.2f}", f"{row['speedup']:.1f}x", f"{100 * row['shift_of_copy']:.0f} %",
+            f"{row['fresh_ms']:.2f}", f"{row['speedup_over_fresh']:.1f}x",
+        )  # fmt: skip
+    console.print(table, markup=False)
 
 
 def refuse_triton(backend: str) -> None:

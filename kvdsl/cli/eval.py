@@ -73,24 +73,30 @@ class Setting:
 @click.option("--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Length of a stretch of text.")
 @click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--chunk", type=click.IntRange(1), default=1, show_default=True, help="Tokens fed at a time.")
-def ppl(tokens: int, stretches: int, chunk: int, as_json: bool, **setting: Any) -> None:
+@click.option(
+    "--by", type=click.IntRange(1), metavar="N",
+    help="A row for every N tokens of a stretch, which may then be longer than the model was made for.",
+)  # fmt: skip
+def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, **setting: Any) -> None:
     """Perplexity of tokens that are predicted through the cache.
 
     The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each.
 
     \b
-    Example:
+    Examples:
       kvdsl eval ppl --policies full,window,streaming_llm,roco --budgets 32,128 --tokens 1024
+      kvdsl eval ppl --policies streaming_llm,window --budgets 512 --tokens 20001 --stretches 1 --by 2000
     """
     begun = Setting(**setting)
     from kvdsl.cli.progress import progress
     from kvdsl.eval.models import check_length, windows
     from kvdsl.eval.perplexity import perplexities, steps
 
-    check_length(begun.model, tokens)
+    if by is None:
+        check_length(begun.model, tokens)
     ids = windows(begun.tokenizer, begun.text, tokens, stretches)
     with progress("perplexity", begun.pairs * steps(tokens, chunk)) as tick:
-        rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick)
+        rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by)
     begun.finish(rows, as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -44,13 +44,30 @@ def perplexities(
     budgets: Sequence[float],
     chunk: int = 1,
     tick: Callable[[], None] = lambda: None,
+    by: int | None = None,
 ) -> list[Row]:
-    """One row for every policy and budget: `policy, budget, ppl, tokens`."""
+    """One row for every policy and budget: `policy, budget, ppl, tokens`.
+
+    Args:
+        by: so many tokens have a row for themselves, which says where they lie in their stretch: `first` to `last`.
+    """
     rows: list[Row] = []
     for name, budget in policies.pairs(budgets):
         cache = policies.make(name, model, budget)
         losses = token_losses(model, ids, cache, chunk, tick)
-        rows.append(
-            {"policy": name, "budget": budget, "ppl": round(math.exp(losses.double().mean()), 4), "tokens": losses.numel()}
-        )
+        rows += ({"policy": name, "budget": budget, **part} for part in _parts(losses, by))
     return rows
+
+
+def _parts(losses: Tensor, by: int | None) -> Iterator[Row]:
+    """Perplexities of losses [rows, length - 1], of which the first is that of the stretch's second token."""
+    if by is None:
+        yield {"ppl": _perplexity(losses), "tokens": losses.numel()}
+        return
+    for start in range(0, losses.shape[1], by):
+        part = losses[:, start : start + by]
+        yield {"first": start + 1, "last": start + part.shape[1], "ppl": _perplexity(part), "tokens": part.numel()}
+
+
+def _perplexity(losses: Tensor) -> float:
+    return round(math.exp(losses.double().mean()), 4)

@@ -129,11 +129,18 @@ class SlotPrinter(_CppPrinter):
         return f"static_cast<float>({self.view}.param(Number::{name}))"
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
+        if expr.within == "page":
+            raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
         if expr.axis is Axis.SLOT:
             return self.hoisted[expr], ATOM
         if self.over_dims:
             raise NotLowerable("a reduction over dims inside another one")
         inside = SlotPrinter(self.view, self.hoisted, over_dims=True)
+        if expr.within == "sketch":
+            if reads(expr.body, "v"):
+                raise NotLowerable("values over a sketch's dims")
+            body = inside.value(expr.body)
+            return f"kvdsl::{expr.op}_over({self.view}.dims, {_of_sketch(body)})", ATOM
         size = f"{self.view}.value_dim" if reads(expr.body, "v") else f"{self.view}.key_dim"
         return f"kvdsl::{expr.op}_over({size}, {_function('d', inside.value(expr.body))})", ATOM
 
@@ -144,10 +151,52 @@ class SlotPrinter(_CppPrinter):
         return f"kvdsl::over_group<group>(row.group, {_function('g', self.value(expr))})"
 
 
+def _of_sketch(value: str) -> str:
+    """A function of an index into the sketch's dims."""
+    if not re.search(r"\bd\b", value):
+        return _function("j", value)
+    return f"[&](int j) {{ const int d = row.sketch[j]; return {value}; }}"
+
+
 def _function(index: str, value: str) -> str:
     """A function of an index, which has no name where the value does not vary with it."""
     argument = f"int {index}" if re.search(rf"\b{index}\b", value) else "int"
     return f"[&]({argument}) {{ return {value}; }}"
+
+
+@dataclass(frozen=True)
+class DimPrinter(_CppPrinter):
+    """One float per dim d, in `sketch`. `hoisted` names the reductions over slots, arrays over dims or numbers."""
+
+    hoisted: dict[Expr, str]
+
+    one, zero = "1.0f", "0.0f"
+
+    def leaf(self, expr: Leaf) -> str:
+        return SlotPrinter("row", {}).leaf(expr)
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        return self.hoisted[expr], ATOM
+
+
+@dataclass(frozen=True)
+class SelectPlan:
+    """How a query chooses what it attends to.
+
+    Attributes:
+        by: which of `kvdsl::By`. `rank_before`, `rank`: for its expression, statements before the loop over slots and the value.
+        always: statements that protect what is attended to in any case.
+        page, sketch: whether there are pages, and a sketch. `sketch_before`, `sketch_by`: as for the expression, over dims.
+    """
+
+    by: str
+    rank_before: tuple[str, ...]
+    rank: str
+    always: tuple[str, ...]
+    page: bool
+    sketch: bool
+    sketch_before: tuple[str, ...]
+    sketch_by: str
 
 
 @dataclass(frozen=True)
@@ -175,6 +224,7 @@ class CppPlan:
     settles: bool
     hard_cap: bool
     scratch: int
+    select: SelectPlan | None
 
 
 def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
@@ -206,15 +256,14 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         settles=policy.budget is not None and policy.when != "prefill",
         hard_cap=policy.cap == "hard",
         scratch=scratch,
+        select=_select(policy),
     )
 
 
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
     refused = {
-        "`select`": policy.select is not None,
-        "`sketch`": policy.sketch is not None,
-        "`pages`": policy.pages is not None,
+        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         f"`victims shared by {policy.victims}`": policy.victims != "own",
     }
     found = [statement for statement, stated in refused.items() if stated]
@@ -351,6 +400,90 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
     )
     by = f"{rank}, " if keep.scope == "top" else ""
     return f"head.protect_{keep.scope}({by}{count});"
+
+
+# -- select ------------------------------------------------------------------------------------------------------------
+
+
+def _select(policy: Policy) -> SelectPlan | None:
+    if policy.select is None:
+        return None
+    by = _form(policy.select.by)
+    before: list[str] = []
+    value = ""
+    if by == "expression":
+        before, hoisted = _hoist("row", [policy.select.by])
+        before = [*_column_pointers("row", [], [policy.select.by]), *before]
+        value = SlotPrinter("row", hoisted).body(policy.select.by)
+    sketch_before, sketch_by = _sketch(policy)
+    places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
+    return SelectPlan(
+        by=by,
+        rank_before=tuple(before),
+        rank=value,
+        always=tuple(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
+        page=policy.pages is not None,
+        sketch=policy.sketch is not None,
+        sketch_before=sketch_before,
+        sketch_by=sketch_by,
+    )
+
+
+def _form(by: Expr) -> str:
+    """The fast form of what slots rank by, if it has one."""
+    if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
+        return "expression"
+    if _factors(by.body) == {Input(name="q"), Input(name="k")}:
+        return "dot" if by.within == "all" else "sketch_dot"
+    if by.within == "all" and isinstance(by.body, Call) and by.body.function == "max" and len(by.body.args) == 2:
+        bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
+        if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
+            return "page_bound"
+    return "expression"
+
+
+def _factors(expr: Expr) -> set[Expr]:
+    return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
+
+
+def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
+    """What the dims rank by: statements before the loop over them, and the value."""
+    if policy.sketch is None:
+        return (), ""
+    before, hoisted = _hoist_over_dims(policy.sketch.by)
+    printer, by = DimPrinter(hoisted), policy.sketch.by
+    if reads(by, "v"):
+        raise NotLowerable("values over a sketch's dims")
+    if not reads(by, "q"):
+        return tuple(before), printer.value(by)
+    return tuple(before), f"kvdsl::over_group<group>(row.group, {_function('g', printer.value(by))})"
+
+
+def _hoist_over_dims(by: Expr) -> tuple[list[str], dict[Expr, str]]:
+    """`_hoist`, where what is reduced has a value for every dim."""
+    lines: list[str] = []
+    names: dict[Expr, str] = {}
+
+    def visit(expr: Expr) -> None:
+        for child in children(expr):
+            visit(child)
+        if not isinstance(expr, Reduce):
+            return
+        if expr.axis is not Axis.SLOT or reads(expr, "q"):
+            raise NotLowerable("a sketch by products, or by what a query has of every slot")
+        if any(isinstance(part, Reduce) for part in walk(expr.body)):
+            raise NotLowerable("a reduction inside another one, in a sketch")
+        name = f"{expr.op}_over_slots_{len(names) + 1}"
+        body = SlotPrinter("row", {}).value(expr.body)
+        if reads(expr, "k"):
+            lines.append(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{ return {body}; }});")
+            names[expr] = f"{name}_of[d]"
+        else:
+            lines.append(f"const float {name} = row.{expr.op}({_function('i', body)});")
+            names[expr] = name
+
+    visit(by)
+    return lines, names
 
 
 def _float(value: float) -> str:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Binary,
@@ -59,9 +60,13 @@ class _TritonPrinter(Printer):
             return f"{function}({self.value(expr.left)}, {self.value(expr.right)})", ATOM
         if expr.op in ("and", "or"):
             # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
-            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            left, right = (self._operand(side, expr) for side in (expr.left, expr.right))
             return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
         return super().binary(expr)
+
+    def _operand(self, side: Expr, whole: Expr) -> str:
+        alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
+        return f"ops.truth({self.truth(side)})" if alone else self.truth(side, ATOM)
 
     def call(self, expr: Call) -> tuple[str, int]:
         if expr.function == "not":
@@ -392,8 +397,10 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
         if counts:
             ends = [f"ops.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
             protect.append(f"{scope} = {_nested(together, ends)}")
-            kept.append(f"(pos {compare} {scope})")
-    kept += [printer.truth(condition, ATOM) for condition in conditions]
+            kept.append(f"pos {compare} {scope}")
+    kept += [printer.truth(condition) for condition in conditions]
+    if len(kept) > 1:
+        kept = [f"({condition})" for condition in kept]
     stores = [f"tl.store(work + {_row(n)}i, {printer.value(expr)}, mask=inside)" for n, expr in enumerate(ranked)]
     stores.append(f"tl.store(kept + i, {' | '.join(kept) or '0'}, mask=inside)")
     return tuple(protect), (*loops, Loop((), (*_values(policy, "", [*ranked, *conditions]), *stores)))

@@ -124,7 +124,10 @@ def _slug(rule: str, body: Expr) -> str:
         return _token_slug(body)
     if rule == "squares":
         return f"sum_{_words(body)}_squared"
-    return f"{_words(body)}_ring" if rule == "ring" else f"{rule}_{_words(body)}"
+    if rule == "ring":
+        words = _words(body)
+        return f"{words}_ring" if words[0].isalpha() else f"ring_{words}"  # a name cannot begin with a number
+    return f"{rule}_{_words(body)}"
 
 
 def _token_slug(body: Expr) -> str:

@@ -10,21 +10,25 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from kvdsl.runtime import replacing, statistics
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
+from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 
-_FUNCTIONS = {
-    torch.float32: "kvdsl_decode_f32",
-    torch.bfloat16: "kvdsl_decode_bf16",
-    torch.float16: "kvdsl_decode_f16",
-}
-ABI = 3
+_DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+ABI = 4
 """`KVDSL_ABI` of kvdsl/args.hpp."""
 
-_NO_FREE_SLOT, _OUT_OF_MEMORY = 1, 2
+TILE = 32
+"""`block` of kvdsl/attend.hpp: slots of a tile of the sketch."""
+
+STAGES = ("place", "renew", "look", "choose", "attend", "finish")
+"""`Stage` of kvdsl/laps.hpp."""
+
+_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE = 1, 2, 4
 
 
 class DecodeArgs(ctypes.Structure):
@@ -33,17 +37,27 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "query", "key", "value", "out", "keys", "values", "position", "state", "ring_rows", "seen", "real", "params", "sinks",
-            "rank", "near", "far",
+            "rank", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
             "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
             "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
+            "sketch_width", "pages", "anew",
         )),
         ("seed", ctypes.c_uint32),
         ("scale", ctypes.c_float),
         ("softcap", ctypes.c_float),
     )  # fmt: skip
+
+
+class PromptArgs(ctypes.Structure):
+    """Mirrors the one of kvdsl/prompt.hpp."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("lse", "newest", "adds_up")),
+        ("first", ctypes.c_int32),
+    )
 
 
 class CpuBackend:
@@ -54,37 +68,73 @@ class CpuBackend:
     """
 
     name = "cpu"
+    seconds: Tensor | None = None
+    """Where to add up the time of every stage, float64 [len(STAGES)], if anybody asks."""
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
         if device.type != "cpu":
             raise KvdslError(f"the cpu backend needs tensors on a CPU, not on {device}")
-        if dtype not in _FUNCTIONS:
+        if dtype not in _DTYPES:
             raise KvdslError(f"the cpu backend knows float32, bfloat16 and float16, not {dtype}")
         if not spec.cpu_source.exists():
             raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain {spec.stem}` says why)")
-        self._decode = getattr(_library(spec.cpu_source, spec.stem), _FUNCTIONS[dtype])
+        library = _library(spec.cpu_source, spec.stem)
+        self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
+        self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
+        self._observe = getattr(library, f"kvdsl_observe_{_DTYPES[dtype]}") if spec.reads_attention else None
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        return prefill(state, call)
+        return prefill(state, call, self._fold)
+
+    def _fold(self, prompt: Prompt, lse: Tensor) -> None:
+        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
+        if self._observe is None or prompt.turns:
+            statistics.observe(prompt, lse)
+            return
+        held, args, told = _prompt_args(prompt, lse)
+        _check(self._observe(ctypes.byref(args), ctypes.byref(told)))
+        del held
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
+        anew = _keep_copies(state)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        held, args = decode_args(state, call, out)
-        status = self._decode(ctypes.byref(args))
+        held, args = decode_args(state, call, out, anew=anew, seconds=self.seconds)
+        _check(self._decode(ctypes.byref(args)))
         del held
-        if status & _NO_FREE_SLOT:
-            raise KvdslError("no slot is free: the cache's tensors were changed from outside; call `reset()`")
-        if status & _OUT_OF_MEMORY:
-            raise MemoryError("no memory for the kernel's work space")
         return out
 
+    def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
+        """See `kvdsl.runtime.torch_backend.TorchBackend.replace`."""
+        replacing.check_text(state)
+        replacing.check_count(slots, call)
+        state.forget_copies()
+        where = slots.int().contiguous()
+        held, args = decode_args(state, call, call.query)
+        _check(self._replace(ctypes.byref(args), ctypes.c_void_p(where.data_ptr())))
+        del held
 
-def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tuple[object, ...], DecodeArgs]:
+
+def _check(status: int) -> None:
+    if status & _NO_FREE_SLOT:
+        raise KvdslError("no slot is free: the cache's tensors were changed from outside; call `reset()`")
+    if status & _NOT_LIVE:
+        raise KvdslError(replacing.NOT_LIVE)
+    if status & _OUT_OF_MEMORY:
+        raise MemoryError("no memory for the kernel's work space")
+
+
+def decode_args(
+    state: SlotState, call: AttentionCall, out: Tensor, *, anew: bool = False, seconds: Tensor | None = None
+) -> tuple[tuple[object, ...], DecodeArgs]:
     """The kernel's arguments, and what must live as long as they do.
+
+    Args:
+        anew: whether what is kept beside the keys must be made from them.
+        seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
 
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
@@ -104,6 +154,8 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
         query, key, value, out, state.keys, state.values, state.position,
         state.columns, ring_rows, state.seen, real, state.numbers, sinks,
         state.rank if state.spec.compact else None, *((None, None) if turns is None else (turns.near, turns.far)),
+        *((state.sketch, state.prompt, state.sketch_keys) if state.spec.sketches else (None, None, None)),
+        state.page_bounds if "page" in state.spec.numbers else None, seconds,
     )  # fmt: skip
     stride = ctypes.c_int64 * 3
     return held, DecodeArgs(
@@ -112,8 +164,50 @@ def decode_args(state: SlotState, call: AttentionCall, out: Tensor) -> tuple[tup
         batch, kv_heads, query.shape[1] // kv_heads, key_dim, value.shape[-1], state.slots, tokens, state.numbers.shape[-1],
         call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
         *((0, 0, 0) if rope is None else (rope.pairs, rope.offset, rope.layout == "interleaved")),
+        state.sketch.shape[-1] if state.spec.sketches else 0, state.page_bounds.shape[2] if "page" in state.spec.numbers else 0, anew,
         state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
     )  # fmt: skip
+
+
+def _keep_copies(state: SlotState) -> bool:
+    """Room for what the kernel keeps beside the keys, where this layer selects; whether it is still to be made."""
+    if not state.selects:
+        return False
+    batch, heads, slots, dim = state.keys.shape
+    anew = False
+    if state.spec.sketches and not state.sketch_keys.numel():
+        state.sketch_keys = state.keys.new_empty(batch, heads, -(-slots // TILE), state.sketch.shape[-1], TILE)
+        anew = True
+    if "page" in state.spec.numbers and not state.page_bounds.numel():
+        pages = int(slots // float(state.named(state.numbers)["page"].min())) + 1
+        state.page_bounds = state.keys.new_empty(batch, heads, pages, 2, dim)
+        anew = True
+    return anew
+
+
+def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
+    """What the kernel is told of a prompt that attention has passed, and what must live as long."""
+    state, call, kept = prompt.state, prompt.call, prompt.kept
+    query, key, value = (_last_dim_contiguous(x) for x in (call.query, kept["keys"], kept["values"]))
+    position, columns, numbers = kept["position"], kept["columns"], prompt.numbers.contiguous()
+    ring_rows, lse, newest = _ring_rows(state), lse.contiguous(), prompt.position.contiguous()
+    args = DecodeArgs(
+        batch=len(position), kv_heads=prompt.heads, group=prompt.group, key_dim=key.shape[-1], value_dim=value.shape[-1],
+        slots=prompt.slots, tokens=prompt.tokens, params_per_row=numbers.shape[-1], window=call.window or 0, layer=state.layer,
+        head_offset=state.head_offset, threads=torch.get_num_threads(), seed=state.seed & 0xFFFFFFFF, scale=call.scaling,
+        softcap=call.softcap or 0.0,
+    )  # fmt: skip
+    tensors = {
+        "query": query, "key": key, "value": value, "position": position, "state": columns, "ring_rows": ring_rows,
+        "params": numbers,
+    }  # fmt: skip
+    for name, tensor in tensors.items():
+        setattr(args, name, None if tensor is None or tensor.numel() == 0 else tensor.data_ptr())
+    for name, tensor in (("query_stride", query), ("key_stride", key), ("value_stride", value)):
+        setattr(args, name, (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
+    adds_up = torch.tensor([rule in ("sum", "squares") for rule in state.spec.column_rules], dtype=torch.uint8)
+    told = PromptArgs(lse.data_ptr(), newest.data_ptr(), adds_up.data_ptr(), statistics.first_query(prompt))
+    return (tuple(tensors.values()), lse, newest, adds_up), args, told
 
 
 def _ring_rows(state: SlotState) -> Tensor | None:

@@ -42,7 +42,8 @@ def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
 
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
     """By a fused kernel, row by row; None if there is none, or if something is not finite."""
-    if prompt.call.softcap is not None or not all(bool(prompt.kept[name].isfinite().all()) for name in ("keys", "values")):
+    seen = (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
+    if prompt.call.softcap is not None or not all(bool(x.isfinite().all()) for x in seen):
         return None
     rows = []
     for row in range(prompt.position.shape[0]):
@@ -83,6 +84,9 @@ def _causal(prompt: Prompt, row: slice, text: slice) -> tuple[Tensor, Tensor] | 
     """Of a row's first tokens, all of which see all before them: [kv_heads, group, tokens, value_dim] and log-sum-exps."""
     heads, behind = slice(0, prompt.heads), prompt.tokens - text.stop
     query = prompt.queries(row, heads, text)[0]
+    if text.start == text.stop:  # kernels fail where there is nothing to do
+        nothing = query.new_zeros(prompt.heads, prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
+        return nothing, nothing[..., 0].float()
     found = _kernel(query, prompt.keys[row, :, text][0], prompt.kept["values"][row, :, text][0], None, prompt.call.scaling)
     if found is None or (text.start == 0 and behind == 0):
         return found
@@ -125,9 +129,7 @@ def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor
     return (out * (lse - joined).exp().unsqueeze(-1)).to(out.dtype), joined
 
 
-def _kernel(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float
-) -> tuple[Tensor, Tensor] | None:
+def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scaling: float) -> tuple[Tensor, Tensor] | None:
     """One call of a fused kernel. A KV head poses as a row of the batch, so that its keys need not be repeated.
 
     Args:
@@ -165,7 +167,9 @@ def _cuda_kernel(
         bias = rows.masked_fill_(~mask, -torch.inf)[:, None].expand(query.shape[0], query.shape[1], -1, -1)
     params = SDPAParams(query, key, value, bias, 0.0, mask is None, False)
     if can_use_flash_attention(params):
-        flash = torch.ops.aten._scaled_dot_product_flash_attention(query, key, value, 0.0, mask is None, False, scale=scaling)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention(
+            query, key, value, 0.0, mask is None, False, scale=scaling
+        )
         return flash[0], flash[1]
     if can_use_efficient_attention(params):
         efficient = torch.ops.aten._scaled_dot_product_efficient_attention(

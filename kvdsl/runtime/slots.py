@@ -66,6 +66,9 @@ class SlotState:
     A policy that sketches has two more:
         sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
         prompt [batch] int32: the row's prompt length, padding excluded.
+    What a backend may keep beside the keys, made from them and empty until it is:
+        sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys over the sketch's dims.
+        page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
     One with compact positions:
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
 
@@ -90,6 +93,8 @@ class SlotState:
     sketch: Tensor
     prompt: Tensor
     rank: Tensor
+    sketch_keys: Tensor
+    page_bounds: Tensor
 
     def __init__(
         self,
@@ -109,7 +114,9 @@ class SlotState:
         self.seed = seed
         self.together: Together | None = None
         if spec.sketches:
-            self.TENSORS = (*self.TENSORS, "sketch", "prompt")
+            self.TENSORS = (*self.TENSORS, "sketch", "prompt", "sketch_keys")
+        if "page" in spec.numbers:
+            self.TENSORS = (*self.TENSORS, "page_bounds")
         if spec.compact:
             self.TENSORS = (*self.TENSORS, "rank")
         self.reset()
@@ -241,18 +248,27 @@ class SlotState:
         self._filled += tokens
         if self.grows and self._filled > self.slots:
             kept = {name: getattr(self, name) for name in SLOT_DIM}
-            order = torch.arange(self.slots, device=self.position.device).expand_as(self.position)
-            self._allocate(kept, order, _grown(self._filled))
+            self._allocate(kept, None, _grown(self._filled))
 
-    def _allocate(self, kept: dict[str, Tensor], order: Tensor, slots: int) -> None:
-        """Fresh tensors of `slots` slots that begin with the kept ones in `order` [batch, kv_heads, at most slots]."""
+    def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
+        """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
         for name, dim in SLOT_DIM.items():
             old = kept[name]
             new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
-            new.narrow(dim, 0, order.shape[-1]).copy_(taken(name, old, order))
+            first = old if order is None else taken(name, old, order)
+            new.narrow(dim, 0, first.shape[dim]).copy_(first)
             setattr(self, name, new)
         if self.spec.compact:
             self.rank = ranks(self.position)
+        self.forget_copies()
+
+    def forget_copies(self) -> None:
+        """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
+        batch, heads, _, dim = self.keys.shape
+        if self.spec.sketches:
+            self.sketch_keys = self.keys.new_empty(batch, heads, 0, 0, 0)
+        if "page" in self.spec.numbers:
+            self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
 
     @property
     def has_sketch(self) -> bool:
@@ -267,6 +283,12 @@ class SlotState:
     def bytes(self) -> int:
         """What the tensors occupy."""
         return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
+
+    def free(self, leaving: Tensor) -> None:
+        """Make the tokens in these slots leave: bool [batch, kv_heads, slots], live slots only."""
+        if self.spec.compact:
+            close_gaps(self.rank, leaving)
+        self.position.masked_fill_(leaving, FREE)
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 

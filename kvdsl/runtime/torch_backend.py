@@ -17,7 +17,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import eviction, selection
+from kvdsl.runtime import eviction, replacing, selection
 from kvdsl.runtime.attention import scores, turned_keys, turned_queries
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
@@ -48,8 +48,35 @@ class TorchBackend:
                 f"after the first was generated: pass them one by one"
             )
         state.make_room(tokens)
+        state.forget_copies()
         steps = [_decode_one(state, one) for one in _one_by_one(call)]
         return torch.cat(steps, dim=1)
+
+    def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
+        """Several at once: the tokens in these slots leave and the new ones take their places, one for one.
+
+        That is all that changes in a cache when E tokens are evicted and E inserted (EQUIP, appendix D.5). Nobody attends: the
+        columns are those of new tokens that no query has seen. For a token of padding nothing changes.
+
+        Args:
+            slots: int32 or int64 [batch, kv_heads, tokens], different slots that hold a token.
+            call: the new keys and values; the query is not looked at.
+
+        Raises:
+            KvdslError: if there are not as many slots as new tokens, or one of them is free or named twice; nothing is changed.
+        """
+        replacing.check_text(state)
+        replacing.check_count(slots, call)
+        replacing.check_live(state, slots)
+        state.forget_copies()
+        real = new_positions(state, call) >= 0
+        leaving = torch.zeros_like(state.position, dtype=torch.bool)
+        state.free(leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots)))
+        for t, one in enumerate(_one_by_one(call)):
+            new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
+            _overwrite(state, one, slot, new_position, new_position >= 0)
+            _place_in(state, one, slot, new_position >= 0)
+            state.seen += new_position[:, 0] >= 0
 
 
 # -- one token ---------------------------------------------------------------------------------------------------------

@@ -356,8 +356,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         fused: leave out the statements for which there are no fused kernels so far.
     """
     maker = Maker(pick, fused=fused)
-    evicts = fused or maker.one_of(*[True] * 9, False)
-    selects = not evicts or (not fused and maker.one_of(False, False, False, False, True))
+    evicts = maker.one_of(*[True] * 9, False)
+    selects = not evicts or maker.one_of(False, False, False, False, True)
     compact = evicts and not fused and maker.one_of(*[False] * 5, True)
     maker.victims = maker.one_of("own", "own", "own", "own", "heads", "layers") if evicts and not fused else "own"
     if maker.victims == "layers":

@@ -29,6 +29,7 @@ from .precision import (
     Range,
     Scope,
     add,
+    anything,
     bounds,
     bounds_of_slots,
     choose,
@@ -179,10 +180,13 @@ class Shadow:
         """Probabilities and logits, [G, visible slots], and the output, [G, Dv]."""
         call, key = self.machine.call, self.key
         turned = self.policy.positions == "compact" and call.rope is not None
+        infinite = np.isinf(q).any() | np.isinf(key[visible]).any(1)
         if turned:
             key, q = at_ranks(key, self.position, q, newest, call.rope)
         attended = np.ones(visible.sum(), dtype=bool) if chosen is None else chosen[visible]
         logit = logits(q, key[visible], call.scaling, call.softcap, turned=turned)
+        if turned:  # of infinite keys, turning the key or the query the other way makes other infinities, or NaN
+            logit = choose(np.broadcast_to(infinite, logit.lo.shape), anything(logit.lo.shape), logit)
         some = probabilities(logit[:, attended], call.sinks)
         out = weighted(some, self.value[visible][attended])
         prob = joined([_spread(some[g], attended).map(lambda x: x[None]) for g in range(len(q))])

@@ -169,7 +169,10 @@ def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> No
 
 
 def test_ranks_follow_the_cache_when_it_grows(tmp_path_factory: pytest.TempPathFactory) -> None:
-    given, spec = Random(1, DIM, torch.float32, rope_of(DIM)), spec_of(f"{HEAVY}\ntrigger overflow >= 0", tmp_path_factory.getbasetemp())
+    given, spec = (
+        Random(1, DIM, torch.float32, rope_of(DIM)),
+        spec_of(f"{HEAVY}\ntrigger overflow >= 0", tmp_path_factory.getbasetemp()),
+    )
     state = SlotState(spec, {"budget": 20.0})
     backend(spec, "torch").prefill(state, given.call(1020))
     for _ in range(3):
@@ -187,8 +190,12 @@ def test_tables_hold_the_angles_of_every_turn() -> None:
     assert tables.reach >= 1000
     for by in (0, 1, NEAR_TURNS - 1, NEAR_TURNS, 999):
         (near_cos, near_sin), (far_cos, far_sin) = tables.near[by % NEAR_TURNS], tables.far[by // NEAR_TURNS]
-        torch.testing.assert_close(far_cos * near_cos - far_sin * near_sin, (by * rope.inv_freq).cos().float(), rtol=0, atol=3e-7)
-        torch.testing.assert_close(far_sin * near_cos + far_cos * near_sin, (by * rope.inv_freq).sin().float(), rtol=0, atol=3e-7)
+        torch.testing.assert_close(
+            far_cos * near_cos - far_sin * near_sin, (by * rope.inv_freq).cos().float(), rtol=0, atol=3e-7
+        )
+        torch.testing.assert_close(
+            far_sin * near_cos + far_cos * near_sin, (by * rope.inv_freq).sin().float(), rtol=0, atol=3e-7
+        )
 
 
 def test_tables_are_shared_and_grow() -> None:
@@ -208,7 +215,12 @@ def test_tables_are_shared_and_grow() -> None:
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize(("rope", "tolerance"), [(None, 1e-6), (rope_of(DIM), 1e-5)], ids=["sdpa", "rope"])
 def test_in_place_equals_shift_and_append(
-    rope: Rope | None, tolerance: float, name: str, padded: bool, window: int | None, tmp_path_factory: pytest.TempPathFactory
+    rope: Rope | None,
+    tolerance: float,
+    name: str,
+    padded: bool,
+    window: int | None,
+    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Theorem 1: overwriting the victim's slot permutes keys, values and mask alike, which attention does not see.
 

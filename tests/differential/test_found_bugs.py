@@ -59,6 +59,15 @@ BODIES: dict[str, tuple[str, Case]] = {
         "param budget = 6\ngroup max\nscore sum(attn * live)\nkeep last 2",
         Case("p", budget=6, group=4, batch=2, prompt=12, padding=3),
     ),
+    # a column's name began with the number
+    "a number first in a ring": ("param budget = 6\nscore sum(1 > attn * 3 over last 3 queries)", Case("p", budget=6)),
+    # a literal that is infinite in float32 is an error in torch, and a warning in C++
+    "more than float32 holds": ("param budget = 6\nscore min(sum(attn), 1e43) + (age > -1e39)", Case("p", budget=6)),
+    # a function of a slot that does not look at it has no use for its argument's name
+    "a condition on the number of tokens": (
+        "param budget = 6\nscore sum(attn)\nkeep where live > 6\ntrigger overflow >= 2",
+        Case("p", budget=6),
+    ),
     "what reads q": ("param budget = 6\nscore std(dot(q, k)) + max(logit)", Case("p", budget=6, group=4)),
 }
 

@@ -70,6 +70,20 @@ REGRESSIONS = (
         seed=1780719857,
         given=(("recent", 1),),
     ),
+    # A query that is not a number gives 0 and a finite log-sum-exp in torch's fused kernels.
+    Case(
+        "adakv",
+        group=4,
+        head_dim=80,
+        batch=2,
+        kv_heads=1,
+        budget=40,
+        steps=8,
+        inputs="nan",
+        seed=1828926664,
+        layer=0,
+        cuts=2,
+    ),
 )
 
 

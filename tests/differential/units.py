@@ -28,6 +28,9 @@ def build(sources: Mapping[str, tuple[str, torch.dtype]], effort: str = "-O1") -
 
     Returns:
         A backend for each.
+
+    Raises:
+        RuntimeError: if the compiler has anything to say.
     """
     with tempfile.TemporaryDirectory(prefix="kvdsl-units-") as folder:
         source, library = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
@@ -35,7 +38,8 @@ def build(sources: Mapping[str, tuple[str, torch.dtype]], effort: str = "-O1") -
         flags = [effort if flag.startswith("-O") else flag for flag in FLAGS]
         command = [*compiler(), *flags, "-Werror", f"-I{INCLUDE}", str(source), "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
-        assert done.returncode == 0, done.stderr[:3000]
+        if done.returncode:
+            raise RuntimeError(f"{', '.join(sources)}: {done.stderr[:3000]}")
         loaded = ctypes.CDLL(str(library))
     return {stem: _backend(getattr(loaded, f"{stem}_{ENTRIES[dtype]}")) for stem, (_, dtype) in sources.items()}
 

@@ -60,6 +60,18 @@ def test_perplexity_rows(model, tokenizer):
     assert rows[1]["ppl"] != rows[0]["ppl"]
 
 
+def test_perplexity_by_part_of_the_text(model, tokenizer):
+    """Every token is in one row; together they are the whole."""
+    ids, known = windows(tokenizer, TEXT, 24, 2), policies("window")
+    whole = perplexity.perplexities(model, ids, known, [8])[0]
+    rows = perplexity.perplexities(model, ids, known, [8], by=10)
+    assert [(row["first"], row["last"], row["tokens"]) for row in rows] == [(1, 10, 20), (11, 20, 20), (21, 23, 6)]
+    mean = sum(math.log(row["ppl"]) * row["tokens"] for row in rows) / 46
+    assert mean == pytest.approx(math.log(whole["ppl"]), abs=1e-4)
+    wanted = plain_losses(model, ids)[:, :7].double().mean()  # nothing is evicted yet
+    assert perplexity.perplexities(model, ids, known, [8], by=7)[0]["ppl"] == pytest.approx(math.exp(wanted), rel=1e-3)
+
+
 # -- fidelity ----------------------------------------------------------------------------------------------------------
 
 

@@ -79,7 +79,7 @@ def test_corners(corner: str) -> None:
 LAZY = {
     "lazily": "param budget = 20\nscore sum(attn)\ntrigger overflow >= 4\nslack 2\nmax_drop 3\nkeep top 5 by std(attn)",
     "never": "param budget = 8\nscore sum(attn)\ntrigger overflow >= 0",
-    "after the prompt": "param budget = 8\nwhen decode\nscore mean(attn)\nkeep top 12 by last(attn)\nkeep where position == 3",
+    "after the prompt": "param budget = 8\nwhen decode\nscore mean(attn)\nkeep top 5 by last(attn)\nkeep where position == 3",
     "functions": (
         "param budget = 8\nparam a = 0.7\n"
         "score sum(attn ** 0.5) + 2 ** -age + exp(-age) % 0.3 + floor(a) + log(age + 1) - abs(min(age, 3, a))\n"
@@ -94,7 +94,7 @@ LAZY = {
     ),
     "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
     "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
-    "random": "param budget = 8\nscore random() - sum(random() < attn)",
+    "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
     word in text for word in ("_pool", "dot(", "select", "sketch", "cap hard", "shared by", "compact"))]  # fmt: skip

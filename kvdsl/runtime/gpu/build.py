@@ -47,7 +47,8 @@ class Row:
 
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`.
-        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that a thread keeps in memory instead.
+        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
+            fit in there.
         ms: how long compiling took; 0 if it had been done.
     """
 
@@ -114,14 +115,13 @@ def _source(function: Any, constants: dict[str, Any]) -> Any:
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
-    """Registers and spilled bytes, as the assembler tells of the PTX that was compiled."""
-    arch = compiled.metadata.target.arch
+    """Registers, and bytes of a thread's stack, of the binary itself. The kernels have no arrays: on a stack there are spills."""
     with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "kernel.ptx"
-        source.write_text(compiled.asm["ptx"])
-        command = [triton.knobs.nvidia.ptxas.path, "-v", f"--gpu-name=sm_{arch}{'a' if arch >= 90 else ''}", str(source), "-o", "/dev/null"]
-        told = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    return _found(r"Used (\d+) registers", told), _found(r"(\d+) bytes spill stores", told)
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return _found(r"REG:(\d+)", told), _found(r"STACK:(\d+)", told) + _found(r"LOCAL:(\d+)", told)
 
 
 def _amd(compiled: Any) -> tuple[int, int]:

@@ -142,6 +142,12 @@ def square(x):
 
 
 @triton.jit
+def truth(condition):
+    """One condition for all slots, to be combined with conditions over slots (which Triton's interpreter cannot as it is)."""
+    return tl.where(condition, 1, 0) != 0
+
+
+@triton.jit
 def modulo(a, b):
     """The remainder with the sign of the divisor, as Python has it."""
     rest = a % b
@@ -151,7 +157,7 @@ def modulo(a, b):
 @triton.jit
 def power(x, y):
     """x to the power y, in double precision, as C has it."""
-    base, exponent = tl.cast(x, tl.float64), tl.cast(y, tl.float64)
+    base, exponent = tl.broadcast(tl.cast(x, tl.float64), tl.cast(y, tl.float64))
     size = tl.exp(exponent * tl.log(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
     odd = whole & (tl.floor(exponent * 0.5) * 2 != exponent)

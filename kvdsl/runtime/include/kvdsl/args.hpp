@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
-#define KVDSL_ABI 3
+#define KVDSL_ABI 4
 
 // What a policy's functions are called for the loader. Whoever compiles several policies as one unit defines it anew
 // before including each.
@@ -34,6 +34,11 @@ struct DecodeArgs {
   int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
   const float* near;     // the tables of kvdsl/rotate.hpp; null unless positions are compact and the model rotates
   const float* far;
+  int32_t* sketch;        // [B, H, S] the dims of the sketch, ascending, -1 behind them; null without one
+  const int32_t* prompt;  // [B] real tokens of the prompt; null without a sketch
+  void* sketch_keys;      // [B, H, N / block, S, block] model dtype, see kvdsl/sketch.hpp; null unless the layer selects by it
+  void* page_bounds;      // [B, H, pages, 2, D] model dtype, see kvdsl/pages.hpp; null unless the layer selects by pages
+  double* seconds;        // [stages] or null: gets the threads' time added up, see kvdsl/laps.hpp
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
@@ -52,6 +57,9 @@ struct DecodeArgs {
   int32_t rope_pairs;        // see kvdsl/rotate.hpp
   int32_t rope_offset;
   int32_t rope_interleaved;  // 0 or 1
+  int32_t sketch_width;      // S
+  int32_t pages;
+  int32_t anew;  // 1: sketch_keys and page_bounds hold nothing yet
   uint32_t seed;
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none

@@ -100,11 +100,11 @@ inline void for_heads(int group, Body&& body) {
 struct Dtype {
   int size;
   // scores[g][r] = q[g] . rows[r] for a block of rows and all heads of the group.
-  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, float* scores,
-              int64_t scores_stride);
+  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, int bytes_ahead,
+              float* scores, int64_t scores_stride);
   // out[g] += the sum of weights[g][r] * rows[r] over a block of rows, for all heads of the group.
-  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim, float* out,
-              int64_t out_stride);
+  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim,
+              int bytes_ahead, float* out, int64_t out_stride);
   // A row of n as floats: in order, and in pairs with zeros behind.
   void (*read)(const void* row, int n, float* plain, float* pairs);
   // n floats that are in order, in pairs with zeros behind.
@@ -116,22 +116,22 @@ struct Dtype {
 };
 
 template <class T>
-void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, float* scores,
-               int64_t scores_stride) {
+void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, int bytes_ahead,
+               float* scores, int64_t scores_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      dot_rows<T, heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? ahead : 0,
+      dot_rows<T, heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? bytes_ahead : 0,
                            scores + g * scores_stride + r, scores_stride);
     }
   });
 }
 
 template <class T>
-void add_block(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim, float* out,
-               int64_t out_stride) {
+void add_block(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim,
+               int bytes_ahead, float* out, int64_t out_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      add_rows<T, heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? ahead : 0,
+      add_rows<T, heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? bytes_ahead : 0,
                            out + g * out_stride, out_stride);
     }
   });

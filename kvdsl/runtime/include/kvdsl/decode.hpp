@@ -10,60 +10,21 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
-#include <cstdlib>
 #include <cstring>
 #include <new>
 
+#include "arena.hpp"
 #include "args.hpp"
 #include "attend.hpp"
 #include "head.hpp"
+#include "laps.hpp"
+#include "select.hpp"
 #include "simd.hpp"
 #include "types.hpp"
 
 namespace kvdsl {
 
-enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2 };  // may be combined
-
-inline int64_t round_up(int64_t n, int64_t multiple) { return (n + multiple - 1) / multiple * multiple; }
-
-// Hands out aligned pieces of a buffer; without one, adds up how much they take.
-class Arena {
- public:
-  explicit Arena(char* base) : base_(base) {}
-
-  template <class X>
-  X* take(int64_t n) {
-    char* const piece = base_ ? base_ + used_ : nullptr;
-    used_ += round_up(n * static_cast<int64_t>(sizeof(X)), 64);
-    return reinterpret_cast<X*>(piece);
-  }
-
-  int64_t used() const { return used_; }
-
- private:
-  char* base_;
-  int64_t used_ = 0;
-};
-
-// A buffer that is kept from call to call and only grows.
-class Buffer {
- public:
-  ~Buffer() { std::free(data_); }
-
-  char* reserve(int64_t bytes) {
-    if (bytes > size_) {
-      std::free(data_);
-      size_ = round_up(bytes, 4096);
-      data_ = static_cast<char*>(std::aligned_alloc(4096, static_cast<std::size_t>(size_)));
-      if (!data_) size_ = 0;
-    }
-    return data_;
-  }
-
- private:
-  char* data_ = nullptr;
-  int64_t size_ = 0;
-};
+enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4 };  // may be combined
 
 // What the driver needs to know of a policy, for the same reason that there is a Dtype.
 struct Steps {
@@ -77,20 +38,50 @@ struct Steps {
   void (*place)(const Slot&);
   void (*observe)(const Query&, const void* keys, const void* values);
   void (*settle)(Head&);
+  Selecting selecting;
 };
+
+template <class T>
+QueryOf<T> typed(const Query& query, const void* keys, const void* values) {
+  QueryOf<T> made;
+  static_cast<Query&>(made) = query;
+  made.keys = static_cast<const T*>(keys);
+  made.values = static_cast<const T*>(values);
+  return made;
+}
 
 template <class T, class Policy>
 void observe(const Query& query, const void* keys, const void* values) {
-  QueryOf<T> typed;
-  static_cast<Query&>(typed) = query;
-  typed.keys = static_cast<const T*>(keys);
-  typed.values = static_cast<const T*>(values);
-  Policy::observe(typed);
+  Policy::observe(typed<T>(query, keys, values));
+}
+
+template <class T, class Policy>
+void rank_slots(const Query& query, const void* keys, const void* values, float* by) {
+  Policy::rank(typed<T>(query, keys, values), by);
+}
+
+template <class T, class Policy>
+void rank_dims(const Query& query, const void* keys, const void* values, float* by) {
+  Policy::sketch(typed<T>(query, keys, values), by);
 }
 
 // Whether a policy has columns that a token has by itself.
 template <class Derived>
 constexpr bool places = &Derived::place != &Policy::place;
+
+template <class T, class Policy>
+constexpr Selecting selecting = {Policy::by,
+                                 Policy::group == Group::max,
+                                 tiles<T>,
+                                 bounds<T>,
+                                 reduce_group<Policy::group>,
+                                 reduce_queries<Policy::group>,
+                                 Policy::tokens,
+                                 Policy::page,
+                                 Policy::sketch_every,
+                                 Policy::always,
+                                 rank_slots<T, Policy>,
+                                 rank_dims<T, Policy>};
 
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
@@ -102,7 +93,8 @@ constexpr Steps steps = {dtype<T>,
                          reduce_group<Policy::group>,
                          places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
-                         Policy::settle};
+                         Policy::settle,
+                         selecting<T, Policy>};
 
 // What one unit computes in. Rows of slots are padded to whole blocks, rows of dims to whole pairs (and stored in pairs,
 // see simd.hpp).
@@ -128,11 +120,14 @@ struct Workspace {
   float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
   float* turned_query; // [chunks, group, query_stride]
   float* turned_keys;  // [chunks, block, query_stride]
+  ChoiceWork choice;
 
-  [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena) {
-    // Few enough chunks to combine cheaply, small enough to share.
-    chunk = static_cast<int>(round_up((int64_t{args.slots} + 63) / 64, 256));
-    chunks = (args.slots + chunk - 1) / chunk;
+  // Few enough chunks to combine cheaply, small enough to share.
+  static int chunk_of(int slots) { return static_cast<int>(round_up((int64_t{slots} + 63) / 64, 256)); }
+
+  [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena)
+      : chunk(chunk_of(args.slots)), chunks((args.slots + chunk - 1) / chunk),
+        choice(args, steps.selecting, chunk, chunks, steps.dtype.size, arena) {
     // Whole powers of two would put every head's row into the same sets of the cache.
     slot_stride = round_up(args.slots, block) + width;
     query_stride = round_up(args.key_dim, pair);
@@ -214,7 +209,10 @@ class Unit {
       : Unit(args, steps, number, Arena(workspace)) {}
 
   int chunks() const { return work_.chunks; }
+  int row_chunks() const { return row_chunks_; }
   bool placed() const { return placed_; }
+  bool renewing() const { return placed_ && steps_.selecting.selects() && choice_.renewing(); }
+  bool choosing() const { return placed_ && choosing_; }
   int status() const { return status_; }
 
   // Puts token t into the first free slot. False if there is nothing to attend with: the token is padding, or no slot
@@ -235,19 +233,39 @@ class Unit {
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
       if (args_.near) dtype<float>.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
+    attend_to_all();
+    if (steps_.selecting.selects()) begin_choice(slot, t == 0 && args_.anew);
     return placed_ = true;
+  }
+
+  void renew(int chunk) { choice_.renew(chunk); }
+  void look(int chunk) { choice_.look(chunk); }
+
+  // Chooses what the query attends to, once every chunk was looked at.
+  [[gnu::noinline]] void choose() {
+    choice_.choose();
+    rows_ = choice_.count();
+    chosen_ = choice_.chosen();
+    // Far fewer than there are slots: chunks of their own, not more of them.
+    row_chunk_ = static_cast<int>(round_up((rows_ + work_.chunks - 1) / work_.chunks, 4 * block));
+    row_chunks_ = (rows_ + row_chunk_ - 1) / row_chunk_;
   }
 
   // The tokens in these slots leave and the new ones take their places, one for one.
   void replace(const int32_t* slots) {
-    find_free_slot(position_, args_.slots, live_);
-    for (int t = 0; t < args_.tokens; ++t) {
-      if (!real(t)) continue;
-      position_[slots[t]] = -1;
-      --live_;
+    if (rank_) {
+      for (int t = 0; t < args_.tokens; ++t) {
+        if (real(t)) position_[slots[t]] = -1;
+      }
+      find_free_slot(position_, args_.slots, live_);
+      close_gaps(position_, rank_, args_.slots, work_.ranks);
     }
-    if (rank_) close_gaps(position_, rank_, args_.slots, work_.ranks);
+    constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
     for (int t = 0; t < args_.tokens; ++t) {
+      if (t + early < args_.tokens) {
+        fetch_row(row(keys_, args_.key_dim, slots[t + early]), size(args_.key_dim));
+        fetch_row(row(values_, args_.value_dim, slots[t + early]), size(args_.value_dim));
+      }
       if (real(t)) write(t, slots[t]);
     }
   }
@@ -256,7 +274,7 @@ class Unit {
   [[gnu::noinline]] void score(int chunk) {
     float* const tops = work_.tops + int64_t{chunk} * args_.group;
     for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
-    for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
+    for (int from = chunk * row_chunk_; from < end_of(chunk); from += block) {
       const Rows rows = rows_of(keys_, args_.key_dim, from);
       if (rows.any) dot(chunk, from, rows);
       for (int g = 0; g < args_.group; ++g) {
@@ -269,7 +287,7 @@ class Unit {
   // Second pass, once every chunk has its scores: the exponentials (relative to the maximum of all), their sum, and the
   // values weighted by them.
   [[gnu::noinline]] void weigh(int chunk) {
-    const int from = chunk * work_.chunk, to = end_of(chunk);
+    const int from = chunk * row_chunk_, to = end_of(chunk);
     if (steps_.needs_logit) {
       steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
     }
@@ -282,7 +300,7 @@ class Unit {
     for (int i = from; i < to; i += block) {
       const Rows rows = rows_of(values_, args_.value_dim, i);
       if (!rows.any) continue;
-      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, sums,
+      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, bytes_ahead(), sums,
                        work_.out_stride);
     }
   }
@@ -297,18 +315,16 @@ class Unit {
     }
     for (int g = 0; g < args_.group; ++g) {
       float total = args_.sinks ? exp(args_.sinks[head_ * args_.group + g] - top_of(g)) : 0.0f;
-      for (int c = 0; c < work_.chunks; ++c) total += work_.totals[int64_t{c} * args_.group + g];
+      for (int c = 0; c < row_chunks_; ++c) total += work_.totals[int64_t{c} * args_.group + g];
       const float inverse = work_.inverses[g] = 1.0f / total;
       float* const first = work_.sums + g * work_.out_stride;
-      for (int c = 1; c < work_.chunks; ++c) {
+      for (int c = 1; c < row_chunks_; ++c) {
         const float* const other = first + c * args_.group * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
       }
       steps_.dtype.write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
-    if (steps_.needs_attn) {
-      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
-    }
+    if (steps_.needs_attn) find_attn();
     observe();
     settle();
   }
@@ -336,7 +352,7 @@ class Unit {
 
   Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
-        head_(number % args.kv_heads) {
+        head_(number % args.kv_heads), choice_(args, steps.selecting, steps.dtype, work_.choice, work_.ones, number) {
     const int64_t first = int64_t{number} * args.slots;
     keys_ = static_cast<char*>(args.keys) + size(first * args.key_dim);
     values_ = static_cast<char*>(args.values) + size(first * args.value_dim);
@@ -348,6 +364,10 @@ class Unit {
   }
 
   int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
+
+  static void fetch_row(const char* row, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 1);
+  }
 
   bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
 
@@ -377,25 +397,59 @@ class Unit {
 
   const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
 
+  void attend_to_all() {
+    choosing_ = false;
+    chosen_ = nullptr;
+    rows_ = args_.slots;
+    row_chunk_ = work_.chunk;
+    row_chunks_ = work_.chunks;
+  }
+
+  void begin_choice(int slot, bool anew) {
+    const Query query = query_of();
+    choice_.begin(query, work_.query, keys_, values_, slot, anew);
+    choosing_ = choice_.choosing();
+    if (!choosing_) return;
+    Slots held = query;
+    held.oldest = 0;
+    Head head(held, position_, work_.ranks, false);
+    choice_.always(head);
+  }
+
+  // Chosen rows do not lie one after the other.
+  int bytes_ahead() const { return chosen_ ? 0 : ahead; }
+
+  // What every slot is given, reduced over the group; what was not chosen gets nothing.
+  void find_attn() const {
+    if (!chosen_) {
+      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
+      return;
+    }
+    float* const given = choice_.spare();
+    steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, given);
+    std::memset(work_.attn, 0, sizeof(float) * static_cast<std::size_t>(args_.slots));
+    for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = given[i];
+  }
+
   // The scores of a block of rows.
   void dot(int chunk, int from, const Rows& rows) const {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
     const auto as_they_are = [&] {
-      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, args_.key_dim, scores, to);
+      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, args_.key_dim, bytes_ahead(), scores, to);
     };
     if (!args_.near) return as_they_are();
     const Turns turns = turns_of(from, rows);
     if (turns.most == 0) return as_they_are();
     if (!turns.differ) {
       const float* const query = query_turned_back(chunk, turns.most);
-      steps_.dtype.dot(query, stride, args_.group, rows.row, args_.key_dim, scores, to);
+      steps_.dtype.dot(query, stride, args_.group, rows.row, args_.key_dim, bytes_ahead(), scores, to);
     } else {
       float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
       steps_.dtype.turn(rows.row, block, args_.key_dim, turns.by, rope(), keys, stride);
-      dtype<float>.dot(work_.ordered, stride, args_.group, row, args_.key_dim, scores, to);
+      dtype<float>.dot(work_.ordered, stride, args_.group, row, args_.key_dim, 0, scores, to);
     }
   }
 
@@ -409,10 +463,12 @@ class Unit {
 
   Turns turns_of(int from, const Rows& rows) const {
     Turns turns;
-    const int n = args_.slots - from < block ? args_.slots - from : block;
+    const int n = rows_ - from < block ? rows_ - from : block;
     const int between = newest_ - (live_ - 1);  // evicted before the query's token
-    const int32_t* const position = position_ + from;
-    const int32_t* const rank = rank_ + from;
+    int32_t found[2][block];
+    for (int i = 0; chosen_ && i < n; ++i) found[0][i] = position_[chosen_[from + i]], found[1][i] = rank_[chosen_[from + i]];
+    const int32_t* const position = chosen_ ? found[0] : position_ + from;
+    const int32_t* const rank = chosen_ ? found[1] : rank_ + from;
     const int32_t* const visible = rows.visible;
     int32_t* const by = turns.by;
     int32_t most = 0, least = INT_MAX;
@@ -447,14 +503,15 @@ class Unit {
 
   float* ordered_query(int g) const { return work_.ordered + g * work_.query_stride; }
 
-  // Behind the last slot the arrays of slots go on to a whole block.
+  // Behind the last row the arrays go on to a whole block.
   int end_of(int chunk) const {
-    const int end = (chunk + 1) * work_.chunk;
-    return end < args_.slots ? end : static_cast<int>(round_up(args_.slots, block));
+    const int end = (chunk + 1) * row_chunk_;
+    return end < rows_ ? end : static_cast<int>(round_up(rows_, block));
   }
 
   Rows rows_of(char* base, int dim, int from) const {
     Rows rows;
+    if (chosen_) return chosen_rows_of(base, dim, from);
     const int n = args_.slots - from < block ? args_.slots - from : block;
     int any = 0;
     for (int i = 0; i < block; ++i) {
@@ -467,10 +524,26 @@ class Unit {
     return rows;
   }
 
+  // The same of the rows that were chosen; the next block's are fetched.
+  Rows chosen_rows_of(char* base, int dim, int from) const {
+    Rows rows;
+    for (int i = 0; i < block; ++i) {
+      const bool any = from + i < rows_;
+      rows.row[i] = any ? row(base, dim, chosen_[from + i]) : work_.zeros;
+      rows.visible[i] = -static_cast<int32_t>(any);
+    }
+    for (int i = from + block; i < from + 2 * block && i < rows_; ++i) {
+      const char* const next = row(base, dim, chosen_[i]);
+      for (int64_t byte = 0; byte < size(dim); byte += 64) __builtin_prefetch(next + byte);
+    }
+    rows.any = true;
+    return rows;
+  }
+
   // The maximum over all slots and the sink.
   float top_of(int g) const {
     float top = args_.sinks ? args_.sinks[head_ * args_.group + g] : -INFINITY;
-    for (int c = 0; c < work_.chunks; ++c) {
+    for (int c = 0; c < row_chunks_; ++c) {
       const float other = work_.tops[int64_t{c} * args_.group + g];
       top = other > top ? other : top;
     }
@@ -493,8 +566,8 @@ class Unit {
     slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
   }
 
-  void observe() const {
-    Query query;
+  Query query_of() const {
+    Query query{};
     fill(query, oldest_);
     query.attn = work_.attn;
     query.logit = work_.logit;
@@ -502,8 +575,12 @@ class Unit {
     query.group = args_.group;
     query.key_dim = args_.key_dim;
     query.value_dim = args_.value_dim;
-    steps_.observe(query, keys_, values_);
+    query.key_stride = args_.key_dim;
+    query.value_stride = args_.value_dim;
+    return query;
   }
+
+  void observe() const { steps_.observe(query_of(), keys_, values_); }
 
   // Under a hard cap, what one more token would exceed leaves before it is placed.
   void make_room() {
@@ -524,6 +601,7 @@ class Unit {
   const Steps& steps_;
   Workspace work_;
   int row_, head_;
+  Choice choice_;
   char* keys_;
   char* values_;
   int32_t* position_;
@@ -532,7 +610,9 @@ class Unit {
   int64_t column_stride_;
   int next_;  // the position of the row's next token
   int newest_ = -1, oldest_ = 0, live_ = 0;
-  bool placed_ = false;
+  bool placed_ = false, choosing_ = false;
+  const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
+  int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
   int status_ = ok;
 };
 
@@ -546,32 +626,57 @@ inline int decode_alone(const DecodeArgs& args, const Steps& steps, int number, 
   char* const memory = thread_buffer().reserve(workspace);
   if (!memory) return out_of_memory;
   Unit unit(args, steps, number, memory);
+  Laps laps(args);
   for (int t = 0; t < args.tokens; ++t) {
     if (unit.place(t)) {
-      for (int c = 0; c < unit.chunks(); ++c) unit.score(c);
-      for (int c = 0; c < unit.chunks(); ++c) unit.weigh(c);
+      laps.end(Stage::place);
+      if (unit.renewing()) {
+        for (int c = 0; c < unit.chunks(); ++c) unit.renew(c);
+        laps.end(Stage::renew);
+      }
+      if (unit.choosing()) {
+        for (int c = 0; c < unit.chunks(); ++c) unit.look(c);
+        laps.end(Stage::look);
+        unit.choose();
+        laps.end(Stage::choose);
+      }
+      for (int c = 0; c < unit.row_chunks(); ++c) unit.score(c);
+      for (int c = 0; c < unit.row_chunks(); ++c) unit.weigh(c);
+      laps.end(Stage::attend);
     }
     unit.finish(t);
+    laps.end(Stage::finish);
   }
   return unit.status();
 }
 
+// Calls body(unit, chunk) for every chunk of a few units, shared by the threads of the team.
+template <class Body>
+inline void share(Unit* units, int count, int chunks, Body&& body) {
+#pragma omp for schedule(static)
+  for (int i = 0; i < count * chunks; ++i) body(units[i / chunks], i % chunks);
+}
+
 // A few units on all threads of the team; each of them calls this.
-inline void decode_together(Unit* units, int count, int tokens) {
+inline void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, int count) {
   const int chunks = units[0].chunks();
-  for (int t = 0; t < tokens; ++t) {
-#pragma omp for schedule(static)
-    for (int u = 0; u < count; ++u) units[u].place(t);
-#pragma omp for schedule(static)
-    for (int i = 0; i < count * chunks; ++i) {
-      if (units[i / chunks].placed()) units[i / chunks].score(i % chunks);
+  Laps laps(args);
+  for (int t = 0; t < args.tokens; ++t) {
+    share(units, count, 1, [=](Unit& unit, int) { unit.place(t); });
+    laps.end(Stage::place);
+    if (steps.selecting.selects()) {
+      share(units, count, chunks, [](Unit& unit, int c) { if (unit.renewing()) unit.renew(c); });
+      laps.end(Stage::renew);
+      share(units, count, chunks, [](Unit& unit, int c) { if (unit.choosing()) unit.look(c); });
+      laps.end(Stage::look);
+      share(units, count, 1, [](Unit& unit, int) { if (unit.choosing()) unit.choose(); });
+      laps.end(Stage::choose);
     }
-#pragma omp for schedule(static)
-    for (int i = 0; i < count * chunks; ++i) {
-      if (units[i / chunks].placed()) units[i / chunks].weigh(i % chunks);
-    }
-#pragma omp for schedule(static)
-    for (int u = 0; u < count; ++u) units[u].finish(t);
+    share(units, count, chunks, [](Unit& unit, int c) { if (unit.placed() && c < unit.row_chunks()) unit.score(c); });
+    share(units, count, chunks, [](Unit& unit, int c) { if (unit.placed() && c < unit.row_chunks()) unit.weigh(c); });
+    laps.end(Stage::attend);
+    share(units, count, 1, [=](Unit& unit, int) { unit.finish(t); });
+    laps.end(Stage::finish);
   }
 }
 
@@ -606,18 +711,33 @@ inline int decode(const DecodeArgs& args, const Steps& steps) {
   {
 #pragma omp for schedule(dynamic, 1) nowait
     for (int u = 0; u < alone; ++u) status |= decode_alone(args, steps, u, workspace);
-    if (together > 0) decode_together(shared, together, args.tokens);
+    if (together > 0) decode_together(args, steps, shared, together);
   }
   for (int u = 0; u < together; ++u) status |= shared[u].status();
   advance(args);
   return status;
 }
 
+// Whether these are different slots that hold a token. Those that were seen are marked meanwhile.
+inline bool all_live(int32_t* position, int slots, const int32_t* given, int count) {
+  int n = 0;
+  while (n < count && given[n] >= 0 && given[n] < slots && position[given[n]] >= 0) {
+    position[given[n]] = ~position[given[n]];
+    ++n;
+  }
+  for (int i = 0; i < n; ++i) position[given[i]] = ~position[given[i]];
+  return n == count;
+}
+
 // What every row and KV head has in the given slots [batch, kv_heads, tokens] leaves for the new tokens. Nobody attends.
+// Changes nothing if one of the slots is free, or given twice.
 inline int replace(const DecodeArgs& args, const int32_t* slots, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int64_t workspace = Workspace::bytes(args, steps);
   int status = ok;
+  for (int64_t u = 0; u < units; ++u) {
+    if (!all_live(args.position + u * args.slots, args.slots, slots + u * args.tokens, args.tokens)) return not_live;
+  }
 #pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
   for (int u = 0; u < units; ++u) {
     char* const memory = thread_buffer().reserve(workspace);

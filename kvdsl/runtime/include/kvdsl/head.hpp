@@ -11,6 +11,7 @@
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <vector>
 
 #include "args.hpp"
 #include "math.hpp"
@@ -21,8 +22,14 @@ namespace kvdsl {
 
 enum class Group { mean, max, sum };
 
+// What a query ranks the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
+// expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
+// most what it can be with a key of the slot's page.
+enum class By { all, expression, dot, sketch_dot, page_bound };
+
 // The defaults: a policy derives from it and restates what it needs.
 struct Slot;
+struct Slots;
 struct Query;
 class Head;
 struct Policy {
@@ -35,6 +42,15 @@ struct Policy {
   static void place(const Slot&) {}
   static void observe(const Query&) {}
   static void settle(Head&) {}
+
+  // If it selects; see select.hpp.
+  static constexpr By by = By::all;
+  static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to
+  static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
+  static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
+  static void always(Head&) {}                              // protect what is attended to in any case
+  static void rank(const Query&, float*) {}                 // the expression, of every slot
+  static void sketch(const Query&, float*) {}               // what the sketch ranks by, of every dim
 };
 
 // A count of tokens from a policy's number: floored, never negative.
@@ -222,8 +238,59 @@ struct Query : Slots {
   int group;
   int key_dim;
   int value_dim;
+  int64_t key_stride;  // from slot to slot, in elements
+  int64_t value_stride;
+  const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
+  int dims;
 
   float q(int g, int d) const { return query[g * key_dim + d]; }
+
+  // Reductions over the visible slots of value(i, d), for every dim: row by row, as keys lie in memory.
+  template <class Value>
+  std::vector<float> sum_of_dims(Value&& value) const {
+    return fold_dims(0.0f, [&](float total, int i, int d) { return total + value(i, d); });
+  }
+
+  template <class Value>
+  std::vector<float> mean_of_dims(Value&& value) const {
+    std::vector<float> means = sum_of_dims(value);
+    for (float& mean : means) mean /= static_cast<float>(count());
+    return means;
+  }
+
+  template <class Value>
+  std::vector<float> var_of_dims(Value&& value) const {
+    const std::vector<float> centre = mean_of_dims(value);
+    return mean_of_dims([&](int i, int d) { return square(value(i, d) - centre[d]); });
+  }
+
+  template <class Value>
+  std::vector<float> std_of_dims(Value&& value) const {
+    std::vector<float> deviations = var_of_dims(value);
+    for (float& deviation : deviations) deviation = std::sqrt(deviation);
+    return deviations;
+  }
+
+  template <class Value>
+  std::vector<float> max_of_dims(Value&& value) const {
+    return fold_dims(-INFINITY, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
+  }
+
+  template <class Value>
+  std::vector<float> min_of_dims(Value&& value) const {
+    return fold_dims(INFINITY, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
+  }
+
+ private:
+  template <class Fold>
+  std::vector<float> fold_dims(float start, Fold&& fold) const {
+    std::vector<float> folded(static_cast<std::size_t>(key_dim), start);
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      for (int d = 0; d < key_dim; ++d) folded[d] = fold(folded[d], i, d);
+    }
+    return folded;
+  }
 };
 
 // The same with the cached keys and values, for a policy whose observe is a template over them.
@@ -232,8 +299,8 @@ struct QueryOf : Query {
   const T* keys;    // [slots, key_dim]
   const T* values;  // [slots, value_dim]
 
-  float k(int i, int d) const { return to_float(keys[static_cast<int64_t>(i) * key_dim + d]); }
-  float v(int i, int d) const { return to_float(values[static_cast<int64_t>(i) * value_dim + d]); }
+  float k(int i, int d) const { return to_float(keys[i * key_stride + d]); }
+  float v(int i, int d) const { return to_float(values[i * value_stride + d]); }
 };
 
 // Ranks. Slots are ordered by (x, position): of two equal ones the newer ranks higher, -0 equals +0, NaN is below
@@ -298,6 +365,10 @@ class Head : public Slots {
     const int32_t* const marks = marks_;
     fill(marks_, [=](int i) { return marks[i] | (condition(i) ? 1 : 0); });
   }
+
+  // What first and last protect: positions up to the one and from the other on.
+  int kept_up_to() const { return first_; }
+  int kept_from() const { return last_; }
 
   // Frees the n lowest-scored unprotected slots. If there are fewer, all of those leave and then the lowest-scored
   // protected ones, the newest token last.

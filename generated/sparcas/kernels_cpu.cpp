@@ -1,0 +1,55 @@
+// SparCas: one decode step on the CPU.
+//
+// Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+//
+// Keeps every token and attends to few: those that score best over the dims in which the query is large.
+//
+// "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4; the
+// first two layers stay dense (section 4.1).
+#include <kvdsl/decode.hpp>
+
+namespace {
+
+struct SparCasPolicy : kvdsl::Policy {
+  struct Number {
+    enum { select, sketch_dims, sketch_every };
+  };
+  static constexpr kvdsl::Group group = kvdsl::Group::mean;
+
+  // Attends to the highest: sum(q * k over sketch)
+  static constexpr kvdsl::By by = kvdsl::By::sketch_dot;
+  static int tokens(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::select)); }
+
+  static void always(kvdsl::Head& head) {
+    head.protect_last(1);
+  }
+
+  // Looks at the highest dims: abs(q)
+  static int sketch_every(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::sketch_every)); }
+
+  template <class T>
+  static void sketch(const kvdsl::QueryOf<T>& row, float* by) {
+    for (int d = 0; d < row.key_dim; ++d) by[d] = kvdsl::over_group<group>(row.group, [&](int g) { return std::fabs(row.q(g, d)); });
+  }
+};
+
+}  // namespace
+
+extern "C" {
+int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, SparCasPolicy>(*args); }
+int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, SparCasPolicy>(*args); }
+int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, SparCasPolicy>(*args); }
+int KVDSL_ENTRY(replace_f32)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<float, SparCasPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::bf16, SparCasPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::f16, SparCasPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<SparCasPolicy>(*args, attn);
+}
+int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
+}

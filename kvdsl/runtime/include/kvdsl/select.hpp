@@ -1,0 +1,410 @@
+// What a query attends to, of all that is cached: it ranks the slots by something cheap, and the highest are found without
+// sorting. Attention then reads their keys and values where they lie.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "arena.hpp"
+#include "args.hpp"
+#include "attend.hpp"
+#include "head.hpp"
+#include "pages.hpp"
+#include "simd.hpp"
+#include "sketch.hpp"
+
+namespace kvdsl {
+
+// -- the highest of many ----------------------------------------------------------------------------------------------
+
+template <class Value>
+inline int count_of(int n, Value value) {
+  int total = 0;
+#pragma omp simd reduction(+ : total)
+  for (int i = 0; i < n; ++i) total += value(i);
+  return total;
+}
+
+// The k-th highest, bit by bit, and how many are higher.
+inline Rank kth_highest(const Rank* ranks, int n, int k, int& higher) {
+  Rank low = below_all, high = above_all;
+  higher = 0;
+  while (low < high) {
+    const Rank middle = static_cast<Rank>((static_cast<int64_t>(low) + high) >> 1);
+    const int above = count_of(n, [=](int i) { return ranks[i] > middle; });
+    if (above >= k) {
+      low = middle + 1;
+    } else {
+      high = middle;
+      higher = above;
+    }
+  }
+  return low;
+}
+
+// Among those of one rank, the tie that the k highest ties reach down to.
+inline int kth_tie(const Rank* ranks, const int32_t* ties, int n, Rank rank, int k) {
+  int low = 0, high = INT_MAX;
+  while (low < high) {
+    const int middle = low + (high - low) / 2 + 1;
+    if (count_of(n, [=](int i) { return (ranks[i] == rank) & (ties[i] >= middle); }) >= k) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+// The indices of all that rank at least so high, in order; returns how many. `to` has room for a vector more.
+inline int collect(const Rank* ranks, int n, Rank least, int32_t* to) {
+  int found = 0;
+  for (int i = 0; i < n; i += width) {
+    const Rank* const from = ranks + i;
+    int any = 0;
+#pragma omp simd reduction(| : any)
+    for (int l = 0; l < width; ++l) any |= from[l] >= least;
+    if (!any) continue;
+    for (int l = 0; l < width; ++l) {
+      to[found] = i + l;
+      found += from[l] >= least;
+    }
+  }
+  return found;
+}
+
+// A rank that at least k reach, and not many more do: of so many maxima of disjoint sets the k-th highest.
+inline Rank reached_by(const Rank* ranks, int n, int k, Rank* maxima) {
+  const int vectors = n / width;
+  int per_set = n / (2 * k);
+  if (per_set < 2) return below_all + 1;
+  per_set = per_set < vectors ? per_set : vectors;
+  const int sets = vectors / per_set;
+  for (int s = 0; s < sets; ++s) {
+    const Rank* const from = ranks + int64_t{s} * per_set * width;
+    Ints top = load_as<Ints>(from);
+    for (int v = 1; v < per_set; ++v) {
+      const Ints x = load_as<Ints>(from + v * width);
+      top = x > top ? x : top;
+    }
+    __builtin_memcpy(maxima + s * width, &top, sizeof(top));
+  }
+  int higher;
+  const Rank reached = kth_highest(maxima, sets * width, k, higher);
+  return reached > below_all ? reached : below_all + 1;
+}
+
+// Where a choice is made: ranks padded to whole vectors with below_all.
+struct Ballot {
+  Rank* ranks;
+  Rank* maxima;
+  int32_t* candidates;
+  Rank* candidate_ranks;
+  int32_t* candidate_ties;
+
+  // The indices of the k highest of n, of equals those with the higher tie (null: the higher index), and of all that are
+  // above_all; in order. Returns how many.
+  int choose(const int32_t* ties, int n, int k, int32_t* chosen) const {
+    const Rank* const all = ranks;
+    if (count_of(n, [=](int i) { return all[i] != below_all; }) <= k) return collect(ranks, n, below_all + 1, chosen);
+    const int found = collect(ranks, n, reached_by(ranks, n, k, maxima), candidates);
+    for (int i = 0; i < found; ++i) {
+      candidate_ranks[i] = ranks[candidates[i]];
+      candidate_ties[i] = ties ? ties[candidates[i]] : candidates[i];
+    }
+    int higher;
+    const Rank rank = kth_highest(candidate_ranks, found, k, higher);
+    const bool ties_matter =
+        rank != above_all && count_of(found, [own = candidate_ranks, rank](int i) { return own[i] == rank; }) > k - higher;
+    const int tie = ties_matter ? kth_tie(candidate_ranks, candidate_ties, found, rank, k - higher) : 0;
+    int count = 0;
+    for (int i = 0; i < found; ++i) {
+      chosen[count] = candidates[i];
+      count += (candidate_ranks[i] > rank) | ((candidate_ranks[i] == rank) & (candidate_ties[i] >= tie));
+    }
+    return count;
+  }
+};
+
+// -- one head's choice ------------------------------------------------------------------------------------------------
+
+// The sum or mean of a group's queries.
+template <Group how>
+void reduce_queries(const float* queries, int group, int dim, float* reduced) {
+  for (int d = 0; d < dim; ++d) {
+    float total = queries[d];
+    for (int g = 1; g < group; ++g) total += queries[g * dim + d];
+    reduced[d] = how == Group::mean ? total / static_cast<float>(group) : total;
+  }
+}
+
+// What the driver needs to know of a policy that selects, and of its dtype.
+struct Selecting {
+  By by;
+  bool apart;  // whether the query heads' products are reduced, not their queries
+  Tiles tiles;
+  Bounds bounds;
+  void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
+  void (*reduce_queries)(const float* queries, int group, int dim, float* reduced);
+  int (*tokens)(const Slots&);
+  int (*page)(const Slots&);
+  int (*sketch_every)(const Slots&);
+  void (*always)(Head&);
+  void (*rank)(const Query&, const void* keys, const void* values, float* by);
+  void (*sketch)(const Query&, const void* keys, const void* values, float* by);
+
+  bool selects() const { return by != By::all; }
+};
+
+// What a choice is made in.
+struct ChoiceWork {
+  int chunks, chunk;       // as in Workspace
+  int64_t query_stride;
+  float* query;            // [group, query_stride] what ranks the slots: in pairs, or over the sketch's dims in their order
+  float* plain;            // [key_dim] the group's queries as one
+  float* by;               // [slots, padded]
+  float* dims;             // [key_dim] what ranks the dims
+  float* scores;           // [chunks, group, block]
+  char* edge;              // [2, key_dim] the bounds of a page of which a query sees a part
+  int32_t* chosen;         // [slots, padded]
+  int32_t* chosen_pages;
+  Ballot ballot;
+
+  ChoiceWork(const DecodeArgs& args, const Selecting& how, int chunk_size, int chunk_count, int element, Arena& arena)
+      : chunks(chunk_count), chunk(chunk_size), query_stride(round_up(args.key_dim, pair)) {
+    const bool selects = how.selects();
+    const int64_t padded = selects ? round_up(args.slots, block) + 2 * block : 0;
+    query = arena.take<float>(selects ? args.group * query_stride : 0);
+    plain = arena.take<float>(selects ? args.key_dim : 0);
+    by = arena.take<float>(padded);
+    dims = arena.take<float>(selects ? args.key_dim : 0);
+    scores = arena.take<float>(selects ? int64_t{chunks} * args.group * block : 0);
+    edge = arena.take<char>(selects ? int64_t{2} * args.key_dim * element : 0);
+    chosen = arena.take<int32_t>(padded);
+    chosen_pages = arena.take<int32_t>(padded);
+    ballot.ranks = arena.take<Rank>(padded);
+    ballot.maxima = arena.take<Rank>(padded);
+    ballot.candidates = arena.take<int32_t>(padded);
+    ballot.candidate_ranks = arena.take<Rank>(padded);
+    ballot.candidate_ties = arena.take<int32_t>(padded);
+  }
+};
+
+// What one KV head attends to. Between begin() and choose(), every chunk is renewed if that is due, and looked at.
+class Choice {
+ public:
+  Choice(const DecodeArgs& args, const Selecting& how, const Dtype& dtype, const ChoiceWork& work, const float* ones, int number)
+      : args_(args), how_(how), dtype_(dtype), work_(work), ones_(ones), number_(number) {
+    if (args.sketch) sketch_ = args.sketch + int64_t{number} * args.sketch_width;
+  }
+
+  // After a token was placed. The query sees what `query` says; `pairs` is the same in pairs. `anew`: what is kept beside the
+  // keys must be made from them.
+  void begin(const Query& query, const float* pairs, const void* keys, const void* values, int slot, bool anew) {
+    query_ = query;
+    pairs_ = pairs;
+    keys_ = static_cast<const char*>(keys);
+    values_ = values;
+    anew_ = anew;
+    page_ = how_.page(query);
+    if (sketch_) refresh();
+    if (args_.sketch_keys && !anew_) how_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
+    if (has_bounds() && !anew_) how_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
+    wanted_ = page_ > 0 ? how_.tokens(query) / page_ : how_.tokens(query);
+    if (wanted_ < 1) wanted_ = 1;
+    choosing_ = wanted_ < (page_ > 0 ? pages() : query.live);
+  }
+
+  bool choosing() const { return choosing_; }
+  bool renewing() const { return anew_; }
+  int count() const { return count_; }
+  const int32_t* chosen() const { return work_.chosen; }
+  float* spare() const { return work_.by; }
+
+  // What is chosen in any case.
+  void always(Head& head) {
+    how_.always(head);
+    first_ = head.kept_up_to();
+    last_ = head.kept_from();
+    if (how_.by == By::sketch_dot || how_.by == By::dot) set_query();
+  }
+
+  // Makes a chunk of what is kept beside the keys.
+  void renew(int chunk) {
+    if (args_.sketch_keys) {
+      const int end = end_of(chunk);
+      for (int from = chunk * work_.chunk; from < end; from += block) {
+        how_.tiles.make(key(from), args_.key_dim, end - from < block ? end - from : block, sketch_, query_.dims, tile(from));
+      }
+    }
+    if (has_bounds()) {
+      for (int page = first_page(chunk); page < first_page(chunk + 1); ++page) bound(page, 0, bounds(page));
+    }
+  }
+
+  // Ranks the slots or pages of a chunk.
+  void look(int chunk) {
+    if (how_.by == By::page_bound) look_at_pages(chunk);
+    else if (how_.by != By::expression) look_at_slots(chunk);
+  }
+
+  // Chooses, once all are ranked.
+  void choose() {
+    if (how_.by == By::expression) {
+      how_.rank(query_, keys_, values_, work_.by);
+      for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from);
+    }
+    if (page_ > 0) choose_pages();
+    else count_ = work_.ballot.choose(query_.position, padded(args_.slots), wanted_, work_.chosen);
+  }
+
+ private:
+  const char* key(int slot) const { return keys_ + int64_t{slot} * args_.key_dim * dtype_.size; }
+
+  char* tile(int slot) const {
+    const int64_t tile_of_all = number_ * ((int64_t{args_.slots} + block - 1) / block) + slot / block;
+    return static_cast<char*>(args_.sketch_keys) + tile_of_all * args_.sketch_width * block * dtype_.size;
+  }
+
+  char* bounds(int page) const {
+    return static_cast<char*>(args_.page_bounds) + (int64_t{number_} * args_.pages + page) * 2 * args_.key_dim * dtype_.size;
+  }
+
+  bool has_bounds() const { return args_.page_bounds && how_.by == By::page_bound; }
+  int pages() const { return query_.newest / page_ + 1; }
+  int first_page(int chunk) const { return static_cast<int>(int64_t{pages()} * chunk / work_.chunks); }
+
+  int end_of(int chunk) const {
+    const int end = (chunk + 1) * work_.chunk;
+    return end < args_.slots ? end : args_.slots;
+  }
+
+  static int padded(int n) { return static_cast<int>(round_up(n, block)); }
+
+  // The sketch's dims are found anew at every so many queries after the prompt's last.
+  void refresh() {
+    query_.sketch = sketch_;
+    query_.dims = 0;
+    while (query_.dims < args_.sketch_width && sketch_[query_.dims] >= 0) ++query_.dims;
+    if ((query_.newest + 1 - args_.prompt[number_ / args_.kv_heads]) % how_.sketch_every(query_) != 0) return;
+    how_.sketch(query_, keys_, values_, work_.dims);
+    find_dims(work_.dims, args_.key_dim, query_.dims, args_.sketch_width, sketch_);
+    anew_ = true;
+  }
+
+  // Products are linear: where the group's are added up, its queries may be, before.
+  void set_query() {
+    const int heads = how_.apart ? args_.group : 1, dim = args_.key_dim;
+    for (int h = 0; h < heads; ++h) {
+      const float* plain = query_.query + int64_t{h} * dim;
+      if (!how_.apart) how_.reduce_queries(query_.query, args_.group, dim, work_.plain), plain = work_.plain;
+      float* const to = work_.query + h * work_.query_stride;
+      if (how_.by == By::dot) dtype_.pack(plain, dim, to);
+      else for (int j = 0; j < query_.dims; ++j) to[j] = plain[sketch_[j]];
+    }
+  }
+
+  void look_at_slots(int chunk) {
+    const int heads = how_.apart ? args_.group : 1;
+    float* const scores = work_.scores + int64_t{chunk} * args_.group * block;
+    for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
+      if (how_.by == By::sketch_dot) {
+        how_.tiles.dot(tile(from), work_.query, work_.query_stride, heads, query_.dims, scores);
+      } else {
+        const void* rows[block];
+        for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
+        dtype_.dot(work_.query, work_.query_stride, heads, rows, args_.key_dim, ahead, scores, block);
+      }
+      reduce(scores, heads);
+      rank_slots(scores, from);
+    }
+  }
+
+  void look_at_pages(int chunk) {
+    float* const scores = work_.scores + int64_t{chunk} * args_.group * block;
+    const int end = first_page(chunk + 1);
+    for (int from = first_page(chunk); from < end; from += block) {
+      const int n = end - from < block ? end - from : block;
+      for (int i = 0; i < n; ++i) {
+        how_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
+      }
+      reduce(scores, args_.group);
+      for (int i = 0; i < n; ++i) work_.ballot.ranks[from + i] = rank_of_page(rank(scores[i]), from + i);
+    }
+  }
+
+  void reduce(float* scores, int heads) const {
+    if (heads > 1) how_.reduce(scores, block, heads, ones_, 0, block, scores);
+  }
+
+  void rank_slots(const float* by, int from) const {
+    const int32_t* const at = query_.position + from;
+    Rank* const to = work_.ballot.ranks + from;
+    const int n = args_.slots - from < block ? args_.slots - from : block;
+    const int first = first_, last = last_, oldest = query_.oldest;
+#pragma omp simd
+    for (int i = 0; i < n; ++i) {
+      const Rank own = (at[i] <= first) | (at[i] >= last) ? above_all : rank(by[i]);
+      to[i] = at[i] >= oldest ? own : below_all;
+    }
+    for (int i = n; i < block; ++i) to[i] = below_all;
+  }
+
+  // -- pages ----------------------------------------------------------------------------------------------------------
+
+  int first_seen(int page) const { return page * page_ > query_.oldest ? page * page_ : query_.oldest; }
+  int last_seen(int page) const { return query_.newest - page * page_ < page_ ? query_.newest : page * page_ + page_ - 1; }
+
+  void bound(int page, int oldest, char* to) const {
+    const int first = page * page_ > oldest ? page * page_ : oldest;
+    for (int slot = first; slot <= last_seen(page); ++slot) how_.bounds.add(key(slot), args_.key_dim, slot == first, to);
+  }
+
+  // Of a page that has left the window in part, the bounds of the rest are found now.
+  const char* seen_bounds(int page) const {
+    if (first_seen(page) == page * page_ || first_seen(page) > last_seen(page)) return bounds(page);
+    bound(page, query_.oldest, work_.edge);
+    return work_.edge;
+  }
+
+  Rank rank_of_page(Rank own, int page) const {
+    if (first_seen(page) > last_seen(page)) return below_all;
+    return first_seen(page) <= first_ || last_seen(page) >= last_ ? above_all : own;
+  }
+
+  // A page ranks by the best of its tokens.
+  void rank_pages_by_tokens() const {
+    Rank* const best = work_.ballot.candidates;
+    for (int page = 0; page < pages(); ++page) best[page] = below_all;
+    for (int slot = 0; slot <= query_.newest; ++slot) {
+      Rank& of_page = best[slot / page_];
+      of_page = work_.ballot.ranks[slot] > of_page ? work_.ballot.ranks[slot] : of_page;
+    }
+    std::memcpy(work_.ballot.ranks, best, sizeof(Rank) * static_cast<std::size_t>(pages()));
+  }
+
+  void choose_pages() {
+    if (how_.by != By::page_bound) rank_pages_by_tokens();
+    for (int page = pages(); page < padded(pages()); ++page) work_.ballot.ranks[page] = below_all;
+    const int found = work_.ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
+    count_ = 0;
+    for (int i = 0; i < found; ++i) {
+      const int page = work_.chosen_pages[i];
+      for (int slot = first_seen(page); slot <= last_seen(page); ++slot) work_.chosen[count_++] = slot;
+    }
+  }
+
+  const DecodeArgs& args_;
+  const Selecting& how_;
+  const Dtype& dtype_;
+  ChoiceWork work_;
+  const float* ones_;
+  int number_;
+  int32_t* sketch_ = nullptr;
+  Query query_{};
+  const float* pairs_ = nullptr;
+  const char* keys_ = nullptr;
+  const void* values_ = nullptr;
+  bool anew_ = false, choosing_ = false;
+  int page_ = 0, wanted_ = 0, count_ = 0;
+  int first_ = -1, last_ = INT_MAX;  // positions up to the one and from the other on are chosen in any case
+};
+
+}  // namespace kvdsl

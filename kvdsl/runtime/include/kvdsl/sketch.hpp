@@ -1,0 +1,91 @@
+// The sketch of a head's keys: a few of their dims, kept beside them, by which a query ranks every token and reads a
+// fraction of the bytes (SparCas, algorithm 1: K_compact).
+//
+// It lies in tiles of `block` slots, [width of the sketch, block] each: of every dim the tile's slots one after the other.
+// So products need no sum across lanes, and memory is read in order. Within a pair the slots lie where load_pair() finds
+// them in order.
+#pragma once
+
+#include <cstdint>
+
+#include "attend.hpp"
+#include "head.hpp"
+#include "simd.hpp"
+
+namespace kvdsl {
+
+// Where slot r of a tile lies in the rows of its dims: the inverse of place_of().
+template <class T>
+constexpr int lane_of(int r) {
+  if (!std::is_same_v<T, bf16>) return r;
+  return r / pair * pair + (r % pair < width ? 2 * (r % pair) : 2 * (r % pair - width) + 1);
+}
+
+// Puts a key into place r of a tile.
+template <class T>
+void put_in_tile(const void* key, const int32_t* dims, int count, int r, void* tile) {
+  const T* const from = static_cast<const T*>(key);
+  T* const to = static_cast<T*>(tile) + lane_of<T>(r);
+  for (int j = 0; j < count; ++j) to[j * block] = from[dims[j]];
+}
+
+// Makes a tile of n keys that lie one after the other.
+template <class T>
+void make_tile(const void* keys, int dim, int n, const int32_t* dims, int count, void* tile) {
+  constexpr int ahead_rows = 16;
+  const T* const first = static_cast<const T*>(keys);
+  for (int r = 0; r < n; ++r) {
+    const T* const row = first + int64_t{r} * dim;
+    for (int d = 0; d < dim; d += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + ahead_rows * dim + d);
+    put_in_tile<T>(row, dims, count, r, tile);
+  }
+}
+
+// scores[h][r] = the partial product of query h, [count] in the order of the sketch's dims, with place r of a tile.
+template <class T>
+void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int count, float* scores) {
+  constexpr int pairs = block / pair;
+  const T* const from = static_cast<const T*>(tile);
+  for (int h = 0; h < heads; ++h) {
+    Pair sum[pairs] = {};
+    for (int j = 0; j < count; ++j) {
+      const Floats x = splat(q[h * q_stride + j]);
+      for (int p = 0; p < pairs; ++p) {
+        const Pair k = load_pair(from + j * block + p * pair);
+        sum[p].a += x * k.a;
+        sum[p].b += x * k.b;
+      }
+    }
+    for (int p = 0; p < pairs; ++p) {
+      store(scores + h * block + p * pair, sum[p].a);
+      store(scores + h * block + p * pair + width, sum[p].b);
+    }
+  }
+}
+
+struct Tiles {
+  void (*put)(const void* key, const int32_t* dims, int count, int r, void* tile);
+  void (*make)(const void* keys, int dim, int n, const int32_t* dims, int count, void* tile);
+  void (*dot)(const void* tile, const float* q, int64_t q_stride, int heads, int count, float* scores);
+};
+
+template <class T>
+constexpr Tiles tiles = {put_in_tile<T>, make_tile<T>, dot_tile<T>};
+
+// The `count` dims that rank highest, ascending, of equals the lower ones; -1 behind them, up to `width`.
+inline void find_dims(const float* by, int dim, int count, int width_of_sketch, int32_t* dims) {
+  int found = 0;
+  for (int d = 0; d < dim; ++d) {
+    const Rank own = rank(by[d]);
+    int before = 0;
+#pragma omp simd reduction(+ : before)
+    for (int e = 0; e < dim; ++e) {
+      const Rank other = rank(by[e]);
+      before += (other > own) | ((other == own) & (e < d));
+    }
+    if (before < count && found < width_of_sketch) dims[found++] = d;
+  }
+  for (; found < width_of_sketch; ++found) dims[found] = -1;
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,386 @@
+"""A prompt's attention and statistics against a matrix of all probabilities in float64."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+import kvdsl
+from kvdsl.runtime import dense, statistics
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.prefill import prefill
+from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.view import Columns
+
+TOLERANCE = 1e-5
+RING = 5
+
+SCORE = (
+    "sum(attn) + std(attn) + max(attn) + min(attn) + sum(attn > mean(attn over slots)) + last(attn) + ema(attn, 0.9) + "
+    f"sum(attn over last {RING} queries) + sum(norm1(v) * attn)"
+)
+WATCH = f'kv 1\npolicy Watch {{\n"Everything that one asks of attention."\nparam budget = 10000\nscore {SCORE}\n}}\n'
+LOGITS = WATCH.replace(SCORE, "mean(logit) + max(dot(q, k)) + sum(attn)")
+
+
+@lru_cache
+def spec_of(folder: Path, text: str) -> PolicySpec:
+    file = folder / "p.kv"
+    file.write_text(text, encoding="utf-8")
+    return kvdsl.load(file).spec
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("policies")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A prompt of `tokens` tokens that comes in `cuts` forwards; `real` is a row of padding marks, per row of the batch."""
+
+    tokens: int = 150
+    group: int = 4
+    heads: int = 2
+    dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    window: int | None = None
+    softcap: float | None = None
+    sinks: bool = False
+    padding: str = "none"
+    cuts: int = 1
+    scale: float = 1.0
+
+    def real(self) -> Tensor | None:
+        """Bool [batch, tokens], or None."""
+        if self.padding == "none":
+            return None
+        real = torch.ones(3, self.tokens, dtype=torch.bool)
+        if self.padding in ("left", "right"):
+            real[1, :40], real[2, :-1] = False, False
+            return real if self.padding == "left" else real.flip(1)
+        assert self.padding == "scattered"
+        return torch.rand(3, self.tokens, generator=torch.Generator().manual_seed(5)) < 0.7
+
+    def call(self) -> AttentionCall:
+        """All of it; queries and keys lie in memory as a model's do."""
+        make = torch.Generator().manual_seed(self.tokens + self.group)
+        real = self.real()
+        batch = 1 if real is None else len(real)
+        sizes = ((self.heads * self.group, self.dim), (self.heads, self.dim), (self.heads, self.value_dim))
+        query, key, value = (
+            torch.randn(batch, self.tokens, heads, dim, generator=make).to(self.dtype).transpose(1, 2)
+            for heads, dim in sizes
+        )
+        sinks = torch.randn(self.heads * self.group, generator=make) if self.sinks else None
+        return AttentionCall(query * self.scale, key, value, real, self.dim**-0.5, self.softcap, self.window, sinks)
+
+    def parts(self) -> Iterator[AttentionCall]:
+        """The same, forward by forward."""
+        whole = self.call()
+        for part in torch.arange(self.tokens).tensor_split(self.cuts):
+            query, key, value = (x[:, :, part] for x in (whole.query, whole.key, whole.value))
+            real = None if whole.real is None else whole.real[:, part]
+            yield AttentionCall(query, key, value, real, whole.scaling, whole.softcap, whole.window, whole.sinks)
+
+
+CASES = {
+    "causal": Case(),
+    "one head": Case(group=1),
+    "groups of five": Case(group=5),
+    "one token": Case(tokens=1),
+    "seventeen tokens": Case(tokens=17, group=2),
+    "window": Case(window=23),
+    "window of one": Case(window=1, tokens=40),
+    "softcap": Case(softcap=2.0, scale=3.0),
+    "sinks": Case(sinks=True, group=2),
+    "sizes differ": Case(value_dim=24, dim=20),
+    "values are smaller": Case(value_dim=8),
+    "left padding": Case(padding="left"),
+    "right padding": Case(padding="right", group=2),
+    "padding anywhere": Case(padding="scattered", group=2),
+    "padded window": Case(padding="left", window=17),
+    "padded window with sinks": Case(padding="scattered", window=17, sinks=True),
+    "padded softcap": Case(padding="left", softcap=1.5),
+    "three forwards": Case(cuts=3),
+    "three forwards of a window": Case(cuts=3, window=23),
+    "three padded forwards": Case(cuts=3, padding="left", group=2),
+    "three capped forwards": Case(cuts=3, softcap=2.0, padding="scattered", window=31),
+    "sharp": Case(scale=12.0),
+    "bfloat16": Case(dtype=torch.bfloat16, group=2),
+    "half": Case(dtype=torch.float16, dim=24, value_dim=24),
+}
+
+
+class Matrix:
+    """One row and KV head with all its logits, [group, n, n], in float64."""
+
+    def __init__(self, call: AttentionCall, row: int, head: int) -> None:
+        group = call.query.shape[1] // call.key.shape[1]
+        real = slice(None) if call.real is None else call.real[row]
+        heads = slice(head * group, (head + 1) * group)
+        self.query, self.key, self.value = (
+            call.query[row, heads][:, real].double(), call.key[row, head][real].double(), call.value[row, head][real].double()
+        )  # fmt: skip
+        self.logit = torch.einsum("gqd,sd->gqs", self.query, self.key) * call.scaling
+        if call.softcap is not None:
+            self.logit = call.softcap * (self.logit / call.softcap).tanh()
+        age = torch.arange(len(self.key))[:, None] - torch.arange(len(self.key))
+        self.seen = (age >= 0) & (age < (call.window or len(self.key)))
+        hidden = self.logit.masked_fill(~self.seen, -torch.inf)
+        if call.sinks is not None:
+            sinks = call.sinks[heads].double().view(-1, 1, 1).expand(-1, len(self.key), 1)
+            hidden = torch.cat([hidden, sinks], -1)
+        prob = hidden.softmax(-1)[..., : len(self.key)]
+        self.out = prob @ self.value
+        self.attn = prob.mean(0)
+
+    def column(self, name: str) -> Tensor:
+        """What the column should hold, [n]."""
+        attn, seen = self.attn, self.seen
+        if name in ("max_attn", "min_attn", "max_sum_q_times_k"):
+            x = torch.einsum("gqd,sd->qs", self.query, self.key) / len(self.query) if "q_times" in name else attn
+            x = -x if name == "min_attn" else x
+            top = x.masked_fill(~seen, -torch.inf).amax(0)
+            return -top if name == "min_attn" else top
+        if name in ("last_attn", "ema_attn"):
+            return torch.stack([self._in_turn(attn[seen[:, slot], slot], name) for slot in range(len(attn))])
+        mean = attn.sum(1, keepdim=True) / seen.sum(1, keepdim=True)
+        given = {
+            "norm1_v": self.value.abs().sum(1).expand_as(attn) * torch.eye(len(attn)),
+            "sum_attn": attn,
+            "sum_attn_squared": attn.square(),
+            "sum_attn_gt_mean_attn": (attn > mean).double(),
+            "sum_logit": self.logit.mean(0),
+            "sum_norm1_v_times_attn": self.value.abs().sum(1) * attn,
+        }
+        return torch.where(seen, given[name], 0.0).sum(0)
+
+    @staticmethod
+    def _in_turn(given: Tensor, name: str) -> Tensor:
+        value = given[0]
+        for x in given[1:]:
+            value = x if name == "last_attn" else 0.9 * value + 0.1 * x
+        return value
+
+    def ring(self, place: int) -> tuple[Tensor, Tensor]:
+        """What the newest query that writes the place gave, [n], and where it could see."""
+        query = max((j for j in range(len(self.attn)) if j % RING == place), default=None)
+        if query is None:
+            return self.attn.new_zeros(len(self.attn)), torch.zeros(len(self.attn), dtype=torch.bool)
+        return self.attn[query], self.seen[query]
+
+
+def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
+    wrong = (got.double() - expected).abs() - tolerance * expected.abs().clamp(min=1)
+    assert not (wrong > 0).any(), f"{what}: off by {float((got.double() - expected).abs().max()):.2g}"
+
+
+def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None:
+    place = {int(p): slot for slot, p in enumerate(state.position[row, head]) if p >= 0}
+    order = [place[p] for p in range(len(matrix.attn))]  # nothing was evicted
+    for name, column in state.single_columns(state.columns).items():
+        if len(order):
+            assert_close(column[row, head, order], matrix.column(name), TOLERANCE, f"{name} of row {row}, head {head}")
+    for ring in state.rings(state.columns).values():
+        for index in range(len(ring)):
+            given, seen = matrix.ring(index)
+            assert_close(ring[index, row, head, order][seen], given[seen], TOLERANCE, f"place {index} of the ring")
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("attention", ["fused", "exact"])
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
+def test_columns_and_outputs(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str, attention: str, backend: str
+) -> None:
+    case, spec = CASES[name], spec_of(folder, text)
+    if attention == "exact":
+        monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+    state = SlotState(spec, {})
+    server = served_by(spec, backend, case.dtype)
+    out = torch.cat([server.prefill(state, part) for part in case.parts()], 1)
+    call = case.call()
+    rounding = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
+    for row in range(len(call.key)):
+        real = torch.ones(case.tokens, dtype=torch.bool) if call.real is None else call.real[row]
+        assert (out[row, ~real] == 0).all()
+        for head in range(case.heads):
+            matrix = Matrix(call, row, head)
+            heads = slice(head * case.group, (head + 1) * case.group)
+            assert_close(out[row, real, heads].transpose(0, 1), matrix.out, rounding, "the output")
+            check_columns(state, matrix, row, head)
+
+
+def served_by(spec: PolicySpec, backend: str, dtype: torch.dtype) -> Any:
+    try:
+        return choose(spec, backend, torch.device("cpu"), dtype)
+    except KvdslError as error:
+        pytest.skip(str(error))
+
+
+def test_what_is_not_capped_and_finite_is_fused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing above compares the exact pass with itself."""
+    monkeypatch.setattr(dense, "_exact", lambda prompt: pytest.fail("not fused"))
+    for case in CASES.values():
+        if case.softcap is None:
+            for part in case.parts():
+                prefill(SlotState(kvdsl.load("full").spec, {}), part)
+
+
+# -- what is not finite --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
+@pytest.mark.parametrize("where", ["query", "key", "value"])
+def test_what_is_not_finite_touches_only_who_sees_it(folder: Path, backend: str, where: str, worst: float) -> None:
+    case, spec, at = Case(tokens=40, group=2), spec_of(folder, WATCH), 25
+    clean, call = case.call(), case.call()
+    getattr(call, where)[0, 0, at, 3] = worst
+    states = [SlotState(spec, {}), SlotState(spec, {})]
+    server = served_by(spec, backend, torch.float32)
+    expected, out = (server.prefill(state, one) for state, one in zip(states, (clean, call), strict=True))
+    heads = 1 if where == "query" else case.group
+    others = slice(heads, None) if where == "query" else slice(case.group, None)
+    assert torch.allclose(out[:, :at], expected[:, :at], atol=1e-5)
+    assert torch.allclose(out[:, :, others], expected[:, :, others], atol=1e-5)
+    assert not out[:, at, :heads].isfinite().all()
+    if where == "query":
+        assert out[:, at + 1 :].isfinite().all()
+    total = states[0].spec.columns.index("sum_attn")
+    sums, clean_sums = (state.columns[total, 0] for state in reversed(states))
+    assert torch.allclose(sums[1], clean_sums[1], atol=1e-5)
+    if where == "value":
+        assert torch.allclose(sums, clean_sums, atol=1e-5)
+    elif not (where == "key" and worst != worst):
+        assert sums[0, :40].isnan().any()
+
+
+# -- only what matters, in bounded memory --------------------------------------------------------------------------------
+
+
+def queries_observed(monkeypatch: pytest.MonkeyPatch, spec: PolicySpec, call: AttentionCall, **given: float) -> int:
+    seen: list[int] = []
+
+    class Counting(Columns):
+        def __init__(self, view: Any) -> None:
+            seen.append(view.visible.shape[2])
+            super().__init__(view)
+
+    monkeypatch.setattr(statistics, "Columns", Counting)
+    prefill(SlotState(spec, given), call)
+    return sum(seen)
+
+
+@pytest.mark.parametrize(
+    ("policy", "given", "queries"),
+    [
+        ("h2o", {"budget": 64}, 150),
+        ("tova", {"budget": 64}, 1),
+        ("snapkv", {"budget": 64}, 32),
+        ("scissorhands_window", {"budget": 64, "history": 17}, 17),
+        ("scissorhands_window", {"budget": 64, "history": 400}, 150),
+        ("window", {"budget": 64}, 0),
+        ("knorm", {"budget": 64}, 0),
+    ],
+)
+def test_only_the_queries_that_matter(
+    monkeypatch: pytest.MonkeyPatch, policy: str, given: dict[str, float], queries: int
+) -> None:
+    assert queries_observed(monkeypatch, kvdsl.load(policy).spec, Case(heads=1).call(), **given) == queries
+
+
+def test_every_row_has_its_own_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case(heads=1, padding="right").call()  # the rows end at tokens 149, 109 and 0
+    assert queries_observed(monkeypatch, kvdsl.load("tova").spec, call, budget=64) == 150
+    call = Case(heads=1, padding="left").call()
+    assert queries_observed(monkeypatch, kvdsl.load("tova").spec, call, budget=64) == 1
+
+
+def test_a_window_hides_the_last_query_from_some(monkeypatch: pytest.MonkeyPatch) -> None:
+    call = Case(heads=1, window=20).call()
+    assert queries_observed(monkeypatch, kvdsl.load("tova").spec, call, budget=64) == 150
+
+
+class Largest(TorchDispatchMode):
+    """The largest allocation that torch makes."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.bytes = max(self.bytes, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("window", [None, 500])
+@pytest.mark.parametrize("attention", ["fused", "exact"])
+def test_nothing_is_of_the_size_of_queries_times_slots(
+    monkeypatch: pytest.MonkeyPatch, backend: str, window: int | None, attention: str
+) -> None:
+    if attention == "exact":
+        monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+    case = Case(tokens=4096, heads=1, group=2, dim=8, value_dim=8, window=window)
+    spec = kvdsl.load("roco").spec
+    server = served_by(spec, backend, torch.float32)
+    with Largest() as largest:
+        server.prefill(SlotState(spec, {}), case.call())
+    assert largest.bytes <= dense._BLOCK_BYTES
+    assert largest.bytes < 4096**2 * case.group  # bytes: an eighth of the matrix
+
+
+def test_blocks_of_one_are_the_same_as_decoding(folder: Path) -> None:
+    """Every token attends to the survivors and itself, and is observed; then one leaves."""
+    text = (
+        'kv 1\npolicy P {\n"blocks"\nparam budget = 12\nparam n = 1\nscore mean(attn)\nkeep top 4 by std(attn)\n'
+        "prefill blocks of n\n}\n"
+    )
+    spec = spec_of(folder, text)
+    call = Case(tokens=60, group=2).call()
+    prompted, decoded = SlotState(spec, {}), SlotState(spec, {})
+    server = served_by(spec, "torch", torch.float32)
+    whole = server.prefill(prompted, call)
+    first, rest = (
+        AttentionCall(call.query[:, :, part], call.key[:, :, part], call.value[:, :, part], None, call.scaling)
+        for part in (slice(0, 1), slice(1, None))
+    )
+    parts = [server.prefill(decoded, first), server.decode(decoded, rest)]
+    assert torch.allclose(whole, torch.cat(parts, 1), atol=1e-5)
+    for head in range(2):
+        held = [sorted(state.position[0, head].tolist())[-12:] for state in (prompted, decoded)]
+        assert held[0] == held[1]
+
+
+def test_a_query_sees_nothing_behind_its_own_slot() -> None:
+    """What `Prompt.reach` promises, with survivors in front."""
+    spec = kvdsl.load("h2o").spec
+    state = SlotState(spec, {"budget": 30})
+    case = Case(cuts=3, padding="scattered", window=31)
+    prompts: list[Prompt] = []
+    for part in case.parts():
+        prefill(state, part, lambda prompt, lse: (prompts.append(prompt), statistics.observe(prompt, lse))[1])
+    for prompt in prompts:
+        everything = slice(0, prompt.slots)
+        for row, head, tokens in prompt.tiles(0, 64 * prompt.slots):
+            inside = prompt.reach(row, head, tokens)
+            real = (prompt.position[row, None, tokens, None] >= 0) & prompt.visible(row, head, tokens, everything)
+            real[..., inside] = False
+            assert not real.any()
