@@ -14,8 +14,11 @@ READY  := $(VENV)/.kvdsl-ready
 OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
+# Triton's kernels are tested in its interpreter, which must be asked for before Triton is imported: in a process of their own.
+INTERPRET := TRITON_INTERPRET=1
+
 # Committed, as examples of what the compiler makes; the other packages are made by `make generate`.
-EXEMPLARS := roco h2o streaming_llm vatp_h2o sparcas
+EXEMPLARS := roco h2o tova streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
@@ -39,9 +42,11 @@ demo: $(READY)  ## the full cache and RoCo at a quarter of it, side by side on a
 test: $(READY)  ## the tests, but for the slow ones
 	$(KVDSL) compile --check $(EXEMPLARS)
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' $(PYTEST_ARGS)
+	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/triton $(PYTEST_ARGS)
 
 test-slow: $(READY)  ## the slow tests
 	$(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow $(PYTEST_ARGS)
+	$(INTERPRET) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m slow tests/triton $(PYTEST_ARGS)
 
 test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release that kvdsl supports
 	PYTHONPATH=$(OLD) $(PY) -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/hf $(PYTEST_ARGS)
@@ -74,9 +79,8 @@ bench: $(READY)  ## one decode step of RoCo against torch's attention, on this m
 accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2: of one issue)
 	$(PY) scripts/accept.py $(if $(ISSUE),--issue $(ISSUE))
 
-gpu: $(READY)  ## what needs a GPU
-	@if test -f scripts/gpu.py; then $(PY) scripts/gpu.py; else \
-	  echo 'There is no Triton backend in this version yet: on a GPU the torch backend serves. Nothing to run.' >&2; exit 2; fi
+gpu:  ## on a GPU: are the kernels right, can they be captured, how fast are they (torch and triton are all it needs)
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) scripts/gpu.py
 
 clean:  ## remove what was built, but keep .venv
 	rm -rf dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json

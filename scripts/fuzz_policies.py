@@ -11,9 +11,12 @@ import json
 import multiprocessing
 import os
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -46,9 +49,9 @@ def main(backend: str, policies: int, seed: int, workers: int, shrink: bool, out
     todo = [first for first in range(0, policies, size) if str(first) not in result["chunks"]]
     before, begun = result["seconds"], time.perf_counter()
     jobs = [(backend, seed, first, min(size, policies - first), shrink) for first in todo]
-    pool = multiprocessing.get_context("spawn").Pool(workers, maxtasksperchild=20)
-    with pool, progress(f"random policies on {backend}", len(jobs)) as tick:
-        for first, chunk in pool.imap_unordered(run_chunk, jobs):
+    with ThreadPoolExecutor(workers) as threads, progress(f"random policies on {backend}", len(jobs)) as tick:
+        for done in as_completed([threads.submit(in_a_process, job) for job in jobs]):
+            first, chunk = done.result()
             result["chunks"][str(first)] = chunk
             result["seconds"] = round(before + time.perf_counter() - begun, 1)
             _sum_up(result)
@@ -98,10 +101,45 @@ def _write(result: dict[str, Any], out: Path) -> None:
     os.replace(part, out)
 
 
+# -- workers ---------------------------------------------------------------------------------------------------------------
+
+Job = tuple[str, int, int, int, bool]
+"""The backend, the seed, the first policy's number, how many, and whether to shrink those that fail."""
+
+_own = threading.local()
+
+
+def in_a_process(job: Job) -> tuple[int, dict[str, Any]]:
+    """Runs a chunk in this thread's process. If that dies, the policy that killed it has failed, and the chunk is cut there."""
+    if not hasattr(_own, "process"):
+        context = multiprocessing.get_context("spawn")
+        _own.at = context.Value("q", 0)
+        _own.process = ProcessPoolExecutor(1, mp_context=context, initializer=_remember, initargs=(_own.at,))
+    try:
+        return _own.process.submit(run_chunk, job).result()
+    except BrokenProcessPool:
+        number = _own.at.value
+        del _own.process
+    backend, seed, first, _, shrink = job
+    _, chunk = in_a_process((backend, seed, first, number - first, shrink)) if number > first else (first, _nothing())
+    chunk["policies"] += 1
+    chunk["failures"].append({"number": number, "policy": "", "trace": "", "problem": "the process died"})
+    return first, chunk
+
+
+def _remember(at: Any) -> None:
+    global _at
+    _at = at
+
+
+_at: Any = None
+"""The number of the policy that is being run, shared with the process that waits for it."""
+
+
 # -- in a worker -----------------------------------------------------------------------------------------------------------
 
 
-def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]]:
+def run_chunk(job: Job) -> tuple[int, dict[str, Any]]:
     """The policies `first` and following: that number, and what came of them."""
     backend, seed, first, count, shrink = job
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
@@ -110,9 +148,10 @@ def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]
     torch.set_num_threads(1)
     from tests.differential.traces import RANDOM_INPUTS, Tally
 
+    _at.value = first
     every, natural, failures = Tally(), Tally(), []
     for number, policy, trace, run in _cases(backend, seed, first, count):
-        check = number % CHECK_EVERY == 0
+        _at.value, check = number, number % CHECK_EVERY == 0
         one, error = _attempt(run, policy, trace, check)
         every.add(one)
         if trace.inputs in RANDOM_INPUTS:
@@ -120,11 +159,21 @@ def run_chunk(job: tuple[str, int, int, int, bool]) -> tuple[int, dict[str, Any]
         if error is not None:
             shown = _shrunk(policy, trace, run, error) if shrink and backend == "torch" else policy
             failures.append({"number": number, "policy": _text(shown), "trace": str(trace), "problem": error})
+    return first, _chunk(count, every, natural, failures)
+
+
+def _nothing() -> dict[str, Any]:
+    from tests.differential.traces import Tally
+
+    return _chunk(0, Tally(), Tally(), [])
+
+
+def _chunk(policies: int, every: Any, natural: Any, failures: list[dict[str, Any]]) -> dict[str, Any]:
     tallies = {
-        name: {count: getattr(tally, count) for count in Tally.COUNTS}
+        name: {count: getattr(tally, count) for count in tally.COUNTS}
         for name, tally in (("all_inputs", every), ("natural_inputs", natural))
     }
-    return first, {"policies": count, **tallies, "failures": failures}
+    return {"policies": policies, **tallies, "failures": failures}
 
 
 def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:

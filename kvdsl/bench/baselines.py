@@ -292,3 +292,21 @@ def gather_in_fresh_memory(keys: Tensor, values: Tensor, stay: Tensor, new: tupl
         for x, tokens in zip((keys, values), new, strict=True)
     )
     return next(made), next(made)
+
+
+# -- a whole prompt ----------------------------------------------------------------------------------------------------
+
+
+def sdpa_prompt(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Torch's fused attention of a prompt: [batch, query_heads, tokens, dim]."""
+    return scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=True)
+
+
+def eager_prompt(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """As H2O's code does: every probability at once, and their sums over the queries, [batch, query_heads, tokens]."""
+    group, tokens = query.shape[1] // key.shape[1], query.shape[2]
+    keys, values = repeat_kv(key, group), repeat_kv(value, group)
+    weights = torch.matmul(query, keys.transpose(2, 3)) * query.shape[-1] ** -0.5
+    weights += torch.full((tokens, tokens), -torch.inf, dtype=weights.dtype).triu_(1)
+    weights = weights.softmax(-1, dtype=torch.float32)
+    return torch.matmul(weights.to(query.dtype), values), weights.sum(2)

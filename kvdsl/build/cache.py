@@ -5,15 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-import platformdirs
-
 from kvdsl.runtime.errors import KvdslError
 
 
 def cache_folder() -> Path:
     """`$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist."""
     named = os.environ.get("KVDSL_CACHE_DIR")
-    return Path(named).expanduser() if named else Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
+    if named:
+        return Path(named).expanduser()
+    import platformdirs  # not needed by what runs generated packages
+
+    return Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
 
 
 def writable(folder: Path) -> Path:

@@ -156,12 +156,88 @@ def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
     console.print(table, markup=False)
 
 
+@command.command()
+@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--length", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the prompt.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
+@click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
+@click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
+@set_option
+@json_option
+def prefill(
+    policy: str, length: int, batch: int, kv_heads: int, group: int, head_dim: int, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """One layer's prompt: attend, observe, evict.
+
+    Compared with torch's fused attention, which keeps no statistics and evicts nothing, and, where it fits into half of the free
+    memory, with the path that H2O's code takes: all probabilities at once. Beside the times, by how much the process grows at most.
+
+    \b
+    Examples:
+      kvdsl bench prefill --policy h2o --length 8192
+      kvdsl bench prefill --policy snapkv --length 65536 --repeats 1 --warmup 0
+    """
+    refuse_triton(backend)
+    import torch
+
+    from kvdsl.bench.prefill import Shape, bench_prefill
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shape = Shape(batch, kv_heads, group, head_dim, length, dtype)
+    with progress(f"{spec.name}, {length} tokens", repeats + warmup) as tick:
+        result = bench_prefill(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+    if as_json:
+        print_json(result, dtype=dtype, seed=seed)
+    else:
+        _show_prompt(result)
+
+
+_PROMPT_ROWS = (("{policy} ({backend})", ""), ("SDPA (no statistics)", "sdpa_"), ("eager torch with repeat_kv", "eager_"))
+
+
+def _show_prompt(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = (
+        f"batch {result['batch']}, {result['kv_heads']} KV heads x {result['group']}, head size {result['head_dim']}, "
+        f"{result['length']} tokens, {result['dtype']}, {result['threads']} threads, {result['repeats']} rounds"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for header in ("", "ms a layer", "", "peak, MB"):
+        table.add_column(header, justify="left" if header == "" else "right")
+    for label, name in _PROMPT_ROWS:
+        time, peak = result[f"{name}ms"], result[f"{name}peak_bytes"]
+        spread = "does not fit" if time is None else f"[{result[f'{name}ms_q1']:.0f} .. {result[f'{name}ms_q3']:.0f}]"
+        size = "" if peak is None else f"{peak / 1e6:.0f}"
+        table.add_row(label.format(**result), "" if time is None else f"{time:.0f}", spread, size)
+    console.print(table, markup=False)
+    console.print(f"{result['ratio']:.2f}x the time of SDPA", highlight=False)
+
+
 def refuse_triton(backend: str) -> None:
-    """There is no Triton backend yet; say so before anything is loaded."""
-    if backend == "triton":
-        raise click.BadParameter(
-            "the triton backend comes in a later version; use `auto`, `cpu` or `torch`", param_hint="--backend"
-        )
+    """Without a GPU, say that there is nothing for the triton backend to serve, before anything is loaded."""
+    if backend != "triton":
+        return
+    import torch
+
+    if not torch.cuda.is_available():
+        raise click.BadParameter("triton serves GPUs, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend")
 
 
 _ROWS = (

@@ -217,7 +217,16 @@ def _backends() -> Iterator[Finding]:
     except KvdslError as error:
         problem = str(error)
     yield Finding("backends", "cpu", problem is None, problem or "C++ kernels, fused and threaded")
-    yield Finding("backends", "triton", False, "not in this version; on a GPU the torch backend serves")
+    yield _triton(torch.cuda.is_available())
+
+
+def _triton(gpu: bool) -> Finding:
+    try:
+        import triton
+    except ImportError as error:
+        return Finding("backends", "triton", False, f"Triton cannot be imported: {error}", "pip install triton")
+    where = "serves here" if gpu else "compiles for GPUs (`kvdsl build`), of which there is none here"
+    return Finding("backends", "triton", True, f"Triton {triton.__version__} {where}")
 
 
 def _transformers() -> Iterator[Finding]:

@@ -58,11 +58,13 @@ def _policy(name: str, settings: dict[str, str]) -> Policy:
 
 
 def _in_words(found: Facts) -> Iterator[str]:
+    from kvdsl.diagnostics import printable
+
     policy = found.policy
     yield f"{policy.name} ({policy.stem}.kv)"
     for paragraph in re.split(r"\n\s*\n", policy.doc.strip()):
         yield ""
-        yield from textwrap.wrap(" ".join(paragraph.split()), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+        yield from textwrap.wrap(printable(" ".join(paragraph.split())), _WIDTH, initial_indent="  ", subsequent_indent="  ")
     for title, lines in rows(found).items():
         yield ""
         for index, line in enumerate(lines):
@@ -89,5 +91,6 @@ def _explain_code(name: str, as_json: bool) -> None:
     click.echo("\n" + textwrap.fill(code.explanation, _WIDTH))
     if code.example and len(code.example) < 2_000:
         options = "".join(f" --set {key}={value}" for key, value in code.settings)
-        click.echo(f"\nFor example, `kvdsl check{options}` refuses this:\n")
+        verb = "refuses" if code.severity == "error" else "warns of"
+        click.echo(f"\nFor example, `kvdsl check{options}` {verb} this:\n")
         click.echo(textwrap.indent(code.example, "    "), nl=False)

@@ -14,6 +14,7 @@ from kvdsl.cli.common import guarded
 
 COMMANDS = {
     "compile": "Turn policies into Python packages.",
+    "build": "Compile kernels ahead of time, and say what they take of a GPU.",
     "check": "Check policies and say what is wrong, where, and how to mend it.",
     "test": "Run tests that are written in the language.",
     "fmt": "Lay out policies in the canonical way.",
@@ -26,7 +27,7 @@ COMMANDS = {
 }
 """Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
 
-PLANNED = ("build", "reproduce")
+PLANNED = ("reproduce",)
 """Commands that a later version will have."""
 
 

@@ -100,11 +100,11 @@ class Facts:
     @property
     def backends(self) -> list[dict[str, Any]]:
         """Each backend: whether it serves the policy, and why not."""
-        cpp = self.plan.cpp is not None
+        cpp, triton = self.plan.cpp is not None, self.plan.triton is not None
         return [
             {"name": "cpu", "ok": cpp, "why_not": None if cpp else self.plan.cpp_refusal},
             {"name": "torch", "ok": True, "why_not": None},
-            {"name": "triton", "ok": False, "why_not": "not in this version of kvdsl; on a GPU the torch backend serves"},
+            {"name": "triton", "ok": triton, "why_not": None if triton else self.plan.triton_refusal},
         ]
 
 
@@ -188,12 +188,27 @@ def _peaks(policy: Policy, values: dict[str, float]) -> Iterator[Peak]:
 
 
 def _while_prompting(policy: Policy, values: dict[str, float]) -> Peak:
-    if policy.prefill_block is None or policy.when == "decode":
-        return Peak("prompt", "the prompt, in one layer at a time" if policy.when != "decode" else "the prompt", None)
-    block = value_of(policy.prefill_block, values)
-    return _sum(
-        "prompt", policy, values, print_expression(policy.prefill_block), None if block is None else max(1, int(block))
-    )
+    if _stays_whole(policy, values):
+        return Peak("prompt", "the prompt", None)
+    if policy.prefill_block is None:
+        layers = "all layers" if policy.victims == "layers" else "one layer"
+        return Peak("prompt", f"the prompt, in {layers} at a time", None)
+    block, trigger, slack = (value_of(expr, values) for expr in (policy.prefill_block, policy.trigger, policy.slack))
+    text = print_expression(policy.prefill_block)
+    if policy.max_drop != Number(value=0):
+        text = f"max({print_expression(policy.trigger)} - 1, {print_expression(policy.slack)}) + {text}"
+    elif policy.trigger != Number(value=1):
+        text = f"{print_expression(policy.trigger)} - 1 + {text}"
+    if block is None or trigger is None or slack is None:
+        return _sum("prompt", policy, values, text, None)
+    left = max(int(trigger) - 1, int(slack) if policy.max_drop != Number(value=0) else 0)
+    return _sum("prompt", policy, values, text, left + max(1, int(block)))
+
+
+def _stays_whole(policy: Policy, values: dict[str, float]) -> bool:
+    """Whether nothing leaves while the prompt is read."""
+    trigger = value_of(policy.trigger, values)
+    return policy.when == "decode" or (trigger is not None and int(trigger) == 0)
 
 
 def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
@@ -201,6 +216,9 @@ def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     if policy.when == "prefill" or (trigger is not None and int(trigger) == 0 and policy.cap == "soft"):
         return Peak("decode", "every token that is generated stays", None)
     slack = value_of(policy.slack, values)
+    if _stays_whole(policy, values):
+        room = print_expression(policy.slack if policy.cap == "hard" else policy.trigger)
+        return Peak("decode", f"no more than the prompt + 1, or budget + {room} where that is more", None)
     if policy.cap == "hard":
         return _sum("decode", policy, values, print_expression(policy.slack), None if slack is None else int(slack))
     more, text = trigger, print_expression(policy.trigger)

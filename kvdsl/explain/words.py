@@ -60,12 +60,12 @@ def _evicts(policy: Policy) -> Iterator[str]:
     else:
         yield f"the token with the lowest {print_expression(policy.score)} first; of equals, the older one"
     if policy.trigger == Number(value=0):
-        yield "not while it generates: the trigger is 0"
+        yield "never: the trigger is 0" if policy.cap == "soft" else "none after the prompt: the trigger is 0"
     elif policy.trigger != Number(value=1):
         yield f"only once it holds {_count(policy.trigger, policy)} tokens more than the budget; 0 would be never"
     if policy.max_drop != Number(value=0):
-        yield f"at most {_count(policy.max_drop, policy)} tokens at a time"
-        yield f"down to {_count(policy.slack, policy)} tokens above the budget"
+        yield f"{_count(policy.max_drop, policy)} tokens at a time"
+        yield f"more where that would leave more than {_count(policy.slack, policy)} tokens above the budget"
     if policy.cap == "hard":
         yield f"before a token comes in that would make it more than the budget and {_count(policy.slack, policy)} more"
     if policy.victims != "own":

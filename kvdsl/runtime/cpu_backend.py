@@ -199,7 +199,7 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
     )  # fmt: skip
     tensors = {
         "query": query, "key": key, "value": value, "position": position, "state": columns, "ring_rows": ring_rows,
-        "params": numbers,
+        "params": numbers, "sinks": None if call.sinks is None else call.sinks.float().contiguous(),
     }  # fmt: skip
     for name, tensor in tensors.items():
         setattr(args, name, None if tensor is None or tensor.numel() == 0 else tensor.data_ptr())

@@ -31,10 +31,12 @@ def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
 
     Returns:
         [batch, tokens, query_heads, value_dim], 0 for padding; and the log-sum-exp of each query's scores, the model's sink
-        included: float32 [batch, kv_heads, group, tokens], NaN where a score is +inf, without meaning for padding.
+        included: float32 [batch, kv_heads, group, tokens], NaN where a score is +inf, without meaning for padding. On 16 bits
+        it may be off by 1e-4.
     """
     found = _fused(prompt)
-    return _exact(prompt) if found is None else found
+    out, lse = _exact(prompt) if found is None else found
+    return out.to(prompt.call.query.dtype), lse  # turned keys and queries are float32
 
 
 # -- by torch's fused kernels ------------------------------------------------------------------------------------------

@@ -29,12 +29,13 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
     """
     device = prompt.position.device.type
     entries = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // 4
+    sinks = None if prompt.call.sinks is None else prompt.call.sinks.float().view(prompt.heads, prompt.group, 1)
     for row, head, tokens in prompt.tiles(first_query(prompt), entries):
         slots = prompt.reach(row, head, tokens)
         view = prompt.view(row, head, tokens, slots)
-        view.given = Recomputed(
-            prompt, prompt.queries(row, head, tokens), prompt.keys[row, head, slots], lse[row, head, :, tokens]
-        )
+        query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
+        head_sinks = None if sinks is None else sinks[head]
+        view.given = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks)
         prompt.state.spec.torch_kernels.observe(view, Columns(view))
 
 
@@ -64,21 +65,35 @@ class Recomputed:
         query: [batch, kv_heads, group, queries, dim], as attention sees it.
         key: [batch, kv_heads, slots, dim].
         lse: [batch, kv_heads, group, queries].
+        visible: bool [batch, kv_heads, queries, slots].
+        sinks: [kv_heads, group, 1], or None.
     """
 
     prompt: Prompt
     query: Tensor
     key: Tensor
     lse: Tensor
+    visible: Tensor
+    sinks: Tensor | None
 
     def attn(self) -> Tensor:
         """Probabilities, [batch, kv_heads, group, queries, slots]; without meaning where a query does not see the slot."""
         if self.prompt.call.softcap is not None:
-            return (self.logit() - self.lse.unsqueeze(-1)).exp_()
-        query = (self.query.float() * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
-        shift = -self.lse.flatten(0, 1).flatten(1).unsqueeze(-1)
-        exponent = torch.baddbmm(shift, query, self.key.float().flatten(0, 1).transpose(1, 2))
-        return exponent.exp_().view(*self.lse.shape, self.key.shape[2])
+            weight = (self.logit() - self.lse.unsqueeze(-1)).exp_()
+        else:
+            query = (self.query.float() * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
+            shift = -self.lse.flatten(0, 1).flatten(1).unsqueeze(-1)
+            weight = torch.baddbmm(shift, query, self.key.float().flatten(0, 1).transpose(1, 2)).exp_()
+        weight = weight.view(*self.lse.shape, self.key.shape[2])
+        return weight if self.query.dtype == torch.float32 else self._normalised(weight)
+
+    def _normalised(self, weight: Tensor) -> Tensor:
+        """On 16 bits, attention is content with coarse exponentials, and its log-sum-exps are no better."""
+        weight.masked_fill_(~self.visible.unsqueeze(2), 0)
+        total = weight.sum(-1, keepdim=True)
+        if self.sinks is not None:
+            total += (self.sinks - self.lse).exp().unsqueeze(-1)
+        return weight.div_(total)
 
     def logit(self) -> Tensor:
         """Scaled and capped scores, likewise."""

@@ -128,7 +128,7 @@ class Statics:
         for scope in ("top", "first", "last"):
             for size, span in [(size, span) for other, size, span in sized if other == scope]:
                 if size > limit:
-                    text = f"`{span.quoted()}` protects {size} tokens"
+                    text = f"`{span.quoted()}` protects {print_number(float(size))} tokens"
                     self._too_many(text, span, limit, [at], role)
                     return
         first = max((one for one in sized if one[0] == "first"), key=lambda one: one[1], default=None)
@@ -137,7 +137,13 @@ class Statics:
         if first is not None and total > limit:
             other = f"`{last[2].quoted()}`" if last else "the last token, which is kept by default,"
             labels = [at] if last is None else [Label(last[2], "and this"), at]
-            self._too_many(f"`{first[2].quoted()}` and {other} protect {total} tokens", first[2], limit, labels, role)
+            self._too_many(
+                f"`{first[2].quoted()}` and {other} protect {print_number(float(total))} tokens",
+                first[2],
+                limit,
+                labels,
+                role,
+            )
 
     def _too_many(self, text: str, span: Span, limit: int, labels: list[Label], role: str) -> None:
         help = "protect fewer, or raise the budget" if role == "the budget is" else "protect fewer, or select more"

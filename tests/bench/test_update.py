@@ -123,7 +123,7 @@ def test_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(
     ("words", "message"),
-    [("--evict 64 --live 64", "fewer must leave"), ("--set budget=3", "--live"), ("--backend triton", "later version")],
+    [("--evict 64 --live 64", "fewer must leave"), ("--set budget=3", "--live"), ("--backend triton", "serves GPUs")],
 )
 def test_mistakes(words: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "update", *words.split()]) in (1, 2)

@@ -68,7 +68,7 @@ def test_backends(capsys: Capture) -> None:
         assert all(one["ok"] or one["why_not"] for one in found)
         return {one["name"]: one["ok"] for one in found}
 
-    assert served("roco") == {"cpu": True, "torch": True, "triton": False}
+    assert served("roco") == {"cpu": True, "torch": True, "triton": True}
     assert served("sparcas") == {"cpu": False, "torch": True, "triton": False}
 
 
@@ -85,13 +85,17 @@ BASE = "param budget = 64; score position"
         (f"{BASE}; cap hard; slack 4; max_drop 2", None, 68),
         (f"{BASE}; trigger overflow >= 0", None, None),
         (f"{BASE}; when prefill", None, None),
-        (f"{BASE}; when decode", None, 65),
+        (f"{BASE}; when decode", None, None),  # the whole prompt has slots when decoding begins
+        (f"{BASE}; cap hard; trigger overflow >= 0", None, None),
         (f"{BASE}; prefill blocks of 16", 80, 65),
+        (f"{BASE}; prefill blocks of 16; trigger overflow >= 10", 64 + 9 + 16, 74),
+        (f"{BASE}; prefill blocks of 16; trigger overflow >= 4; slack 12; max_drop 2", 64 + 12 + 16, 77),
+        (f"{BASE}; prefill blocks of 16; trigger overflow >= 0", None, None),
         ("budget prompt / 2; score position", None, None),
     ],
 )
 def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None) -> None:
-    """C + R while decoding, with slack and max_drop C + max(R, slack + 1); C + N in blocks of a prompt."""
+    """C + R while decoding, with slack and max_drop C + max(R, slack + 1); what a settle may leave, and N, in blocks of a prompt."""
     _, content = explained(capsys, body)
     peak = {one["phase"]: one["slots"] for one in content["peak"]}  # type: ignore[attr-defined]
     assert peak == {"prompt": prompt, "decode": decode}
@@ -105,7 +109,12 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         (f"{BASE}; layers 2..", "in layers 2..; every token in the others"),
         (f"{BASE}; when decode", "the prompt goes through whole"),
         (f"{BASE}; positions compact", "its rank among those that are still there"),
-        (f"{BASE}; trigger overflow >= 0", "not while it generates: the trigger is 0"),
+        (f"{BASE}; trigger overflow >= 0", "never: the trigger is 0"),
+        (f"{BASE}; trigger overflow >= 0; when decode; cap hard", "no more than the prompt + 1, or budget + 0"),
+        (
+            f"{BASE}; trigger overflow >= 9; max_drop 4; slack 2",
+            "4 tokens at a time more where that would leave more than 2",
+        ),
         (f"{BASE}; cap hard", "before a token comes in"),
         (f"{BASE}; keep where age < 3", "the tokens where age < 3"),
         (
@@ -123,6 +132,13 @@ def test_words(capsys: Capture, body: str, said: str) -> None:
     assert said in explained(capsys, body)[0]
 
 
+def test_a_docstring_cannot_steer_a_terminal(capsys: Capture) -> None:
+    Path("mine.kv").write_text('kv 1\n\npolicy Mine {\n  "\\u{1b}[31m \\u{202e} \\u{7}"\n}\n')
+    out = run(capsys, "explain", "mine.kv").out
+    assert r"\x1b[31m \u202e \x07" in out
+    assert all(char.isprintable() or char == "\n" for char in out)
+
+
 def test_settings(capsys: Capture) -> None:
     assert "budget = 77" in run(capsys, "explain", "roco", "--set", "budget=77").out
 
@@ -132,6 +148,7 @@ def test_codes(capsys: Capture, code: str) -> None:
     result = run(capsys, "explain", code.lower())
     assert result.code == 0
     assert CODES[code].title in result.out
+    assert CODES[code].severity == "error" or "refuses" not in result.out
     assert run(capsys, "explain", code, "--json").json()["title"] == CODES[code].title
 
 

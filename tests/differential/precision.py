@@ -28,6 +28,9 @@ Mask: TypeAlias = NDArray[np.bool_]
 
 UNIT = 2.0**-23  # twice the relative error of one rounding
 LIBRARY = 8 * UNIT  # exp, log, pow, tanh: a few units in the last place, in every library that a backend uses
+FUSED_16_BITS = (
+    2.0**-14
+)  # what torch's fused attention on CPUs makes of exponentials where the model has 16 bits (0 elsewhere)
 TINY = 1e-37  # results below the normal numbers may be flushed to zero
 LARGEST = float(np.finfo(np.float32).max)
 
@@ -468,18 +471,26 @@ def logits(q: Array, key: Array, scaling: float, softcap: float | None, *, turne
 
 
 @np.errstate(all="ignore")
-def probabilities(logit: Range, sinks: Array | None) -> Range:
-    """Softmax over the slots, [G, n]; a sink, [G], joins the denominator."""
+def probabilities(logit: Range, sinks: Array | None, fused: float | None = None) -> Range:
+    """Softmax over the slots, [G, n]; a sink, [G], joins the denominator.
+
+    Args:
+        fused: not None: logits are computed once for the denominators, by fused attention of this precision, and once more for
+            the numerators.
+    """
     if sinks is not None:
-        logit = Range(*(np.concatenate([getattr(logit, name), getattr(exactly(sinks), name)[:, None]], 1)
-                        for name in ("lo", "hi", "nan")))  # fmt: skip
+        sink = exactly(sinks).map(lambda x: x[:, None])
+        logit = Range(*(np.concatenate(pair, 1) for pair in zip(_parts(logit), _parts(sink), strict=True)))
     groups, slots = logit.lo.shape
-    rows = [_row(logit[g : g + 1]) for g in range(groups)]
-    made = joined(rows)
+    made = joined([_row(logit[g : g + 1], fused) for g in range(groups)])
     return made if sinks is None else made[:, : slots - 1]
 
 
-def _row(logit: Range) -> Range:
+def _parts(x: Range) -> tuple[Array, Array, Mask]:
+    return x.lo, x.hi, x.nan
+
+
+def _row(logit: Range, fused: float | None) -> Range:
     lo, hi = logit.lo, logit.hi
     if logit.never.any() or (lo == np.inf).any() or (hi == -np.inf).all():
         return exactly(np.full(lo.shape, np.nan))  # every probability is NaN
@@ -487,11 +498,13 @@ def _row(logit: Range) -> Range:
         return anything(lo.shape)
     top = hi.max()
     low, high = np.exp(lo - top), np.exp(hi - top)
-    least = low / (low + (high.sum() - high))
-    most = high / (high + np.maximum(low.sum() - low, 0))
-    error = (lo.shape[1] + 16) * UNIT + np.where(np.isfinite(lo), top - lo, 0) * UNIT
-    raw = Range(np.fmax(least * (1 - error) - TINY, 0), np.where(np.isnan(most), 1, most) * (1 + error) + TINY, logit.nan)
-    return Range(raw.lo, np.minimum(raw.hi, 1 + error), raw.nan)
+    own_low, own_high = (low, high) if fused is None else (high, low)
+    least = low / (own_low + (high.sum() - high))
+    most = high / (own_high + np.maximum(low.sum() - low, 0))
+    sizes = np.where(np.isfinite(lo), np.abs(lo) + np.abs(hi), 0) + abs(top) + np.log(lo.shape[1])
+    error = (lo.shape[1] + 16 + 2 * sizes) * UNIT + (fused or 0)
+    most = np.where(np.isnan(most), 1, most) * (1 + error) + TINY
+    return Range(np.fmax(least * (1 - error) - TINY, 0), most, logit.nan)
 
 
 @np.errstate(all="ignore")

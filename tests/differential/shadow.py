@@ -95,11 +95,15 @@ class Shadow:
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
-    def prompt(self, q: Array, k: Array, v: Array) -> Range:
-        """Tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]. The outputs, [L, G, Dv]."""
+    def prompt(self, q: Array, k: Array, v: Array, fused: float) -> Range:
+        """Tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]. The outputs, [L, G, Dv].
+
+        Args:
+            fused: the precision of the attention that serves prompts.
+        """
         first_new = self.seen
         self._place(k, v)
-        return self._queries(q, first_new, None)
+        return self._queries(q, first_new, None, fused)
 
     def token(self, q: Array, k: Array, v: Array, attended: Indices | None, sketch: Indices | None) -> Range:
         """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv].
@@ -159,14 +163,14 @@ class Shadow:
         places = held.lo.shape[1] if held is not None and held.lo.size else self.ring_size(column)
         return exactly(np.full((count, places), np.nan))
 
-    def _queries(self, queries: Array, first_new: int, chosen: Mask | None) -> Range:
+    def _queries(self, queries: Array, first_new: int, chosen: Mask | None, fused: float | None = None) -> Range:
         """Attend and observe one query after the other: the outputs."""
         folded = [column for column in self.policy.columns if column.rule != "token"]
         given: dict[str, list[Range]] = {column.name: [] for column in folded}
         newest = first_new + np.arange(len(queries))
         seen, outs = np.stack([self._visible(t) for t in newest]), []
         for query, t, visible in zip(queries, newest, seen, strict=True):
-            prob, logit, out = self._attend(query, int(t), visible, chosen)
+            prob, logit, out = self._attend(query, int(t), visible, chosen, fused)
             outs.append(out)
             scope = self._scope(visible, int(t), prob, logit)
             for column in folded:
@@ -176,7 +180,9 @@ class Shadow:
             self.columns[column.name] = self._folded(column, old, stack(given[column.name]), seen, newest)
         return stack(outs)
 
-    def _attend(self, q: Array, newest: int, visible: Mask, chosen: Mask | None) -> tuple[Range, Range, Range]:
+    def _attend(
+        self, q: Array, newest: int, visible: Mask, chosen: Mask | None, fused: float | None
+    ) -> tuple[Range, Range, Range]:
         """Probabilities and logits, [G, visible slots], and the output, [G, Dv]."""
         call, key = self.machine.call, self.key
         turned = self.policy.positions == "compact" and call.rope is not None
@@ -187,7 +193,7 @@ class Shadow:
         logit = logits(q, key[visible], call.scaling, call.softcap, turned=turned)
         if turned:  # of infinite keys, turning the key or the query the other way makes other infinities, or NaN
             logit = choose(np.broadcast_to(infinite, logit.lo.shape), anything(logit.lo.shape), logit)
-        some = probabilities(logit[:, attended], call.sinks)
+        some = probabilities(logit[:, attended], call.sinks, fused)
         out = weighted(some, self.value[visible][attended])
         prob = joined([_spread(some[g], attended).map(lambda x: x[None]) for g in range(len(q))])
         return prob, logit, out

@@ -69,7 +69,7 @@ class Given:
     def observe(self, backend: str, row: dict[int, float]) -> None:
         """Observe and settle; `row` is the attention by position."""
         attn = torch.tensor([row.get(int(p), 0.0) for p in self.state.position[0, 0]], dtype=torch.float32)
-        (_observe_torch if backend == "torch" else _observe_cpu)(self.state, attn)
+        OBSERVERS[backend](self.state, attn)
 
 
 def _observe_torch(state: SlotState, attn: torch.Tensor) -> None:
@@ -87,6 +87,9 @@ def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:
     held, args = cpu_backend.decode_args(state, AttentionCall(nothing, nothing, nothing, None, 1.0), nothing)
     assert library.kvdsl_settle(ctypes.byref(args), ctypes.c_void_p(attn.data_ptr())) == 0
     del held
+
+
+OBSERVERS = {"torch": _observe_torch, "cpu": _observe_cpu}
 
 
 @pytest.mark.parametrize(("policy", "backend"), [pair for pair in PAIRS if pair[0] in POLICIES])

@@ -37,7 +37,7 @@ from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 
 from .harness import INPUTS, OUT_TOLERANCE
-from .precision import Range, choose, exactly, widened
+from .precision import FUSED_16_BITS, Range, choose, exactly, widened
 from .random_policies import mixes_dims
 from .shadow import OutOfBounds, Settle, Shadow
 
@@ -288,7 +288,8 @@ class Run:
             q = np.concatenate([_array(call.query[b].unflatten(0, (trace.kv_heads, -1))[:, :, chosen]) for call in calls])
             k, v = (np.concatenate([_array(getattr(c, x)[b][:, chosen]) for c in calls]) for x in ("key", "value"))
             got = np.concatenate([_array(out[b, chosen].unflatten(1, (trace.kv_heads, -1)).transpose(0, 1)) for out in outs])
-            step = RowStep(layer, before[b], q.swapaxes(1, 2), k, v, prompt=prompt)
+            fused = 0.0 if trace.dtype == torch.float32 else FUSED_16_BITS
+            step = RowStep(layer, before[b], q.swapaxes(1, 2), k, v, prompt=prompt, fused=fused)
             self._compare(b, step, self._heads(layer, b), got)
 
     def _check_idle(self, row: int, before: list[Head], after: list[Head]) -> None:
@@ -326,9 +327,11 @@ class RowStep:
 
     Args:
         q, k, v: [heads, L, G, D], [heads, L, D], [heads, L, Dv].
+        fused: the precision of the attention that serves prompts.
     """
 
-    def __init__(self, layer: Layer, heads: list[Head], q: Array, k: Array, v: Array, *, prompt: bool) -> None:
+    def __init__(self, layer: Layer, heads: list[Head], q: Array, k: Array, v: Array, *, prompt: bool, fused: float) -> None:
+        self.fused = fused
         self.layer, self.start, self.prompt = layer, [Start(head) for head in heads], prompt
         self.q, self.k, self.v = q, k, v
         self.heads = heads
@@ -421,7 +424,10 @@ class RowStep:
             return
         parts = list(self._blocks())
         for index, part in enumerate(parts):
-            yield [shadow.prompt(self.q[i, part], self.k[i, part], self.v[i, part]) for i, shadow in enumerate(shadows)]
+            yield [
+                shadow.prompt(self.q[i, part], self.k[i, part], self.v[i, part], self.fused)
+                for i, shadow in enumerate(shadows)
+            ]
             if index + 1 < len(parts) and not self._settle(shadows, [step.earlier[index] for step in steps]):
                 for shadow in shadows:
                     shadow.undecided = True

@@ -70,7 +70,7 @@ def test_run_for_people(capsys, tiny):
     [
         (["--model", "./nowhere"], "there is no model folder"),
         (["--model", "some/deep/nowhere"], "there is no model folder"),
-        (["--backend", "triton"], "later version"),
+        (["--backend", "triton"], "serves GPUs"),
         (["--prompt", " "], "nothing to go on from"),
         (["--prompt", "x", "--prompt-file", __file__], "not both"),
         (["--prompt-file", "nowhere.txt"], "nowhere.txt"),

@@ -25,6 +25,11 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.view import Columns
 
 TOLERANCE = 1e-5
+"""Of columns, whatever the dtype: relative to what was added up, or absolute below 1."""
+
+ROUNDING = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""Of outputs."""
+
 RING = 5
 
 SCORE = (
@@ -157,7 +162,7 @@ class Matrix:
             top = x.masked_fill(~seen, -torch.inf).amax(0)
             return -top if name == "min_attn" else top
         if name in ("last_attn", "ema_attn"):
-            return torch.stack([self._in_turn(attn[seen[:, slot], slot], name) for slot in range(len(attn))])
+            return self._in_turn(name)
         mean = attn.sum(1, keepdim=True) / seen.sum(1, keepdim=True)
         given = {
             "norm1_v": self.value.abs().sum(1).expand_as(attn) * torch.eye(len(attn)),
@@ -169,11 +174,11 @@ class Matrix:
         }
         return torch.where(seen, given[name], 0.0).sum(0)
 
-    @staticmethod
-    def _in_turn(given: Tensor, name: str) -> Tensor:
-        value = given[0]
-        for x in given[1:]:
-            value = x if name == "last_attn" else 0.9 * value + 0.1 * x
+    def _in_turn(self, name: str) -> Tensor:
+        value = self.attn.diagonal()
+        for query, (given, seen) in enumerate(zip(self.attn, self.seen, strict=True)):
+            later = seen & (torch.arange(len(given)) < query)
+            value = torch.where(later, given if name == "last_attn" else 0.9 * value + 0.1 * given, value)
         return value
 
     def ring(self, place: int) -> tuple[Tensor, Tensor]:
@@ -184,9 +189,14 @@ class Matrix:
         return self.attn[query], self.seen[query]
 
 
-def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str) -> None:
-    wrong = (got.double() - expected).abs() - tolerance * expected.abs().clamp(min=1)
+def assert_close(got: Tensor, expected: Tensor, tolerance: float, what: str, size: Tensor | None = None) -> None:
+    wrong = (got.double() - expected).abs() - tolerance * (expected.abs() if size is None else size).clamp(min=1)
     assert not (wrong > 0).any(), f"{what}: off by {float((got.double() - expected).abs().max()):.2g}"
+
+
+@lru_cache(maxsize=16)
+def matrix_of(case: Case, row: int, head: int) -> Matrix:
+    return Matrix(case.call(), row, head)
 
 
 def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None:
@@ -194,7 +204,8 @@ def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None
     order = [place[p] for p in range(len(matrix.attn))]  # nothing was evicted
     for name, column in state.single_columns(state.columns).items():
         if len(order):
-            assert_close(column[row, head, order], matrix.column(name), TOLERANCE, f"{name} of row {row}, head {head}")
+            size = matrix.logit.abs().sum(1).mean(0) if name == "sum_logit" else None
+            assert_close(column[row, head, order], matrix.column(name), TOLERANCE, f"{name} of row {row}, head {head}", size)
     for ring in state.rings(state.columns).values():
         for index in range(len(ring)):
             given, seen = matrix.ring(index)
@@ -215,14 +226,13 @@ def test_columns_and_outputs(
     server = served_by(spec, backend, case.dtype)
     out = torch.cat([server.prefill(state, part) for part in case.parts()], 1)
     call = case.call()
-    rounding = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}[case.dtype]
     for row in range(len(call.key)):
         real = torch.ones(case.tokens, dtype=torch.bool) if call.real is None else call.real[row]
         assert (out[row, ~real] == 0).all()
         for head in range(case.heads):
-            matrix = Matrix(call, row, head)
+            matrix = matrix_of(case, row, head)
             heads = slice(head * case.group, (head + 1) * case.group)
-            assert_close(out[row, real, heads].transpose(0, 1), matrix.out, rounding, "the output")
+            assert_close(out[row, real, heads].transpose(0, 1), matrix.out, ROUNDING[case.dtype], "the output")
             check_columns(state, matrix, row, head)
 
 
@@ -344,7 +354,7 @@ def test_nothing_is_of_the_size_of_queries_times_slots(
     with Largest() as largest:
         server.prefill(SlotState(spec, {}), case.call())
     assert largest.bytes <= dense._BLOCK_BYTES
-    assert largest.bytes < 4096**2 * case.group  # bytes: an eighth of the matrix
+    assert largest.bytes <= 4096**2 * case.group  # bytes: a quarter of the matrix
 
 
 def test_blocks_of_one_are_the_same_as_decoding(folder: Path) -> None:

@@ -99,7 +99,7 @@ def attend(
 
 @triton.jit
 def _capped(logit, softcap):
-    """softcap * tanh(logit / softcap), by exp alone: 1 - 2 / (exp(2x) + 1)."""
+    """The capped logit, softcap * tanh(logit / softcap), by exp alone: 1 - 2 / (exp(2x) + 1)."""
     if softcap > 0:
         logit = softcap * (1 - 2 / (tl.exp(2 * logit / softcap) + 1))
     return logit

@@ -45,7 +45,9 @@ class TritonBackend:
         if not spec.triton_source.exists():
             raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain {spec.stem}` says why)")
         if device.type != "cuda" and not interpreted():
-            raise KvdslError(f"the triton backend needs tensors on a GPU, not on {device} (or TRITON_INTERPRET=1, to try it out)")
+            raise KvdslError(
+                f"the triton backend needs tensors on a GPU, not on {device} (or TRITON_INTERPRET=1, to try it out)"
+            )
         if dtype not in DTYPES:
             raise KvdslError(f"the triton backend knows float32, bfloat16 and float16, not {dtype}")
         self.kernels = kernels_of(spec.triton_source)

@@ -90,6 +90,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     constants = {"LOGITS": "logits" in settle.arg_names, "DOT": tl.bfloat16, "SINKS": False}
     for name, target in targets.items():
         yield _row(stem, "attend", name, target, attend, DEFAULT.attend() | constants, ATTEND_OPTIONS)
+    for name, target in targets.items():
         yield _row(stem, "settle", name, target, settle, DEFAULT.settle(SPLITS) | constants, SETTLE_OPTIONS)
 
 
@@ -98,7 +99,9 @@ def _row(
 ) -> Row:
     begun = time.perf_counter()
     try:
-        compiled = triton.compile(_source(function, constants), target=target, options={**options, "enable_fp_fusion": False})
+        compiled = triton.compile(
+            _source(function, constants), target=target, options={**options, "enable_fp_fusion": False}
+        )
     except Exception as error:
         raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {error}") from error
     ms = (time.perf_counter() - begun) * 1e3

@@ -137,7 +137,7 @@ def maximum(a, b):
 
 @triton.jit
 def square(x):
-    """x squared."""
+    """The square."""
     return x * x
 
 
@@ -156,7 +156,7 @@ def modulo(a, b):
 
 @triton.jit
 def power(x, y):
-    """x to the power y, in double precision, as C has it."""
+    """The power, in double precision, as C has it."""
     base, exponent = tl.broadcast(tl.cast(x, tl.float64), tl.cast(y, tl.float64))
     size = tl.exp(exponent * tl.log(tl.abs(base)))
     whole = tl.floor(exponent) == exponent
@@ -319,7 +319,8 @@ def count(x):
 @triton.jit
 def overflow(live, budget, trigger, slack, max_drop):
     """How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or with max_drop
-    by so many at a time, to no more than budget + slack."""
+    by so many at a time, to no more than budget + slack.
+    """
     most = budget + tl.minimum(slack, INT_MAX - budget)
     staged = tl.minimum(tl.maximum(live - max_drop, budget), most)
     target = tl.where(max_drop > 0, staged, budget)
@@ -417,7 +418,8 @@ def evict(
 @triton.jit
 def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
     """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
-    protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1."""
+    protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1.
+    """
     done, tries = 0, 0
     while (tries < TRIES) & (done == 0):
         slot = _lowest(position, scores, kept, slots, newest, BLOCK)
@@ -501,7 +503,8 @@ def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
 @triton.jit
 def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
     """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token if the protected
-    ones count, of which it is the last to leave."""
+    ones count, of which it is the last to leave.
+    """
     i = start + tl.arange(0, BLOCK)
     pos = tl.load(position + i, mask=i < slots, other=-1)
     counts = pos >= 0

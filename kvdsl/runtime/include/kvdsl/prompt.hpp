@@ -1,5 +1,6 @@
 // What the queries of a prompt give the slots, folded into the policy's columns. Attention itself runs elsewhere and leaves
 // every query's log-sum-exp, from which the probabilities can be had once more: nothing here is of the size of queries x slots.
+// They are normalised anew, because on 16 bits torch's attention is content with coarse exponentials.
 //
 // A unit is one KV head of one row, and one thread's. `width` queries go through it together, each in a lane of its own:
 // so keys are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane.
@@ -54,7 +55,8 @@ const float* as_floats(const void* row, int n, float* to) {
 }
 
 // What is told of a prompt, beside the DecodeArgs: in those `key` and `value` are what is cached, the tokens' own behind the
-// others [B, H, N, D], `query` [B, Hq, T, D], and no other tensor but `position`, `state`, `ring_rows` and `params` is set.
+// others [B, H, N, D], `query` [B, Hq, T, D], and of the other tensors `position`, `state`, `ring_rows`, `params` and `sinks`
+// are set.
 struct PromptArgs {
   const float* lse;        // [B, H, G, T]
   const int32_t* newest;   // [B, T] the new tokens' positions, -1 for padding
@@ -81,7 +83,8 @@ class PromptUnit {
     lanes_ = arena.take<float>(int64_t{args.key_dim} * args.group * width);
     lse_ = arena.take<float>(args.group * width);
     keys_ = arena.take<float>(slot_tile * dim_stride_);
-    attn_lanes_ = arena.take<float>(steps.steps.needs_attn ? slot_stride_ * width : 0);
+    weights_ = arena.take<float>(steps.steps.needs_attn ? slot_stride_ * args.group * width : 0);
+    totals_ = arena.take<float>(args.group * width);
     logit_lanes_ = arena.take<float>(steps.steps.needs_logit ? slot_stride_ * width : 0);
     attn_ = arena.take<float>(steps.steps.needs_attn ? slot_stride_ * width : 0);
     logit_ = arena.take<float>(steps.steps.needs_logit ? slot_stride_ * width : 0);
@@ -136,10 +139,12 @@ class PromptUnit {
     leave_behind(t, count);
     const int end = cached_ + t + count;
     if (steps_.steps.needs_attn || steps_.steps.needs_logit) {
-      for (int from = from_; from < end; from += slot_tile) weigh(from, end);
+      for (int from = from_; from < end; from += slot_tile) weigh(from, end, t);
     }
-    if (steps_.steps.needs_attn) to_rows(attn_lanes_, end - from_, attn_);
-    if (steps_.steps.needs_logit) to_rows(logit_lanes_, end - from_, logit_);
+    if (steps_.steps.needs_attn) normalise(end - from_);
+    if (steps_.steps.needs_logit) {
+      for (int i = 0; i < end - from_; ++i) to_rows(load(logit_lanes_ + int64_t{i} * width), i, logit_);
+    }
     for (int i = 0; i < count; ++i) observe(t + i, i);
   }
 
@@ -148,6 +153,7 @@ class PromptUnit {
     const int size = args_.group * args_.key_dim;
     std::memset(lanes_, 0, sizeof(float) * static_cast<std::size_t>(size * width));
     std::memset(lse_, 0, sizeof(float) * static_cast<std::size_t>(args_.group * width));
+    std::memset(totals_, 0, sizeof(float) * static_cast<std::size_t>(args_.group * width));
     for (int i = 0; i < count; ++i) {
       for (int g = 0; g < args_.group; ++g) {
         const char* const row = at(args_.query, args_.query_stride, head_ * args_.group + g, t + i);
@@ -160,23 +166,29 @@ class PromptUnit {
     }
   }
 
+  // The lowest position that a query sees; nothing is as high as what padding sees.
+  int oldest_of(int newest) const {
+    if (newest < 0) return INT_MAX;
+    return args_.window > 0 && newest >= args_.window ? newest - args_.window + 1 : 0;
+  }
+
   // With a window, slots in front that no query sees any more.
   void leave_behind(int t, int count) {
+    for (int i = 0; i < width; ++i) oldest_[i] = i < count ? oldest_of(newest(t + i)) : INT_MAX;
     if (args_.window <= 0) return;
     int oldest = INT_MAX;
-    for (int i = 0; i < count; ++i) {
-      const int first = newest(t + i) < 0 ? INT_MAX : newest(t + i) - args_.window + 1;
-      oldest = first < oldest ? first : oldest;
-    }
+    for (int i = 0; i < count; ++i) oldest = oldest_[i] < oldest ? oldest_[i] : oldest;
     while (from_ < cached_ + t && position_[from_] < oldest) ++from_;
   }
 
-  // Scores and probabilities of a tile of slots, lane by lane, reduced over the group. Behind `end` there is nothing to see.
-  [[gnu::noinline]] void weigh(int from, int end) {
+  // Scores of a tile of slots and their exponentials, lane by lane. Behind `end` there is nothing to see.
+  [[gnu::noinline]] void weigh(int from, int end, int t) {
     const float* keys[slot_tile];
+    Ints seen[slot_tile];
     for (int s = 0; s < slot_tile; ++s) {
       const int slot = from + s < end ? from + s : end - 1;
       keys[s] = steps_.as_floats(at(args_.key, args_.key_stride, head_, slot), args_.key_dim, keys_ + s * dim_stride_);
+      seen[s] = from + s < end ? who_sees(slot, t) : Ints{};
     }
     for_heads(args_.group, [&](int g, auto heads) {
       constexpr int count = slots_at_once<heads()>;
@@ -184,33 +196,61 @@ class PromptUnit {
         Floats sums[count][heads()];
         dot_lanes<heads(), count>(lanes_ + g * width, args_.group, keys + s, args_.key_dim, sums);
         for (int j = 0; j < count; ++j) {
-          for (int h = 0; h < heads(); ++h) give(sums[j][h], g + h, from - from_ + s + j);
+          for (int h = 0; h < heads(); ++h) give(sums[j][h], seen[s + j], g + h, from - from_ + s + j);
         }
       }
     });
   }
 
-  // What query head g gives a slot joins what the heads before it gave.
-  void give(Floats score, int g, int slot) {
+  // A mask of the lanes whose queries see the slot.
+  Ints who_sees(int slot, int t) const {
+    return (load_as<Ints>(oldest_) <= position_[slot]) & (own_lanes() + (cached_ + t) >= slot);
+  }
+
+  static Ints own_lanes() {
+    Ints lanes;
+    for (int i = 0; i < width; ++i) lanes[i] = i;
+    return lanes;
+  }
+
+  void give(Floats score, Ints seen, int g, int slot) {
     if (args_.softcap > 0) score = args_.softcap * tanh(score / args_.softcap);
-    if (steps_.steps.needs_logit) join(logit_lanes_ + int64_t{slot} * width, score, g);
-    if (steps_.steps.needs_attn) join(attn_lanes_ + int64_t{slot} * width, exp(score - load(lse_ + g * width)), g);
-  }
-
-  void join(float* to, Floats x, int g) const {
-    if (g > 0) {
-      const Floats old = load(to);
-      x = steps_.group == Group::max ? (old > x || old != old ? old : x) : old + x;
+    if (steps_.steps.needs_logit) {
+      float* const to = logit_lanes_ + int64_t{slot} * width;
+      store(to, join(load(to), score, g));
     }
-    const bool mean = steps_.group == Group::mean && g == args_.group - 1;
-    store(to, mean ? x / static_cast<float>(args_.group) : x);
+    if (steps_.steps.needs_attn) {
+      const Floats weight = seen != 0 ? exp(score - load(lse_ + g * width)) : Floats{};
+      store(weights_ + (int64_t{slot} * args_.group + g) * width, weight);
+      store(totals_ + g * width, load(totals_ + g * width) + weight);
+    }
   }
 
-  // From one vector a slot to one row a query.
-  void to_rows(const float* lanes, int slots, float* rows) const {
+  // What query head g gives joins what those before it gave.
+  Floats join(Floats old, Floats x, int g) const {
+    if (g > 0) x = steps_.group == Group::max ? (old > x || old != old ? old : x) : old + x;
+    return steps_.group == Group::mean && g == args_.group - 1 ? x / static_cast<float>(args_.group) : x;
+  }
+
+  // Probabilities, reduced over the group.
+  [[gnu::noinline]] void normalise(int slots) {
+    for (int g = 0; g < args_.group; ++g) {
+      Floats total = load(totals_ + g * width);
+      if (args_.sinks) total += exp(args_.sinks[head_ * args_.group + g] - load(lse_ + g * width));
+      store(totals_ + g * width, 1.0f / total);
+    }
     for (int i = 0; i < slots; ++i) {
-      for (int lane = 0; lane < width; ++lane) rows[lane * slot_stride_ + i] = lanes[int64_t{i} * width + lane];
+      Floats attn{};
+      for (int g = 0; g < args_.group; ++g) {
+        attn = join(attn, load(weights_ + (int64_t{i} * args_.group + g) * width) * load(totals_ + g * width), g);
+      }
+      to_rows(attn, i, attn_);
     }
+  }
+
+  // A slot's lanes into one row each.
+  void to_rows(Floats lanes, int slot, float* rows) const {
+    for (int i = 0; i < width; ++i) rows[i * slot_stride_ + slot] = lanes[i];
   }
 
   void observe(int t, int lane) {
@@ -219,7 +259,7 @@ class PromptUnit {
     if (query.newest < 0) return;
     query.slots = cached_ + t + 1 - from_;
     query.position = position_ + from_;
-    query.oldest = args_.window > 0 && query.newest >= args_.window ? query.newest - args_.window + 1 : 0;
+    query.oldest = oldest_of(query.newest);
     query.window = args_.window;
     query.live = ++live_;
     query.state = state_ + from_;
@@ -253,12 +293,14 @@ class PromptUnit {
   float* lanes_;       // [key_dim, group, width]
   float* lse_;         // [group, width]
   float* keys_;        // [slot_tile, dim_stride] a tile's, where they are not floats already
-  float* attn_lanes_;  // [slots, width]
-  float* logit_lanes_;
+  float* weights_;     // [slots, group, width] exponentials
+  float* totals_;      // [group, width] their sums, then 1 / these
+  float* logit_lanes_; // [slots, width]
   float* attn_;        // [width, slot_stride]
   float* logit_;
   float* sums_;        // [columns, slots] of the blocks before
   int64_t bytes_;
+  int32_t oldest_[width];
   int from_ = 0;       // the first slot that anybody sees
   int live_ = 0;
 };

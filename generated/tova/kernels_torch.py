@@ -1,0 +1,28 @@
+"""TOVA in torch: what is remembered of every query, and who leaves.
+
+Made by kvdsl 0.1.0 from tova.kv (c7607d628662). Do not edit: run `kvdsl compile tova.kv`.
+
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvdsl.runtime.settle import Protection
+from kvdsl.runtime.view import Columns, View
+
+
+def observe(row: View, columns: Columns) -> None:
+    """Fold what a block of queries gave the slots into the state columns."""
+    columns.last("last_attn", row.attn)
+
+
+def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
+    """What may not leave."""
+
+
+def score(slots: View) -> Tensor | float:
+    """The lowest leaves first: last(attn)."""
+    last_attn = slots.column("last_attn")
+    return last_attn

@@ -1,0 +1,85 @@
+"""`kvdsl build`: compile kernels ahead of time and say what they take of a processor."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.runtime.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.gpu.build import Row
+    from kvdsl.runtime.spec import PolicySpec
+
+TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
+
+
+@click.command()
+@click.argument("names", nargs=-1, required=True, metavar="POLICY...")
+@click.option("--target", "targets", default=TARGETS, show_default=True, metavar="LIST", help="What to compile for.")
+@json_option
+def command(names: tuple[str, ...], targets: str, as_json: bool) -> None:
+    """Compile the kernels of policies ahead of time; no GPU is needed.
+
+    A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
+    GPU kernels are compiled for bfloat16, four query heads a KV head and heads of 128; other shapes are compiled when they first run.
+
+    \b
+    Examples:
+      kvdsl build roco
+      kvdsl build h2o tova --target cuda:90,cpu --json
+    """
+    from kvdsl.loading import load
+
+    wanted = [target.strip() for target in targets.split(",") if target.strip()]
+    rows = [row for name in names for row in _build(load(name).spec, wanted)]
+    if as_json:
+        print_json({"rows": [asdict(row) for row in rows]})
+    else:
+        _show(rows)
+
+
+def _build(spec: PolicySpec, targets: list[str]) -> Iterator[Row]:
+    try:
+        from kvdsl.runtime.gpu.build import build, parse_target
+    except ImportError as error:
+        raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
+    gpus = {target: parse_target(target) for target in targets if target != "cpu"}
+    if gpus:
+        if not spec.triton_source.exists():
+            raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain {spec.stem}` says why); `--target cpu`")
+        yield from build(spec.stem, spec.triton_source, gpus)
+    if "cpu" in targets:
+        yield _cpu(spec)
+
+
+def _cpu(spec: PolicySpec) -> Row:
+    from kvdsl.build.cxx import shared_library
+    from kvdsl.runtime.gpu.build import Row
+
+    if not spec.cpu_source.exists():
+        raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain {spec.stem}` says why)")
+    begun = time.perf_counter()
+    shared_library(spec.cpu_source, spec.stem)
+    return Row(spec.stem, "decode", "cpu", None, None, None, round((time.perf_counter() - begun) * 1e3, 1))
+
+
+def _show(rows: list[Row]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=None, pad_edge=False)
+    for name in ("policy", "kernel", "target"):
+        table.add_column(name)
+    for name in ("registers", "shared bytes", "spills", "ms"):
+        table.add_column(name, justify="right")
+    for row in rows:
+        numbers = (row.registers, row.shared_bytes, row.spills)
+        cells = ["" if number is None else f"{number:,}" for number in numbers]
+        table.add_row(row.policy, row.kernel, row.target, *cells, f"{row.ms:,.0f}")
+    Console(highlight=False).print(table)

@@ -1,0 +1,301 @@
+"""What needs a GPU: are the kernels right, can steps be captured, and how fast are they? `make gpu`; under ten minutes.
+
+Generated packages, the runtime, torch and Triton are all it takes. Writes benchmarks/results/<gpu>/decode.json and prints a table.
+`--toy` goes through the same at sizes for Triton's interpreter (TRITON_INTERPRET=1), where times mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import json
+import shutil
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from copy import copy
+from dataclasses import asdict, dataclass
+from itertools import product
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+if importlib.util.find_spec("transformers") is None:  # the kernels do without; generated packages import their base class
+    stand_in = ModuleType("kvdsl.runtime.hf")
+    stand_in.KVCache = object  # type: ignore[attr-defined]
+    sys.modules[stand_in.__name__] = stand_in
+
+from kvdsl.bench import baselines  # noqa: E402
+from kvdsl.bench.baselines import Cache, Token  # noqa: E402
+from kvdsl.bench.decode import SETTLING, Shape, decode_step, live_bytes, new_tokens, rotation, steady_state  # noqa: E402
+from kvdsl.runtime.backends import Backend, choose  # noqa: E402
+from kvdsl.runtime.slots import AttentionCall, SlotState  # noqa: E402
+from kvdsl.runtime.spec import PolicySpec  # noqa: E402
+from kvdsl.runtime.torch_backend import TorchBackend  # noqa: E402
+
+POLICIES = ("roco", "h2o", "tova", "streaming_llm")
+TOLERANCE = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2}
+COPY_BYTES = 1 << 30
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Sizes of everything that is run."""
+
+    device: str
+    checked: tuple[Shape, ...]
+    timed: tuple[Shape, ...]
+    repeats: int
+    copied: int
+
+
+REAL = Plan(
+    "cuda",
+    checked=tuple(
+        Shape(batch, 4, group, dim, live, dtype)
+        for dtype in ("fp32", "fp16", "bf16")
+        for batch, group, dim, live in ((1, 4, 128, 1000), (3, 1, 64, 257), (2, 7, 80, 4097), (1, 8, 256, 600))
+    ),
+    timed=tuple(
+        Shape(batch, 8, 4, 128, live, dtype)
+        for dtype, batch, live in product(("bf16", "fp32"), (1, 8, 32), (1024, 4096, 16384))
+    ),
+    repeats=25,
+    copied=COPY_BYTES,
+)
+TOY = Plan(
+    "cpu", (Shape(2, 1, 2, 32, 20, "fp16"),), (Shape(1, 1, 2, 32, 20, "fp32"),), repeats=3, copied=1 << 20
+)  # fmt: skip
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--toy", action="store_true", help="tiny sizes, in Triton's interpreter")
+    parser.add_argument("--only", choices=("numerics",), help="the check that compute-sanitizer watches")
+    parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results", help="folder of the results")
+    options = parser.parse_args()
+    plan = TOY if options.toy else REAL
+    if plan.device == "cuda" and not torch.cuda.is_available():
+        print("There is no GPU here that torch can use. Nothing to run.", file=sys.stderr)
+        return 2
+    specs = [spec_of(name) for name in POLICIES]
+    wrong = [line for spec in specs for line in numerics(spec, plan)]
+    report("numerics against float64", wrong)
+    if options.only:
+        return 1 if wrong else 0
+    if plan.device == "cuda":
+        wrong += report("compute-sanitizer", sanitizer())
+        wrong += report("CUDA graphs", [line for spec in specs for line in captured(spec, plan)])
+    rows = [row for shape in plan.timed for row in timed(specs, shape, plan)]
+    folder = options.out / gpu_name(plan).lower().replace(" ", "_")
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "decode.json").write_text(json.dumps({"environment": environment(plan), "rows": rows}, indent=1) + "\n")
+    show(rows)
+    return 1 if wrong else 0
+
+
+def report(what: str, wrong: list[str]) -> list[str]:
+    """Say how a check went; gives what is wrong."""
+    print(f"{what}: {'right' if not wrong else 'WRONG'}", *wrong, sep="\n  ", flush=True)
+    return wrong
+
+
+def spec_of(name: str) -> PolicySpec:
+    module = importlib.import_module(f"generated.{name}.cache")
+    return next(value.spec for key, value in vars(module).items() if key.endswith("Cache") and hasattr(value, "spec"))
+
+
+def gpu_name(plan: Plan) -> str:
+    return torch.cuda.get_device_name() if plan.device == "cuda" else "interpreter"
+
+
+def environment(plan: Plan) -> dict[str, Any]:
+    import triton
+
+    return {"gpu": gpu_name(plan), "torch": torch.__version__, "triton": triton.__version__, "cuda": torch.version.cuda}
+
+
+def prepared(spec: PolicySpec, shape: Shape, plan: Plan) -> tuple[Backend, SlotState, list[Token]]:
+    """A backend and a full cache whose columns hold what attention gave them."""
+    backend = choose(
+        spec, "triton" if spec.triton_source.exists() else "torch", torch.device(plan.device), shape.torch_dtype
+    )
+    state = steady_state(spec, shape, device=plan.device)
+    tokens = new_tokens(shape, device=plan.device)
+    step = decode_step(backend, state)
+    for n in range(SETTLING if plan is REAL else 1):
+        step(tokens[n % len(tokens)])
+    return backend, state, tokens
+
+
+# -- are they right? ---------------------------------------------------------------------------------------------------
+
+
+def numerics(spec: PolicySpec, plan: Plan) -> Iterator[str]:
+    """Steps next to attention in float64 and next to the torch backend, which goes on from the same slots."""
+    for shape in plan.checked:
+        backend, state, tokens = prepared(spec, shape, plan)
+        heads, differing = 0, 0
+        for token in tokens:
+            call = as_call(state, token)
+            twin = clone_of(state)
+            exact = attention(state, token) if not spec.compact else None
+            out, expected = backend.decode(state, call), TorchBackend().decode(twin, call)
+            error = float((out.double() - (expected.double() if exact is None else exact)).abs().max())
+            if not error <= TOLERANCE[shape.dtype]:
+                yield f"{spec.stem} {shape}: outputs differ by {error:.2g}"
+            same = (state.position.sort(-1).values == twin.position.sort(-1).values).all(-1)
+            heads, differing = heads + same.numel(), differing + int((~same).sum())
+            alike = same[None, :, :, None] & (state.position == twin.position)[None] & (state.position >= 0)[None]
+            off = float((state.columns - twin.columns).masked_fill(~alike, 0).abs().max()) if spec.columns else 0.0
+            if not off <= 1e-4:
+                yield f"{spec.stem} {shape}: columns differ by {off:.2g}"
+        if differing > max(1, 0.02 * heads):  # scores that are equal but for rounding
+            yield f"{spec.stem} {shape}: {differing} of {heads} head-steps keep other tokens"
+
+
+def clone_of(state: SlotState) -> SlotState:
+    """The same cache with tensors of its own."""
+    twin = copy(state)
+    twin.workspace = None
+    for name in state.TENSORS:
+        setattr(twin, name, getattr(state, name).clone())
+    return twin
+
+
+def as_call(state: SlotState, token: Token) -> AttentionCall:
+    query, key, value = token
+    rope = rotation(key.shape[-1]) if state.spec.compact else None
+    return AttentionCall(query, key, value, None, key.shape[-1] ** -0.5, rope=rope)
+
+
+def attention(state: SlotState, token: Token) -> Tensor:
+    """What the token attends to, in float64: [batch, 1, query_heads, dim]."""
+    query, key, value = (x.double() for x in token)
+    keys = torch.cat([state.keys.double(), key], 2)
+    values = torch.cat([state.values.double(), value], 2)
+    there = torch.cat([state.position >= 0, torch.ones_like(state.position[..., :1], dtype=torch.bool)], -1)
+    grouped = query.unflatten(1, (keys.shape[1], -1)).squeeze(3)
+    logits = grouped @ keys.transpose(-1, -2) * keys.shape[-1] ** -0.5
+    return (logits.masked_fill(~there[:, :, None], -torch.inf).softmax(-1) @ values).flatten(1, 2)[:, None]
+
+
+def sanitizer() -> list[str]:
+    """The same under compute-sanitizer, where it is installed."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        print("compute-sanitizer is not installed")
+        return []
+    command = [tool, "--error-exitcode", "9", sys.executable, __file__, "--only", "numerics"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
+    return [] if done.returncode == 0 else (done.stdout + done.stderr).splitlines()[-20:]
+
+
+def captured(spec: PolicySpec, plan: Plan) -> Iterator[str]:
+    """A step in one CUDA graph gives what the same step gives outside of it, bit for bit."""
+    if not spec.triton_source.exists():
+        return
+    backend, state, tokens = prepared(spec, plan.checked[0], plan)
+    twin = clone_of(state)
+    graph, static, out = capture(backend, state, tokens[0])
+    for name in SlotState.TENSORS:
+        getattr(state, name).copy_(getattr(twin, name))  # capturing may have run steps
+    for token in tokens:
+        for to, x in zip(static, token, strict=True):
+            to.copy_(x)
+        graph.replay()
+        if not torch.equal(out, backend.decode(twin, as_call(twin, token))):
+            yield f"{spec.stem}: outputs differ"
+    if not torch.equal(state.position, twin.position) or not torch.equal(state.seen, twin.seen):
+        yield f"{spec.stem}: what is kept differs"
+
+
+def capture(backend: Backend, state: SlotState, token: Token) -> tuple[torch.cuda.CUDAGraph, Token, Tensor]:
+    """One step as a graph, the tensors from which it takes its token, and its output."""
+    static: Token = tuple(x.clone() for x in token)  # type: ignore[assignment]
+    step = decode_step(backend, state)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for _ in range(3):
+            step(static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = step(static)
+    return graph, static, out
+
+
+# -- how fast are they? ------------------------------------------------------------------------------------------------
+
+
+def timed(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterator[dict[str, Any]]:
+    """Every policy, a device copy, flash decoding and eager torch, in the same run."""
+    copy = {"copy_gbps": copy_rate(plan)}
+    for spec in specs:
+        backend, state, tokens = prepared(spec, shape, plan)
+        size = live_bytes(state)
+        cache = Cache(state.keys[:, :, : shape.live].clone(), state.values[:, :, : shape.live].clone(), shape.group)
+        step = baselines.repeated(decode_step(backend, state), tokens)
+        runs: dict[str, Callable[[], object]] = {"launched_ms": step}
+        runs["sdpa_ms"] = baselines.repeated(baselines.sdpa_grouped(cache), tokens)
+        for name, attend in (("grouped_ms", baselines.attend_grouped), ("eager_ms", baselines.attend_eager)):
+            runs[name] = baselines.repeated(
+                baselines.Evicting(cache, attend(cache), by_std=len(spec.columns) > 1).step, tokens
+            )
+        times = {name: median_ms(run, plan) for name, run in runs.items()}
+        times["ms"] = times["launched_ms"]
+        if plan.device == "cuda" and backend.name == "triton":
+            times["ms"] = median_ms(capture(backend, state, tokens[0])[0].replay, plan)
+        gbps = size / times["ms"] / 1e6
+        facts = {"policy": spec.stem, "backend": backend.name, **asdict(shape), "bytes": size, "gbps": gbps}
+        yield facts | times | copy | {"of_copy": gbps / copy["copy_gbps"], "vs_sdpa": times["sdpa_ms"] / times["ms"]}
+
+
+def copy_rate(plan: Plan) -> float:
+    """Bytes read and written a second by a large copy on the device, in GB/s."""
+    one, other = (torch.zeros(plan.copied, dtype=torch.int8, device=plan.device) for _ in range(2))
+    return 2 * plan.copied / median_ms(lambda: other.copy_(one), plan) / 1e6
+
+
+def median_ms(run: Callable[[], object], plan: Plan) -> float:
+    """Of single calls, after three that are not timed."""
+    for _ in range(3):
+        run()
+    if plan.device != "cuda":
+        return statistics.median(_seconds(run) for _ in range(plan.repeats)) * 1e3
+    marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(plan.repeats)]
+    for begin, end in marks:
+        begin.record()
+        run()
+        end.record()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) for begin, end in marks)
+
+
+def _seconds(run: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    run()
+    return time.perf_counter() - begun
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """A table for docs/performance.md."""
+    print("\n| policy | batch | live | dtype | MB | ms | of a copy | vs. SDPA | vs. eager |")
+    print("|---|---:|---:|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        cells = (row["policy"], row["batch"], row["live"], row["dtype"], f"{row['bytes'] / 1e6:.0f}", f"{row['ms']:.3f}")
+        ratios = (f"{row['of_copy']:.2f}", f"{row['vs_sdpa']:.2f}x", f"{row['eager_ms'] / row['ms']:.1f}x")
+        print("|", " | ".join(map(str, (*cells, *ratios))), "|")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Kernels are compiled ahead of time here, for GPUs that this machine does not have."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.errors import KvdslError
+from tests.cli.harness import run
+from tests.triton.test_policies import SERVED
+
+GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", SERVED)
+def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+    rows = run(capsys, "build", policy, "--target", GPUS, "--json").json()["rows"]
+    assert [(row["target"], row["kernel"]) for row in rows] == [
+        (gpu, kernel) for kernel in ("attend", "settle") for gpu in GPUS.split(",")
+    ]
+    assert {row["spills"] for row in rows} == {0}
+    assert all(0 < row["registers"] < 256 and 0 < row["shared_bytes"] < 100_000 for row in rows)
+
+
+def test_build(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "build", "full", "--target", "cuda:90, hip:gfx942, cpu")
+    assert result.code == 0
+    lines = [line.split() for line in result.out.splitlines()]
+    assert [line[:3] for line in lines[1:]] == [
+        ["full", "attend", "cuda:90"],
+        ["full", "attend", "hip:gfx942"],
+        ["full", "settle", "cuda:90"],
+        ["full", "settle", "hip:gfx942"],
+        ["full", "decode", "cpu"],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("sparcas", "--target", "cuda:90"), "no Triton kernels"),
+        (("full", "--target", "cuda:hopper"), "is no target"),
+        (("full", "--target", "gfx942"), "is no target"),
+        (("rocko",), "roco"),
+    ],
+)
+def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], message: str) -> None:
+    result = run(capsys, "build", *words)
+    assert result.code == 2
+    assert message in result.err and "Traceback" not in result.err
+
+
+def test_without_a_gpu_triton_serves_nothing() -> None:
+    with pytest.raises(KvdslError, match="on a GPU, not on cpu"):
+        choose(kvdsl.load("roco").spec, "triton", torch.device("cpu"), torch.float32)

@@ -1,0 +1,122 @@
+"""What one decode step launches and moves, counted from what the kernels do; and which tensors the backend takes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import triton.runtime.interpreter as interpreter
+
+import kvdsl
+from kvdsl.bench.decode import Shape, new_tokens, steady_state
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.gpu import backend as triton_backend
+from kvdsl.runtime.gpu.sizes import MAX_SPLITS, Sizes
+from kvdsl.runtime.slots import AttentionCall
+
+CPU = torch.device("cpu")
+SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=128, live=1500, dtype="fp16")
+
+
+class Traffic:
+    """Bytes that kernels load and store, by the name of the tensor; launches in order."""
+
+    def __init__(self) -> None:
+        self.loads: Counter[str] = Counter()
+        self.stores: Counter[str] = Counter()
+        self.launches: list[tuple[int, ...]] = []
+        self._tensors: dict[str, tuple[int, int]] = {}
+
+    def note(self, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+        self.launches.append(grid)
+        tensors = {name: x for name, x in given.items() if isinstance(x, torch.Tensor) and x.numel()}
+        self._tensors = {name: (x.data_ptr(), x.data_ptr() + x.nbytes) for name, x in tensors.items()}
+
+    def name_of(self, address: int) -> str:
+        return next(name for name, (begin, end) in self._tensors.items() if begin <= address < end)
+
+    def add(self, counted: Counter[str], pointers: np.ndarray, mask: np.ndarray, size: int) -> None:
+        moved = np.broadcast_to(pointers, mask.shape)[mask.astype(bool)]
+        if len(moved):
+            counted[self.name_of(int(moved.flat[0]))] += moved.size * size
+
+
+@pytest.fixture
+def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
+    seen, real, launch = Traffic(), interpreter._interpreter, triton_backend._launch
+
+    def load(pointers: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
+        seen.add(seen.loads, pointers, mask, dtype.itemsize)
+        return real.load(pointers, mask, other, dtype)
+
+    def store(pointers: np.ndarray, value: np.ndarray, mask: np.ndarray) -> Any:
+        seen.add(seen.stores, pointers, mask, value.dtype.itemsize)
+        return real.store(pointers, value, mask)
+
+    def noting(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], options: dict[str, int]) -> None:
+        seen.note(grid, given)
+        launch(kernel, grid, given, options)
+
+    monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(load=load, store=store))
+    monkeypatch.setattr(triton_backend, "_launch", noting)
+    yield seen
+
+
+@pytest.mark.parametrize(("policy", "share"), [("full", 0.08), ("h2o", 0.21), ("tova", 0.20), ("roco", 0.26)])
+def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traffic) -> None:
+    """Two launches; of keys and values every byte once, and besides them little: a slot has 512 bytes of both."""
+    spec = kvdsl.load(policy).spec
+    state = steady_state(spec, SHAPE)
+    server = choose(spec, "triton", CPU, torch.float16)
+    query, key, value = new_tokens(SHAPE)[0]
+    cached = int((state.position >= 0).sum())
+    server.decode(state, AttentionCall(query, key, value, None, 0.125))
+    splits = state.workspace.splits  # type: ignore[attr-defined]
+    assert traffic.launches == [(splits, 2, 1), (2, 1)]
+    row = SHAPE.head_dim * 2
+    assert traffic.loads["keys"] == traffic.loads["values"] == cached * row
+    assert traffic.stores["keys"] == traffic.stores["values"] == SHAPE.batch * SHAPE.kv_heads * row  # the new token
+    whole = 2 * cached * row
+    rest = sum(traffic.loads.values()) + sum(traffic.stores.values()) - whole
+    assert rest < share * whole
+
+
+def test_nothing_is_allocated_after_the_first_step() -> None:
+    spec = kvdsl.load("roco").spec
+    state = steady_state(spec, SHAPE)
+    server = choose(spec, "triton", CPU, torch.float16)
+    made = []
+    for query, key, value in new_tokens(SHAPE, count=2):
+        server.decode(state, AttentionCall(query, key, value, None, 0.125))
+        made.append(state.workspace)
+    assert made[0] is made[1] is not None
+
+
+@pytest.mark.parametrize("slots", [1, 16, 17, 513, 4096, 100_001])
+@pytest.mark.parametrize("pairs", [1, 8, 64, 512])
+@pytest.mark.parametrize("sizes", [Sizes(4, 128, 128, 2), Sizes(1, 64, 64, 4), Sizes(8, 256, 80, 4)])
+def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
+    splits, per_split = sizes.splits(slots, pairs, processors=132)
+    assert per_split % sizes.attend_block == 0
+    assert (splits - 1) * per_split < slots <= splits * per_split
+    assert 1 <= splits <= MAX_SPLITS
+
+
+def test_who_is_served() -> None:
+    roco = kvdsl.load("roco").spec
+    assert choose(roco, "triton", CPU, torch.bfloat16).name == "triton"
+    assert choose(roco, "auto", CPU, torch.bfloat16).name == "cpu"
+    with pytest.raises(KvdslError, match="float32, bfloat16 and float16"):
+        choose(roco, "triton", CPU, torch.float64)
+    with pytest.raises(KvdslError, match="no Triton kernels"):
+        choose(kvdsl.load("sparcas").spec, "triton", CPU, torch.float32)
+    state = steady_state(roco, SHAPE)
+    query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
+    with pytest.raises(KvdslError, match="another dtype"):
+        choose(roco, "triton", CPU, torch.float32).decode(state, AttentionCall(query, key, value, None, 0.125))
