@@ -180,7 +180,7 @@ def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[in
     """Numbers, policies, traces, and what runs one of them."""
     from kvdsl.runtime.torch_backend import TorchBackend
     from tests.differential.random_policies import policy_of
-    from tests.differential.traces import random_trace, run_policy, spec_of
+    from tests.differential.traces import random_trace, run_policy
 
     if backend == "torch":
         for number in range(first, first + count):
@@ -190,24 +190,24 @@ def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[in
         return
     unit = dict(_fused(seed, first, count))
     backends = _built(unit)
-    for offset, (stem, (policy, trace, files)) in enumerate(unit.items()):
+    for offset, (stem, (policy, trace, _, spec)) in enumerate(unit.items()):
 
-        def run(p: Any, t: Any, kernels: Any = backends[stem], files: Any = files, **more: bool) -> Any:
+        def run(p: Any, t: Any, kernels: Any = backends[stem], spec: Any = spec, **more: bool) -> Any:
             if isinstance(kernels, Exception):
                 raise kernels
-            return run_policy(p, kernels, t, spec=spec_of(p, files), **more)
+            return run_policy(p, kernels, t, spec=spec, **more)
 
         yield first + offset, policy, trace, run
 
 
-def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, Any, Any]]]:
-    """Policies that have fused kernels, with their traces and packages, by their stems; torch serves the others.
+def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, Any, Any, Any]]]:
+    """Policies that have fused kernels, with their traces, packages and specs, by their stems; torch serves the others.
 
     In the place of a package there may be what went wrong.
     """
     from kvdsl.emit.package import package
     from tests.differential.random_policies import policy_of
-    from tests.differential.traces import random_trace
+    from tests.differential.traces import random_trace, spec_of
 
     found = draw = 0
     while found < count:
@@ -218,17 +218,22 @@ def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, 
         except Exception as error:
             files = error
         if isinstance(files, Exception) or "kernels_cpu.cpp" in files:
-            yield stem, (policy, random_trace(policy, name), files)
+            spec = None if isinstance(files, Exception) else spec_of(policy, files)
+            yield stem, (policy, random_trace(policy, name), files, spec)
             found += 1
         draw += 1
 
 
-def _built(unit: dict[str, tuple[Any, Any, Any]]) -> dict[str, Any]:
+def _built(unit: dict[str, tuple[Any, Any, Any, Any]]) -> dict[str, Any]:
     """A backend for each policy, or why there is none."""
     from tests.differential.units import build
 
-    wrong = {stem: files for stem, (_, _, files) in unit.items() if isinstance(files, Exception)}
-    sources = {stem: (part[2]["kernels_cpu.cpp"], part[1].dtype) for stem, part in unit.items() if stem not in wrong}
+    wrong = {stem: files for stem, (_, _, files, _) in unit.items() if isinstance(files, Exception)}
+    sources = {
+        stem: (files["kernels_cpu.cpp"], spec, trace.dtype)
+        for stem, (_, trace, files, spec) in unit.items()
+        if stem not in wrong
+    }
     try:
         return wrong | build(sources)
     except RuntimeError as error:

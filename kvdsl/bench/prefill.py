@@ -41,7 +41,9 @@ def prompt(shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     heads = (shape.kv_heads * shape.group, shape.kv_heads, shape.kv_heads)
     query, key, value = (
-        torch.randn(shape.batch, shape.length, n, shape.head_dim, generator=generator).to(DTYPES[shape.dtype]).transpose(1, 2)
+        torch.randn(shape.batch, shape.length, n, shape.head_dim, generator=generator)
+        .to(DTYPES[shape.dtype])
+        .transpose(1, 2)
         for n in heads
     )
     return query, key, value

@@ -237,7 +237,9 @@ def refuse_triton(backend: str) -> None:
     import torch
 
     if not torch.cuda.is_available():
-        raise click.BadParameter("triton serves GPUs, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend")
+        raise click.BadParameter(
+            "triton serves GPUs, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend"
+        )
 
 
 _ROWS = (

@@ -45,7 +45,7 @@ def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
     """By a fused kernel, row by row; None if there is none, or if something is not finite."""
     seen = (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
-    if prompt.call.softcap is not None or not all(bool(x.isfinite().all()) for x in seen):
+    if prompt.call.softcap is not None or not all(_finite(x) for x in seen):
         return None
     rows = []
     for row in range(prompt.position.shape[0]):
@@ -55,6 +55,11 @@ def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
         rows.append(found)
     outs, lses = zip(*rows, strict=True)
     return (outs[0], lses[0]) if len(rows) == 1 else (torch.cat(outs), torch.cat(lses))
+
+
+def _finite(x: Tensor) -> bool:
+    """Whether the sum is finite: then all of it is, and nothing was allocated to find out."""
+    return bool(x.sum(dtype=torch.float32).isfinite())
 
 
 def _fused_row(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
@@ -145,7 +150,7 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     value_dim, size = value.shape[-1], max(key.shape[-1], value.shape[-1])
     if query.is_cuda:
         size = -(-size // 8) * 8
-    query, key, value = (pad(x.to(query.dtype), (0, size - x.shape[-1])) for x in (query, key, value))
+    query, key, value = (_widened(x.to(query.dtype), size) for x in (query, key, value))
     key, value = (x[:, None].expand(*query.shape[:2], *x.shape[1:]) for x in (key, value))
     if query.is_cuda:
         found = _cuda_kernel(query, key, value, mask, scaling)
@@ -155,6 +160,11 @@ def _kernel(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scal
     else:
         found = None
     return None if found is None else (found[0][..., :value_dim], found[1][..., : query.shape[2]])
+
+
+def _widened(x: Tensor, size: int) -> Tensor:
+    """With zeros behind its last dim."""
+    return x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1]))
 
 
 def _cuda_kernel(

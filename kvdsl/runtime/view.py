@@ -347,5 +347,13 @@ class Columns:
         self.columns[name].copy_(fold(self.columns[name], x))
 
 
-INITIAL = {"sum": 0.0, "squares": 0.0, "max": -torch.inf, "min": torch.inf, "last": torch.nan, "ema": torch.nan, "token": 0.0}
+INITIAL = {
+    "sum": 0.0,
+    "squares": 0.0,
+    "max": -torch.inf,
+    "min": torch.inf,
+    "last": torch.nan,
+    "ema": torch.nan,
+    "token": 0.0,
+}
 """What a column holds before its slot's first query, by rule: what a `keep` sees of a new token when a query selects."""

@@ -166,7 +166,7 @@ def _help(stuck: Stuck) -> str | None:
     if "OVERRIDE" in stuck.accepts and kind in _OPERATORS:
         return "to go on in a new line, put the expression in parentheses"
     if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
-        return f"`{stuck.token}` belongs inside of a test: `test \"...\" {{ ... }}`"
+        return f'`{stuck.token}` belongs inside of a test: `test "..." {{ ... }}`'
     if "POLICY" in stuck.accepts and kind in stuck.keywords:
         return f"`{stuck.token}` belongs inside of a policy: `policy NAME {{ ... }}`"
     if "OR" in stuck.accepts and kind == "OVER":

@@ -74,9 +74,10 @@ def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     files = {stem: package(policy, print_policy(policy)) for stem, policy in made.items()}
     fused = [stem for stem in made if "kernels_cpu.cpp" in files[stem]][:PER_UNIT]
     assert len(fused) == PER_UNIT
-    backends = build({stem: (files[stem]["kernels_cpu.cpp"], traces[stem].dtype) for stem in fused})
+    specs = {stem: spec_of(made[stem], files[stem]) for stem in fused}
+    backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], traces[stem].dtype) for stem in fused})
     for stem in fused:
-        one = run_policy(made[stem], backends[stem], traces[stem], spec=spec_of(made[stem], files[stem]))
+        one = run_policy(made[stem], backends[stem], traces[stem], spec=specs[stem])
         assert not one.failures, f"{print_policy(made[stem])}\n{traces[stem]}\n{one.failures[0]}"
 
 

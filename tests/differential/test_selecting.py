@@ -253,7 +253,9 @@ def test_a_dense_layer_keeps_nothing_beside_its_keys(spec) -> None:
     assert twins.states[0].sketch_keys.numel() == 0
 
 
-@pytest.mark.parametrize("body", [SELECTS["sketch"], SELECTS["expression"], PAGED["pages by bounds"], PAGED["pages by tokens"]])
+@pytest.mark.parametrize(
+    "body", [SELECTS["sketch"], SELECTS["expression"], PAGED["pages by bounds"], PAGED["pages by tokens"]]
+)
 @pytest.mark.parametrize("threads", [2, 3, 5])
 def test_the_number_of_threads_does_not_matter(body: str, threads: int, spec) -> None:
     before = torch.get_num_threads()

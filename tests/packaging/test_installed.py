@@ -14,7 +14,13 @@ import pytest
 import kvdsl
 
 ROOT = Path(__file__).parent.parent.parent
-NEEDED = ["grammar/kv.lark", "grammar/prelude.kv", "templates/python/cache.py.jinja", "policies/roco.kv", "policies/roco_test.kv"]
+NEEDED = [
+    "grammar/kv.lark",
+    "grammar/prelude.kv",
+    "templates/python/cache.py.jinja",
+    "policies/roco.kv",
+    "policies/roco_test.kv",
+]
 
 pytest.importorskip("hatchling")
 

@@ -60,7 +60,10 @@ def test_unknown_statements() -> None:
 
 def test_unknown_items_of_a_file() -> None:
     found = only("kv 1\npolcy P {}\n", "KV0104")
-    assert (found.message, found.help) == ("expected `policy`, `let`, `import` or `test`, not `polcy`", "did you mean `policy`?")
+    assert (found.message, found.help) == (
+        "expected `policy`, `let`, `import` or `test`, not `polcy`",
+        "did you mean `policy`?",
+    )
 
 
 @pytest.mark.parametrize(
