@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -9,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdsl.bench import baselines, measure
+from kvdsl.bench import baselines, measure, selecting
 from kvdsl.bench.baselines import Cache, Token
 from kvdsl.bench.measure import Candidate
+from kvdsl.loading import load
 from kvdsl.runtime.backends import Backend, choose
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.rope import Rope
@@ -29,6 +31,9 @@ _TOKENS = 8
 _EAGER_REPEATS = 5
 _EXPANDED_LIMIT = 6 << 30
 """An expanded cache larger than this is not tried."""
+
+_COPIED_LIMIT = 512 << 20
+"""Beside a policy that selects, nor is what expands one larger than this anew at every step: it reads all that the policy skips."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,10 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
     """
     generator = torch.Generator(device).manual_seed(seed)
     filled = shape.live - 1
-    state = SlotState(spec, {"budget": float(filled)} if "budget" in spec.params else {}, seed=seed)
+    given = {"budget": float(filled)} if "budget" in spec.params else {}
     prompt = torch.full((shape.batch,), filled, dtype=torch.int32, device=device)
+    layer = selecting.first_selecting_layer(spec, given, prompt)
+    state = SlotState(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)
     heads = (shape.batch, shape.kv_heads, filled)
     columns = torch.empty(len(spec.columns), *heads, device=device)
     for column, rule in zip(columns, spec.column_rules, strict=True):
@@ -73,6 +80,8 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "columns": columns,
     }
     state.store(kept, prompt, state.resolve(prompt))
+    if spec.sketches:
+        selecting.sketch(state, _random((shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim), shape, generator))
     state.decoding = True
     state.grows = False
     return state
@@ -106,7 +115,7 @@ def decode_step(backend: Backend, state: SlotState) -> Callable[[Token], Tensor]
             state.seen.fill_(filled)
         return out
 
-    return step
+    return selecting.on_schedule(state, step)
 
 
 def rotation(head_dim: int) -> Rope:
@@ -136,25 +145,48 @@ def fastest_sdpa(cache: Cache, tokens: list[Token]) -> tuple[str, Callable[[Toke
 def candidates(
     backend: Backend, state: SlotState, shape: Shape, tokens: list[Token], repeats: int
 ) -> tuple[dict[str, Candidate], str]:
-    """Everything to be timed, and which way to call SDPA won. The baselines have a cache of their own."""
+    """Everything to be timed, and which way to call SDPA won. The baselines have a cache of their own.
+
+    A policy that selects is compared with our own dense step as well; and one sample of it has as many steps as it takes for a
+    sketch to be refreshed.
+    """
     cache = Cache(state.keys[:, :, : shape.live].clone(), state.values[:, :, : shape.live].clone(), shape.group)
     scope = len(state.spec.columns) > 1
     way, sdpa = fastest_sdpa(cache, tokens)
     found = {
-        "ours": measure.calibrated(baselines.repeated(decode_step(backend, state), tokens)),
+        "ours": _in_periods(measure.calibrated(baselines.repeated(decode_step(backend, state), tokens)), state),
         "read": measure.calibrated(lambda: baselines.streaming_read(cache)),
         "sdpa": measure.calibrated(baselines.repeated(sdpa, tokens)),
         "folded": measure.calibrated(baselines.repeated(baselines.sdpa_folded(cache), tokens)),
     }
+    if state.spec.selects:
+        found["dense"] = _dense(backend, shape, tokens)
     for name, attend in (
         ("grouped", baselines.attend_grouped), ("eager", baselines.attend_eager),
         ("preallocated", baselines.attend_eager_preallocated),
     ):  # fmt: skip
+        if state.spec.selects and name != "grouped" and cache.nbytes * cache.group > _COPIED_LIMIT:
+            continue
         evicting = baselines.Evicting(cache, attend(cache), by_std=scope)
         found[name] = measure.calibrated(baselines.repeated(evicting.step, tokens))
     seldom = max(1, repeats // _EAGER_REPEATS)
-    found["eager"] = Candidate(found["eager"].run, found["eager"].calls, seldom if found["eager"].calls == 1 else 1)
+    for name in ("eager", "preallocated", "grouped") if state.spec.selects else ("eager",):
+        if name in found and found[name].calls == 1:
+            found[name] = Candidate(found[name].run, every=seldom)
     return found, way
+
+
+def _in_periods(candidate: Candidate, state: SlotState) -> Candidate:
+    """Samples of whole periods."""
+    period = selecting.period(state)
+    return Candidate(candidate.run, calls=-(-candidate.calls // period) * period)
+
+
+def _dense(backend: Backend, shape: Shape, tokens: list[Token]) -> Candidate:
+    """The step of `full` over as many slots."""
+    spec = load("full").spec
+    server = choose(spec, backend.name, torch.device("cpu"), shape.torch_dtype)
+    return measure.calibrated(baselines.repeated(decode_step(server, steady_state(spec, shape)), tokens))
 
 
 # -- the figures -------------------------------------------------------------------------------------------------------
@@ -188,10 +220,11 @@ def bench_decode(
     times = measure.interleaved(rounds, repeats, warmup, tick=tick)
     head = {"policy": spec.stem, "backend": server.name, **asdict(shape), "bytes": size, "threads": torch.get_num_threads()}
     facts = {
-        "repeats": repeats, "warmup": warmup, "eager_repeats": measure.taken(times["eager"]),
+        "repeats": repeats, "warmup": warmup, "eager_repeats": measure.taken(times.get("eager", [])),
         "calls_per_sample": rounds["ours"].calls, "sdpa_call": way,
     }  # fmt: skip
-    return measure.finite({**head, **facts, **figures(times, size)})
+    parts = {"breakdown": selecting.breakdown(server, state, step, tokens)} if spec.selects else {}
+    return measure.finite({**head, **facts, **figures(times, size), **parts})
 
 
 def _check_steady(state: SlotState, shape: Shape) -> None:
@@ -216,7 +249,10 @@ def figures(times: Mapping[str, list[float]], size: int) -> dict[str, float]:
     names = {
         "sdpa": "sdpa", "eager": "eager", "grouped": "grouped", "folded": "sdpa_folded", "preallocated": "eager_preallocated",
     }  # fmt: skip
+    if "dense" in times:
+        names["dense"] = "dense"
     for key, name in names.items():
-        found |= measure.summary(f"{name}_ms", times[key])
-        found |= measure.summary(f"vs_{name}", measure.ratios(times[key], ours))
+        taken = times.get(key, [math.nan] * len(ours))
+        found |= measure.summary(f"{name}_ms", taken)
+        found |= measure.summary(f"vs_{name}", measure.ratios(taken, ours))
     return found

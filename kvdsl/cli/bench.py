@@ -244,6 +244,7 @@ def refuse_triton(backend: str) -> None:
 
 _ROWS = (
     ("{name} ({backend})", "ms", None),
+    ("our dense step (`full`)", "dense_ms", "vs_dense"),
     ("SDPA ({sdpa_call}; no statistics)", "sdpa_ms", "vs_sdpa"),
     ("SDPA, group folded into rows", "sdpa_folded_ms", "vs_sdpa_folded"),
     ("grouped eager torch", "grouped_ms", "vs_grouped"),
@@ -261,10 +262,14 @@ def _show(result: Mapping[str, Any]) -> None:
     for header in ("", "ms a step", "", "slower by"):
         table.add_column(header, justify="left" if header == "" else "right")
     for label, time, ratio in _ROWS:
+        if result.get(time) is None:
+            continue
         spread = f"[{result[time + '_q1']:.2f} .. {result[time + '_q3']:.2f}]"
         slower = "" if ratio is None else f"{result[ratio]:.2f}x"
         table.add_row(label.format(name=result["policy"], **result), f"{result[time]:.2f}", spread, slower)
     console.print(table, markup=False)
+    for stage, ms in result.get("breakdown", {}).items():
+        console.print(f"  {stage.removesuffix('_ms').replace('_', ' '):<16}{ms:8.3f} ms", highlight=False)
     console.print(
         f"{result['gbps']:.1f} GB/s of keys and values; a streaming read of the same bytes moves {result['read_gbps']:.1f} GB/s: "
         f"{100 * result['roofline']:.0f} % of the roofline",

@@ -155,6 +155,85 @@ def retrieval(length: int, trials: int, pairs: int, chunk: int | None, seed: int
     begun.finish(rows, as_json, seed, length=length, trials=trials, pairs=pairs, chunk=chunk)
 
 
+@command.command()
+@click.option("--selectors", default=None, metavar="A,B", help="What dims are chosen by [default: all, and Quest].")
+@click.option("--dims", default="2,4,8,16,32,64", show_default=True, metavar="N,M", help="Dims of the sketch.")
+@click.option("--tokens", default="64", show_default=True, metavar="N,M", help="Tokens that a query attends to.")
+@click.option("--intervals", default="64", show_default=True, metavar="N,M", help="Queries from one sketch to the next.")
+@click.option("--length", type=click.IntRange(8), default=768, show_default=True, help="Tokens of a stretch of text.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="How many of these are the prompt.")
+@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="Queries whose masks are compared.")
+@model_option
+@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="A text file [default: the book that ships with kvdsl].")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random dims.")
+@dtype_option
+@json_option
+def sketch(
+    selectors: str | None, dims: str, tokens: str, intervals: str, length: int, prompt_tokens: int, stretches: int, queries: int,
+    model: str | None, text: Path | None, backend: str, threads: int | None, seed: int, dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """How well a few dims tell which tokens matter (SparCas, equations 5 and 6, tables 2 to 4).
+
+    The mask difference is the share of tokens that are chosen by the sketch but not by the whole keys, or the other way round; the
+    construction error is how far the scores over the sketch's dims lie from the whole ones. `full` has the full cache's perplexity.
+
+    \b
+    Examples:
+      kvdsl eval sketch
+      kvdsl eval sketch --selectors abs_q --dims 16 --tokens 32,64,128 --intervals 1,16,64,256
+    """
+    refuse_triton(backend)
+    import torch
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.eval import sketch as sketching
+    from kvdsl.eval.models import check_length, load_model, read_text, windows
+
+    if length <= prompt_tokens:
+        raise click.BadParameter("a stretch must be longer than its prompt", param_hint="--length")
+    if threads:
+        torch.set_num_threads(threads)
+    names = [*sketching.BY_DIMS, sketching.QUEST] if selectors is None else [name.strip() for name in selectors.split(",")]
+    wanted = sketching.settings(names, _whole(dims), _whole(tokens), _whole(intervals))
+    loaded, tokenizer = load_model(model, dtype)
+    check_length(loaded, length)
+    ids = windows(tokenizer, read_text(text), length, stretches)
+    runs = 1 + sum(setting.selector != "token_wise" for setting in wanted)
+    with progress("sketches", runs * sketching.steps(ids, prompt_tokens)) as tick:
+        full = sketching.full_perplexity(loaded, ids, prompt_tokens, backend, tick)
+        rows = sketching.evaluate(
+            loaded, ids, prompt_tokens, wanted, queries=queries, backend=backend, seed=seed, tick=tick
+        )
+    findings = sketching.findings(rows)
+    if as_json:
+        facts = {"length": length, "prompt_tokens": prompt_tokens, "stretches": stretches, "queries": queries}
+        print_json(
+            {**facts, "full_ppl": round(full, 4), "rows": rows, "findings": findings},
+            dtype=str(loaded.dtype).removeprefix("torch."), seed=seed,
+        )  # fmt: skip
+        return
+    _show([{"selector": "full", "dims": None, "tokens": None, "interval": None, "mask_diff": 0.0, "construction_error": 0.0,
+            "ppl": round(full, 4)}, *rows])  # fmt: skip
+    for claim, found in findings.items():
+        if found["pairs"]:
+            click.echo(f"{'holds' if found['holds'] else 'does not hold'}: {claim} ({found['held']} of {found['pairs']})")
+
+
+def _whole(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise click.BadParameter(f"`{text}` is no list of whole numbers above 0")
+    return found
+
+
 def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     from rich import box
     from rich.console import Console
@@ -163,7 +242,7 @@ def _show(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     columns = [name for name in rows[0] if name != "depths"]
     for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("policy", "task") else "right")
+        table.add_column(name.replace("_", " "), justify="left" if name in ("policy", "task", "selector") else "right")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in columns))
     Console(highlight=False).print(table)

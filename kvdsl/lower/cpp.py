@@ -129,8 +129,6 @@ class SlotPrinter(_CppPrinter):
         return f"static_cast<float>({self.view}.param(Number::{name}))"
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
-        if expr.within == "page":
-            raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
         if expr.axis is Axis.SLOT:
             return self.hoisted[expr], ATOM
         if self.over_dims:
@@ -320,6 +318,8 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
         for child in children(expr):
             visit(child)
         if isinstance(expr, Reduce) and expr.axis is Axis.SLOT and expr not in names:
+            if expr.within == "page":
+                raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
             if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
                 raise NotLowerable("a reduction over slots of something that is computed over dims")
             if reads(expr, "k", "v"):
@@ -469,10 +469,8 @@ def _hoist_over_dims(by: Expr) -> tuple[list[str], dict[Expr, str]]:
             visit(child)
         if not isinstance(expr, Reduce):
             return
-        if expr.axis is not Axis.SLOT or reads(expr, "q"):
-            raise NotLowerable("a sketch by products, or by what a query has of every slot")
-        if any(isinstance(part, Reduce) for part in walk(expr.body)):
-            raise NotLowerable("a reduction inside another one, in a sketch")
+        if expr.axis is not Axis.SLOT or reads(expr, "q") or any(isinstance(part, Reduce) for part in walk(expr.body)):
+            raise NotLowerable("a sketch by anything but queries and reductions of keys over slots")
         name = f"{expr.op}_over_slots_{len(names) + 1}"
         body = SlotPrinter("row", {}).value(expr.body)
         if reads(expr, "k"):

@@ -76,7 +76,9 @@ class Shape:
 class Twins:
     """One state under two backends, which get the same calls."""
 
-    def __init__(self, spec: PolicySpec, shape: Shape, *, layer: int = 2, backends: tuple[str, str] = ("cpu", "torch"), **given: float) -> None:  # fmt: skip
+    def __init__(
+        self, spec: PolicySpec, shape: Shape, *, layer: int = 2, backends: tuple[str, str] = ("cpu", "torch"), **given: float
+    ) -> None:
         self.shape = shape
         self.make = torch.Generator().manual_seed(1)
         self.states = [SlotState(spec, given, layer=layer, layers=LAYERS) for _ in backends]
@@ -185,6 +187,7 @@ def test_all_dims_choose_as_the_whole_product_does(spec) -> None:
     whole = "sketch top 32 dims by abs(q) every 2 queries\nselect top t by dot(q, k over sketch)"
     shape = Shape()
     sketched, exact = (Twins(spec(WATCHED + body), shape, t=100) for body in (whole, SELECTS["dot"]))
+    assert torch.equal(sketched.states[0].columns, exact.states[0].columns)
     for _ in range(4):
         call = sketched.call(1)
         ours, oracle = (twins.backends[0].decode(twins.states[0], call) for twins in (sketched, exact))

@@ -7,10 +7,12 @@ from typing import Any
 import psutil
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.slots import SlotState
 from tests.hf import policies, zoo
 
@@ -119,3 +121,23 @@ def test_size_is_known_in_advance() -> None:
     slots = 2 * 2 * 65  # batch, KV heads, slots
     columns = len(cache.state(0))
     assert abs(cache.bytes() - 2 * slots * (2 * 16 * 4 + 4 + 4 * columns)) < 200
+
+
+def test_a_whole_prompt_is_held_in_one_layer_at_a_time() -> None:
+    """Every layer's keys and values are gone when the next layer attends: only its survivors are left."""
+    model = zoo.model("llama")
+    cache = policies.make("h2o", model, budget=BUDGET, backend="torch")
+    held: list[StorageWeakRef] = []
+    alive: list[int] = []
+
+    def noted(layer: Any, call: Any) -> Any:
+        alive.append(sum(not storage.expired() for storage in held))
+        held.extend(StorageWeakRef(x.untyped_storage()) for x in (call.key, call.value))
+        return serve(layer, call)
+
+    serve = SlotLayer._serve
+    with pytest.MonkeyPatch.context() as patched, torch.no_grad():
+        patched.setattr(SlotLayer, "_serve", noted)
+        model(zoo.prompt(1, 2000), past_key_values=cache)
+    assert len(alive) == len(cache.managed) > 1
+    assert alive == [0] * len(alive)

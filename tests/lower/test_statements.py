@@ -126,6 +126,84 @@ def test_sketches(by: str) -> None:
     assert dict(plan.numbers)["sketch_every"] == "given.count(n, low=1)"
 
 
+FORMS = {
+    # `select ... by`: how C++ ranks the slots
+    "dot(q, k)": ("dot", ""),
+    "sum(k * q over dims)": ("dot", ""),
+    "dot(q, k over sketch)": ("sketch_dot", ""),
+    "sum(max(q * min(k over page), q * max(k over page)) over dims)": ("page_bound", ""),
+    "sum(max(max(k over page) * q, min(k over page) * q) over dims)": ("page_bound", ""),
+    "dot(q, k) - age": (
+        "expression",
+        "kvdsl::over_group<group>(row.group, [&](int g) { return kvdsl::sum_over(row.key_dim, [&](int d) { return "
+        "row.q(g, d) * row.k(i, d); }) - static_cast<float>(row.age(i)); })",
+    ),
+    "max(k over sketch)": (
+        "expression",
+        "kvdsl::max_over(row.dims, [&](int j) { const int d = row.sketch[j]; return row.k(i, d); })",
+    ),
+    "random()": ("expression", "row.random(i)"),
+}
+
+
+@pytest.mark.parametrize("by", FORMS)
+def test_selections_in_cpp(by: str) -> None:
+    statements = f"select top 8 by {by}\nkeep first 2\n"
+    if "page" in by:
+        statements += "pages 4\n"
+    if "sketch" in by:
+        statements += "sketch top 4 dims by abs(q) every 8 queries\n"
+    plan = make_plan(checked(statements)).cpp
+    assert plan is not None and plan.select is not None
+    assert (plan.select.by, plan.select.rank) == FORMS[by]
+    assert plan.select.always == ("head.protect_first(2);", "head.protect_last(1);")
+    assert (plan.select.page, plan.select.sketch) == ("page" in by, "sketch" in by)
+
+
+CPP_SKETCHES = {
+    # `sketch ... by`: what comes before the loop over dims, and in it
+    "abs(q)": ((), "kvdsl::over_group<group>(row.group, [&](int g) { return std::fabs(row.q(g, d)); })"),
+    "abs(q) * mean(abs(k) over slots)": (
+        ("const auto mean_over_slots_1_of = row.mean_of_dims([&](int i, int d) { return std::fabs(row.k(i, d)); });",),
+        "kvdsl::over_group<group>(row.group, [&](int g) { return std::fabs(row.q(g, d)) * mean_over_slots_1_of[d]; })",
+    ),
+    "std(k over slots) * max(age over slots)": (
+        (
+            "const auto std_over_slots_1_of = row.std_of_dims([&](int i, int d) { return row.k(i, d); });",
+            "const float max_over_slots_2 = row.max([&](int i) { return static_cast<float>(row.age(i)); });",
+        ),
+        "std_over_slots_1_of[d] * max_over_slots_2",
+    ),
+}
+
+
+@pytest.mark.parametrize("by", CPP_SKETCHES)
+def test_sketches_in_cpp(by: str) -> None:
+    plan = make_plan(checked(f"sketch top 4 dims by {by} every 3 queries\nselect top 8 by dot(q, k over sketch)")).cpp
+    assert plan is not None and plan.select is not None
+    assert (plan.select.sketch_before, plan.select.sketch_by) == CPP_SKETCHES[by]
+
+
+@pytest.mark.parametrize(
+    ("statements", "refusal"),
+    [
+        ("pages 4\nselect top 8 by sum(q * max(k over page) over dims)", "`over page` in anything but a bound of dot(q, k)"),
+        ("pages 4\nselect top 8 by max(norm1(k) over page)", "`over page` in anything but a bound of dot(q, k)"),
+        (
+            "sketch top 4 dims by mean(v over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+            "values over a sketch's dims",
+        ),
+        (
+            "sketch top 4 dims by mean(abs(q * k) over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+            "a sketch by anything but queries and reductions of keys over slots",
+        ),
+    ],
+)
+def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
+    plan = make_plan(checked(statements))
+    assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -218,9 +296,7 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
     [
         ("victims shared by heads", "`victims shared by heads`"),
         ("victims shared by layers", "`victims shared by layers`"),
-        ("select top 4 by dot(q, k)", "`select`"),
-        ("pages 4\nselect top 4 by sum(q * max(k over page) over dims)", "`select`, `pages`"),
-        ("sketch top 2 dims by abs(q) every 2 queries\nselect top 4 by dot(q, k over sketch)", "`select`, `sketch`"),
+        ("pages 4\nselect top 4 by dot(q, k)", "`pages` of what eviction leaves"),
     ],
 )
 def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
