@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any
 
 from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, kvdsl_json, run, tests
@@ -90,7 +91,7 @@ def _blocks() -> Measured:
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:])
     rows = json.loads(done.stdout)["rows"]
-    faster = all(a["seconds"] > b["seconds"] for a, b in zip(rows, rows[1:], strict=False))
+    faster = all(a["seconds"] > b["seconds"] for a, b in pairwise(rows))
     return "; ".join(f"{row['block']}: {row['speedup']:.1f}x, ppl {row['ppl']:.2f}" for row in rows), "each faster", faster
 
 

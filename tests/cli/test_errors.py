@@ -16,7 +16,7 @@ POLICY = 'kv 1\n\npolicy Mine {{\n  "Mine."\n  param budget = 512\n  score mean(
 
 USAGE = [
     (["chek"], "`check`"),
-    (["fmt"], "`fmt`"),
+    (["fmt"], "no .kv file to format"),
     (["roco.kv"], "kvdsl compile roco.kv"),
     (["compile"], "--help"),
     (["compile", "roco", "--ot", "x"], "--out"),

@@ -12,6 +12,7 @@ import torch
 import kvdsl
 from kvdsl.build.cxx import shared_library
 from kvdsl.emit.package import compile_file
+from kvdsl.runtime import rings
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.cpu_backend import ABI
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
@@ -57,7 +58,7 @@ def test_cpp_does_what_torch_does(name: str, window: int | None, tmp_path_factor
     for tokens in (12, *[1] * STEPS, 3):
         assert torch.allclose(ours.forward(tokens), theirs.forward(tokens), atol=1e-5), f"outputs at {ours.state.seen}"
         assert torch.equal(ours.state.position, theirs.state.position), f"kept sets at {ours.state.seen}"
-        held = (ours.state.position != FREE).expand_as(ours.state.columns)
+        held = ours.holds()
         assert torch.allclose(ours.state.columns[held], theirs.state.columns[held], atol=1e-5), (
             f"columns at {ours.state.seen}"
         )
@@ -71,6 +72,14 @@ class Run:
         self.backend = choose(spec, backend, torch.device("cpu"), torch.float32)
         self.window = window
         self.random = torch.Generator().manual_seed(0)
+
+    def holds(self) -> torch.Tensor:
+        """Where the columns say something: not in free slots, and not in a ring's places that no query in the window wrote."""
+        found = (self.state.position != FREE).expand_as(self.state.columns).clone()
+        sizes, newest = self.state.per_head(self.state.numbers), (self.state.seen - 1).view(-1, 1, 1)
+        for name, places in self.state.rings(found).items():
+            places &= rings.valid(len(places), sizes[rings.size_name(name)], newest, self.state.position, self.window)
+        return found
 
     def forward(self, tokens: int) -> torch.Tensor:
         query = torch.randn(2, HEADS * GROUP, tokens, DIM, generator=self.random) * 2

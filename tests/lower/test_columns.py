@@ -58,12 +58,6 @@ def test_a_selection_reads_no_columns() -> None:
     assert add_columns(policy) == policy
 
 
-def test_keeps_of_a_selection_read_columns_without_a_budget() -> None:
-    policy = add_columns(checked("select top 8 by dot(q, k)\nkeep top 2 by sum(attn)"))
-    assert [column.name for column in policy.columns] == ["sum_attn"]
-    assert policy.keeps[0].by == ColumnRef(name="sum_attn")
-
-
 def test_a_sketch_reads_no_columns() -> None:
     policy = checked("sketch top 4 dims by abs(q) every 8 queries\nselect top 8 by dot(q, k over sketch)")
     assert add_columns(policy) == policy

@@ -317,9 +317,6 @@ def test_selecting_needs_no_statistics() -> None:
     plain = make_plan(checked("select top 16 by dot(q, k)"))
     assert (plain.bounded, plain.reads_attention) == (False, False)
     assert (plain.torch.protects, plain.torch.protect, plain.torch.score) == (True, ("keep.last(1)",), ())
-    watching = make_plan(checked("select top 16 by dot(q, k)\nkeep top 4 by sum(attn)"))
-    assert (watching.bounded, watching.reads_attention) == (False, True)
-    assert watching.torch.observe == ('columns.sum("sum_attn", row.attn)',)
 
 
 def test_without_a_budget_or_a_selection_nothing_is_protected() -> None:
