@@ -161,12 +161,17 @@ def retrieval(length: int, trials: int, pairs: int, chunk: int | None, seed: int
 @click.option("--tokens", default="64", show_default=True, metavar="N,M", help="Tokens that a query attends to.")
 @click.option("--intervals", default="64", show_default=True, metavar="N,M", help="Queries from one sketch to the next.")
 @click.option("--length", type=click.IntRange(8), default=768, show_default=True, help="Tokens of a stretch of text.")
-@click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="How many of these are the prompt.")
+@click.option(
+    "--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="How many of these are the prompt."
+)
 @click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="Queries whose masks are compared.")
 @model_option
-@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="A text file [default: the book that ships with kvdsl].")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A text file [default: the book that ships with kvdsl].",
+)
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random dims.")
@@ -205,9 +210,7 @@ def sketch(
     runs = 1 + sum(setting.selector != "token_wise" for setting in wanted)
     with progress("sketches", runs * sketching.steps(ids, prompt_tokens)) as tick:
         full = sketching.full_perplexity(loaded, ids, prompt_tokens, backend, tick)
-        rows = sketching.evaluate(
-            loaded, ids, prompt_tokens, wanted, queries=queries, backend=backend, seed=seed, tick=tick
-        )
+        rows = sketching.evaluate(loaded, ids, prompt_tokens, wanted, queries=queries, backend=backend, seed=seed, tick=tick)
     findings = sketching.findings(rows)
     if as_json:
         facts = {"length": length, "prompt_tokens": prompt_tokens, "stretches": stretches, "queries": queries}

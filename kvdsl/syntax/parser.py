@@ -16,8 +16,10 @@ from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
+from kvdsl.build.cache import cache_folder, writable
 from kvdsl.diagnostics import Sink
 from kvdsl.resources import read_resource
+from kvdsl.runtime.errors import KvdslError
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax.lexer import Lexer, span_of
 from kvdsl.syntax.messages import Stuck, explain
@@ -71,8 +73,18 @@ class Parsed:
 
 @lru_cache(maxsize=1)
 def _grammar() -> tuple[Lark, Lexer]:
-    lark = Lark(read_resource("grammar", "kv.lark"), parser="lalr", propagate_positions=True, maybe_placeholders=True)
-    return lark, Lexer(list(lark.terminals), list(lark.ignore_tokens))
+    """The tables, which take longer to make than a policy takes to check: they are kept in the cache folder where there is one."""
+    text = read_resource("grammar", "kv.lark")
+    lark = Lark(text, parser="lalr", propagate_positions=True, maybe_placeholders=True, cache=_tables())
+    return lark, Lexer(list(lark.terminals), list(lark.lexer_conf.ignore))
+
+
+def _tables() -> str | bool:
+    """The file for Lark's tables, which knows by a digest whether they are this grammar's; False where none can be written."""
+    try:
+        return str(writable(cache_folder()) / "grammar.lark")
+    except KvdslError:
+        return False
 
 
 def parse(source: SourceFile, sink: Sink) -> Parsed:

@@ -29,7 +29,7 @@ POLICIES = (
     "roco_easykv", "vatp_h2o", "vatp_scissorhands", "vatp_roco", "vatp_code", "knorm", "snapkv", "pyramidkv", "adakv", "sparcas",
     "quest", "roco_sparcas", "equip_streaming", "equip_h2o",
 )  # fmt: skip
-TORCH_ONLY = ("sparcas", "quest", "roco_sparcas")
+TORCH_ONLY: tuple[str, ...] = ()
 BACKENDS = ("torch", "cpu")
 PAIRS = [(policy, backend) for policy in POLICIES for backend in BACKENDS if backend == "torch" or policy not in TORCH_ONLY]
 CASES_PER_POLICY = 24
