@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -23,6 +24,7 @@ PYTHON = "given capacity trigger slack max_drop numbers kernels_torch Tensor Giv
 PYTHON += " backend seed print None True lambda annotations KVCache PolicySpec keep slots torch View Columns Protection"
 NUMBERS = "budget prompt floor select page sketch sketch_dims sketch_every prefill_block size_attn_ring size_ attn_ring Ring ring inside"
 NAMES = sorted(set(f"{KEYWORDS} {MACROS} {CPP} {PYTHON} {NUMBERS}".split()))
+INCLUDES = re.compile(r"^#include .*$", re.MULTILINE)
 KINDS = ("policy", "param", "selecting param")
 
 
@@ -35,9 +37,10 @@ def made(name: str, statement: str) -> dict[str, str] | None:
 
 def check_cpp(sources: dict[str, str], folder: Path) -> None:
     """Compile the kernels of many policies as one unit, each in a namespace of its own."""
-    lines = ["#include <kvdsl/decode.hpp>"]
+    included = {line for text in sources.values() for line in INCLUDES.findall(text)}
+    lines = sorted(included)
     for number, text in enumerate(sources.values()):
-        body = text.replace("#include <kvdsl/decode.hpp>", "").replace('extern "C"', 'extern "C++"')
+        body = INCLUDES.sub("", text).replace('extern "C"', 'extern "C++"')
         lines += [f"namespace unit_{number} {{", body, "}"]
     file = folder / "kernels.cpp"
     file.write_text("\n".join(lines), encoding="utf-8")
@@ -56,8 +59,13 @@ def check_python(text: str) -> None:
             assert len(keys) == len(set(keys)), f"a key twice: {keys}"
         if isinstance(node, ast.FunctionDef) and node.name != "__init__":
             arguments = {arg.arg for arg in node.args.args}
+            advanced = {
+                id(inner.target) for inner in ast.walk(node) if isinstance(inner, ast.AugAssign)
+            }  # pointer += offset
             stored = {
-                inner.id for inner in ast.walk(node) if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store)
+                inner.id
+                for inner in ast.walk(node)
+                if isinstance(inner, ast.Name) and isinstance(inner.ctx, ast.Store) and id(inner) not in advanced
             }
             assert not arguments & stored, f"{node.name} hides {arguments & stored}"
 
