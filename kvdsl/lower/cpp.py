@@ -71,7 +71,12 @@ class _CppPrinter(Printer):
 
 
 class CountPrinter(_CppPrinter):
-    """One double per row and KV head, in `settle`."""
+    """One double per row and KV head, in `settle`. It is floored, so that its last bit matters: products are rounded."""
+
+    def binary(self, expr: Binary) -> tuple[str, int]:
+        text, binds = super().binary(expr)
+        product = expr.op == "*" or (expr.op == "**" and expr.right == Number(value=2))
+        return (f"kvdsl::rounded({text})", ATOM) if product else (text, binds)
 
     def leaf(self, expr: Leaf) -> str:
         if isinstance(expr, Number):

@@ -68,6 +68,11 @@ BODIES: dict[str, tuple[str, Case]] = {
         "param budget = 6\nscore sum(attn)\nkeep where live > 6\ntrigger overflow >= 2",
         Case("p", budget=6),
     ),
+    # 0.7 * 10 - 5 is 2, but a fused multiply-add says 1.9999999999999996
+    "a product in a count": (
+        "param budget = 10\nparam share = 0.7\nscore position\nkeep top share * budget - 5 by age\nkeep last 0",
+        Case("p", budget=10, prompt=14, steps=8),
+    ),
     "what reads q": ("param budget = 6\nscore std(dot(q, k)) + max(logit)", Case("p", budget=6, group=4)),
 }
 

@@ -10,6 +10,12 @@ inline X square(X x) {
   return x * x;
 }
 
+// A product as it is, never fused with an addition: one bit decides what it is floored to.
+inline double rounded(double product) {
+  const volatile double stored = product;
+  return stored;
+}
+
 // The larger of two, NaN if either is.
 template <class X>
 inline X maximum(X a, X b) {
