@@ -10,7 +10,8 @@ from pathlib import Path
 import click
 
 from kvdsl.cli.common import CLEAN, FINDINGS, exit_code, finish, json_option, print_json, report, set_option
-from kvdsl.ir.nodes import Policy
+from kvdsl.ir.nodes import Number, Policy
+from kvdsl.ir.printer import print_expression
 from kvdsl.runtime.errors import KvdslError
 
 
@@ -170,8 +171,9 @@ def _usage(policy: Policy, out: Path) -> str:
         lines = [f"from {module} import {name}"]
     else:
         lines = [f"from {stem} import {name}          # with {out} on the import path"]
-    budget = "budget=512" if any(param.name == "budget" for param in policy.params) else ""
-    lines.append(f"out = model.generate(**inputs, past_key_values={name}(model{', ' if budget else ''}{budget}))")
+    defaults = {param.name: param.default for param in policy.params}
+    budget = f", budget={print_expression(defaults['budget'])}" if isinstance(defaults.get("budget"), Number) else ""
+    lines.append(f"out = model.generate(**inputs, past_key_values={name}(model{budget}))")
     return "\n".join(lines)
 
 

@@ -89,10 +89,14 @@ class Given:
         worst = int(excess.argmax())
         if excess[worst] > 0:
             protected, room = float((first + last)[worst]), float(count[worst])
-            holds, mend = (
-                (f"it selects {room:g}", "select more") if selected else (f"its budget holds {room:g}", "raise the budget")
+            if math.isinf(protected):
+                raise KvdslError(f"{self._policy} protects no finite number of tokens ({keeps}): is something divided by 0?")
+            tokens = "1 token" if protected == 1 else f"{protected:g} tokens"
+            holds, mend = ("it selects", "select more") if selected else ("its budget holds", "raise the budget")
+            where = f" in layer {int(self.layer[0])}" if room == 0 else ""
+            raise KvdslError(
+                f"{self._policy} protects {tokens} ({keeps}) but {holds} {room:g}{where}; {mend} or protect fewer"
             )
-            raise KvdslError(f"{self._policy} protects {protected:g} tokens ({keeps}) but {holds}; {mend} or protect fewer")
 
     def largest(self, *counts: Tensor | float) -> Tensor:
         """The largest of some counts, float64 [batch]; 0 of none."""

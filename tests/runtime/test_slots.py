@@ -82,6 +82,25 @@ def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
         prefilled("h2o", 30, **given)
 
 
+@pytest.mark.parametrize(
+    ("body", "given", "message"),
+    [
+        ("budget 4 * layer", {}, r"P protects 1 token \(keep last 1\) but its budget holds 0 in layer 0; raise"),
+        (
+            "budget 8\nkeep last 8 / a",
+            {"a": 0},
+            r"P protects no finite number of tokens \(keep last 8 / a\): is .* divided by 0",
+        ),
+    ],
+)
+def test_protecting_what_cannot_be(body: str, given: dict[str, float], message: str, tmp_path: Path) -> None:
+    file = tmp_path / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam a = 2\nscore sum(attn) / a\n{body}\n}}\n', encoding="utf-8")
+    state = SlotState(kvdsl.load(file).spec, given)
+    with pytest.raises(KvdslError, match=message):
+        TorchBackend().prefill(state, call(1, 30))
+
+
 # -- how many slots a statement takes ------------------------------------------------------------------------------------
 
 
