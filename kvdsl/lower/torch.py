@@ -27,6 +27,11 @@ class _TorchPrinter(Printer):
         """A literal."""
         return literal(value)
 
+    def of_dtype(self, value: float) -> str:
+        """A literal that has the dtype of values by itself, where no tensor stands beside it: float32."""
+        text = self.number(value)
+        return text if not text.lstrip("-").isdigit() else f"{text}.0"
+
     def as_number(self, condition: str) -> str:
         return f"({condition}).float()"
 
@@ -46,7 +51,8 @@ class _TorchPrinter(Printer):
             return f"~{self.truth(expr.args[0], ATOM)}", _UNARY
         if expr.function == "where":
             condition, yes, no = expr.args
-            return f"torch.where({self.truth(condition)}, {self.value(yes)}, {self.value(no)})", ATOM
+            chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
+            return f"torch.where({self.truth(condition)}, {chosen}, {self.value(no)})", ATOM
         if expr.function in ("min", "max"):
             return self._extreme(expr)
         return f"torch.{expr.function}({self.value(expr.args[0])})", ATOM
@@ -76,6 +82,9 @@ class NumberPrinter(_TorchPrinter):
             return self._param.format(spelled(expr.name))
         assert isinstance(expr, Input)
         return self.given[expr.name]
+
+    def of_dtype(self, value: float) -> str:
+        return f"torch.tensor({literal(value)}, dtype=torch.float64)"
 
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         raise AssertionError("a number reduces nothing")

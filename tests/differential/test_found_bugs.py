@@ -68,6 +68,12 @@ BODIES: dict[str, tuple[str, Case]] = {
         "param budget = 6\nscore sum(attn)\nkeep where live > 6\ntrigger overflow >= 2",
         Case("p", budget=6),
     ),
+    # torch.where of two literals was of integers, or of float32 where counts are float64
+    "a choice of two literals": (
+        "param budget = 6\nscore sum(attn) + std(where(k > 0, 1, 0) over dims)\n"
+        "keep last 10 * where(prompt > 4, 0.30000001, 0) - 2.0000001",
+        Case("p", budget=6),
+    ),
     # 0.7 * 10 - 5 is 2, but a fused multiply-add says 1.9999999999999996
     "a product in a count": (
         "param budget = 10\nparam share = 0.7\nscore position\nkeep top share * budget - 5 by age\nkeep last 0",
