@@ -41,7 +41,7 @@ SCORES = {
     "sum(attn) / (2 * sum(attn))": ("sum_attn / (2 * sum_attn)", "sum_attn[i] / (2.0f * sum_attn[i])"),
     "(sum(attn) > 1) + 1": ("(sum_attn > 1).float() + 1", "(sum_attn[i] > 1.0f ? 1.0f : 0.0f) + 1.0f"),
     "where(age > 3 and not (age < 1), 1, 0)": (
-        "torch.where((slots.age > 3) & (~(slots.age < 1)), 1, 0)",
+        "torch.where((slots.age > 3) & (~(slots.age < 1)), 1.0, 0)",
         "((static_cast<float>(head.age(i)) > 3.0f) & (!(static_cast<float>(head.age(i)) < 1.0f)) ? 1.0f : 0.0f)",
     ),
     "max(sum(attn), 0, count())": (
