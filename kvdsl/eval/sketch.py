@@ -17,10 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.eval.recording import Recording, record
 from kvdsl.loading import load
 from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
 
 Row = dict[str, Any]
 SELECTORS = Path(__file__).with_name("selectors")
@@ -62,41 +61,6 @@ def settings(
             every: Sequence[int | None] = [None] if name == "token_wise" else intervals
             made += [Setting(name, size, count, interval) for size in dims for interval in every]
     return made
-
-
-# -- queries and keys --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What one layer attends with: queries [rows, kv_heads, group, length, dim] and keys [rows, kv_heads, length, dim], float32."""
-
-    query: Tensor
-    key: Tensor
-
-
-class _Recorder(TorchBackend):
-    """Serves a forward, and notes it."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, Recording] = {}
-
-    def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `TorchBackend.prefill`."""
-        heads = call.key.shape[1]
-        self.found[state.layer] = Recording(call.query.float().unflatten(1, (heads, -1)), call.key.float())
-        return super().prefill(state, call)
-
-
-def record(model: Any, ids: Tensor) -> list[Recording]:
-    """The layers from the third on, of a text in one forward."""
-    full: Any = load("full")
-    full(model)  # prepares the model
-    recorder = _Recorder()
-    cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
-    with torch.inference_mode():
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [found for layer, found in sorted(recorder.found.items()) if layer >= FIRST_LAYER]
 
 
 # -- errors and differences --------------------------------------------------------------------------------------------
@@ -252,7 +216,7 @@ def evaluate(
     Raises:
         KvdslError: if keys have fewer dims than a setting asks for, or the model has no layer that selects.
     """
-    recordings = record(model, ids)
+    recordings = record(model, ids, FIRST_LAYER)
     if not recordings:
         raise KvdslError(f"the first {FIRST_LAYER} layers stay dense, and the model has no others")
     dim = recordings[0].key.shape[-1]

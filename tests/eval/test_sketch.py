@@ -14,8 +14,10 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.eval import sketch
 from kvdsl.eval.models import windows
-from kvdsl.eval.sketch import PAGE, Recording, Setting
+from kvdsl.eval.recording import Recording, record
+from kvdsl.eval.sketch import PAGE, Setting
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.slots import AttentionCall
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 
@@ -34,7 +36,8 @@ def deep(tokenizer: Any) -> Any:
 
 def layer(slots: int = 40, dim: int = 6) -> Recording:
     torch.manual_seed(1)
-    return Recording(torch.randn(2, 2, 3, slots, dim), torch.randn(2, 2, slots, dim))
+    query, key = torch.randn(2, 6, slots, dim), torch.randn(2, 2, slots, dim)
+    return Recording(AttentionCall(query, key, torch.zeros_like(key), None, dim**-0.5))
 
 
 # -- the figures, one by one -----------------------------------------------------------------------------------------------
@@ -106,7 +109,7 @@ def test_quest_chooses_pages() -> None:
 
 def test_what_is_recorded_is_what_attention_gets(deep: Any, tokenizer: Any) -> None:
     ids = windows(tokenizer, TEXT, 30, 2)
-    recordings = sketch.record(deep, ids)
+    recordings = record(deep, ids, first=2)
     cache: Any = kvdsl.load("full")(deep, backend="torch")
     deep(input_ids=ids, past_key_values=cache, use_cache=True)
     assert len(recordings) == 2
