@@ -8,9 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.bench import BACKENDS, refuse_triton
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.run import dtype_option, model_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
 if TYPE_CHECKING:
     from kvdsl.eval.caches import Policies

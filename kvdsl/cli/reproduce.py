@@ -9,9 +9,8 @@ from typing import Any
 
 import click
 
-from kvdsl.cli.bench import BACKENDS, refuse_triton
 from kvdsl.cli.common import FORMAT_VERSION, json_option
-from kvdsl.cli.run import dtype_option, model_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 from kvdsl.reproduce import PAPERS
 
 _LIST = "\n".join(f"  {name:<9}{line}" for name, line in PAPERS.items())
