@@ -8,9 +8,8 @@ from typing import Any
 
 import click
 
-from kvdsl.cli.bench import BACKENDS, refuse_triton
 from kvdsl.cli.common import json_option, print_json
-from kvdsl.cli.run import dtype_option, model_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
 text_option = click.option(
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),

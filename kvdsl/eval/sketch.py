@@ -17,7 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdsl.eval.recording import Recording, record
+from kvdsl.eval import recording
+from kvdsl.eval.recording import Recording
 from kvdsl.loading import load
 from kvdsl.runtime.errors import KvdslError
 
@@ -61,6 +62,11 @@ def settings(
             every: Sequence[int | None] = [None] if name == "token_wise" else intervals
             made += [Setting(name, size, count, interval) for size in dims for interval in every]
     return made
+
+
+def record(model: Any, ids: Tensor) -> list[Recording]:
+    """The layers that select, of texts of equal length, [rows, length], in one forward."""
+    return recording.record(model, ids, FIRST_LAYER)
 
 
 # -- errors and differences --------------------------------------------------------------------------------------------
@@ -216,7 +222,7 @@ def evaluate(
     Raises:
         KvdslError: if keys have fewer dims than a setting asks for, or the model has no layer that selects.
     """
-    recordings = record(model, ids, FIRST_LAYER)
+    recordings = record(model, ids)
     if not recordings:
         raise KvdslError(f"the first {FIRST_LAYER} layers stay dense, and the model has no others")
     dim = recordings[0].key.shape[-1]

@@ -14,7 +14,7 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.eval import sketch
 from kvdsl.eval.models import windows
-from kvdsl.eval.recording import Recording, record
+from kvdsl.eval.recording import Recording
 from kvdsl.eval.sketch import PAGE, Setting
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.slots import AttentionCall
@@ -109,7 +109,7 @@ def test_quest_chooses_pages() -> None:
 
 def test_what_is_recorded_is_what_attention_gets(deep: Any, tokenizer: Any) -> None:
     ids = windows(tokenizer, TEXT, 30, 2)
-    recordings = record(deep, ids, first=2)
+    recordings = sketch.record(deep, ids)
     cache: Any = kvdsl.load("full")(deep, backend="torch")
     deep(input_ids=ids, past_key_values=cache, use_cache=True)
     assert len(recordings) == 2
