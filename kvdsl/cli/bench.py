@@ -8,9 +8,8 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-
-BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
-"""What `--backend` takes."""
+from kvdsl.cli.generate import generate
+from kvdsl.cli.options import BACKENDS, refuse_triton
 
 
 @click.group()
@@ -20,6 +19,9 @@ def command() -> None:
     What is compared runs in turns in one process, on the same threads and the same bytes. Times are medians in milliseconds, in
     brackets the first and third quartile; ratios are taken within a round, and their median over the rounds is given.
     """
+
+
+command.add_command(generate)
 
 
 @command.command()
@@ -228,18 +230,6 @@ def _show_prompt(result: Mapping[str, Any]) -> None:
         table.add_row(label.format(**result), "" if time is None else f"{time:.0f}", spread, size)
     console.print(table, markup=False)
     console.print(f"{result['ratio']:.2f}x the time of SDPA", highlight=False)
-
-
-def refuse_triton(backend: str) -> None:
-    """Without a GPU, say that there is nothing for the triton backend to serve, before anything is loaded."""
-    if backend != "triton":
-        return
-    import torch
-
-    if not torch.cuda.is_available():
-        raise click.BadParameter(
-            "triton serves GPUs, and there is none here; use `auto`, `cpu` or `torch`", param_hint="--backend"
-        )
 
 
 _ROWS = (

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.bench import BACKENDS, refuse_triton
-from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.run import dtype_option, model_option
+from kvdsl.cli.common import set_option
+from kvdsl.cli.eval_attention import consistency, persistence
+from kvdsl.cli.measuring import Measured, model_and_text, names, show, tell, whole_numbers
 
 if TYPE_CHECKING:
     from kvdsl.eval.caches import Policies
@@ -20,15 +19,11 @@ _POLICIES = "full,window,streaming_llm,h2o,roco"
 
 def shared(command: Callable[..., None]) -> Callable[..., None]:
     """The options that all evaluations have."""
+    command = model_and_text(command)
     for option in reversed((
         click.option("--policies", default=_POLICIES, show_default=True, metavar="A,B", help="Shipped policies, or .kv files."),
         click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M", help="Budgets to run each with."),
-        set_option, model_option,
-        click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-                     help="A text file [default: the book that ships with kvdsl]."),
-        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies."),
-        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own]."),
-        dtype_option, json_option,
+        set_option,
     )):  # fmt: skip
         command = option(command)
     return command
@@ -39,33 +34,23 @@ def command() -> None:
     """Measure what a policy costs in quality: perplexity, fidelity to the full cache's text, recall."""
 
 
-class Setting:
-    """What every evaluation begins with."""
+class Setting(Measured):
+    """What an evaluation of policies begins with."""
 
-    def __init__(
-        self, policies: str, budgets: str, settings: Mapping[str, str], model: str | None, text: Path | None, backend: str,
-        threads: int | None, dtype: str | None,
-    ) -> None:  # fmt: skip
-        refuse_triton(backend)
-        import torch
-
+    def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
         from kvdsl.eval.caches import Policies, parse_budgets, parse_policies
-        from kvdsl.eval.models import load_model, read_text
 
         self.budgets = parse_budgets(budgets)
-        self.policies: Policies = Policies(parse_policies(policies), settings, backend)
-        if threads:
-            torch.set_num_threads(threads)
-        self.text = read_text(text)
-        self.model, self.tokenizer = load_model(model, dtype)
+        self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
+        super().__init__(**given)
         self.pairs = len(list(self.policies.pairs(self.budgets)))
 
     def finish(self, rows: Sequence[Mapping[str, Any]], as_json: bool, seed: int | None = None, **facts: Any) -> None:
         """Print the result."""
         if as_json:
-            print_json({**facts, "rows": list(rows)}, dtype=str(self.model.dtype).removeprefix("torch."), seed=seed)
+            self.print_json({**facts, "rows": list(rows)}, seed)
         else:
-            _show(rows)
+            show(rows)
 
 
 @command.command()
@@ -166,20 +151,11 @@ def retrieval(length: int, trials: int, pairs: int, chunk: int | None, seed: int
 )
 @click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--queries", type=click.IntRange(1), default=32, show_default=True, help="Queries whose masks are compared.")
-@model_option
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A text file [default: the book that ships with kvdsl].",
-)
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the random dims.")
-@dtype_option
-@json_option
+@model_and_text
 def sketch(
     selectors: str | None, dims: str, tokens: str, intervals: str, length: int, prompt_tokens: int, stretches: int, queries: int,
-    model: str | None, text: Path | None, backend: str, threads: int | None, seed: int, dtype: str | None, as_json: bool,
+    seed: int, as_json: bool, **given: Any,
 ) -> None:  # fmt: skip
     """How well a few dims tell which tokens matter (SparCas, equations 5 and 6, tables 2 to 4).
 
@@ -191,69 +167,30 @@ def sketch(
       kvdsl eval sketch
       kvdsl eval sketch --selectors abs_q --dims 16 --tokens 32,64,128 --intervals 1,16,64,256
     """
-    refuse_triton(backend)
-    import torch
-
-    from kvdsl.cli.progress import progress
-    from kvdsl.eval import sketch as sketching
-    from kvdsl.eval.models import check_length, load_model, read_text, windows
-
     if length <= prompt_tokens:
         raise click.BadParameter("a stretch must be longer than its prompt", param_hint="--length")
-    if threads:
-        torch.set_num_threads(threads)
-    names = [*sketching.BY_DIMS, sketching.QUEST] if selectors is None else [name.strip() for name in selectors.split(",")]
-    wanted = sketching.settings(names, _whole(dims), _whole(tokens), _whole(intervals))
-    loaded, tokenizer = load_model(model, dtype)
-    check_length(loaded, length)
-    ids = windows(tokenizer, read_text(text), length, stretches)
+    begun = Measured(**given)
+    from kvdsl.cli.progress import progress
+    from kvdsl.eval import sketch as sketching
+
+    chosen = [*sketching.BY_DIMS, sketching.QUEST] if selectors is None else names(selectors)
+    wanted = sketching.settings(chosen, whole_numbers(dims), whole_numbers(tokens), whole_numbers(intervals))
+    ids = begun.stretches(length, stretches)
     runs = 1 + sum(setting.selector != "token_wise" for setting in wanted)
     with progress("sketches", runs * sketching.steps(ids, prompt_tokens)) as tick:
-        full = sketching.full_perplexity(loaded, ids, prompt_tokens, backend, tick)
-        rows = sketching.evaluate(loaded, ids, prompt_tokens, wanted, queries=queries, backend=backend, seed=seed, tick=tick)
+        full = sketching.full_perplexity(begun.model, ids, prompt_tokens, begun.backend, tick)
+        rows = sketching.evaluate(
+            begun.model, ids, prompt_tokens, wanted, queries=queries, backend=begun.backend, seed=seed, tick=tick
+        )
     findings = sketching.findings(rows)
     if as_json:
         facts = {"length": length, "prompt_tokens": prompt_tokens, "stretches": stretches, "queries": queries}
-        print_json(
-            {**facts, "full_ppl": round(full, 4), "rows": rows, "findings": findings},
-            dtype=str(loaded.dtype).removeprefix("torch."), seed=seed,
-        )  # fmt: skip
+        begun.print_json({**facts, "full_ppl": round(full, 4), "rows": rows, "findings": findings}, seed)
         return
-    _show([{"selector": "full", "dims": None, "tokens": None, "interval": None, "mask_diff": 0.0, "construction_error": 0.0,
-            "ppl": round(full, 4)}, *rows])  # fmt: skip
-    for claim, found in findings.items():
-        if found["pairs"]:
-            click.echo(f"{'holds' if found['holds'] else 'does not hold'}: {claim} ({found['held']} of {found['pairs']})")
+    show([{"selector": "full", "dims": None, "tokens": None, "interval": None, "mask_diff": 0.0, "construction_error": 0.0,
+           "ppl": round(full, 4)}, *rows])  # fmt: skip
+    tell(findings, "pairs")
 
 
-def _whole(text: str) -> list[int]:
-    """Numbers of at least 1, separated by commas."""
-    try:
-        found = [int(part) for part in text.split(",")]
-    except ValueError:
-        found = [0]
-    if min(found) < 1:
-        raise click.BadParameter(f"`{text}` is no list of whole numbers above 0")
-    return found
-
-
-def _show(rows: Sequence[Mapping[str, Any]]) -> None:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD)
-    columns = [name for name in rows[0] if name != "depths"]
-    for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in ("policy", "task", "selector") else "right")
-    for row in rows:
-        table.add_row(*(_cell(row[name]) for name in columns))
-    Console(highlight=False).print(table)
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return "-"
-    if isinstance(value, list):
-        return " ".join(f"{one:.2f}" for one in value)
-    return f"{value:g}" if isinstance(value, float) else str(value)
+for _one in (consistency, persistence):
+    command.add_command(_one)

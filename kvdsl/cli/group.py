@@ -23,12 +23,10 @@ COMMANDS = {
     "run": "Generate text under a policy, next to the full cache.",
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",
+    "reproduce": "Measure a paper's tables and figures anew.",
     "doctor": "Say what works on this machine, and why the rest does not.",
 }
 """Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
-
-PLANNED = ("reproduce",)
-"""Commands that a later version will have."""
 
 
 class LazyGroup(click.Group):
@@ -60,8 +58,6 @@ class LazyGroup(click.Group):
 def _unknown(name: str) -> str:
     from kvdsl.diagnostics import did_you_mean, printable
 
-    if name in PLANNED:
-        return f"this version of kvdsl has no `{name}` yet"
     if name.endswith(".kv"):
         return f"`{printable(name)}` is a file, not a command; did you mean `kvdsl compile {printable(name)}`?"
     hint = did_you_mean(name, COMMANDS)

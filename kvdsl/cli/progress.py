@@ -22,3 +22,27 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task(text, total=total)
         yield lambda: bar.advance(task)
+
+
+@contextmanager
+def stages(text: str, total: int) -> Iterator[Callable[[str], None]]:
+    """A bar for `total` parts that take long: the caller names each before it begins."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    console = Console(stderr=True)
+    columns = (
+        BarColumn(),
+        TextColumn("{task.completed}/{task.total}"),
+        TimeElapsedColumn(),
+        TextColumn("{task.description}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task, begun = bar.add_task(text, total=total), 0
+
+        def begin(name: str) -> None:
+            nonlocal begun
+            bar.update(task, description=name, completed=begun)
+            begun += 1
+
+        yield begin

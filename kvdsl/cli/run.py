@@ -7,17 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.bench import BACKENDS, refuse_triton
 from kvdsl.cli.common import json_option, print_json, set_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
 if TYPE_CHECKING:
     from kvdsl.eval.generate import Generated
-
-model_option = click.option(
-    "--model", metavar="PATH_OR_ID",
-    help="A model's folder, or its id on the Hugging Face hub [default: the model that ships with kvdsl].",
-)  # fmt: skip
-dtype_option = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Run the model in this dtype.")
 
 
 @click.command()

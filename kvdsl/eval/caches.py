@@ -10,11 +10,22 @@ from kvdsl.runtime.errors import KvdslError
 
 
 class Policies:
-    """Cache classes by name, loaded once."""
+    """Cache classes by name, loaded once.
+
+    Args:
+        settings: defaults of params to change, in those policies that have them.
+
+    Raises:
+        DiagnosticError: if there is no such policy, or a param that is set is in none of them.
+    """
 
     def __init__(self, names: Sequence[str], settings: Mapping[str, str], backend: str = "auto") -> None:
         self.backend = backend
-        self.classes = {name: load(name, **settings) for name in names}
+        self.classes = {name: load(name) for name in names}
+        params = {name: self.classes[name].spec.params for name in names}
+        nobodys = {name: value for name, value in settings.items() if not any(name in own for own in params.values())}
+        for name, own in params.items() if settings else ():
+            self.classes[name] = load(name, **nobodys, **{key: value for key, value in settings.items() if key in own})
 
     def pairs(self, budgets: Sequence[float]) -> Iterator[tuple[str, float | None]]:
         """Every policy with every budget; one that has no budget comes once, with None."""

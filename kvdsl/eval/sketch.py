@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.eval import recording
+from kvdsl.eval.recording import Recording
 from kvdsl.loading import load
 from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
 
 Row = dict[str, Any]
 SELECTORS = Path(__file__).with_name("selectors")
@@ -64,39 +64,9 @@ def settings(
     return made
 
 
-# -- queries and keys --------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Recording:
-    """What one layer attends with: queries [rows, kv_heads, group, length, dim] and keys [rows, kv_heads, length, dim], float32."""
-
-    query: Tensor
-    key: Tensor
-
-
-class _Recorder(TorchBackend):
-    """Serves a forward, and notes it."""
-
-    def __init__(self) -> None:
-        self.found: dict[int, Recording] = {}
-
-    def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `TorchBackend.prefill`."""
-        heads = call.key.shape[1]
-        self.found[state.layer] = Recording(call.query.float().unflatten(1, (heads, -1)), call.key.float())
-        return super().prefill(state, call)
-
-
 def record(model: Any, ids: Tensor) -> list[Recording]:
-    """The layers from the third on, of a text in one forward."""
-    full: Any = load("full")
-    full(model)  # prepares the model
-    recorder = _Recorder()
-    cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
-    with torch.inference_mode():
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
-    return [found for layer, found in sorted(recorder.found.items()) if layer >= FIRST_LAYER]
+    """The layers that select, of texts of equal length, [rows, length], in one forward."""
+    return recording.record(model, ids, FIRST_LAYER)
 
 
 # -- errors and differences --------------------------------------------------------------------------------------------

@@ -19,6 +19,15 @@ def scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
     return logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
 
 
+def softmax(logit: Tensor, sinks: Tensor | None) -> Tensor:
+    """Over the slots, [batch, kv_heads, group, queries, slots]; learned sinks, [query_heads], join the denominator."""
+    if sinks is not None:
+        batch, heads, group, queries, _ = logit.shape
+        sink = sinks.float().view(1, heads, group, 1, 1).expand(batch, heads, group, queries, 1)
+        return torch.cat([logit, sink], -1).softmax(-1)[..., :-1]
+    return logit.softmax(-1)
+
+
 def turned_keys(state: SlotState, call: AttentionCall, kept: dict[str, Tensor]) -> Tensor:
     """The keys at the positions where attention sees them: under compact positions each at its rank among the live ones."""
     if not state.spec.compact or call.rope is None:

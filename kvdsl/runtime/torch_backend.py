@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime import eviction, replacing, selection
-from kvdsl.runtime.attention import scores, turned_keys, turned_queries
+from kvdsl.runtime.attention import scores, softmax, turned_keys, turned_queries
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
@@ -155,19 +155,10 @@ def _attend(state: SlotState, call: AttentionCall, row: View, key: Tensor, atten
     """
     assert row.query is not None
     logit = scores(call, turned_queries(state, call, row.query, row.live, row.newest), key)
-    prob = _softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
+    prob = softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
     prob = prob.masked_fill(~attended.unsqueeze(2), 0.0)  # even where a softmax is NaN, or padding sees nothing
     # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
     value = row.value.float().masked_fill(~attended.any(2)[..., None], 0.0)
     if state.spec.reads_attention:
         row.attn, row.logit = row.over_group(prob), row.over_group(logit)
     return torch.einsum("bhgqs,bhsd->bqhgd", prob, value).flatten(2, 3).to(call.query.dtype)
-
-
-def _softmax(logit: Tensor, sinks: Tensor | None) -> Tensor:
-    """Softmax over the slots, [batch, kv_heads, group, queries, slots]."""
-    if sinks is not None:
-        batch, heads, group, queries, _ = logit.shape
-        sink = sinks.float().view(1, heads, group, 1, 1).expand(batch, heads, group, queries, 1)
-        return torch.cat([logit, sink], -1).softmax(-1)[..., :-1]
-    return logit.softmax(-1)

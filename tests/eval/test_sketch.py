@@ -14,8 +14,10 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.eval import sketch
 from kvdsl.eval.models import windows
-from kvdsl.eval.sketch import PAGE, Recording, Setting
+from kvdsl.eval.recording import Recording
+from kvdsl.eval.sketch import PAGE, Setting
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.slots import AttentionCall
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 
@@ -34,7 +36,8 @@ def deep(tokenizer: Any) -> Any:
 
 def layer(slots: int = 40, dim: int = 6) -> Recording:
     torch.manual_seed(1)
-    return Recording(torch.randn(2, 2, 3, slots, dim), torch.randn(2, 2, slots, dim))
+    query, key = torch.randn(2, 6, slots, dim), torch.randn(2, 2, slots, dim)
+    return Recording(AttentionCall(query, key, torch.zeros_like(key), None, dim**-0.5))
 
 
 # -- the figures, one by one -----------------------------------------------------------------------------------------------

@@ -1,0 +1,82 @@
+"""What a model's layers attend with under the full cache: queries, keys, values, and the attention that follows from them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.loading import load
+from kvdsl.runtime.attention import scores, softmax
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.torch_backend import TorchBackend
+
+
+@dataclass(frozen=True)
+class Recording:
+    """One layer of a whole text: what its attention was called with, in float32."""
+
+    call: AttentionCall
+
+    @property
+    def query(self) -> Tensor:
+        """[rows, kv_heads, group, length, dim], rotated."""
+        return self.call.query.unflatten(1, (self.key.shape[1], -1))
+
+    @property
+    def key(self) -> Tensor:
+        """[rows, kv_heads, length, dim], rotated."""
+        return self.call.key
+
+    @property
+    def value(self) -> Tensor:
+        """[rows, kv_heads, length, dim]."""
+        return self.call.value
+
+    @property
+    def length(self) -> int:
+        """Tokens of the text."""
+        return int(self.key.shape[2])
+
+    def rows(self) -> Iterator[Recording]:
+        """One row at a time, each as a recording of its own."""
+        for query, key, value in zip(*(x.split(1) for x in (self.call.query, self.key, self.value)), strict=True):
+            yield Recording(replace(self.call, query=query, key=key, value=value))
+
+    def attention(self, first: int, end: int) -> Tensor:
+        """What the queries `first` to `end - 1` give the tokens before `end`, the mean over a group as in the language's `attn`.
+
+        Returns:
+            [rows, kv_heads, queries, end]; 0 where a query does not see the token.
+        """
+        logit = scores(self.call, self.query[..., first:end, :], self.key[..., :end, :])
+        behind = torch.arange(first, end, device=logit.device)[:, None] - torch.arange(end, device=logit.device)
+        window = end if self.call.window is None else self.call.window
+        return softmax(logit.masked_fill((behind < 0) | (behind >= window), -torch.inf), self.call.sinks).mean(2)
+
+
+class _Recorder(TorchBackend):
+    """Serves a forward, and notes it."""
+
+    def __init__(self) -> None:
+        self.found: dict[int, Recording] = {}
+
+    def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
+        """See `TorchBackend.prefill`."""
+        query, key, value = (x.float() for x in (call.query, call.key, call.value))
+        self.found[state.layer] = Recording(replace(call, query=query, key=key, value=value))
+        return super().prefill(state, call)
+
+
+def record(model: Any, ids: Tensor, first: int = 0) -> list[Recording]:
+    """The layers from `first` on that a policy would manage, of texts of equal length, [rows, length], in one forward."""
+    full: Any = load("full")
+    full(model, backend="torch")  # prepares the model
+    recorder = _Recorder()
+    cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
+    with torch.inference_mode():
+        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    return [found for layer, found in sorted(recorder.found.items()) if layer >= first]

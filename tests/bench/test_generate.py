@@ -1,0 +1,144 @@
+"""Whole models in turns: what is generated, what is counted, and the shapes with random weights."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+import torch
+from transformers import DynamicCache
+
+from kvdsl.bench import generate, measure
+from kvdsl.bench.generate import NATIVE, Text, Times, bench_generate, contenders
+from kvdsl.bench.shapes import SHAPES, parse_shape, shaped_model
+from kvdsl.cli import main
+from kvdsl.eval.caches import Policies
+from kvdsl.eval.generate import greedy
+from kvdsl.runtime.errors import KvdslError
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return shaped_model("tiny:2")
+
+
+@pytest.fixture(scope="module")
+def ids() -> torch.Tensor:
+    return torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(1))
+
+
+def test_what_is_timed_is_greedy_generation(model: Any, ids: torch.Tensor) -> None:
+    with torch.inference_mode():
+        text = Text(model, DynamicCache(config=model.config))
+        assert text.read(ids) > 0
+        found = [text.newest]
+        for _ in range(5):
+            text.go_on()
+            found.append(text.newest)
+    assert torch.equal(torch.cat(found, 1), greedy(model, ids, 6, DynamicCache(config=model.config)))
+
+
+def test_rows(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "peak_bytes", lambda run: [run(), 7][1])
+    wanted = contenders([NATIVE, "h2o", "full"], {"recent": "4"}, [8, 16], model, "torch")
+    ticks: list[int] = []
+    rows = bench_generate(model, ids, 6, wanted, repeats=2, warmup=1, tick=lambda: ticks.append(1))
+    assert [(row["policy"], row["budget"]) for row in rows] == [(NATIVE, None), ("h2o", 8), ("h2o", 16), ("full", None)]
+    assert len(ticks) == generate.steps(wanted, 2, 1)
+    kept = 2 * 2 * 2 * 2 * 16 * 4  # keys and values, layers, rows, KV heads, head size, float32
+    for row in rows:
+        assert (row["batch"], row["prompt_tokens"], row["new_tokens"], row["peak_bytes"]) == (2, 40, 6, 7)
+        assert 0 < row["tpot_ms_q1"] <= row["tpot_ms"] <= row["tpot_ms_q3"] and row["ttft_ms"] > 0
+        assert row["tokens_per_s"] == pytest.approx(2e3 / row["tpot_ms"], rel=1e-3)
+        assert row["full_cache_bytes"] == kept * 45  # the last token is never fed
+    assert rows[0]["vs_first"] == 1 and rows[0]["cache_bytes"] == kept * 45
+    assert rows[1]["cache_bytes"] < rows[2]["cache_bytes"] < rows[0]["cache_bytes"]
+
+
+def test_ratios_are_taken_token_by_token() -> None:
+    found = generate.figures(Times([9.0], [4.0, 1.0, 10.0], 3, 2, 1), Times([9.0], [8.0, 1.0, 1.0]), batch=4)
+    assert (found["ttft_ms"], found["tpot_ms"], found["tokens_per_s"], found["vs_first"]) == (9, 4, 1000, 1)
+    assert (found["peak_bytes"], found["cache_bytes"], found["full_cache_bytes"]) == (3, 2, 1)
+
+
+def test_contenders_take_turns_token_by_token(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[tuple[int, int]] = []
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    read = Text.read
+
+    def noting(self: Text, tokens: torch.Tensor) -> float:
+        order.append((caches.index(self.cache), tokens.shape[1]))
+        return read(self, tokens)
+
+    monkeypatch.setattr(Text, "read", noting)
+    wanted = [generate.Contender(str(index), None, lambda cache=cache: cache) for index, cache in enumerate(caches)]
+    with torch.inference_mode():
+        generate._round(model, ids, 4, wanted, [Times(), Times()], turn=1)
+    assert order == [(1, 40), (0, 40), (0, 1), (1, 1), (1, 1), (0, 1), (0, 1), (1, 1)]
+
+
+def test_a_setting_goes_to_the_policies_that_have_it() -> None:
+    made = Policies(["full", "h2o", "sparcas"], {"tokens": "32"})
+    assert [cache.spec.stem for cache in made.classes.values()] == ["full", "h2o", "sparcas"]
+    with pytest.raises(Exception, match="has no param `tokns`"):
+        Policies(["full", "h2o"], {"tokns": "32"})
+
+
+def test_shapes() -> None:
+    assert parse_shape("llama-2-7b:2") == ("llama-2-7b", 2) and parse_shape("llama-2-13b") == ("llama-2-13b", 40)
+    for wrong in ("llama-2", "tiny:", "tiny:0", "tiny:5", "tiny:two"):
+        with pytest.raises(KvdslError, match=r"shape|layers"):
+            parse_shape(wrong)
+    for name, shape in SHAPES.items():
+        assert shape["hidden_size"] % shape["num_attention_heads"] == 0, name
+
+
+def test_random_weights_are_those_of_the_seed(model: Any) -> None:
+    def weights(made: Any) -> torch.Tensor:
+        return made.model.layers[1].self_attn.k_proj.weight
+
+    assert model.config.num_hidden_layers == 2 and weights(model).shape == (32, 64)
+    assert torch.equal(weights(model), weights(shaped_model("tiny:2")))
+    assert not torch.equal(weights(model), weights(shaped_model("tiny:2", seed=1)))
+    assert weights(shaped_model("tiny:2", "bf16")).dtype == torch.bfloat16
+
+
+COMMAND = ("bench", "generate", "--shape", "tiny:2", "--prompt-tokens", "24", "--new-tokens", "3", "--repeats", "1")
+
+
+def test_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = (*COMMAND, "--policies", "transformers,h2o", "--set", "budget=8", "--batch", "2", "--backend", "torch")
+    assert main([*words, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "float32"
+    keys = {
+        "policy",
+        "budget",
+        "ttft_ms",
+        "ttft_ms_q1",
+        "tpot_ms",
+        "tpot_ms_q3",
+        "tokens_per_s",
+        "peak_bytes",
+        "cache_bytes",
+    }
+    assert all(keys <= set(row) for row in found["rows"]) and found["rows"][1]["budget"] == 8
+    assert main(list(words)) == 0
+    shown = capsys.readouterr().out
+    assert "tiny:2 in float32" in shown and "transformers" in shown
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--shape", "tiny", "--model", "x"), "--model or --shape"),
+        (("--shape", "huge"), "there is no shape `huge`"),
+        (("--shape", "tiny", "--text", __file__), "random tokens"),
+        (("--shape", "tiny", "--prompt-tokens", "5000"), "more than the 4096"),
+        (("--shape", "tiny", "--policies", ","), "no policy is named"),
+    ],
+)
+def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:
+    assert main(["bench", "generate", *words]) == 2
+    assert told in capsys.readouterr().err
