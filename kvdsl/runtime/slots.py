@@ -79,6 +79,7 @@ class SlotState:
         window: how many tokens a query of this layer sees, or None.
         together: the layers that agree on their victims, or None where this one decides by itself.
         workspace: what a backend works in from token to token, or None; nothing of it is part of the cache.
+        filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
     """
 
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
@@ -131,7 +132,7 @@ class SlotState:
         self.window: int | None = None
         self.ring_sizes: tuple[int, ...] = ()
         self.workspace: object = None
-        self._filled = 0
+        self.filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)
         if self.together is not None:
@@ -205,7 +206,7 @@ class SlotState:
             kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
         """
         position = kept["position"]
-        self._filled = int((position >= 0).sum(-1).max())
+        self.filled = int((position >= 0).sum(-1).max())
         numbers = self._after_prompt(numbers)
         self.grows, slots = self._capacity(numbers)
         self._allocate(kept, text_order(position)[..., :slots], slots)
@@ -231,24 +232,24 @@ class SlotState:
         """
         named = self.named(numbers)
         if not self.evicts:
-            return True, _grown(self._filled + 1)
+            return True, _grown(self.filled + 1)
         capacity, trigger, slack = named["capacity"], named.get("trigger"), named.get("slack")
         if self.spec.hard_cap:
             most = capacity if slack is None else capacity + slack
-            return False, max(_whole(float(most.max())), self._filled)
+            return False, max(_whole(float(most.max())), self.filled)
         if trigger is not None and bool((trigger == 0).any()):
-            return True, _grown(self._filled + 1)
+            return True, _grown(self.filled + 1)
         largest = {name: float(value.max()) for name, value in named.items()}
         slack_needed = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
         most_while_attending = largest["capacity"] + max(largest.get("trigger", 1.0), slack_needed + 1)
-        return False, max(_whole(most_while_attending), self._filled + 1)
+        return False, max(_whole(most_while_attending), self.filled + 1)
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
-        self._filled += tokens
-        if self.grows and self._filled > self.slots:
+        self.filled += tokens
+        if self.grows and self.filled > self.slots:
             kept = {name: getattr(self, name) for name in SLOT_DIM}
-            self._allocate(kept, None, _grown(self._filled))
+            self._allocate(kept, None, _grown(self.filled))
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
         """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
