@@ -85,6 +85,9 @@ class SlotState:
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
     """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""
 
+    PLAIN: tuple[str, ...] = tuple(SLOT_DIM)
+    """Those with slots that are one tensor, slot after slot."""
+
     keys: Tensor
     values: Tensor
     position: Tensor
@@ -209,8 +212,8 @@ class SlotState:
         self.filled = int((position >= 0).sum(-1).max())
         numbers = self._after_prompt(numbers)
         self.grows, slots = self._capacity(numbers)
-        self._allocate(kept, text_order(position)[..., :slots], slots)
         self.seen, self.numbers = seen.clone(), numbers
+        self._allocate(kept, text_order(position)[..., :slots], slots)
         if self.spec.sketches:
             self.prompt = seen.clone()
         self.allocated = True
@@ -248,13 +251,13 @@ class SlotState:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
         self.filled += tokens
         if self.grows and self.filled > self.slots:
-            kept = {name: getattr(self, name) for name in SLOT_DIM}
+            kept = {name: getattr(self, name) for name in self.PLAIN}
             self._allocate(kept, None, _grown(self.filled))
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
         """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
-        for name, dim in SLOT_DIM.items():
-            old = kept[name]
+        for name in self.PLAIN:
+            old, dim = kept[name], SLOT_DIM[name]
             new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
             first = old if order is None else taken(name, old, order)
             new.narrow(dim, 0, first.shape[dim]).copy_(first)
@@ -265,10 +268,10 @@ class SlotState:
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
-        batch, heads, _, dim = self.keys.shape
         if self.spec.sketches:
-            self.sketch_keys = self.keys.new_empty(batch, heads, 0, 0, 0)
+            self.sketch_keys = self.keys.new_empty(*self.keys.shape[:2], 0, 0, 0)
         if "page" in self.spec.numbers:
+            batch, heads, _, dim = self.keys.shape
             self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
 
     @property
@@ -285,6 +288,34 @@ class SlotState:
         """What the tensors occupy."""
         return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are stored in."""
+        return self.keys.dtype
+
+    # -- what is in the slots ------------------------------------------------------------------------------------------
+
+    def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
+        """Write one new token per KV head into its slot, over what is there; a padding token leaves everything as it was.
+
+        Args:
+            slot: int64 [batch, kv_heads, 1].
+            key, value: [batch, kv_heads, 1, dim].
+            real: bool [batch, 1].
+        """
+        keep_old = ~real[:, None, :, None]
+        for tensor, new in ((self.keys, key), (self.values, value)):
+            at = slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
+            tensor.scatter_(2, at, torch.where(keep_old, tensor.gather(2, at), new))
+
+    def write_all(self, keys: Tensor, values: Tensor) -> None:
+        """Write the first slots, [batch, kv_heads, any, dim], as they once were; positions are so already."""
+        self.keys[:, :, : keys.shape[2]] = keys
+        self.values[:, :, : values.shape[2]] = values
+
+    def settled(self) -> None:
+        """A token has been served, and the slots of what left are free."""
+
     def free(self, leaving: Tensor) -> None:
         """Make the tokens in these slots leave: bool [batch, kv_heads, slots], live slots only."""
         if self.spec.compact:
@@ -293,8 +324,8 @@ class SlotState:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def batch_dim(self, name: str) -> int:
-        """The batch's dimension in the named tensor."""
+    def batch_dim(self, name: str) -> int | None:
+        """The batch's dimension in the named tensor, None where it has none."""
         return 1 if name == "columns" else 0
 
     def select_rows(self, rows: Tensor) -> None:
@@ -302,8 +333,10 @@ class SlotState:
         if not self.allocated:
             return
         for name in self.TENSORS:
-            tensor: Tensor = getattr(self, name)
-            chosen = tensor.index_select(self.batch_dim(name), rows.to(tensor.device))
+            tensor, dim = getattr(self, name), self.batch_dim(name)
+            if dim is None:
+                continue
+            chosen = tensor.index_select(dim, rows.to(tensor.device))
             if chosen.shape == tensor.shape:
                 tensor.copy_(chosen)
             else:

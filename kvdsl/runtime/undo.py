@@ -30,7 +30,7 @@ class Step:
 
     Attributes:
         whole: by name what `WHOLE` names, and the columns of one number a slot.
-        slot: int64 [batch, kv_heads, 1], where the token goes; None if only the step itself can tell.
+        slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
         keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
         rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
         filled: `SlotState.filled`.
@@ -50,7 +50,8 @@ class Step:
         """Note what the state's next token may overwrite."""
         whole = {name: getattr(state, name).clone() for name in WHOLE if name in state.TENSORS}
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
-        slot = None if state.spec.hard_cap else (state.position == FREE).int().argmax(-1, keepdim=True)
+        unknown = state.spec.hard_cap or "block" in state.spec.numbers
+        slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
         keys, values = (x.clone() if slot is None else x.gather(2, _at(slot, x)) for x in (state.keys, state.values))
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
         return cls(whole, slot, keys, values, rings, state.filled, state.decoding)
@@ -58,17 +59,17 @@ class Step:
     def undo(self, state: SlotState) -> None:
         """Put it back, in place; the slots may have grown since."""
         slots = self.whole["position"].shape[-1]
-        for tensor, old in ((state.keys, self.keys), (state.values, self.values)):
-            if self.slot is None:
-                tensor[:, :, :slots] = old
-            else:
-                tensor.scatter_(2, _at(self.slot, tensor), old)
         state.position.fill_(FREE)
         if state.spec.compact:
             state.rank.fill_(FREE)
         for name, old in self.whole.items():
             tensor = state.columns[: len(old)] if name == "columns" else getattr(state, name)
             (tensor[..., :slots] if name in ("columns", "position", "rank") else tensor).copy_(old)
+        if self.slot is None:
+            state.write_all(self.keys, self.values)
+        else:
+            for tensor, old in ((state.keys, self.keys), (state.values, self.values)):
+                tensor.scatter_(2, _at(self.slot, tensor), old)
         for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
             ring[place, rows, :, :slots] = old
         state.filled, state.decoding = self.filled, self.decoding

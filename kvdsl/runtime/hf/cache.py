@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
 from kvdsl.runtime.hf import binding, speculation
@@ -77,7 +78,7 @@ class KVCache(Cache):
         rope = ropes(model) if spec.compact else {}
         together = Together() if spec.victims == "layers" else None
         for index, window in binding.managed_windows(model).items():
-            state = SlotState(spec, given, layer=index, layers=len(layers), seed=seed)
+            state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
             if together is not None:
                 together.join(state)
             layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))

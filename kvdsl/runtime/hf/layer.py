@@ -168,9 +168,9 @@ class SlotLayer(CacheLayerMixin):
             raise KvdslError(
                 f"the cache holds {self.batch_size} rows, but {key.shape[0]} came in: call `cache.reset()` before another batch"
             )
-        if self.state.allocated and (key.device != self.state.keys.device):
+        if self.state.allocated and (key.device != self.state.position.device):
             raise KvdslError(
-                f"the cache lies on {self.state.keys.device}, but the model now runs on {key.device}: call `cache.reset()`"
+                f"the cache lies on {self.state.position.device}, but the model now runs on {key.device}: call `cache.reset()`"
             )
 
     def attend(
@@ -201,7 +201,7 @@ class SlotLayer(CacheLayerMixin):
         with _no_gradients():
             self._check_text(positions, real, query.shape[2])
             # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
-            stored = self.state.keys.dtype if self.state.allocated else value.dtype
+            stored = self.state.dtype if self.state.allocated else value.dtype
             call = AttentionCall(
                 query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks, self.rope
             )
