@@ -255,6 +255,8 @@ def _numbers(policy: Policy) -> tuple[tuple[str, str], ...]:
         wanted.append(("sketch_every", _at_least_one(policy.sketch.every)))
     if policy.prefill_block:
         wanted.append(("prefill_block", _at_least_one(policy.prefill_block)))
+    if policy.storage == "blocks" and policy.block:
+        wanted.append(("block", _at_least_one(policy.block)))
     wanted += ((size_of(column.name), _at_least_one(column.size)) for column in policy.columns if column.size is not None)
     return tuple(wanted)
 

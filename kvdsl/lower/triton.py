@@ -243,6 +243,7 @@ def _refuse_statements(policy: Policy) -> None:
         f"`victims shared by {policy.victims}`": policy.victims != "own",
         "`cap hard`": policy.cap == "hard",
         "`positions compact`": policy.positions == "compact",
+        "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]
     if found:

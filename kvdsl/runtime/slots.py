@@ -79,10 +79,14 @@ class SlotState:
         window: how many tokens a query of this layer sees, or None.
         together: the layers that agree on their victims, or None where this one decides by itself.
         workspace: what a backend works in from token to token, or None; nothing of it is part of the cache.
+        filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
     """
 
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
     """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""
+
+    PLAIN: tuple[str, ...] = tuple(SLOT_DIM)
+    """Those with slots that are one tensor, slot after slot."""
 
     keys: Tensor
     values: Tensor
@@ -131,7 +135,7 @@ class SlotState:
         self.window: int | None = None
         self.ring_sizes: tuple[int, ...] = ()
         self.workspace: object = None
-        self._filled = 0
+        self.filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)
         if self.together is not None:
@@ -205,11 +209,11 @@ class SlotState:
             kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
         """
         position = kept["position"]
-        self._filled = int((position >= 0).sum(-1).max())
+        self.filled = int((position >= 0).sum(-1).max())
         numbers = self._after_prompt(numbers)
         self.grows, slots = self._capacity(numbers)
-        self._allocate(kept, text_order(position)[..., :slots], slots)
         self.seen, self.numbers = seen.clone(), numbers
+        self._allocate(kept, text_order(position)[..., :slots], slots)
         if self.spec.sketches:
             self.prompt = seen.clone()
         self.allocated = True
@@ -231,29 +235,29 @@ class SlotState:
         """
         named = self.named(numbers)
         if not self.evicts:
-            return True, _grown(self._filled + 1)
+            return True, _grown(self.filled + 1)
         capacity, trigger, slack = named["capacity"], named.get("trigger"), named.get("slack")
         if self.spec.hard_cap:
             most = capacity if slack is None else capacity + slack
-            return False, max(_whole(float(most.max())), self._filled)
+            return False, max(_whole(float(most.max())), self.filled)
         if trigger is not None and bool((trigger == 0).any()):
-            return True, _grown(self._filled + 1)
+            return True, _grown(self.filled + 1)
         largest = {name: float(value.max()) for name, value in named.items()}
         slack_needed = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
         most_while_attending = largest["capacity"] + max(largest.get("trigger", 1.0), slack_needed + 1)
-        return False, max(_whole(most_while_attending), self._filled + 1)
+        return False, max(_whole(most_while_attending), self.filled + 1)
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
-        self._filled += tokens
-        if self.grows and self._filled > self.slots:
-            kept = {name: getattr(self, name) for name in SLOT_DIM}
-            self._allocate(kept, None, _grown(self._filled))
+        self.filled += tokens
+        if self.grows and self.filled > self.slots:
+            kept = {name: getattr(self, name) for name in self.PLAIN}
+            self._allocate(kept, None, _grown(self.filled))
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
         """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
-        for name, dim in SLOT_DIM.items():
-            old = kept[name]
+        for name in self.PLAIN:
+            old, dim = kept[name], SLOT_DIM[name]
             new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
             first = old if order is None else taken(name, old, order)
             new.narrow(dim, 0, first.shape[dim]).copy_(first)
@@ -264,10 +268,10 @@ class SlotState:
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
-        batch, heads, _, dim = self.keys.shape
         if self.spec.sketches:
-            self.sketch_keys = self.keys.new_empty(batch, heads, 0, 0, 0)
+            self.sketch_keys = self.keys.new_empty(*self.keys.shape[:2], 0, 0, 0)
         if "page" in self.spec.numbers:
+            batch, heads, _, dim = self.keys.shape
             self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
 
     @property
@@ -284,6 +288,34 @@ class SlotState:
         """What the tensors occupy."""
         return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are stored in."""
+        return self.keys.dtype
+
+    # -- what is in the slots ------------------------------------------------------------------------------------------
+
+    def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
+        """Write one new token per KV head into its slot, over what is there; a padding token leaves everything as it was.
+
+        Args:
+            slot: int64 [batch, kv_heads, 1].
+            key, value: [batch, kv_heads, 1, dim].
+            real: bool [batch, 1].
+        """
+        keep_old = ~real[:, None, :, None]
+        for tensor, new in ((self.keys, key), (self.values, value)):
+            at = slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
+            tensor.scatter_(2, at, torch.where(keep_old, tensor.gather(2, at), new))
+
+    def write_all(self, keys: Tensor, values: Tensor) -> None:
+        """Write the first slots, [batch, kv_heads, any, dim], as they once were; positions are so already."""
+        self.keys[:, :, : keys.shape[2]] = keys
+        self.values[:, :, : values.shape[2]] = values
+
+    def settled(self) -> None:
+        """A token has been served, and the slots of what left are free."""
+
     def free(self, leaving: Tensor) -> None:
         """Make the tokens in these slots leave: bool [batch, kv_heads, slots], live slots only."""
         if self.spec.compact:
@@ -292,8 +324,8 @@ class SlotState:
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def batch_dim(self, name: str) -> int:
-        """The batch's dimension in the named tensor."""
+    def batch_dim(self, name: str) -> int | None:
+        """The batch's dimension in the named tensor, None where it has none."""
         return 1 if name == "columns" else 0
 
     def select_rows(self, rows: Tensor) -> None:
@@ -301,8 +333,10 @@ class SlotState:
         if not self.allocated:
             return
         for name in self.TENSORS:
-            tensor: Tensor = getattr(self, name)
-            chosen = tensor.index_select(self.batch_dim(name), rows.to(tensor.device))
+            tensor, dim = getattr(self, name), self.batch_dim(name)
+            if dim is None:
+                continue
+            chosen = tensor.index_select(dim, rows.to(tensor.device))
             if chosen.shape == tensor.shape:
                 tensor.copy_(chosen)
             else:

@@ -28,7 +28,8 @@ class PolicySpec:
             knows some by name. A policy that evicts has `capacity`, the tokens kept per KV head after a settle (inf in a layer
             that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
             lose to the others) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `page`,
-            `sketch_dims` and `sketch_every`; every ring has `size_<its name>`. Counts are whole; sizes are at least 1.
+            `sketch_dims` and `sketch_every`; one whose slots lie in blocks `block`, their size; every ring `size_<its name>`.
+            Counts are whole; sizes are at least 1.
         resolve: from what the user gave to `numbers` by name, float64 [batch] each.
         columns: names of the state columns of one number a slot.
         column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema` or `token`.

@@ -106,7 +106,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     out = _attend(state, call, row, turned_keys(state, call, held.kept), attended)
     if state.spec.reads_attention:
         state.spec.torch_kernels.observe(row, Columns(row))
-    eviction.settle(held)
+    eviction.settle(held, then=state.settled)
     return out.masked_fill(~real[:, :, None, None], 0)
 
 
@@ -117,10 +117,7 @@ def _free_slot(state: SlotState) -> Tensor:
 
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> None:
     """Write the new token into its slot; a padding token leaves everything as it was."""
-    keep_old = ~real[:, None, :, None]
-    for tensor, new in ((state.keys, call.key), (state.values, call.value)):
-        at = slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
-        tensor.scatter_(2, at, torch.where(keep_old, tensor.gather(2, at), new))
+    state.write(slot, call.key, call.value, real)
     if state.spec.compact:
         last = (state.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
         state.rank.scatter_(2, slot, torch.where(real[:, None], last, state.rank.gather(2, slot)))

@@ -177,7 +177,7 @@ def test_all_that_there_is_equals_dense_attention(spec) -> None:
         setattr(other, name, getattr(twins.states[0], name).clone())
     other.numbers = other.numbers[:, :0]
     other.allocated = other.grows = other.decoding = True
-    other._filled = twins.states[0]._filled
+    other.filled = twins.states[0].filled
     for _ in range(3):
         call = twins.call(1)
         assert torch.equal(twins.backends[0].decode(twins.states[0], call), dense.decode(other, call))

@@ -254,20 +254,6 @@ def test_interrupted_forward() -> None:
     model(zoo.prompt(1, 5), past_key_values=cache)
 
 
-def test_what_takes_tokens_back() -> None:
-    model, cache = used()
-    cache.crop(0)
-    with pytest.raises(KvdslError, match="evicts") as error:
-        cache.crop(-1)
-    said(error)
-    ids = zoo.plain(zoo.prompt(1, 5).repeat(1, 4))  # something to look up
-    with pytest.raises(KvdslError, match=r"lookup|evicts"):  # 4.57 wants an end-of-text token here
-        options = {"max_new_tokens": 8, "prompt_lookup_num_tokens": 3, "eos_token_id": 2}
-        model.generate(**ids, **options, past_key_values=cache_for(model))
-    with pytest.raises(KvdslError, match="assist"):
-        model.generate(**ids, max_new_tokens=8, assistant_model=zoo.untouched("llama"), past_key_values=cache_for(model))
-
-
 def test_dropout() -> None:
     model = zoo.make("Llama", attention_dropout=0.3)
     cache = cache_for(model)

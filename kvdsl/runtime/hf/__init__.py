@@ -6,6 +6,7 @@
 - `binding`: which models can be served; giving and taking back their attention.
 - `probe`: the self-test that a model's attention is really reached.
 - `rope`: how the model's layers rotate keys, for compact positions.
+- `speculation`: taking tokens back, and forwards of which some tokens are guesses.
 - `tensor_parallel`: which KV heads a process has.
 - `cache`: KVCache, the base of every generated cache class.
 """

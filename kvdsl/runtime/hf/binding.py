@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.hf.attention import PREFIX, register
+from kvdsl.runtime.hf.speculation import stop_listening
 from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config
 
 _OWN = "_kvdsl_own_attention"
@@ -94,6 +95,7 @@ def _set_attention(part: PreTrainedModel, name: str) -> None:
 
 def release(model: Any) -> None:
     """Give the model its own attention back; caches that were made for it can no longer be used."""
+    stop_listening(unwrap(model))
     part = text_model(unwrap(model))
     name = part.config._attn_implementation
     if name.startswith(PREFIX):

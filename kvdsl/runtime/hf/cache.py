@@ -14,13 +14,14 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
-from kvdsl.runtime.hf import binding
+from kvdsl.runtime.hf import binding, speculation
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, Turn, check_dtype
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
-from kvdsl.runtime.hf.versions import native_layers, text_config
+from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
 
@@ -77,7 +78,7 @@ class KVCache(Cache):
         rope = ropes(model) if spec.compact else {}
         together = Together() if spec.victims == "layers" else None
         for index, window in binding.managed_windows(model).items():
-            state = SlotState(spec, given, layer=index, layers=len(layers), seed=seed)
+            state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
             if together is not None:
                 together.join(state)
             layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))
@@ -172,23 +173,47 @@ class KVCache(Cache):
             )
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Nothing, where nothing is to be removed.
+        """Take the last tokens back: what they made leave returns, and the cache is to the bit what it was before them.
+
+        Args:
+            tokens_to_remove: minus the number of tokens; or, positive, the length that is to be left.
 
         Raises:
-            KvdslError: for anything else.
+            KvdslError: if they belong to the prompt, or were not noted (see `activate_past_recording`); nothing is changed.
         """
-        self.layers[self.managed[0]].crop(tokens_to_remove)
+        removed = self.layers[self.managed[0]].to_remove(tokens_to_remove)
+        native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+        for layer in native:
+            roll_back(layer, removed)
+        for index in self.managed:
+            self.layers[index].crop(-removed)
+            if any(sliding_window(layer) is not None for layer in native):  # these can go back no further now
+                self.layers[index].forget_steps()
 
-    def activate_past_recording(self) -> None:
-        """Refuse: what evicted tokens held is gone.
+    def activate_past_recording(self, steps: int = speculation.STEPS) -> None:
+        """From now on, note what every step overwrites, so that `crop` can take back the last ones; until `reset()`.
+
+        Generation of transformers 5.16 and later calls this for assisted decoding and prompt lookup; with earlier releases, call
+        it first. `kvdsl.runtime.undo` says what a step costs.
+
+        Args:
+            steps: how many tokens may be taken back; of a forward with more guesses, all of them.
 
         Raises:
-            KvdslError: always.
+            KvdslError: if the cache could not take them back.
         """
-        raise KvdslError(
-            "assisted decoding and prompt lookup take tokens back, but what these displaced from the cache is gone: "
-            "generate without `assistant_model` and `prompt_lookup_num_tokens`"
-        )
+        speculation.refuse_unrecordable(self._spec, self.layers)
+        noted = speculation.check_steps(steps)
+        self._turn.listen()
+        for layer in self.layers:
+            if isinstance(layer, SlotLayer):
+                layer.record(noted)
+            elif hasattr(layer, "activate_past_recording"):
+                layer.activate_past_recording()
+
+    def expect_guesses(self, count: int) -> None:
+        """The last `count` tokens of the next forward are an assistant's guesses; asked by `kvdsl.runtime.hf.speculation`."""
+        self._turn.guesses = count
 
 
 class _Backends:

@@ -12,10 +12,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import SlotLength, mark
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.undo import UndoLog
 
 if TYPE_CHECKING:
     from kvdsl.runtime.backends import Backend
@@ -31,10 +33,12 @@ class Turn:
 
     Attributes:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
+        guesses: how many of this forward's last tokens an assistant guessed.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
+        self.guesses = 0
         self._model = weakref.ref(model)
         self._layers: list[SlotLayer] = []
 
@@ -73,6 +77,19 @@ class Turn:
             )
         self.open = None
 
+    def take_guesses(self, layer: SlotLayer) -> int:
+        """How many tokens of this forward are guesses; once all layers have asked, none."""
+        guesses = self.guesses
+        if layer is self._layers[-1]:
+            self.guesses = 0
+        return guesses
+
+    def listen(self) -> None:
+        """Have the model tell how many tokens of a forward are guesses."""
+        model = self._model()
+        if model is not None:
+            speculation.listen(model)
+
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""
         return self._layers[0] is layer
@@ -93,11 +110,13 @@ class SlotLayer(CacheLayerMixin):
         window: how far back queries see, themselves included, or None.
         rope: how the module rotates queries and keys, where the policy must know; else None.
         length: tokens that the model has seen, padding included (transformers' idea of the cache's length).
+        prompt_length: those of the prompt, of which none can be taken back.
+        log: what the last steps overwrote, while somebody records; else None.
     """
 
     is_sliding = False
     is_compileable = False
-    is_croppable = False
+    is_croppable = True
 
     def __init__(
         self, state: SlotState, choose: ChooseBackend, turn: Turn, *, window: int | None = None, rope: Rope | None = None
@@ -107,6 +126,8 @@ class SlotLayer(CacheLayerMixin):
         self.window = window
         self.rope = rope
         self.length = 0
+        self.prompt_length = 0
+        self.log: UndoLog | None = None
         self.batch_size = -1
         self.head_offset: Callable[[int], int] = lambda local_heads: 0
         self.is_initialized = False
@@ -147,9 +168,9 @@ class SlotLayer(CacheLayerMixin):
             raise KvdslError(
                 f"the cache holds {self.batch_size} rows, but {key.shape[0]} came in: call `cache.reset()` before another batch"
             )
-        if self.state.allocated and (key.device != self.state.keys.device):
+        if self.state.allocated and (key.device != self.state.position.device):
             raise KvdslError(
-                f"the cache lies on {self.state.keys.device}, but the model now runs on {key.device}: call `cache.reset()`"
+                f"the cache lies on {self.state.position.device}, but the model now runs on {key.device}: call `cache.reset()`"
             )
 
     def attend(
@@ -180,11 +201,13 @@ class SlotLayer(CacheLayerMixin):
         with _no_gradients():
             self._check_text(positions, real, query.shape[2])
             # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
-            stored = self.state.keys.dtype if self.state.allocated else value.dtype
+            stored = self.state.dtype if self.state.allocated else value.dtype
             call = AttentionCall(
                 query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks, self.rope
             )
-            return self._serve(call).to(value.dtype)
+            if self.log is None:
+                return self._serve(call).to(value.dtype)
+            return speculation.serve(self.log, self.state, call, self._turn.take_guesses(self), self._serve).to(value.dtype)
 
     def _serve(self, call: AttentionCall) -> Tensor:
         """The prompt is every forward before the first one of a single token; the very first is, whatever its length."""
@@ -196,6 +219,8 @@ class SlotLayer(CacheLayerMixin):
         elif tokens == 1:
             self.state.decoding = True
         backend = self._choose(call.key.device, call.key.dtype)
+        if not self.state.decoding:
+            self.prompt_length += tokens
         out = (backend.decode if self.state.decoding else backend.prefill)(self.state, call)
         self.state.decoding |= tokens == 1
         self.length += tokens
@@ -255,7 +280,8 @@ class SlotLayer(CacheLayerMixin):
     def reset(self) -> None:
         """Forget everything."""
         self.state.reset()
-        self.length = 0
+        self.log = None
+        self.length = self.prompt_length = 0
         self.batch_size = -1
         self.is_initialized = False
         self._turn.open = None
@@ -275,26 +301,56 @@ class SlotLayer(CacheLayerMixin):
         if self.length:
             with _no_gradients():
                 self.state.repeat_rows(repeats)
+            self.forget_steps()
             self.batch_size *= repeats
 
     def _rows(self, rows: Tensor) -> None:
         if self.length:
             with _no_gradients():
                 self.state.select_rows(rows)
+            self.forget_steps()
             self.batch_size = len(rows)
 
-    def crop(self, tokens: int) -> None:
-        """Nothing, where nothing is to be removed (0, or an absolute length that is not below the current one).
+    # -- taking back -----------------------------------------------------------------------------------------------------
+
+    def record(self, steps: int) -> None:
+        """From now on, note what a step overwrites, so that the last `steps` can be taken back."""
+        if self.log is None:
+            self.log = UndoLog(steps)
+        self.log.steps = max(self.log.steps, steps)
+
+    @property
+    def record_past(self) -> bool:
+        """Whether steps are noted; transformers sets it to False when it is done with taking them back."""
+        return self.log is not None
+
+    @record_past.setter
+    def record_past(self, wanted: bool) -> None:
+        if not wanted:
+            self.log = None
+
+    def to_remove(self, tokens: int) -> int:
+        """How many tokens `crop(tokens)` removes: `-tokens`, or what exceeds the length that a positive number is.
 
         Raises:
-            KvdslError: for anything else.
+            KvdslError: if so many cannot be taken back.
         """
-        if tokens == 0 or tokens >= self.length:
-            return
-        raise KvdslError(
-            "cannot remove tokens from the end of a cache that evicts: what they displaced is gone; assisted decoding and "
-            "prompt lookup need that, so generate without them"
-        )
+        removed = -tokens if tokens <= 0 else max(0, self.length - tokens)
+        speculation.refuse_too_far(self.log, removed, self.length - self.prompt_length)
+        return removed
+
+    def crop(self, tokens: int) -> None:
+        """Take the last tokens back; see `KVCache.crop`."""
+        removed = self.to_remove(tokens)
+        if self.log is not None:
+            with _no_gradients():
+                self.log.take_back(self.state, removed)
+        self.length -= removed
+
+    def forget_steps(self) -> None:
+        """No step before now can be taken back."""
+        if self.log is not None:
+            self.log.forget()
 
     def offload(self) -> NoReturn:
         """Refuse: the slots are small enough to stay.
@@ -309,8 +365,8 @@ class SlotLayer(CacheLayerMixin):
     prefetch = offload
 
     def bytes(self) -> int:
-        """What the slots occupy."""
-        return self.state.bytes()
+        """What the slots occupy, and what was noted of the last steps."""
+        return self.state.bytes() + (0 if self.log is None else self.log.bytes())
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"

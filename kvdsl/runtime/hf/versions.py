@@ -7,6 +7,7 @@ Supported: 4.57 and 5.x. The layers' own methods accept every release's argument
     get_mask_sizes(cache_position)  .. 5.3      (query_length: int)     5.5 ..
     get_max_cache_shape()           .. 5.12     get_max_length()        5.16 ..
     crop(length)                    .. 5.12     crop(-tokens)           5.16 ..
+    -                               .. 5.12     activate_past_recording 5.16 ..
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from typing import Any
 
 import transformers
 from torch import Tensor, nn
+from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
 
 OLDEST = (4, 57)
@@ -72,3 +74,17 @@ def is_full(layer: Any) -> bool:
 def sliding_window(layer: Any) -> int | None:
     """The window of a native layer that caches a sliding window for ordinary attention, else None."""
     return int(layer.sliding_window) if type(layer) is DynamicSlidingWindowLayer else None
+
+
+def can_roll_back(layer: Any) -> bool:
+    """Whether tokens can be taken back from a layer, ours or native: not from a recurrent one, nor from a window of an old release."""
+    recurrent = getattr(cache_utils, "LinearAttentionCacheLayerMixin", None)
+    if recurrent is not None and isinstance(layer, recurrent):
+        return False
+    return sliding_window(layer) is None or hasattr(layer, "activate_past_recording")
+
+
+def roll_back(layer: Any, removed: int) -> None:
+    """Take the last tokens back from a native layer; a window that keeps more for this purpose then lets go of what lies before it."""
+    if removed or getattr(layer, "record_past", False):
+        layer.crop(-removed)

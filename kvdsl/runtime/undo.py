@@ -1,0 +1,127 @@
+"""Taking back the last tokens: what a step overwrites is noted before it, and put back afterwards.
+
+A step places its token in the first free slot of every KV head (design corner of all backends), changes columns, positions and
+ranks anywhere, and one place of every ring. So a noted step is the rows of one slot, the small tensors whole, and of a ring the
+places that the step writes: for N slots, C columns and R rings, per row and KV head,
+
+    (key_dim + value_dim) elements of the model's dtype, and 4 N (1 + C + R) bytes, 4 N more under compact positions.
+
+That is copied at every step while somebody records, and nothing otherwise. Under `cap hard` the step itself chooses the slot, when
+it makes room; then all keys and values are noted.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.slots import FREE, SlotState
+
+WHOLE = ("seen", "position", "rank", "sketch")
+"""Small tensors, noted as they are; those that the policy has."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """One layer before a token came.
+
+    Attributes:
+        whole: by name what `WHOLE` names, and the columns of one number a slot.
+        slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
+        keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
+        rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
+        filled: `SlotState.filled`.
+        decoding: whether the prompt had ended already.
+    """
+
+    whole: dict[str, Tensor]
+    slot: Tensor | None
+    keys: Tensor
+    values: Tensor
+    rings: tuple[Tensor, ...]
+    filled: int
+    decoding: bool
+
+    @classmethod
+    def before(cls, state: SlotState) -> Step:
+        """Note what the state's next token may overwrite."""
+        whole = {name: getattr(state, name).clone() for name in WHOLE if name in state.TENSORS}
+        whole["columns"] = state.columns[: len(state.spec.columns)].clone()
+        unknown = state.spec.hard_cap or "block" in state.spec.numbers
+        slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
+        keys, values = (x.clone() if slot is None else x.gather(2, _at(slot, x)) for x in (state.keys, state.values))
+        rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
+        return cls(whole, slot, keys, values, rings, state.filled, state.decoding)
+
+    def undo(self, state: SlotState) -> None:
+        """Put it back, in place; the slots may have grown since."""
+        slots = self.whole["position"].shape[-1]
+        state.position.fill_(FREE)
+        if state.spec.compact:
+            state.rank.fill_(FREE)
+        for name, old in self.whole.items():
+            tensor = state.columns[: len(old)] if name == "columns" else getattr(state, name)
+            (tensor[..., :slots] if name in ("columns", "position", "rank") else tensor).copy_(old)
+        if self.slot is None:
+            state.write_all(self.keys, self.values)
+        else:
+            for tensor, old in ((state.keys, self.keys), (state.values, self.values)):
+                tensor.scatter_(2, _at(self.slot, tensor), old)
+        for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
+            ring[place, rows, :, :slots] = old
+        state.filled, state.decoding = self.filled, self.decoding
+        state.forget_copies()
+
+    def bytes(self) -> int:
+        """What the tensors occupy."""
+        held = (*self.whole.values(), self.keys, self.values, *self.rings, *(() if self.slot is None else (self.slot,)))
+        return sum(tensor.nbytes for tensor in held)
+
+
+def _at(slot: Tensor, tensor: Tensor) -> Tensor:
+    """The slot as an index into keys or values."""
+    return slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
+
+
+def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
+    numbers, rings = state.named(state.numbers), state.rings(state.columns)
+    rows = torch.arange(len(seen), device=seen.device)
+    return [(rings[name], seen.long() % numbers[size].long(), rows) for name, size in state.spec.rings]
+
+
+class UndoLog:
+    """The last steps of one layer.
+
+    Args:
+        steps: how many are kept, where a forward does not ask for more.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self._noted: deque[Step] = deque()
+
+    def __len__(self) -> int:
+        return len(self._noted)
+
+    def note(self, state: SlotState, at_least: int = 0) -> None:
+        """Note the state before a token comes; the oldest step is dropped when there are more than `steps` and `at_least`."""
+        self._noted.append(Step.before(state))
+        while len(self._noted) > max(self.steps, at_least):
+            self._noted.popleft()
+
+    def take_back(self, state: SlotState, steps: int) -> None:
+        """Make the state what it was that many steps ago, at most `len(self)`."""
+        for _ in range(steps):
+            self._noted.pop().undo(state)
+
+    def forget(self) -> None:
+        """No step before now can be taken back."""
+        self._noted.clear()
+
+    def bytes(self) -> int:
+        """What it occupies."""
+        return sum(step.bytes() for step in self._noted)

@@ -1,0 +1,257 @@
+"""Tokens that are taken back: cropping, assisted decoding and prompt lookup say and keep what plain greedy decoding does."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvdsl
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf.versions import can_roll_back
+from tests.hf import policies, zoo
+from tests.hf.test_eviction import kept
+from tests.hf.test_refusals import said
+
+POLICIES: dict[str, dict[str, float]] = {
+    "h2o": {"budget": 12},
+    "roco": {"budget": 12},
+    "streaming_llm": {"budget": 12},
+    "lazy_streaming": {"budget": 12, "R": 5, "sigma": 3, "delta": 2},
+    "equip_h2o": {"budget": 12, "recent": 4},
+    "vatp_scissorhands": {"budget": 12, "sinks": 2, "history": 8},
+    "snapkv": {"budget": 34},
+    "sparcas": {"tokens": 9, "dims": 4},
+    "full": {},
+}
+NEW = 24
+
+
+def cache_for(name: str, family: str = "llama", backend: str = "auto") -> Any:
+    return policies.cache_class(name)(zoo.model(family), **POLICIES[name], backend=backend)
+
+
+def repetitive() -> Tensor:
+    """A prompt in which there is something to look up."""
+    return zoo.prompt(1, 7).repeat(1, 6)
+
+
+def generate(family: str, cache: Any, **how: Any) -> Tensor:
+    """New tokens; the end of the text is a token that never comes, without which transformers 4.57 looks nothing up."""
+    options = {"max_new_tokens": NEW, "do_sample": False, "eos_token_id": zoo.VOCAB + 1, **how}
+    inputs = zoo.plain(repetitive())
+    if "prompt_lookup_num_tokens" in how or "assistant_model" in how:
+        cache.activate_past_recording()  # as transformers 5 does by itself
+    return zoo.model(family).generate(**inputs, **options, past_key_values=cache)[0, 42:]
+
+
+def guesser(family: str) -> Any:
+    """An assistant that guesses right now and then, so that some tokens are taken back and some stay."""
+    model = copy.deepcopy(zoo.untouched(family))
+    make = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for weights in model.parameters():
+            weights += 0.01 * weights.std().nan_to_num() * torch.randn(weights.shape, generator=make)
+    model.generation_config.num_assistant_tokens = 4
+    model.generation_config.assistant_confidence_threshold = 0.0
+    return model
+
+
+def same(found: Any, expected: Any) -> None:
+    """Two caches that have seen one text, however it came in."""
+    assert found.get_seq_length() == expected.get_seq_length()
+    assert kept(found, 0) == kept(expected, 0)
+    for layer in expected.managed:
+        live = expected.positions(layer) >= 0
+        theirs = expected.state(layer)
+        for name, column in found.state(layer).items():
+            if column.dim() == 3:
+                order, other = (c.positions(layer).argsort(-1) for c in (found, expected))
+                close = torch.isclose(column.gather(-1, order), theirs[name].gather(-1, other), atol=1e-4, equal_nan=True)
+                assert close[live.gather(-1, other)].all(), name
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize("name", POLICIES)
+def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
+    plain, looked_up = cache_for(name, backend=backend), cache_for(name, backend=backend)
+    found = generate("llama", looked_up, prompt_lookup_num_tokens=5)  # transformers 4.57 may go a few tokens too far
+    assert torch.equal(found, generate("llama", plain, max_new_tokens=len(found)))
+    same(looked_up, plain)
+
+
+@pytest.mark.parametrize("name", ["h2o", "equip_h2o", "roco"])
+@pytest.mark.parametrize("family", ["llama", "mistral-windowed", "gpt_neox"])
+def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
+    plain, assisted = cache_for(name, family), cache_for(name, family)
+    removed: list[int] = []
+    crop, assisted.crop = assisted.crop, lambda n: (removed.append(assisted.layers[0].to_remove(n)), crop(n))[1]
+    found = generate(family, assisted, assistant_model=guesser(family))
+    assert torch.equal(found, generate(family, plain, max_new_tokens=len(found)))
+    same(assisted, plain)
+    assert any(removed), "no guess was ever wrong"
+    assert len(removed) < NEW - 1, "no guess was ever right"
+
+
+# -- hybrids -----------------------------------------------------------------------------------------------------------
+
+
+def test_native_windows_go_back_as_well() -> None:
+    plain, looked_up = cache_for("h2o", "gemma2"), cache_for("h2o", "gemma2")
+    if can_roll_back(looked_up.layers[0]):
+        found = generate("gemma2", looked_up, prompt_lookup_num_tokens=5)
+        assert torch.equal(found, generate("gemma2", plain))
+        same(looked_up, plain)
+        with pytest.raises(KvdslError, match="the last 0 were noted"):  # the window has let go of what came before
+            looked_up.crop(-1)
+    else:
+        with pytest.raises(KvdslError, match=r"layer 0 is .*SlidingWindowLayer.*cannot take tokens back") as error:
+            generate("gemma2", looked_up, prompt_lookup_num_tokens=5)
+        said(error)
+
+
+# -- by hand -----------------------------------------------------------------------------------------------------------
+
+
+def run(cache: Any, ids: Tensor, **how: Any) -> Tensor:
+    with torch.no_grad():
+        logits: Tensor = zoo.model("llama")(ids, past_key_values=cache, **how).logits
+    return logits
+
+
+def filled(name: str = "h2o", steps: int | None = 20) -> tuple[Any, Tensor]:
+    """A cache after a prompt of 30 tokens and ten more, and the text."""
+    cache, ids = cache_for(name), zoo.prompt(2, 60)
+    if steps is not None:
+        cache.activate_past_recording(steps)
+    run(cache, ids[:, :30])
+    for at in range(30, 40):
+        run(cache, ids[:, at : at + 1])
+    return cache, ids
+
+
+@pytest.mark.parametrize("crop", [-4, 36], ids=["as many less", "to a length"])
+def test_another_text_after_cropping(crop: int) -> None:
+    """`crop` takes minus the number of tokens (transformers 5.16 and later), or the length that is left (before)."""
+    cache, ids = filled()
+    cache.crop(crop)
+    assert cache.get_seq_length() == 36
+    other, _ = filled(steps=None)
+    other.reset()
+    run(other, ids[:, :30])
+    for at in range(30, 36):
+        run(other, ids[:, at : at + 1])
+    assert kept(cache, 0) == kept(other, 0)
+    for at in range(50, 55):
+        assert torch.equal(run(cache, ids[:, at : at + 1]), run(other, ids[:, at : at + 1]))
+
+
+def test_back_to_the_prompt_and_on_with_it() -> None:
+    cache, ids = filled()
+    cache.crop(-10)
+    assert run(cache, ids[:, 30:34]).shape[1] == 4  # the prompt goes on, as if nothing had been generated
+    other = cache_for("h2o")
+    run(other, ids[:, :30])
+    run(other, ids[:, 30:34])
+    assert kept(cache, 1) == kept(other, 1)
+
+
+def test_guesses_after_a_prompt_are_steps() -> None:
+    """A forward tells by `logits_to_keep` which of its tokens are guesses; more of them than steps are noted all the same."""
+    guessing, plain, ids = cache_for("h2o"), cache_for("h2o"), zoo.prompt(1, 60)
+    guessing.activate_past_recording(2)
+    found = run(guessing, ids[:, :40], logits_to_keep=11)
+    expected = [run(plain, ids[:, :30])[:, -1:], *(run(plain, ids[:, at : at + 1]) for at in range(30, 40))]
+    assert (found - torch.cat(expected, 1)).abs().max() < 1e-4
+    assert kept(guessing, 0) == kept(plain, 0)
+    guessing.crop(-10)
+    assert len(guessing.layers[0].log) == 0
+
+
+def test_a_copy_goes_back_by_itself() -> None:
+    cache, _ = filled()
+    other = copy.deepcopy(cache)
+    before = kept(cache, 0)
+    other.crop(-5)
+    assert (kept(cache, 0), cache.get_seq_length(), other.get_seq_length()) == (before, 40, 35)
+
+
+def test_what_is_noted_counts_and_ends() -> None:
+    cache, _ = filled(steps=4)
+    noted = cache.layers[0].log.bytes()
+    assert noted > 0
+    assert cache.bytes() == sum(layer.state.bytes() + layer.log.bytes() for layer in cache.layers)
+    filled_up = cache.bytes()
+    for layer in cache.layers:
+        layer.record_past = False  # as transformers does when it has gone back
+    assert cache.bytes() == filled_up - 2 * noted
+    cache.activate_past_recording()
+    cache.reset()
+    assert not any(layer.record_past for layer in cache.layers)
+
+
+def test_releasing_the_model_takes_the_hook_away() -> None:
+    model = zoo.make("Llama")
+    cache = policies.cache_class("h2o")(model, budget=12)
+    cache.activate_past_recording()
+    cache.activate_past_recording(30)
+    assert len(model._forward_pre_hooks) == 1
+    type(cache).release(model)
+    assert not model._forward_pre_hooks
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def test_what_was_not_noted() -> None:
+    cache, _ = filled(steps=None)
+    cache.crop(0)
+    cache.crop(40)
+    with pytest.raises(KvdslError, match=r"not noted.*activate_past_recording\(\)") as error:
+        cache.crop(-1)
+    said(error)
+    assert cache.get_seq_length() == 40
+
+
+def test_further_back_than_the_log() -> None:
+    cache, _ = filled(steps=3)
+    with pytest.raises(KvdslError, match=r"4 tokens, but the last 3 were noted.*steps=4") as error:
+        cache.crop(-4)
+    said(error)
+    cache.crop(-3)
+
+
+def test_into_the_prompt() -> None:
+    cache, _ = filled()
+    with pytest.raises(KvdslError, match=r"11 tokens, but 10 followed the prompt.*reset\(\)") as error:
+        cache.crop(-11)
+    said(error)
+    cache.crop(-10)
+
+
+def test_rows_that_were_moved() -> None:
+    cache, _ = filled()
+    cache.reorder_cache(torch.tensor([1, 0]))
+    with pytest.raises(KvdslError, match="the last 0 were noted"):
+        cache.crop(-1)
+
+
+def test_layers_that_agree(tmp_path: Path) -> None:
+    file = tmp_path / "agreeing.kv"
+    body = '"""All alike."""\nparam budget = 8\nscore sum(attn)\nvictims shared by layers'
+    file.write_text(f"kv 1\n\npolicy Agreeing {{\n{body}\n}}\n")
+    cache = kvdsl.load(file)(zoo.model("llama"), backend="torch")
+    with pytest.raises(KvdslError, match=r"all layers agree on.*assistant_model") as error:
+        cache.activate_past_recording()
+    said(error)
+
+
+@pytest.mark.parametrize("steps", [0, -1, True, 2.5, "all"])
+def test_steps_that_are_no_number(steps: Any) -> None:
+    with pytest.raises(KvdslError, match="`steps` is") as error:
+        cache_for("h2o").activate_past_recording(steps)
+    said(error)
