@@ -20,6 +20,8 @@ class Backend(Protocol):
     """Serves one policy's layers."""
 
     name: str
+    served: str
+    """What `kvdsl.runtime.graph.enlist` calls it; nothing for one whose steps can be traced."""
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""

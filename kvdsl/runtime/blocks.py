@@ -64,6 +64,10 @@ class BlockState(SlotState):
         """What keys and values are stored in."""
         return self.key_pool.dtype
 
+    def stays_fixed(self) -> bool:
+        """See `SlotState.stays_fixed`: the table is filled by the host, which a graph cannot wait for."""
+        return False
+
     @property
     def used(self) -> Tensor:
         """Which blocks of every row hold a token: bool [batch, blocks of a row]."""

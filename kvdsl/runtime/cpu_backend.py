@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import replacing, statistics
+from kvdsl.runtime import graph, replacing, statistics
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
@@ -79,6 +79,7 @@ class CpuBackend:
         if not spec.cpu_source.exists():
             raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain {spec.stem}` says why)")
         library = _library(spec.cpu_source, spec.stem)
+        self.served = graph.enlist(self, spec, dtype)
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
         self._observe = getattr(library, f"kvdsl_observe_{_DTYPES[dtype]}") if spec.reads_attention else None

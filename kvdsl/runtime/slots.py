@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +52,12 @@ class AttentionCall:
     window: int | None = None
     sinks: Tensor | None = None
     rope: Rope | None = None
+
+    def cast(self, dtype: torch.dtype) -> AttentionCall:
+        """The same with vectors of this dtype."""
+        if self.query.dtype == self.key.dtype == self.value.dtype == dtype:
+            return self
+        return replace(self, query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
 
 
 class SlotState:
@@ -117,6 +123,7 @@ class SlotState:
         self.head_offset = head_offset
         self.seed = seed
         self.together: Together | None = None
+        self._fixed: bool | None = None
         if spec.sketches:
             self.TENSORS = (*self.TENSORS, "sketch", "prompt", "sketch_keys")
         if "page" in spec.numbers:
@@ -124,6 +131,18 @@ class SlotState:
         if spec.compact:
             self.TENSORS = (*self.TENSORS, "rank")
         self.reset()
+
+    def adopt(
+        self, tensors: Iterable[Tensor], *, window: int | None, ring_sizes: tuple[int, ...], evicts: bool, selects: bool
+    ) -> None:
+        """Serve what another state of the same policy has cached, which is allocated and does not grow.
+
+        Args:
+            tensors: its tensors, in the order of `TENSORS`.
+        """
+        self.__dict__.update(zip(self.TENSORS, tensors, strict=True))
+        self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
+        self.allocated = self.decoding = True
 
     def reset(self) -> None:
         """Forget everything; the next forward allocates anew."""
@@ -145,6 +164,23 @@ class SlotState:
     def bounded(self) -> bool:
         """Whether the policy ever evicts."""
         return self.spec.bounded
+
+    def stays_fixed(self) -> bool:
+        """Whether the slots never grow while decoding; before the prompt is known, whether they will not for a long one."""
+        if self.allocated:
+            return not self.grows
+        if self._fixed is None:
+            self._fixed = self._would_stay_fixed()
+        return self._fixed
+
+    def _would_stay_fixed(self) -> bool:
+        if not self.bounded or self.spec.when == "prefill":
+            return False
+        try:
+            named = self.named(self.resolve(torch.full((1,), 2.0**30)))
+        except KvdslError:  # such a policy serves short prompts only
+            named = self.named(self.resolve(torch.ones(1)))
+        return bool(named["capacity"].isfinite().all()) and bool((named.get("trigger", named["capacity"]) > 0).all())
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -249,8 +285,10 @@ class SlotState:
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
+        if not self.grows:
+            return
         self.filled += tokens
-        if self.grows and self.filled > self.slots:
+        if self.filled > self.slots:
             kept = {name: getattr(self, name) for name in self.PLAIN}
             self._allocate(kept, None, _grown(self.filled))
 

@@ -30,6 +30,7 @@ class TorchBackend:
     """Attention, statistics and eviction by torch operations."""
 
     name = "torch"
+    served = ""
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
 from kvdsl.runtime.prefill import prefill
@@ -50,6 +51,7 @@ class TritonBackend:
             )
         if dtype not in DTYPES:
             raise KvdslError(f"the triton backend knows float32, bfloat16 and float16, not {dtype}")
+        self.served = enlist(self, spec, dtype)
         self.kernels = kernels_of(spec.triton_source)
         self._dot = tl.float32 if interpreted() else DTYPES[dtype]
 

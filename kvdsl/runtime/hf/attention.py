@@ -38,6 +38,10 @@ class SlotLength(int):
     """The logical length of a cache of ours: tells the mask function that it serves slots."""
 
 
+UNCOUNTED = SlotLength(-1)
+"""The length where none can be told, in a compiled forward."""
+
+
 def mark(key: Tensor, layer: SlotLayer) -> Tensor:
     """The key as a new view that knows its layer."""
     marked = key.view(key.shape)
@@ -170,12 +174,13 @@ def _padding_of_new_tokens(arguments: dict[str, Any]) -> Tensor | None:
     if padding is None:
         return None
     tokens, columns = mask_tokens(arguments), int(arguments["kv_length"])
-    if padding.shape[-1] != columns:
+    if columns != UNCOUNTED and padding.shape[-1] != columns:
         raise KvdslError(
             f"the attention mask covers {padding.shape[-1]} tokens, but {columns - tokens} are cached and {tokens} are new: "
             f"pass the mask of the whole text, or call `cache.reset()` before an unrelated prompt"
         )
-    return padding[:, None, None, -tokens:].bool()
+    # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
+    return padding[:, None, None, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
 
 
 def _only_causal(arguments: dict[str, Any]) -> bool:

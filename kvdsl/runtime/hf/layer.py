@@ -12,8 +12,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
-from kvdsl.runtime.hf.attention import SlotLength, mark
+from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
@@ -31,14 +32,21 @@ ChooseBackend = Callable[[torch.device, torch.dtype], "Backend"]
 class Turn:
     """What the layers of one cache must agree on: whose turn it is, and how far they all are.
 
+    The layers count the tokens of their own forwards. A compiled forward cannot: a number that differs from step to step would
+    be compiled anew each time. It adds to a tensor instead, from which the layers' counts are mended when somebody asks.
+
     Attributes:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
         guesses: how many of this forward's last tokens an assistant guessed.
+        total: tokens that the model has seen, int64 [], or None before the first forward.
+        ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
         self.guesses = 0
+        self.total: Tensor | None = None
+        self.ahead = False
         self._model = weakref.ref(model)
         self._layers: list[SlotLayer] = []
 
@@ -58,6 +66,9 @@ class Turn:
                 f"for, its attention was changed afterwards, or the last forward was interrupted; use the model that was "
                 f"given to the constructor, or call `cache.reset()`"
             )
+        if torch.compiler.is_compiling():
+            self.open = layer.index
+            return
         first, last = self._layers[0], self._layers[-1]
         level = last.length == layer.length if layer is first else first.length == layer.length + tokens
         if not level:
@@ -90,6 +101,30 @@ class Turn:
         if model is not None:
             speculation.listen(model)
 
+    def add(self, layer: SlotLayer, tokens: int) -> None:
+        """A layer has served these tokens; the last one counts for all."""
+        if layer is not self._layers[-1]:
+            return
+        if self.total is None:
+            self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
+        self.total += tokens
+
+    def is_tensor(self) -> bool:
+        """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
+        return torch.compiler.is_compiling() or (self.ahead and self.total is not None and self.total.device.type != "cpu")
+
+    def catch_up(self) -> None:
+        """Have the layers count what compiled forwards have added."""
+        assert self.total is not None
+        total = int(self.total)
+        for layer in self._layers:
+            layer.count(total)
+        self.ahead = False
+
+    def forget(self) -> None:
+        """Nothing has been seen."""
+        self.open, self.guesses, self.total, self.ahead = None, 0, None, False
+
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""
         return self._layers[0] is layer
@@ -109,13 +144,12 @@ class SlotLayer(CacheLayerMixin):
         state: the slots.
         window: how far back queries see, themselves included, or None.
         rope: how the module rotates queries and keys, where the policy must know; else None.
-        length: tokens that the model has seen, padding included (transformers' idea of the cache's length).
-        prompt_length: those of the prompt, of which none can be taken back.
+        prompt_length: tokens of the prompt, of which none can be taken back.
         log: what the last steps overwrote, while somebody records; else None.
+        backend: what serves the layer, from its first forward on.
     """
 
     is_sliding = False
-    is_compileable = False
     is_croppable = True
 
     def __init__(
@@ -125,12 +159,13 @@ class SlotLayer(CacheLayerMixin):
         self.state = state
         self.window = window
         self.rope = rope
-        self.length = 0
         self.prompt_length = 0
         self.log: UndoLog | None = None
+        self.backend: Backend | None = None
         self.batch_size = -1
         self.head_offset: Callable[[int], int] = lambda local_heads: 0
         self.is_initialized = False
+        self._counted = 0
         self._choose = choose
         self._turn = turn
         self._module: Callable[[], nn.Module | None] = lambda: None
@@ -140,6 +175,17 @@ class SlotLayer(CacheLayerMixin):
     def index(self) -> int:
         """The layer's number in the model."""
         return self.state.layer
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model has seen, padding included (transformers' idea of the cache's length)."""
+        if self._turn.ahead:
+            self._turn.catch_up()
+        return self._counted
+
+    def count(self, tokens: int) -> None:
+        """Correct the length."""
+        self._counted = tokens
 
     # -- a forward -----------------------------------------------------------------------------------------------------
 
@@ -156,11 +202,12 @@ class SlotLayer(CacheLayerMixin):
         Raises:
             KvdslError: if they cannot continue what is cached.
         """
-        self._check_continues(key_states)
+        if not torch.compiler.is_compiling():
+            self.check_continues(key_states)
         self._turn.begin(self, key_states.shape[2])
         return mark(key_states, self), value_states
 
-    def _check_continues(self, key: Tensor) -> None:
+    def check_continues(self, key: Tensor) -> None:
         if self.length == 0:
             check_dtype(key.dtype)
             return
@@ -197,17 +244,25 @@ class SlotLayer(CacheLayerMixin):
             KvdslError: if the tokens cannot continue what is cached.
         """
         self._turn.end(self)
+        call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope)
+        if not torch.compiler.is_compiling():
+            return self.attend_eagerly(module, call, positions)
+        if self._fits_a_graph(call):
+            return self._attend_in_a_graph(call)
+        return _outside_of_graphs(self, module, call, positions)
+
+    def attend_eagerly(self, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
+        """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
         with _no_gradients():
-            self._check_text(positions, real, query.shape[2])
+            self._check_text(positions, call.real, call.query.shape[2])
             # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
-            stored = self.state.dtype if self.state.allocated else value.dtype
-            call = AttentionCall(
-                query.to(stored), key.to(stored), value.to(stored), real, scaling, softcap, self.window, sinks, self.rope
-            )
+            stored = self.state.dtype if self.state.allocated else call.value.dtype
+            cast = call.cast(stored)
             if self.log is None:
-                return self._serve(call).to(value.dtype)
-            return speculation.serve(self.log, self.state, call, self._turn.take_guesses(self), self._serve).to(value.dtype)
+                return self._serve(cast).to(call.value.dtype)
+            guesses = self._turn.take_guesses(self)
+            return speculation.serve(self.log, self.state, cast, guesses, self._serve).to(call.value.dtype)
 
     def _serve(self, call: AttentionCall) -> Tensor:
         """The prompt is every forward before the first one of a single token; the very first is, whatever its length."""
@@ -218,13 +273,43 @@ class SlotLayer(CacheLayerMixin):
             self.is_initialized = True
         elif tokens == 1:
             self.state.decoding = True
-        backend = self._choose(call.key.device, call.key.dtype)
+        self.backend = self._choose(call.key.device, call.key.dtype)
         if not self.state.decoding:
             self.prompt_length += tokens
-        out = (backend.decode if self.state.decoding else backend.prefill)(self.state, call)
+        out = (self.backend.decode if self.state.decoding else self.backend.prefill)(self.state, call)
         self.state.decoding |= tokens == 1
-        self.length += tokens
+        self._counted += tokens
+        self._turn.add(self, tokens)
         return out
+
+    # -- a forward that torch.compile traces ---------------------------------------------------------------------------
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `torch.compile` may trace a decoded token: the slots are fixed once the prompt is there."""
+        return self.state.stays_fixed()
+
+    def _fits_a_graph(self, call: AttentionCall) -> bool:
+        """Whether a compiled forward can serve this: one more token, for slots that are there and do not grow.
+
+        Asked when the forward is traced; nothing here may differ from one step to the next.
+        """
+        state = self.state
+        if not state.allocated or not state.stays_fixed() or self.log is not None or call.key.shape[2] != 1:
+            return False
+        return call.key.device == state.position.device and call.key.shape[0] == self.batch_size
+
+    def _attend_in_a_graph(self, call: AttentionCall) -> Tensor:
+        """`attend` for one token, by operations on tensors alone: nothing that differs from step to step is a number of Python."""
+        assert self.backend is not None
+        with torch.no_grad():
+            out = step(self.backend, self.state, call.cast(self.state.dtype)).to(call.value.dtype)
+            self._turn.add(self, 1)
+        self._turn.ahead = True
+        self.state.decoding = True
+        return out
+
+    # -- what must not happen ------------------------------------------------------------------------------------------
 
     def _check_module(self, module: nn.Module) -> None:
         if self._module() is module:
@@ -251,8 +336,10 @@ class SlotLayer(CacheLayerMixin):
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 
-    def get_seq_length(self, *args: Any) -> int:
-        """Tokens seen, padding included."""
+    def get_seq_length(self, *args: Any) -> int | Tensor:
+        """Tokens seen, padding included; a tensor where reading it would be compiled into a constant, or wait for a GPU."""
+        if self._turn.is_tensor() and self._turn.total is not None:
+            return self._turn.total
         return self.length
 
     def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
@@ -261,6 +348,8 @@ class SlotLayer(CacheLayerMixin):
         Raises:
             KvdslError: if nothing is new.
         """
+        if self._turn.is_tensor():
+            return UNCOUNTED, 0
         tokens = token_count(query_length)
         if tokens == 0:
             raise KvdslError(
@@ -281,10 +370,10 @@ class SlotLayer(CacheLayerMixin):
         """Forget everything."""
         self.state.reset()
         self.log = None
-        self.length = self.prompt_length = 0
+        self._counted = self.prompt_length = 0
         self.batch_size = -1
         self.is_initialized = False
-        self._turn.open = None
+        self._turn.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -345,7 +434,8 @@ class SlotLayer(CacheLayerMixin):
         if self.log is not None:
             with _no_gradients():
                 self.log.take_back(self.state, removed)
-        self.length -= removed
+        self.count(self.length - removed)
+        self._turn.add(self, -removed)
 
     def forget_steps(self) -> None:
         """No step before now can be taken back."""
@@ -378,6 +468,13 @@ def check_dtype(dtype: torch.dtype) -> None:
     if dtype not in DTYPES:
         names = ", ".join(str(known).removeprefix("torch.") for known in DTYPES)
         raise KvdslError(f"keys and values are {str(dtype).removeprefix('torch.')}; kvdsl stores {names}: convert the model")
+
+
+@torch.compiler.disable(reason="prompts, several tokens at once and caches that grow are served outside of kvdsl's graphs")
+def _outside_of_graphs(layer: SlotLayer, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
+    """`attend` where a compiled forward meets something that it cannot trace: a graph break."""
+    layer.check_continues(call.key)
+    return layer.attend_eagerly(module, call, positions)
 
 
 def _no_gradients() -> AbstractContextManager[Any]:
