@@ -84,6 +84,10 @@ class CpuBackend:
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
         self._observe = getattr(library, f"kvdsl_observe_{_DTYPES[dtype]}") if spec.reads_attention else None
 
+    def __deepcopy__(self, memo: dict[int, object]) -> CpuBackend:
+        """Itself: it holds nothing of a cache, so that copies of one share it."""
+        return self
+
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
         return prefill(state, call, self._fold)

@@ -55,6 +55,10 @@ class TritonBackend:
         self.kernels = kernels_of(spec.triton_source)
         self._dot = tl.float32 if interpreted() else DTYPES[dtype]
 
+    def __deepcopy__(self, memo: dict[int, object]) -> TritonBackend:
+        """Itself: it holds nothing of a cache, so that copies of one share it."""
+        return self
+
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
         return prefill(state, call)
