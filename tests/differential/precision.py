@@ -143,6 +143,15 @@ def _infinite(x: Range) -> Mask:
     return _may_be(x, np.inf) | _may_be(x, -np.inf)
 
 
+def _only(x: Range, value: float) -> Mask:
+    return (x.lo == value) & (x.hi == value)
+
+
+def _endless(x: Range) -> Mask:
+    """Nothing but one of the infinities."""
+    return (x.lo == x.hi) & np.isinf(x.lo)
+
+
 def add(a: Range, b: Range) -> Range:
     nan, never, exact = _pair(a, b)
     nan = nan | (_may_be(a, np.inf) & _may_be(b, -np.inf)) | (_may_be(a, -np.inf) & _may_be(b, np.inf))
@@ -162,9 +171,11 @@ def multiply(a: Range, b: Range) -> Range:
     nan = nan | (_may_be(a, 0) & _infinite(b)) | (_may_be(b, 0) & _infinite(a))
     corners = [a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi]
     made = _result(corners, nan, never, exact=exact)
-    crosses = _may_be(a, 0) | _may_be(b, 0)  # where 0 * inf took the place of a corner
-    return Range(np.where(crosses & ~made.never, np.minimum(made.lo, 0), made.lo),
-                 np.where(crosses & ~made.never, np.maximum(made.hi, 0), made.hi), made.nan)  # fmt: skip
+    # Where 0 * inf took the place of a corner, 0 * (a number) may still be: unless nothing but 0 meets nothing but infinity.
+    crosses = (_may_be(a, 0) | _may_be(b, 0)) & ~(never | (_only(a, 0) & _endless(b)) | (_only(b, 0) & _endless(a)))
+    return Range(
+        np.where(crosses, np.minimum(made.lo, 0), made.lo), np.where(crosses, np.maximum(made.hi, 0), made.hi), made.nan
+    )
 
 
 def divide(a: Range, b: Range) -> Range:
