@@ -21,6 +21,7 @@ COMMANDS = {
     "list": "List the policies that come with kvdsl.",
     "explain": "Say in words what a policy does, or what an error code means.",
     "run": "Generate text under a policy, next to the full cache.",
+    "trace": "Show which tokens a policy kept, step by step, as a page.",
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",
     "reproduce": "Measure a paper's tables and figures anew.",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,12 +15,37 @@ if TYPE_CHECKING:
     from kvdsl.eval.generate import Generated
 
 
+def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
+    """`--prompt` and `--prompt-file`: what `prompt_ids` takes."""
+    for option in reversed((
+        click.option("--prompt", help="The text to go on from [default: a page of the book that ships with kvdsl]."),
+        click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."),
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
+    """Refuse two prompts, or an empty one, before anything is loaded."""
+    if prompt is not None and prompt_file is not None:
+        raise click.UsageError("give --prompt or --prompt-file, not both")
+    if prompt is not None and not prompt.strip():
+        raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+
+
+def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
+    """The tokens of the given text, with what the tokenizer puts before it."""
+    from kvdsl.eval.models import encode, first_token, page, read_text
+
+    text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
+    return first_token(tokenizer) + encode(tokenizer, text)
+
+
 @click.command()
 @click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
 @set_option
 @model_option
-@click.option("--prompt", help="The text to go on from [default: a page of the book that ships with kvdsl].")
-@click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text.")
+@prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
 @dtype_option
@@ -37,17 +63,14 @@ def command(
       kvdsl run --policy mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
     refuse_triton(backend)
-    if prompt is not None and prompt_file is not None:
-        raise click.UsageError("give --prompt or --prompt-file, not both")
-    if prompt is not None and not prompt.strip():
-        raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+    check_prompt(prompt, prompt_file)
     from kvdsl.eval.generate import generate, generate_full, same_prefix, warm_up
     from kvdsl.eval.models import check_length, load_model
     from kvdsl.loading import load
 
     cache_class: Any = load(policy, **settings)
     lm, tokenizer = load_model(model, dtype)
-    ids = _prompt_ids(tokenizer, prompt, prompt_file)
+    ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)
     full = generate_full(lm, tokenizer, ids, max_new_tokens) if compare else None
     cache = cache_class(lm, backend=backend)
@@ -61,13 +84,6 @@ def command(
         print_json(result, dtype=str(lm.dtype).removeprefix("torch."))
     else:
         _show(cache_class.spec.name, ours, full)
-
-
-def _prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
-    from kvdsl.eval.models import encode, first_token, page, read_text
-
-    text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
-    return first_token(tokenizer) + encode(tokenizer, text)
 
 
 def _figures(found: Generated) -> dict[str, Any]:
