@@ -73,7 +73,15 @@ def attn(logits, lse, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.co
     """The probabilities of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return _over_group(probability(found, lse[:, None]), g, G, HOW)
+    return over_group(probability(found, lse[:, None]), g, G, HOW)
+
+
+@triton.jit
+def attended(attn, taken, i, inside, SELECTS: tl.constexpr):
+    """The same probabilities, 0 for slots that the query skipped."""
+    if SELECTS:
+        attn = tl.where(tl.load(taken + i, mask=inside, other=0) != 0, attn, 0.0)
+    return attn
 
 
 @triton.jit
@@ -81,7 +89,7 @@ def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.conste
     """The scores before softmax of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return _over_group(found, g, G, HOW)
+    return over_group(found, g, G, HOW)
 
 
 @triton.jit
@@ -91,7 +99,7 @@ def probability(logit, lse):
 
 
 @triton.jit
-def _over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
+def over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
     """What the group's query heads give, [G_PAD, n], as one, [n]."""
     inside = g[:, None] < G
     if HOW == "max":
