@@ -74,8 +74,9 @@ REAL = Plan(
         for dtype, batch, live in product(("bf16", "fp32"), (1, 8, 32), (1024, 4096, 16384))
     ),
     selecting=tuple(
-        Shape(1, 8, 4, 128, live, "bf16") for live in (4096, 8192, 16384, 32768, 65536, 131072)
-    ) + (Shape(8, 8, 4, 128, 32768, "bf16"),),
+        Shape(batch, 8, 4, 128, live, "bf16")
+        for batch, live in ((1, 4096), (1, 8192), (1, 16384), (1, 32768), (8, 32768), (1, 65536), (1, 131072))
+    ),
     repeats=25,
     copied=COPY_BYTES,
 )
@@ -108,7 +109,9 @@ def main() -> int:
     chosen = [row for shape in plan.selecting for row in timed_selecting(selecting, shape, plan)]
     folder = options.out / gpu_name(plan).lower().replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "decode.json").write_text(json.dumps({"environment": environment(plan), "rows": rows, "selecting": chosen}, indent=1) + "\n")
+    (folder / "decode.json").write_text(
+        json.dumps({"environment": environment(plan), "rows": rows, "selecting": chosen}, indent=1) + "\n"
+    )
     show(rows)
     show_selecting(chosen)
     return 1 if wrong else 0
@@ -242,9 +245,7 @@ def captured(spec: PolicySpec, plan: Plan) -> Iterator[str]:
         yield f"{spec.stem}: what is kept differs"
 
 
-def capture(
-    step: Callable[[Token], Tensor], token: Token, before: int = 3
-) -> tuple[torch.cuda.CUDAGraph, Token, Tensor]:
+def capture(step: Callable[[Token], Tensor], token: Token, before: int = 3) -> tuple[torch.cuda.CUDAGraph, Token, Tensor]:
     """A step as a graph, after so many of them; the tensors from which it takes its token, and its output."""
     static: Token = tuple(x.clone() for x in token)  # type: ignore[assignment]
     stream = torch.cuda.Stream()
@@ -304,7 +305,8 @@ def timed_selecting(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterat
             times[name] = median_ms(run, plan)
         times["ms"] += (times["renewing_ms"] - times["ms"]) / every
         best = min(times["sdpa_ms"], times["dense_ms"])
-        yield {"policy": spec.stem, "backend": backend.name, **asdict(shape), **SELECTED, **times, "vs_best_dense": best / times["ms"]}
+        facts = {"policy": spec.stem, "backend": backend.name, **asdict(shape), **SELECTED}
+        yield facts | times | {"vs_best_dense": best / times["ms"]}
 
 
 def copy_rate(plan: Plan) -> float:
@@ -349,8 +351,9 @@ def show_selecting(rows: list[dict[str, Any]]) -> None:
     print("\n| policy | batch | live | dtype | ms | dense, ms | SDPA, ms | vs. the faster |")
     print("|---|---:|---:|---|---:|---:|---:|---:|")
     for row in rows:
-        cells = (row["policy"], row["batch"], row["live"], row["dtype"], *(f"{row[ms]:.3f}" for ms in ("ms", "dense_ms", "sdpa_ms")))
-        print("|", " | ".join(map(str, (*cells, f"{row['vs_best_dense']:.2f}x"))), "|")
+        times = (f"{row[name]:.3f}" for name in ("ms", "dense_ms", "sdpa_ms"))
+        cells = (row["policy"], row["batch"], row["live"], row["dtype"], *times, f"{row['vs_best_dense']:.2f}x")
+        print("|", " | ".join(map(str, cells)), "|")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SparCas on GPUs: the first, the second and the last launch of a decode step. The third is `kvdsl.runtime.gpu.attend`.
+"""SparCas on GPUs: the launches of a decode step, all but the last but one, which is `kvdsl.runtime.gpu.attend`.
 
 Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
 
@@ -13,10 +13,10 @@ In layers where the query attends to everything, `attend` and `settle` are the o
 
 Legend:
     `look`: one program ranks the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
-    `settle`: One program serves one KV head of one row. It combines what `attend` found, and puts the new token into a free slot.
+    `settle`, the last: one program serves one KV head of one row. It combines what `attend` found, and puts the new token into a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
-    W: dims of the sketch, abs(q) the highest; dims: which, -1 behind them.
+    W: dims of the sketch. dims: which those are, -1 behind them.
 """
 
 import triton
@@ -67,7 +67,7 @@ def look(
     sketch,  # [B, H, W] int32: dims, ascending, -1 behind them
     sketch_keys,  # [B, H, N, W]: the keys over these dims
     prompt,  # [B] int32: tokens of the prompt
-    ranks,  # [B, H, N + 1] int32: gets what slots, and behind them the new token, rank by
+    ranks,  # [B, H, N + 16] int32: gets what slots, and behind them the new token, rank by
     first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
     held,  # [B, H, S] int32: gets how many tokens it holds
     seen,  # [B] int32: the new token's position
@@ -96,13 +96,13 @@ def look(
     query += pair * G * D
     new_key += pair * D
     keys += pair * slots * D
-    ranks += pair * (slots + 1)
+    ranks += pair * (slots + 16)
     mine = pair * splits + split
     position += pair * slots
     g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
     sketch_keys += pair * slots * width
     dims, due = find_sketch(query, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
-    tl.store(sketch + pair * width + j, dims, mask=(j < width) & (split == 0) & due)
+    tl.store(sketch + pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
     gather = (anew != 0) | due
     q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
 
@@ -128,7 +128,7 @@ def look(
 @triton.jit
 def choose(
     position,  # [B, H, N] int32
-    ranks,  # [B, H, N + 1] int32
+    ranks,  # [B, H, N + 16] int32
     chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
     found,  # [B, H] int32: gets how many
     joins,  # [B, H] int32: gets whether the new token is attended to
@@ -154,10 +154,10 @@ def choose(
     now = tl.load(seen + row)
     number_select = tl.load(numbers + row * 3)
     position += pair * slots
-    ranks += pair * (slots + 1)
+    ranks += pair * (slots + 16)
     chosen += pair * slots
     taken += pair * slots
-    live = select.tokens_held(held, pair, splits, S_PAD)
+    live = select.tokens_with_new(held, pair, splits, S_PAD)
     last = ops.last_protected(position, slots, now, live, 1, BLOCK)
     select.choose_slots(position, ranks, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
 
@@ -228,4 +228,4 @@ def settle(
     else:  # it is kept up to date where it is not looked at, too
         dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
         j = tl.arange(0, W_PAD)
-        tl.store(sketch + pair * width + j, dims, mask=(j < width) & due)
+        tl.store(sketch + pair * width + j, dims, mask=j < tl.where(due, width, 0))

@@ -205,7 +205,8 @@ class TritonPlan:
         observe: loops that fold the query into the columns.
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
             `protect` what the first and last tokens are, `score` the loops that compute the rows of scores, `scores` how many
-            those are, and `tops` how many slots each `keep top` protects.
+            those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
+            placed, as well.
         select: None where the policy's queries attend to everything.
     """
 
@@ -218,6 +219,7 @@ class TritonPlan:
     reads_value: bool
     observe: tuple[Loop, ...]
     settles: bool
+    hard_cap: bool
     overflow: str
     protect: tuple[str, ...]
     score: tuple[Loop, ...]
@@ -272,6 +274,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         reads_value=any(reads(column.body, "v") for column in policy.columns if column.rule == "token"),
         observe=observe,
         settles=settles,
+        hard_cap=settles and policy.cap == "hard",
         overflow=overflow,
         protect=protect,
         score=score,
@@ -282,12 +285,12 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a program sees one head, attends to all of it, and settles once a token."""
+    """The statements that the kernels do not know: a program sees one head, and its keys as they are."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
-        "`logit` of what a query skips": policy.select is not None and any(reads(column.body, "logit") for column in policy.columns),
+        "`logit` of what a query skips": policy.select is not None
+        and any(reads(column.body, "logit") for column in policy.columns),
         f"`victims shared by {policy.victims}`": policy.victims != "own",
-        "`cap hard`": policy.cap == "hard",
         "`positions compact`": policy.positions == "compact",
     }
     found = [statement for statement, stated in refused.items() if stated]
@@ -444,11 +447,11 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
         return None
     by = form_of_ranks(policy.select.by)
     if by == "expression":
-        raise NotLowerable("`select` by anything but dot(q, k), dot(q, k over sketch) and what the keys of a page could give at most")
+        raise NotLowerable(
+            "`select` by anything but dot(q, k), dot(q, k over sketch) and what the keys of a page could give at most"
+        )
     if policy.pages is not None and by != "page_bound":
         raise NotLowerable("`pages` that rank by their tokens")
-    if policy.sketch is not None and by != "sketch_dot":
-        raise NotLowerable("a `sketch` that `select` does not read")
     protect = _protect(policy)
     sketch_by = "" if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
     sketch_text = f"{sketch_by} {_number('sketch_every')} {_number('sketch_dims')}"

@@ -97,7 +97,7 @@ LAZY = {
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "cap hard", "shared by", "compact"))]  # fmt: skip
+    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by", "compact"))]  # fmt: skip
 SELECTING = ("select", "select of a part", "select pages", "sketch")
 
 

@@ -36,7 +36,9 @@ def check(make_spec, name: str, shape: Shape, tokens: int) -> None:
     pair.step(1, torch.arange(shape.batch)[:, None] == 0)
 
 
-@pytest.mark.parametrize(("name", "shape"), [(list(BODIES)[n % len(BODIES)], shape) for n, shape in enumerate(SHAPES)], ids=str)
+@pytest.mark.parametrize(
+    ("name", "shape"), [(list(BODIES)[n % len(BODIES)], shape) for n, shape in enumerate(SHAPES)], ids=str
+)
 def test_chooses_what_torch_chooses(name: str, shape: Shape, spec) -> None:  # noqa: F811
     check(spec, name, shape, 17)
 

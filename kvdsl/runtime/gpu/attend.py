@@ -1,5 +1,5 @@
-"""Attention of one new token over the slots, split over programs: the first of a decode step's two launches, or the third of four
-where the query attends to a selection only.
+"""Attention of one new token over the slots, split over programs: the launch before the last of a decode step's two, or of
+more where the query attends to a selection or a hard cap asks for room.
 
 Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value.

@@ -1,4 +1,5 @@
-"""The Triton backend: two launches a layer and token, four where the token attends to a selection. Prompts are served by torch.
+"""The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap.
+Prompts are served by torch.
 
 Nothing here waits for the device, and everything that the kernels work in is allocated once, so that a step can be captured in a
 CUDA graph.
@@ -58,7 +59,7 @@ class TritonBackend:
         return prefill(state, call)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
+        """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
 
         Raises:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
@@ -89,6 +90,8 @@ class TritonBackend:
             "seed": _signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
+        if state.spec.hard_cap and state.evicts:
+            _launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
         if state.selects:
             dims = work.width or sizes.key_dim
             _launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)

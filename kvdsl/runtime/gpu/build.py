@@ -32,11 +32,15 @@ SKETCHED = 16
 
 _MODEL = "*bf16"
 _TYPES = {
-    **dict.fromkeys(("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL),
+    **dict.fromkeys(
+        ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
+    ),
     **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work"), "*fp32"),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
-    **dict.fromkeys(("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"),
+    **dict.fromkeys(
+        ("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
+    ),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     "kept": "*i8",
     "taken": "*i8",
@@ -51,7 +55,8 @@ class Row:
     """What one kernel takes of one target.
 
     Attributes:
-        policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too.
+        policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
+            and under a hard cap `make_room`.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -104,6 +109,8 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
             ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim), LOOK_OPTIONS),
             ("choose", kernels.choose, DEFAULT.choose(SPLITS), CHOOSE_OPTIONS),
         ]
+    if hasattr(kernels, "make_room"):
+        wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
     for kernel, function, sizes, options in wanted:
         for name, target in targets.items():
             yield _row(stem, kernel, name, target, function, sizes | constants, options)

@@ -189,7 +189,7 @@ def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
 
 
 @triton.jit
-def tokens_held(held, pair, splits, S_PAD: tl.constexpr):
+def tokens_with_new(held, pair, splits, S_PAD: tl.constexpr):
     """How many tokens the head holds, the new one included."""
     s = tl.arange(0, S_PAD)
     return tl.sum(tl.load(held + pair * splits + s, mask=s < splits, other=0), 0) + 1
