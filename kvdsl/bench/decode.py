@@ -56,14 +56,17 @@ class Shape:
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "cpu") -> SlotState:
+def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "cpu", **params: float) -> SlotState:
     """A full cache: budget = live - 1, so that `live` slots are attended and one is evicted at each step.
 
     Of a policy that never evicts, `decode_step` takes every token back.
+
+    Args:
+        params: values of the policy's params other than their defaults.
     """
     generator = torch.Generator(device).manual_seed(seed)
     filled = shape.live - 1
-    given = {"budget": float(filled)} if "budget" in spec.params else {}
+    given = ({"budget": float(filled)} if "budget" in spec.params else {}) | params
     prompt = torch.full((shape.batch,), filled, dtype=torch.int32, device=device)
     layer = selecting.first_selecting_layer(spec, given, prompt)
     state = SlotState(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)

@@ -28,7 +28,7 @@ from kvdsl.ir.nodes import (
     RingRef,
 )
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, as_float32, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, as_float32, form_of_ranks, literal, pair, reads
 from kvdsl.lower.spelling import size_of, spelled
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
@@ -414,7 +414,7 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
 def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
-    by = _form(policy.select.by)
+    by = form_of_ranks(policy.select.by)
     before: list[str] = []
     value = ""
     if by == "expression":
@@ -433,23 +433,6 @@ def _select(policy: Policy) -> SelectPlan | None:
         sketch_before=sketch_before,
         sketch_by=sketch_by,
     )
-
-
-def _form(by: Expr) -> str:
-    """The fast form of what slots rank by, if it has one."""
-    if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
-        return "expression"
-    if _factors(by.body) == {Input(name="q"), Input(name="k")}:
-        return "dot" if by.within == "all" else "sketch_dot"
-    if by.within == "all" and isinstance(by.body, Call) and by.body.function == "max" and len(by.body.args) == 2:
-        bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
-        if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
-            return "page_bound"
-    return "expression"
-
-
-def _factors(expr: Expr) -> set[Expr]:
-    return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
 
 
 def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:

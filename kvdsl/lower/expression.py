@@ -6,7 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from typing import ClassVar
 
-from kvdsl.ir.nodes import Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
 from kvdsl.ir.visitors import walk
 
 ATOM = 100
@@ -24,6 +24,28 @@ def is_condition(expr: Expr) -> bool:
 def reads(expr: Expr, *names: str) -> bool:
     """Whether the expression reads one of the inputs."""
     return any(isinstance(node, Input) and node.name in names for node in walk(expr))
+
+
+def form_of_ranks(by: Expr) -> str:
+    """The fast form of what a query ranks slots by, if it has one.
+
+    Returns:
+        `dot` of q and k, `sketch_dot` of the same over the sketch's dims, `page_bound` of what a key in the page could give at
+        most (Quest), else `expression`.
+    """
+    if not (isinstance(by, Reduce) and by.op == "sum" and by.axis is Axis.DIM):
+        return "expression"
+    if _factors(by.body) == {Input(name="q"), Input(name="k")}:
+        return "dot" if by.within == "all" else "sketch_dot"
+    if by.within == "all" and isinstance(by.body, Call) and by.body.function == "max" and len(by.body.args) == 2:
+        bounds = [Reduce(op=op, axis=Axis.SLOT, body=Input(name="k"), within="page") for op in ("min", "max")]
+        if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
+            return "page_bound"
+    return "expression"
+
+
+def _factors(expr: Expr) -> set[Expr]:
+    return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
 
 
 class NotLowerable(Exception):

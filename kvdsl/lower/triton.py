@@ -1,7 +1,8 @@
-"""Expressions as Triton: what a generated `kernels_triton.py` computes, in the second launch of a decode step.
+"""Expressions as Triton: what a generated `kernels_triton.py` computes, in the last launch of a decode step (`settle`), and in the
+first two of one whose query attends to a selection (`look` and `choose`).
 
 A value over slots is a block of floats in a loop over the slots; numbers per row are doubles. A reduction over slots is hoisted
-into a loop of its own. `kvdsl/runtime/gpu/ops.py` has what the text calls.
+into a loop of its own. `kvdsl/runtime/gpu/ops.py` and `select.py` have what the text calls.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvdsl.ir.nodes import (
     RingRef,
 )
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, form_of_ranks, literal, pair, reads
 from kvdsl.lower.spelling import size_of, spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
@@ -140,6 +141,24 @@ class BlockPrinter(_TritonPrinter):
         return f"{_OVER_DIMS[expr.op]}({self.value(expr.body)}, {mask})", ATOM
 
 
+class DimPrinter(BlockPrinter):
+    """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
+
+    def leaf(self, expr: Leaf) -> str:
+        numbers = ("budget", "prompt", "layer", "layers")
+        if isinstance(expr, (Number, ParamRef)) or (isinstance(expr, Input) and expr.name in numbers):
+            return super().leaf(expr)
+        if expr != Input(name="q"):
+            raise NotLowerable(_SKETCHED)
+        return "q"
+
+    def reduce(self, expr: Reduce) -> tuple[str, int]:
+        raise NotLowerable(_SKETCHED)
+
+
+_SKETCHED = "a sketch by anything but the query, dim by dim"
+
+
 @dataclass(frozen=True)
 class Loop:
     """One pass over the slots, in blocks: statements before it, in it and after it."""
@@ -147,6 +166,30 @@ class Loop:
     before: tuple[str, ...]
     body: tuple[str, ...]
     after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TritonSelect:
+    """Parts of the kernels `look` and `choose`, one statement a line.
+
+    Attributes:
+        by: what slots rank by: `dot`, `sketch_dot` or `page_bound` (which ranks pages).
+        sketch_by: what the sketch ranks the dims by, per query head; empty if there is none.
+        sketch_numbers, choose_numbers: what the search for the dims and `choose` read of the policy's numbers, as in `TritonPlan`.
+            `page_number`: the place of the one that says how many tokens a page has.
+        protect: what the first and last tokens are that are attended to in any case. `first`, `last`: whether there are such.
+        observed: whether the policy remembers what slots were given.
+    """
+
+    by: str
+    sketch_by: str
+    sketch_numbers: tuple[tuple[str, int], ...]
+    choose_numbers: tuple[tuple[str, int], ...]
+    page_number: int
+    protect: tuple[str, ...]
+    first: bool
+    last: bool
+    observed: bool
 
 
 @dataclass(frozen=True)
@@ -162,7 +205,9 @@ class TritonPlan:
         observe: loops that fold the query into the columns.
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
             `protect` what the first and last tokens are, `score` the loops that compute the rows of scores, `scores` how many
-            those are, and `tops` how many slots each `keep top` protects.
+            those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
+            placed, as well.
+        select: None where the policy's queries attend to everything.
     """
 
     args: tuple[str, ...]
@@ -174,11 +219,13 @@ class TritonPlan:
     reads_value: bool
     observe: tuple[Loop, ...]
     settles: bool
+    hard_cap: bool
     overflow: str
     protect: tuple[str, ...]
     score: tuple[Loop, ...]
     scores: int
     tops: tuple[str, ...]
+    select: TritonSelect | None
 
     @property
     def draws(self) -> bool:
@@ -203,13 +250,14 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     place = tuple(_place(column) for column in policy.columns if column.rule != "ring")
     overflow = _overflow(numbers) if settles else ""
     tops = tuple(_count(keep) for keep in policy.keeps if keep.scope == "top") if settles else ()
+    select = _select(policy, numbers)
     text = "\n".join([*place, *_lines(observe), *protect, *_lines(score), overflow, *tops])
-    used = [(name, n) for n, name in enumerate(numbers) if _mentions(text, _number(name))]
+    used = _numbers_in(text if policy.pages is None else f"{text} {_number('page')}", numbers)
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
         "columns": bool(policy.columns),
-        "numbers": bool(used),
+        "numbers": bool(used) or policy.sketch is not None,
         "logits": "ops.attn(" in text or "ops.logit(" in text,
         "ring_rows": bool(rings),
         "window": "window" in text,
@@ -218,7 +266,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     }
     return TritonPlan(
         args=tuple(name for name, wanted in args.items() if wanted),
-        numbers=tuple(used),
+        numbers=used,
         columns=tuple((name, n) for n, name in enumerate(singles)),
         rings=tuple((name, n) for n, name in enumerate(rings)),
         place=place,
@@ -226,22 +274,23 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         reads_value=any(reads(column.body, "v") for column in policy.columns if column.rule == "token"),
         observe=observe,
         settles=settles,
+        hard_cap=settles and policy.cap == "hard",
         overflow=overflow,
         protect=protect,
         score=score,
         scores=1 + len(tops),
         tops=tops,
+        select=select,
     )
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a program sees one head, attends to all of it, and settles once a token."""
+    """The statements that the kernels do not know: a program sees one head, and its keys as they are."""
     refused = {
-        "`select`": policy.select is not None,
-        "`sketch`": policy.sketch is not None,
-        "`pages`": policy.pages is not None,
+        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
+        "`logit` of what a query skips": policy.select is not None
+        and any(reads(column.body, "logit") for column in policy.columns),
         f"`victims shared by {policy.victims}`": policy.victims != "own",
-        "`cap hard`": policy.cap == "hard",
         "`positions compact`": policy.positions == "compact",
         "`storage blocks`": policy.storage == "blocks",
     }
@@ -253,6 +302,10 @@ def _refuse_statements(policy: Policy) -> None:
 def _lines(loops: Iterable[Loop]) -> Iterator[str]:
     for loop in loops:
         yield from (*loop.before, *loop.body, *loop.after)
+
+
+def _numbers_in(text: str, numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    return tuple((name, n) for n, name in enumerate(numbers) if _mentions(text, _number(name)))
 
 
 def _mentions(text: str, name: str) -> bool:
@@ -312,7 +365,7 @@ def _values(policy: Policy, slots: str, exprs: Iterable[Expr]) -> list[str]:
     if inputs & {"q", "k", "v"}:
         raise NotLowerable("a value of every slot that is computed from keys, values or queries")
     given = {
-        "attn": f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")',
+        "attn": _attn(policy),
         "logit": f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")',
         "observed": "ops.observed(pos, now, window)",
     }
@@ -324,6 +377,11 @@ def _values(policy: Policy, slots: str, exprs: Iterable[Expr]) -> list[str]:
         *(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)" for name in columns),
         *map(_ring_value, rings),
     ]
+
+
+def _attn(policy: Policy) -> str:
+    attn = f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")'
+    return attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
 
 
 def _ring_value(ref: RingRef) -> str:
@@ -382,6 +440,42 @@ def _reduction(name: str, op: str, body: str, slots: str, given: list[str]) -> I
         yield Loop((f"{name} = 0.0",), (*given, squares), (f"{name} = {root}",))
 
 
+# -- selecting ---------------------------------------------------------------------------------------------------------
+
+
+def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
+    if policy.select is None:
+        return None
+    by = form_of_ranks(policy.select.by)
+    if by == "expression":
+        raise NotLowerable(
+            "`select` by anything but dot(q, k), dot(q, k over sketch) and what the keys of a page could give at most"
+        )
+    if policy.pages is not None and by != "page_bound":
+        raise NotLowerable("`pages` that rank by their tokens")
+    protect = _protect(policy)
+    sketch_by = "" if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
+    sketch_text = f"{sketch_by} {_number('sketch_every')} {_number('sketch_dims')}"
+    choose_text = " ".join([*protect.values(), _number("select"), _number("page")])
+    return TritonSelect(
+        by=by,
+        sketch_by=sketch_by,
+        sketch_numbers=_numbers_in(sketch_text, numbers),
+        choose_numbers=_numbers_in(choose_text, numbers),
+        page_number=numbers.index("page") if policy.pages is not None else 0,
+        protect=tuple(protect.values()),
+        first="first" in protect,
+        last="last" in protect,
+        observed=any(reads(column.body, "attn") for column in policy.columns),
+    )
+
+
+def _sketch_by(policy: Policy, by: Expr) -> str:
+    if not reads(by, "q"):
+        raise NotLowerable(_SKETCHED)
+    return f'ops.over_group({DimPrinter({}).value(by)}, g, G, "{policy.group}")'
+
+
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
@@ -392,19 +486,25 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     loops, hoisted = _hoist(policy, "cached", [*ranked, *conditions])
     printer = BlockPrinter(hoisted)
-    protect, kept = [], []
-    for scope, together, compare in (("first", "tl.maximum", "<="), ("last", "tl.minimum", ">=")):
-        counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
-        if counts:
-            ends = [f"ops.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
-            protect.append(f"{scope} = {_nested(together, ends)}")
-            kept.append(f"pos {compare} {scope}")
+    protect = _protect(policy)
+    kept = [f"pos {compare} {scope}" for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
     kept += [printer.truth(condition) for condition in conditions]
     if len(kept) > 1:
         kept = [f"({condition})" for condition in kept]
     stores = [f"tl.store(work + {_row(n)}i, {printer.value(expr)}, mask=inside)" for n, expr in enumerate(ranked)]
     stores.append(f"tl.store(kept + i, {' | '.join(kept) or '0'}, mask=inside)")
-    return tuple(protect), (*loops, Loop((), (*_values(policy, "", [*ranked, *conditions]), *stores)))
+    return tuple(protect.values()), (*loops, Loop((), (*_values(policy, "", [*ranked, *conditions]), *stores)))
+
+
+def _protect(policy: Policy) -> dict[str, str]:
+    """By `first` and `last`, as far as the policy keeps such: up to and from which position."""
+    found = {}
+    for scope, together in (("first", "tl.maximum"), ("last", "tl.minimum")):
+        counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
+        if counts:
+            ends = [f"ops.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
+            found[scope] = f"{scope} = {_nested(together, ends)}"
+    return found
 
 
 def _row(n: int) -> str:

@@ -69,7 +69,8 @@ def test_backends(capsys: Capture) -> None:
         return {one["name"]: one["ok"] for one in found}
 
     assert served("roco") == {"cpu": True, "torch": True, "triton": True}
-    assert served("sparcas") == {"cpu": True, "torch": True, "triton": False}
+    assert served("sparcas") == {"cpu": True, "torch": True, "triton": True}
+    assert served("equip_h2o") == {"cpu": True, "torch": True, "triton": False}
 
 
 BASE = "param budget = 64; score position"

@@ -321,3 +321,62 @@ def test_selecting_needs_no_statistics() -> None:
 
 def test_without_a_budget_or_a_selection_nothing_is_protected() -> None:
     assert not make_plan(checked("")).torch.protects
+
+
+# -- the same in Triton ------------------------------------------------------------------------------------------------
+
+
+def test_a_sketch_in_triton() -> None:
+    plan = make_plan(
+        checked(
+            "param n = 3\ngroup max\nsketch top 4 dims by max(abs(q), n) / 2 every 8 queries\n"
+            "select top 8 by dot(q, k over sketch)\nkeep first n"
+        )
+    )
+    assert plan.triton is not None and plan.triton.select is not None
+    select = plan.triton.select
+    assert select.sketch_by == (
+        'ops.over_group(tl.div_rn(ops.maximum(tl.abs(q), number_n.to(tl.float32)), 2.0), g, G, "max")'
+    )
+    assert [name for name, _ in select.sketch_numbers] == ["n", "sketch_dims", "sketch_every"]
+    assert [name for name, _ in select.choose_numbers] == ["n", "select"]
+    assert (select.by, select.first, select.last, select.observed) == ("sketch_dot", True, True, False)
+    assert select.protect == (
+        "first = ops.first_protected(position, slots, now, live, ops.count(number_n), BLOCK)",
+        "last = ops.last_protected(position, slots, now, live, 1, BLOCK)",
+    )
+
+
+def test_what_a_query_skips_got_nothing() -> None:
+    """Where a policy selects, probabilities are 0 beside what was chosen."""
+    plan = make_plan(evicting("score sum(attn)\nselect top 4 by dot(q, k)")).triton
+    assert plan is not None and plan.select is not None and plan.select.observed
+    lines = [line for loop in plan.observe for line in loop.body]
+    assert 'attn = ops.attended(ops.attn(logits, lse, i, slots, G, G_PAD, "mean"), taken, i, inside, SELECTS)' in lines
+
+
+@pytest.mark.parametrize(
+    ("statements", "refusal"),
+    [
+        ("select top 8 by dot(q, k) - age", "`select` by anything but dot(q, k)"),
+        ("select top 8 by random()", "`select` by anything but dot(q, k)"),
+        ("pages 4\nselect top 8 by dot(q, k)", "`pages` that rank by their tokens"),
+        (
+            "sketch top 4 dims by abs(q) * max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+            "a sketch by anything but the query, dim by dim",
+        ),
+        (
+            "sketch top 4 dims by max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
+            "a sketch by anything but the query, dim by dim",
+        ),
+    ],
+)
+def test_what_triton_refuses(statements: str, refusal: str) -> None:
+    plan = make_plan(checked(statements))
+    assert plan.triton is None
+    assert plan.triton_refusal.startswith(refusal)
+
+
+def test_triton_refuses_what_is_observed_of_skipped_slots() -> None:
+    plan = make_plan(evicting("score max(logit)\nselect top 4 by dot(q, k)"))
+    assert (plan.triton, plan.triton_refusal) == (None, "`logit` of what a query skips")

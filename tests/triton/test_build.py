@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -18,11 +20,20 @@ GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 @pytest.mark.parametrize("policy", SERVED)
 def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     rows = run(capsys, "build", policy, "--target", GPUS, "--json").json()["rows"]
+    kernels = ("look", "choose", "attend", "settle") if kvdsl.load(policy).spec.selects else ("attend", "settle")
     assert [(row["target"], row["kernel"]) for row in rows] == [
-        (gpu, kernel) for kernel in ("attend", "settle") for gpu in GPUS.split(",")
+        (gpu, kernel) for kernel in kernels for gpu in GPUS.split(",")
     ]
     assert {row["spills"] for row in rows} == {0}
     assert all(0 < row["registers"] < 256 and 0 < row["shared_bytes"] < 100_000 for row in rows)
+
+
+@pytest.mark.slow
+def test_room_for_a_hard_cap(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "p.kv"
+    file.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore sum(attn)\ncap hard\nkeep top 3 by std(attn)\n}\n')
+    rows = run(capsys, "build", str(file), "--target", GPUS, "--json").json()["rows"]
+    assert [row["spills"] for row in rows if row["kernel"] == "make_room"] == [0] * 5
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
@@ -41,7 +52,7 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("sparcas", "--target", "cuda:90"), "no Triton kernels"),
+        (("equip_h2o", "--target", "cuda:90"), "no Triton kernels"),
         (("full", "--target", "cuda:hopper"), "is no target"),
         (("full", "--target", "gfx942"), "is no target"),
         (("rocko",), "roco"),

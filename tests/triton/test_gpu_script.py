@@ -34,7 +34,8 @@ def test_toy_run(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     assert "numerics against float64: right" in done.stdout
-    rows = json.loads((tmp_path / "interpreter" / "decode.json").read_text())["rows"]
+    results = json.loads((tmp_path / "interpreter" / "decode.json").read_text())
+    rows = results["rows"]
     assert [(row["policy"], row["backend"]) for row in rows] == [
         ("roco", "triton"),
         ("h2o", "triton"),
@@ -42,6 +43,8 @@ def test_toy_run(tmp_path: Path) -> None:
         ("streaming_llm", "torch"),
     ]
     assert all(row["ms"] > 0 and row["copy_gbps"] > 0 for row in rows)
+    assert [(row["policy"], row["backend"]) for row in results["selecting"]] == [("sparcas", "triton")]
+    assert all(row["ms"] > 0 and row["dense_ms"] > 0 and row["vs_best_dense"] > 0 for row in results["selecting"])
 
 
 def test_without_a_gpu(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, 
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement
 
-TORCH_ONLY = ("sparcas", "quest", "roco_sparcas", "streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
+TORCH_ONLY = ("streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
 SERVED = tuple(policy for policy in POLICIES if policy not in TORCH_ONLY)
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -97,10 +97,11 @@ LAZY = {
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "cap hard", "shared by", "compact"))]  # fmt: skip
+    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by", "compact"))]  # fmt: skip
+SELECTING = ("select", "select of a part", "select pages", "sketch")
 
 
-@pytest.mark.parametrize("name", [*NAMES, *LAZY])
+@pytest.mark.parametrize("name", [*NAMES, *LAZY, *SELECTING])
 def test_statements(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("p", batch=2, prompt=34, padding=5, steps=6, group=2, kv_heads=1)
     if name in LAZY:

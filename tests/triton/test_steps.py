@@ -87,6 +87,26 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
     assert rest < share * whole
 
 
+def test_a_selection_reads_little(traffic: Traffic) -> None:
+    """Four launches; of keys the chosen rows (gathered once a sketch over its dims), of values the chosen rows."""
+    spec, chosen, dims = kvdsl.load("sparcas").spec, 64, 4
+    state = steady_state(spec, SHAPE, tokens=chosen, dims=dims)
+    server = choose(spec, "triton", CPU, torch.float16)
+    tokens = new_tokens(SHAPE)
+    server.decode(state, AttentionCall(*tokens[0], None, 0.125))
+    cached = int((state.position >= 0).sum())
+    first, pairs, item = traffic.loads["keys"], SHAPE.batch * SHAPE.kv_heads, 2
+    rows = pairs * (chosen - 1) * SHAPE.head_dim * item  # the new token is one of them, and in no slot yet
+    gathered = (cached - pairs) * dims * item
+    assert first == rows + gathered and traffic.loads["values"] == rows
+    traffic.loads.clear(), traffic.launches.clear()
+    server.decode(state, AttentionCall(*tokens[1], None, 0.125))
+    splits = state.workspace.splits  # type: ignore[attr-defined]
+    assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (2, 1)]
+    assert traffic.loads["keys"] == traffic.loads["values"] == rows
+    assert traffic.loads["sketch_keys"] == cached * dims * item
+
+
 def test_nothing_is_allocated_after_the_first_step() -> None:
     spec = kvdsl.load("roco").spec
     state = steady_state(spec, SHAPE)
@@ -115,7 +135,7 @@ def test_who_is_served() -> None:
     with pytest.raises(KvdslError, match="float32, bfloat16 and float16"):
         choose(roco, "triton", CPU, torch.float64)
     with pytest.raises(KvdslError, match="no Triton kernels"):
-        choose(kvdsl.load("sparcas").spec, "triton", CPU, torch.float32)
+        choose(kvdsl.load("equip_h2o").spec, "triton", CPU, torch.float32)
     state = steady_state(roco, SHAPE)
     query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
     with pytest.raises(KvdslError, match="another dtype"):

@@ -1,11 +1,14 @@
-"""Attention of one new token over the slots, split over programs: the first of a decode step's two launches.
+"""Attention of one new token over the slots, split over programs: the launch before the last of a decode step's two, or of
+more where the query attends to a selection or a hard cap asks for room.
 
 Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value.
     S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
 
-Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the second
-launch (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
+Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the launch that
+follows (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
+
+Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
 """
 
 from __future__ import annotations
@@ -27,8 +30,11 @@ def attend(
     part,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
     top,  # [B, H, S, G] float32: gets the largest logit
     total,  # [B, H, S, G] float32: gets the sum of exp(logit - top)
-    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
-    held,  # [B, H, S] int32: gets how many tokens the split holds
+    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none. Not written if SELECTS
+    held,  # [B, H, S] int32: gets how many tokens the split holds, likewise
+    chosen,  # [B, H, N] int32: if SELECTS, the slots to attend to
+    found,  # [B, H] int32: how many those are
+    joins,  # [B, H] int32: whether the new token is one
     logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
     new_logits,  # [B, H, G] float32: gets the new token's
     slots,
@@ -44,6 +50,7 @@ def attend(
     E_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
+    SELECTS: tl.constexpr,
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
 ):
     """One split of one KV head of one row; the grid is (S, H, B)."""
@@ -61,14 +68,22 @@ def attend(
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
+    rows = slots
+    if SELECTS:
+        rows = tl.load(found + pair)
+        per_split = tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK
     first = split * per_split
-    for start in range(first, tl.minimum(first + per_split, slots), BLOCK):
+    for start in range(first, tl.minimum(first + per_split, rows), BLOCK):
         i = start + lane
-        inside = i < slots
-        pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
-        visible = (pos >= 0) & (now - pos < window)
-        gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
-        live += (pos >= 0).to(tl.int32)
+        inside = i < rows
+        if SELECTS:
+            i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
+            visible = inside
+        else:
+            pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
+            visible = (pos >= 0) & (now - pos < window)
+            gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
+            live += (pos >= 0).to(tl.int32)
         at = pair * slots + i
         k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
         logit = _capped(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee") * scaling, softcap)
@@ -81,16 +96,19 @@ def attend(
         acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
 
     if split == 0:  # the new token
+        attends = (tl.load(joins + pair) if SELECTS else tl.full([], 1, tl.int32)) != 0
         k = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
-        v = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+        v = tl.load(new_value + pair * E + e, mask=e < tl.where(attends, E, 0), other=0.0)
         logit = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling, softcap)
+        logit = tl.where(attends, logit, float("-inf"))
         if LOGITS:
             tl.store(new_logits + pair * G + g, logit, mask=g < G)
         best, weight, acc, p = _fold(best, weight, acc, logit[:, None])
         acc += p * v.to(tl.float32)[None, :]
 
-    tl.store(first_free + pair * splits + split, tl.min(gap, 0))
-    tl.store(held + pair * splits + split, tl.sum(live, 0))
+    if not SELECTS:
+        tl.store(first_free + pair * splits + split, tl.min(gap, 0))
+        tl.store(held + pair * splits + split, tl.sum(live, 0))
     mine = (pair * splits + split) * G + g
     tl.store(top + mine, best, mask=g < G)
     tl.store(total + mine, weight, mask=g < G)

@@ -1,4 +1,5 @@
-"""The Triton backend: two launches a layer and token. Prompts are served by torch.
+"""The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap.
+Prompts are served by torch.
 
 Nothing here waits for the device, and everything that the kernels work in is allocated once, so that a step can be captured in a
 CUDA graph.
@@ -21,7 +22,7 @@ from torch import Tensor
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
@@ -64,7 +65,7 @@ class TritonBackend:
         return prefill(state, call)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
+        """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
 
         Raises:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
@@ -82,20 +83,27 @@ class TritonBackend:
         batch, heads, value_dim = value.shape
         sizes = Sizes(query.shape[1] // heads, key.shape[-1], value_dim, key.element_size())
         work = workspace(state, self.kernels, sizes)
+        anew = _keep_copies(state)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.every_row if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            "keys": state.keys, "values": state.values, "position": state.position, "columns": state.columns,
-            "seen": state.seen, "numbers": state.numbers,
-            "slots": state.slots, "splits": work.splits, "per_split": work.per_split,
+            **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
+            "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
+            "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": _signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
+        if state.spec.hard_cap and state.evicts:
+            _launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
+        if state.selects:
+            dims = work.width or sizes.key_dim
+            _launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
+            _launch(self.kernels.choose, (heads, batch), given | sizes.choose(work.splits), CHOOSE_OPTIONS)
         _launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
-        _launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
+        _launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
 
 
@@ -135,6 +143,7 @@ class Workspace:
         every_row: bool [batch], all True.
         tensors: by the name that the kernels have for them.
         splits, per_split: see `Sizes.splits`.
+        width: dims of the sketch, 0 without one.
     """
 
     fits: tuple[Any, ...]
@@ -142,24 +151,31 @@ class Workspace:
     tensors: dict[str, Tensor]
     splits: int
     per_split: int
+    width: int
 
 
 def workspace(state: SlotState, kernels: Any, sizes: Sizes) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown."""
-    fits = (state.position.shape, state.position.device, state.ring_sizes, sizes, kernels.SCORES)
+    width = state.sketch.shape[-1] if state.spec.sketches else 0
+    fits = (state.position.shape, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
-        state.workspace = _allocate(state, kernels, sizes, fits)
+        state.workspace = _allocate(state, kernels, sizes, fits, width)
     return state.workspace
 
 
-def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...]) -> Workspace:
+def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...], width: int) -> Workspace:
     batch, heads, slots = state.position.shape
     splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
     starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
     logits = slots if "logits" in kernels.settle.arg_names else 0
+    choices = slots if state.selects else 0
+    taken = choices if "taken" in kernels.settle.arg_names else 0
 
     def floats(*shape: int) -> Tensor:
         return state.columns.new_empty(batch, heads, *shape)
+
+    def ints(*shape: int) -> Tensor:
+        return state.position.new_empty(batch, heads, *shape)
 
     tensors = {
         "part": floats(splits, sizes.group, sizes.value_dim),
@@ -169,13 +185,34 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...
         "new_logits": floats(sizes.group),
         "work": floats(kernels.SCORES, slots),
         "kept": floats(slots).to(torch.int8),
-        "first_free": floats(splits).to(torch.int32),
-        "held": floats(splits).to(torch.int32),
+        "first_free": ints(splits),
+        "held": ints(splits),
+        "ranks": ints(choices + 16),
+        "chosen": ints(choices),
+        "found": ints(),
+        "joins": ints(),
+        "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
         "ring_rows": torch.tensor(list(starts) if state.ring_sizes else [], dtype=torch.int32).to(state.seen.device),
     }
     every_row = torch.ones(batch, dtype=torch.bool, device=state.seen.device)
-    return Workspace(fits, every_row, tensors, splits, per_split)
+    return Workspace(fits, every_row, tensors, splits, per_split, width)
+
+
+def _keep_copies(state: SlotState) -> bool:
+    """Room for what the kernels keep beside the keys, where this layer selects; whether it is still to be made."""
+    if not state.selects:
+        return False
+    batch, heads, slots, dim = state.keys.shape
+    anew = False
+    if state.spec.sketches and state.sketch_keys.shape[2] != slots:
+        state.sketch_keys = state.keys.new_empty(batch, heads, slots, state.sketch.shape[-1], 1)
+        anew = True
+    if "page" in state.spec.numbers and not state.page_bounds.numel():
+        pages = int(slots // float(state.named(state.numbers)["page"].min())) + 1
+        state.page_bounds = state.keys.new_empty(batch, heads, pages, 2, dim)
+        anew = True
+    return anew
 
 
 def _processors(device: torch.device) -> int:

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
 
 DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 """The configuration that is compiled: bfloat16, four query heads a KV head, heads of 128."""
@@ -27,14 +27,23 @@ DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 SPLITS = 32
 """Of a KV head in that configuration."""
 
+SKETCHED = 16
+"""Dims of a sketch there."""
+
 _MODEL = "*bf16"
 _TYPES = {
-    **dict.fromkeys(("query", "new_key", "new_value", "keys", "values", "out", "sinks"), _MODEL),
+    **dict.fromkeys(
+        ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
+    ),
     **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work"), "*fp32"),
-    **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows"), "*i32"),
-    **dict.fromkeys(("slots", "per_split", "splits", "window", "seed", "layer", "first_head"), "i32"),
+    **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
+    **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(
+        ("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
+    ),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     "kept": "*i8",
+    "taken": "*i8",
     "real": "*i1",
     "numbers": "*fp64",
 }
@@ -46,7 +55,8 @@ class Row:
     """What one kernel takes of one target.
 
     Attributes:
-        policy, kernel: `attend`, which policies share, or `settle`.
+        policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
+            and under a hard cap `make_room`.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -86,12 +96,24 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     """
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
-    settle = kernels_of(source).settle
-    constants = {"LOGITS": "logits" in settle.arg_names, "DOT": tl.bfloat16, "SINKS": False}
-    for name, target in targets.items():
-        yield _row(stem, "attend", name, target, attend, DEFAULT.attend() | constants, ATTEND_OPTIONS)
-    for name, target in targets.items():
-        yield _row(stem, "settle", name, target, settle, DEFAULT.settle(SPLITS) | constants, SETTLE_OPTIONS)
+    kernels = kernels_of(source)
+    logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
+    constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
+    wanted = [
+        ("attend", attend, DEFAULT.attend(), ATTEND_OPTIONS),
+        ("settle", kernels.settle, DEFAULT.settle(SPLITS, width), SETTLE_OPTIONS),
+    ]
+    if selects:
+        wanted[:0] = [
+            ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim), LOOK_OPTIONS),
+            ("choose", kernels.choose, DEFAULT.choose(SPLITS), CHOOSE_OPTIONS),
+        ]
+    if hasattr(kernels, "make_room"):
+        wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
+    for kernel, function, sizes, options in wanted:
+        for name, target in targets.items():
+            yield _row(stem, kernel, name, target, function, sizes | constants, options)
 
 
 def _row(

@@ -73,7 +73,15 @@ def attn(logits, lse, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.co
     """The probabilities of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return _over_group(probability(found, lse[:, None]), g, G, HOW)
+    return over_group(probability(found, lse[:, None]), g, G, HOW)
+
+
+@triton.jit
+def attended(attn, taken, i, inside, SELECTS: tl.constexpr):
+    """The same probabilities, 0 for slots that the query skipped."""
+    if SELECTS:
+        attn = tl.where(tl.load(taken + i, mask=inside, other=0) != 0, attn, 0.0)
+    return attn
 
 
 @triton.jit
@@ -81,7 +89,7 @@ def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.conste
     """The scores before softmax of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return _over_group(found, g, G, HOW)
+    return over_group(found, g, G, HOW)
 
 
 @triton.jit
@@ -91,7 +99,7 @@ def probability(logit, lse):
 
 
 @triton.jit
-def _over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
+def over_group(x, g, G: tl.constexpr, HOW: tl.constexpr):
     """What the group's query heads give, [G_PAD, n], as one, [n]."""
     inside = g[:, None] < G
     if HOW == "max":
@@ -321,10 +329,33 @@ def overflow(live, budget, trigger, slack, max_drop):
     """How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or with max_drop
     by so many at a time, to no more than budget + slack.
     """
-    most = budget + tl.minimum(slack, INT_MAX - budget)
-    staged = tl.minimum(tl.maximum(live - max_drop, budget), most)
-    target = tl.where(max_drop > 0, staged, budget)
-    return tl.where((trigger > 0) & (live - budget >= trigger), tl.maximum(live - target, 0), 0)
+    leaving = tl.maximum(live - _target(live, budget, slack, max_drop), 0)
+    return tl.where((trigger > 0) & (live - budget >= trigger), leaving, 0)
+
+
+@triton.jit
+def overflow_before_placing(live, budget, trigger, slack, max_drop):
+    """How many tokens must leave so that one more does not exceed the hard cap, budget + slack, whatever the trigger."""
+    leaving = tl.maximum(live + 1 - _target(live + 1, budget, slack, max_drop), 0)
+    return tl.where(live + 1 > _most(budget, slack), leaving, 0)
+
+
+@triton.jit
+def _target(live, budget, slack, max_drop):
+    """To how many a prune goes."""
+    staged = tl.minimum(tl.maximum(live - max_drop, budget), _most(budget, slack))
+    return tl.where(max_drop > 0, staged, budget)
+
+
+@triton.jit
+def _most(budget, slack):
+    return budget + tl.minimum(slack, INT_MAX - budget)
+
+
+@triton.jit
+def tokens_held(position, slots, BLOCK: tl.constexpr):
+    """How many slots hold a token."""
+    return _at_most(position, slots, INT_MAX, BLOCK)
 
 
 @triton.jit

@@ -1,4 +1,4 @@
-"""How the two kernels are cut: blocks, splits and warps, from the shapes alone."""
+"""How the kernels are cut: blocks, splits and warps, from the shapes alone."""
 
 from __future__ import annotations
 
@@ -11,8 +11,13 @@ _TILE_BYTES = 1 << 14
 _SETTLE_ELEMENTS = 8192
 """Of a [G, BLOCK] tile of logits in `settle`: 16 a thread (8 on AMD)."""
 
+_LOOKED_AT = 1 << 12
+"""Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
+
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
 SETTLE_OPTIONS = {"num_warps": 16, "num_stages": 1}
+LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2}
+CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1}
 """What Triton compiles with."""
 
 MAX_SPLITS = 64
@@ -22,7 +27,7 @@ PROGRAMS_PER_PROCESSOR = 2
 
 @dataclass(frozen=True)
 class Sizes:
-    """The constants that both kernels are compiled with.
+    """The constants that the kernels are compiled with.
 
     Attributes:
         group: query heads per KV head. key_dim, value_dim: numbers of a key, of a value. item: bytes of one of those.
@@ -44,6 +49,15 @@ class Sizes:
         """Slots that `settle` takes at once."""
         return max(16, min(2048, _SETTLE_ELEMENTS // _power_of_two(self.group)))
 
+    @property
+    def choose_block(self) -> int:
+        """Slots or pages that `choose` takes at once."""
+        return 4096
+
+    def look_block(self, dims: int) -> int:
+        """Slots or pages of so many numbers each that `look` takes at once."""
+        return max(16, min(256, _LOOKED_AT // _matrix(dims)))
+
     def attend(self) -> dict[str, Any]:
         """Constants of `attend` that follow from the sizes."""
         return {
@@ -56,8 +70,8 @@ class Sizes:
             "BLOCK": self.attend_block,
         }
 
-    def settle(self, splits: int) -> dict[str, Any]:
-        """Constants of `settle` that follow from the sizes."""
+    def settle(self, splits: int, width: int = 0) -> dict[str, Any]:
+        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch."""
         return {
             "G": self.group,
             "G_PAD": _power_of_two(self.group),
@@ -66,8 +80,21 @@ class Sizes:
             "E": self.value_dim,
             "E_PAD": _power_of_two(self.value_dim),
             "S_PAD": _power_of_two(splits),
+            "W_PAD": _matrix(width),
             "BLOCK": self.settle_block,
         }
+
+    def look(self, dims: int) -> dict[str, Any]:
+        """Constants of `look` that follow from the sizes.
+
+        Args:
+            dims: numbers of a key that are looked at.
+        """
+        return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": self.look_block(dims)}
+
+    def choose(self, splits: int) -> dict[str, Any]:
+        """Constants of `choose` that follow from the sizes."""
+        return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block}
 
     def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
         """How many programs share a KV head's slots, and how many slots each has: enough to fill the chip, but no more.

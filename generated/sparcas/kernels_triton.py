@@ -1,0 +1,231 @@
+"""SparCas on GPUs: the launches of a decode step, all but the last but one, which is `kvdsl.runtime.gpu.attend`.
+
+Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+
+Keeps every token and attends to few: those that score best over the dims in which the query is large.
+
+"SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4; the
+first two layers stay dense (section 4.1).
+
+Attends to the highest only: sum(q * k over sketch)
+Looks at the highest dims only: abs(q)
+In layers where the query attends to everything, `attend` and `settle` are the only launches.
+
+Legend:
+    `look`: one program ranks the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
+    `settle`, the last: one program serves one KV head of one row. It combines what `attend` found, and puts the new token into a free slot.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
+    W: dims of the sketch. dims: which those are, -1 behind them.
+"""
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.gpu import ops, select
+
+SCORES = 0  # rows of `work`
+
+
+@triton.jit
+def find_sketch(
+    query,  # [G, D]: one KV head's; the others as for `look`
+    sketch,
+    prompt,
+    numbers,
+    pair,
+    row,
+    now,
+    width,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    W_PAD: tl.constexpr,
+):
+    """The sketch's dims, [W_PAD], and whether they are found anew at this query."""
+    number_sketch_dims = tl.load(numbers + row * 3 + 1)
+    number_sketch_every = tl.load(numbers + row * 3 + 2)
+    j = tl.arange(0, W_PAD)
+    dims = tl.load(sketch + pair * width + j, mask=j < width, other=-1)
+    due = select.is_due(prompt, row, now, ops.count(number_sketch_every))
+    if due:
+        g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
+        q = tl.load(query + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
+        q = q.to(tl.float32)
+        by = ops.over_group(tl.abs(q), g, G, "mean")
+        dims = select.highest_dims(by, d, ops.count(number_sketch_dims), width, D, D_PAD, W_PAD)
+    return dims, due
+
+
+@triton.jit(do_not_specialize=["anew"])
+def look(
+    query,  # [B, H * G, D]
+    new_key,  # [B, H, D]
+    keys,  # [B, H, N, D]
+    position,  # [B, H, N] int32
+    sketch,  # [B, H, W] int32: dims, ascending, -1 behind them
+    sketch_keys,  # [B, H, N, W]: the keys over these dims
+    prompt,  # [B] int32: tokens of the prompt
+    ranks,  # [B, H, N + 16] int32: gets what slots, and behind them the new token, rank by
+    first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
+    held,  # [B, H, S] int32: gets how many tokens it holds
+    seen,  # [B] int32: the new token's position
+    real,  # [B] bool
+    numbers,  # [B, 3] float64
+    anew,  # whether what is kept beside the keys is still to be made from them
+    slots,
+    per_split,  # slots per split
+    width,  # W
+    window,  # queries see this many tokens; 2**30: all
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,  # sizes as powers of two
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    W_PAD: tl.constexpr,
+    DOT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Rank one split's slots; the grid is (S, H, B)."""
+    split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    splits, heads = tl.num_programs(0), tl.num_programs(1)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        return
+    now = tl.load(seen + row)
+    query += pair * G * D
+    new_key += pair * D
+    keys += pair * slots * D
+    ranks += pair * (slots + 16)
+    mine = pair * splits + split
+    position += pair * slots
+    g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
+    sketch_keys += pair * slots * width
+    dims, due = find_sketch(query, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
+    tl.store(sketch + pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
+    gather = (anew != 0) | due
+    q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
+
+    gap = tl.full([BLOCK], ops.INT_MAX, tl.int32)
+    live = tl.zeros([BLOCK], tl.int32)
+    first = split * per_split
+    end = tl.minimum(first + per_split, slots)
+    for start in range(first, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < end
+        pos = tl.load(position + i, mask=inside, other=-1)
+        gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
+        live += (pos >= 0).to(tl.int32)
+        k = select.sketched_keys(keys, sketch_keys, i.to(tl.int64), pos >= 0, dims, j, width, gather, D)
+        by = select.product(q, k, g, G, "mean", DOT)
+        select.rank_slots(ranks, i, inside, pos, now, window, by)
+    if split == 0:
+        select.rank_new(ranks, slots, q, select.over_dims(new_key, dims), g, G, "mean")
+    tl.store(first_free + mine, tl.min(gap, 0))
+    tl.store(held + mine, tl.sum(live, 0))
+
+
+@triton.jit
+def choose(
+    position,  # [B, H, N] int32
+    ranks,  # [B, H, N + 16] int32
+    chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
+    found,  # [B, H] int32: gets how many
+    joins,  # [B, H] int32: gets whether the new token is attended to
+    taken,  # [B, H, N] int8: gets 1 for the slots that are, if anybody asked
+    held,  # [B, H, S] int32
+    seen,  # [B] int32: the new token's position
+    real,  # [B] bool
+    numbers,  # [B, 3] float64
+    slots,
+    splits,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Find the slots that rank highest; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    pair = (row * tl.num_programs(0) + head).to(tl.int64)
+    found += pair
+    joins += pair
+    if tl.load(real + row) == 0:
+        tl.store(found, 0)
+        tl.store(joins, 0)
+        return
+    now = tl.load(seen + row)
+    number_select = tl.load(numbers + row * 3)
+    position += pair * slots
+    ranks += pair * (slots + 16)
+    chosen += pair * slots
+    taken += pair * slots
+    live = select.tokens_with_new(held, pair, splits, S_PAD)
+    last = ops.last_protected(position, slots, now, live, 1, BLOCK)
+    select.choose_slots(position, ranks, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
+
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def settle(
+    out,  # [B, H * G, E]: gets the attention's output
+    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
+    top,  # [B, H, S, G] float32
+    total,  # [B, H, S, G] float32
+    sinks,  # [H * G]: logits that join the softmax; not read unless SINKS
+    first_free,  # [B, H, S] int32: the split's first free slot
+    held,  # [B, H, S] int32: how many tokens it holds
+    new_key,  # [B, H, D]
+    new_value,  # [B, H, E]
+    keys,  # [B, H, N, D]
+    values,  # [B, H, N, E]
+    position,  # [B, H, N] int32
+    query,  # [B, H * G, D]
+    sketch,  # [B, H, W] int32, with all that follows as for `look`
+    sketch_keys,  # [B, H, N, W]
+    prompt,  # [B] int32
+    width,
+    newest,  # [B] int32: the new token's position
+    seen,  # [B] int32: gets the next token's
+    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    numbers,  # [B, 3] float64
+    slots,
+    splits,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,  # sizes as powers of two
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    W_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+    SELECTS: tl.constexpr,  # whether the query attended to a selection
+    BLOCK: tl.constexpr,
+):
+    """Combine, place; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        return
+    now = tl.load(newest + row)
+    if head == 0:
+        tl.store(seen + row, now + 1)
+    position += pair * slots
+
+    # What the new token attended to.
+    ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+
+    # Its place.
+    slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
+    live += 1
+    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+    tl.store(keys + (pair * slots + slot) * D + d, key, mask=d < D)
+    tl.store(values + (pair * slots + slot) * E + e, value, mask=e < E)
+    tl.store(position + slot, now)
+    if SELECTS:
+        select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, pair, slot, slots, width, W_PAD)
+    else:  # it is kept up to date where it is not looked at, too
+        dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
+        j = tl.arange(0, W_PAD)
+        tl.store(sketch + pair * width + j, dims, mask=j < tl.where(due, width, 0))
