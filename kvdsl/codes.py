@@ -526,13 +526,14 @@ HISTORY = _code(
     severity="warning",
 )
 
-# -- KV05: not available yet -----------------------------------------------------------------------------------------
+# -- KV05: not available everywhere ----------------------------------------------------------------------------------
 
 LAYOUT = _code(
     "KV0502",
-    "layout that is not there yet",
-    "The layout is accepted, and what the policy computes does not depend on it, but this version of kvdsl lays the cache out "
-    "as it does by default.",
+    "layout that kernels do not have",
+    "What a policy computes does not depend on how the cache is laid out. `storage blocks` and `rope cached` are there on the torch "
+    "backend. No C++ or Triton kernels read blocks through a table, so the torch backend serves such a policy everywhere; and "
+    "kernels turn keys as they read them instead of keeping rotated halves, which takes no memory.",
     _policy(_BUDGET, "score sum(attn)", "storage blocks 16"),
     severity="warning",
 )

@@ -93,6 +93,11 @@ class Facts:
         return sum(column.bytes_per_slot or 0 for column in self.state)
 
     @property
+    def rotated_half(self) -> int:
+        """Bytes of one key's rotated half, where all of its dims rotate and a backend keeps it."""
+        return self.head_dim * DTYPES[self.dtype] if self.policy.rope == "cached" else 0
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in one KV head of one layer."""
         return self.key_and_value + POSITION + self.state_bytes
@@ -252,6 +257,9 @@ def as_data(found: Facts) -> dict[str, Any]:
         "pages": _printed(policy.pages),
         "when": policy.when,
         "positions": policy.positions,
+        "rope": policy.rope,
+        "storage": policy.storage,
+        "block": _printed(policy.block) if policy.storage == "blocks" else None,
         "victims": policy.victims,
         "state": [
             {
@@ -272,6 +280,7 @@ def as_data(found: Facts) -> dict[str, Any]:
             "key_and_value": found.key_and_value,
             "position": POSITION,
             "state": found.state_bytes,
+            "rotated_half": found.rotated_half,
             "head_dim": found.head_dim,
         },
         "peak": [{"phase": peak.phase, "slots": peak.slots, "expression": peak.text} for peak in found.peaks],

@@ -22,6 +22,7 @@ def rows(found: Facts) -> Rows:
         "selects": list(_selects(policy)),
         "when": list(_when(policy)),
         "positions": list(_positions(policy)),
+        "storage": list(_storage(policy)),
         "params": [_param(param) for param in policy.params],
         "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
         "costs": list(_costs(found)),
@@ -124,6 +125,11 @@ def _positions(policy: Policy) -> Iterator[str]:
         yield "a token's rotary position is its rank among those that are still there"
 
 
+def _storage(policy: Policy) -> Iterator[str]:
+    if policy.storage == "blocks" and policy.block is not None:
+        yield f"in blocks of {_count(policy.block, policy)} slots, from one pool for the rows of a batch"
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
@@ -180,6 +186,12 @@ def _costs(found: Facts) -> Iterator[str]:
     for column in found.state:
         if column.rule == "ring":
             yield f"of them {column.bytes_per_slot or f'4 * {column.size}'} for {column.name}"
+    if found.rotated_half:
+        times = 1 + found.rotated_half / found.key_and_value
+        yield (
+            f"on the torch backend {found.rotated_half} more for the key's rotated half ({times:g} times the key and value); "
+            f"kernels turn keys as they read them, and keep nothing"
+        )
 
 
 def _peak(found: Facts) -> Iterator[str]:

@@ -153,6 +153,7 @@ def _flags(policy: Policy) -> Iterator[tuple[str, str]]:
         "selects": policy.select is not None,
         "sketches": policy.sketch is not None,
         "compact": policy.positions == "compact",
+        "rope_cached": policy.rope == "cached",
     }
     yield from ((name, "True") for name, true in holds.items() if true)
 

@@ -66,12 +66,23 @@ class Rope:
             x: rotated queries or keys, [..., dim].
             shift: whole positions, positive or negative, [...]; of a shape that broadcasts with that of `x`.
         """
+        return self.rotate_by(x, self.rotate_half(x), shift)
+
+    def rotate_half(self, x: Tensor) -> Tensor:
+        """The rotated dims a quarter of a turn further, (a, b) -> (-b, a): [..., 2 pairs] in the dtype of `x`, exact.
+
+        It turns as the vector itself does, so that it may be kept beside it (EQUIP, section 4.3).
+        """
+        a, b = self._split(x[..., self.offset : self.offset + 2 * self.pairs])
+        return self._join(-b, a)
+
+    def rotate_by(self, x: Tensor, half: Tensor, shift: Tensor) -> Tensor:
+        """`rotate`, given `rotate_half(x)`: x cos + half sin (EQUIP, equation 11)."""
         end = self.offset + 2 * self.pairs
         angle = shift.unsqueeze(-1) * self._on(x.device)
-        cos, sin = angle.cos().float(), angle.sin().float()
+        cos, sin = (self._join(part, part) for part in (angle.cos().float(), angle.sin().float()))
         x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], shift.shape), -1)
-        a, b = self._split(x[..., self.offset : end])
-        turned = self._join(a * cos - b * sin, a * sin + b * cos)
+        turned = x[..., self.offset : end] * cos + half.float() * sin
         return torch.cat([x[..., : self.offset], turned, x[..., end:]], dim=-1)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:

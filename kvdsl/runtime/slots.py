@@ -77,6 +77,8 @@ class SlotState:
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
     One with compact positions:
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
+    And one with `rope cached`, of backends that turn keys outside of a kernel; empty until it is made from the keys:
+        half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
 
     Attributes:
         evicts: whether a decoded token may make others leave.
@@ -103,6 +105,7 @@ class SlotState:
     sketch: Tensor
     prompt: Tensor
     rank: Tensor
+    half_keys: Tensor
     sketch_keys: Tensor
     page_bounds: Tensor
 
@@ -130,6 +133,8 @@ class SlotState:
             self.TENSORS = (*self.TENSORS, "page_bounds")
         if spec.compact:
             self.TENSORS = (*self.TENSORS, "rank")
+        if spec.rope_cached:
+            self.TENSORS = (*self.TENSORS, "half_keys")
         self.reset()
 
     def adopt(
@@ -303,6 +308,7 @@ class SlotState:
         if self.spec.compact:
             self.rank = ranks(self.position)
         self.forget_copies()
+        self.forget_halves()
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
@@ -311,6 +317,11 @@ class SlotState:
         if "page" in self.spec.numbers:
             batch, heads, _, dim = self.keys.shape
             self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
+
+    def forget_halves(self) -> None:
+        """The rotated halves no longer hold."""
+        if self.spec.rope_cached:
+            self.half_keys = self.columns.new_empty(*self.position.shape[:2], 0, 0)
 
     @property
     def has_sketch(self) -> bool:

@@ -47,6 +47,7 @@ class PolicySpec:
         selects: whether a decoded token attends to a selection only.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
+        rope_cached: whether a key's rotated half is kept beside it, by backends that do not turn keys inside of a kernel.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -71,6 +72,7 @@ class PolicySpec:
     selects: bool = False
     sketches: bool = False
     compact: bool = False
+    rope_cached: bool = False
     abi: int = ABI
 
     def __post_init__(self) -> None:

@@ -119,6 +119,9 @@ def _free_slot(state: SlotState) -> Tensor:
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> None:
     """Write the new token into its slot; a padding token leaves everything as it was."""
     state.write(slot, call.key, call.value, real)
+    if state.spec.rope_cached and call.rope is not None and state.half_keys.numel():
+        at, new = slot[..., None].expand(-1, -1, -1, state.half_keys.shape[-1]), call.rope.rotate_half(call.key)
+        state.half_keys.scatter_(2, at, torch.where(real[:, None, :, None], new, state.half_keys.gather(2, at)))
     if state.spec.compact:
         last = (state.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
         state.rank.scatter_(2, slot, torch.where(real[:, None], last, state.rank.gather(2, slot)))

@@ -74,6 +74,7 @@ class Step:
             ring[place, rows, :, :slots] = old
         state.filled, state.decoding = self.filled, self.decoding
         state.forget_copies()
+        state.forget_halves()
 
     def bytes(self) -> int:
         """What the tensors occupy."""

@@ -178,12 +178,13 @@ class Combinations:
     # -- layouts -----------------------------------------------------------------------------------------------------
 
     def warn_of_layouts(self) -> None:
-        """Warns of layouts that are not there yet."""
-        for keyword, word in (("storage", "blocks"), ("rope", "cached")):
-            if self._is(keyword, word):
-                default = {"storage": "in place", "rope": "fused"}[keyword]
-                message = f"`{keyword} {word}` is accepted, but laid out {default} so far: what it computes is the same"
-                self._refuse(codes.LAYOUT, keyword, message, None)
+        """Warns of layouts that kernels do not have."""
+        if self._is("storage", "blocks"):
+            message = "`storage blocks` has no kernels in C++ and Triton: the torch backend serves the policy"
+            self._refuse(codes.LAYOUT, "storage", message, "`storage in_place`, the default, computes the same")
+        if self._is("rope", "cached"):
+            message = "`rope cached` keeps rotated halves on the torch backend only: kernels turn keys as they read them"
+            self._refuse(codes.LAYOUT, "rope", message, "`rope fused`, the default, computes the same")
 
 
 def _reads_input(part: Part, name: str) -> bool:

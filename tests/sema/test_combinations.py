@@ -564,14 +564,22 @@ def test_histories_that_cost_more_than_what_is_cached() -> None:
 
 
 @pytest.mark.parametrize(
-    ("statement", "message"),
+    ("statement", "message", "help"),
     [
-        ("storage blocks 16", "`storage blocks` is accepted, but laid out in place so far: what it computes is the same"),
-        ("rope cached", "`rope cached` is accepted, but laid out fused so far: what it computes is the same"),
+        (
+            "storage blocks 16",
+            "`storage blocks` has no kernels in C++ and Triton: the torch backend serves the policy",
+            "`storage in_place`, the default, computes the same",
+        ),
+        (
+            "rope cached",
+            "`rope cached` keeps rotated halves on the torch backend only: kernels turn keys as they read them",
+            "`rope fused`, the default, computes the same",
+        ),
     ],
 )
-def test_layouts_that_are_not_there_yet(statement: str, message: str) -> None:
-    refused("KV0502", message, statement, None, *BUDGET, "positions compact", statement)
+def test_layouts_that_kernels_do_not_have(statement: str, message: str, help: str) -> None:
+    refused("KV0502", message, statement, help, *BUDGET, "positions compact", statement)
     analysis = check(body(*BUDGET, "positions compact", statement))
     assert analysis.ok
     assert statement in print_policy(analysis.policy)

@@ -1,0 +1,100 @@
+"""`rope cached`: rotated halves that are kept give to the bit what turning the keys anew gives, for half as much memory again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import kvdsl
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.rope import Layout, Rope
+from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.undo import UndoLog
+
+HEADS, DIM = 2, 24
+
+
+@pytest.fixture(scope="session")
+def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """EQUIP_H2O, and the same that turns keys whenever it reads them."""
+    file = tmp_path_factory.mktemp("rope") / "fused.kv"
+    file.write_text('kv 1\nimport "equip_h2o.kv"\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n')
+    return kvdsl.load("equip_h2o").spec, kvdsl.load(file).spec
+
+
+class Run:
+    """Two rows, one of them padded, and tokens after the prompt, some of them padding."""
+
+    def __init__(self, spec: Any, backend: str = "torch", layout: Layout = "half", dtype: torch.dtype = torch.float32) -> None:
+        self.rope = Rope(100.0 ** -(torch.arange(8, dtype=torch.float64) / 8), layout, 4)  # 16 of 24 dims
+        self.state, self.dtype = SlotState(spec, {"budget": 12.0, "recent": 4.0}), dtype
+        self.backend = choose(spec, backend, torch.device("cpu"), dtype)
+        real = torch.arange(30) >= torch.tensor([[0], [7]])
+        self.backend.prefill(self.state, self.call(30, 0, real))
+        self.state.decoding = True
+
+    def call(self, tokens: int, seed: int, real: Tensor | None) -> AttentionCall:
+        make = torch.Generator().manual_seed(seed)
+        key, value = torch.randn(2, 2, HEADS, tokens, DIM, generator=make).to(self.dtype)
+        query = torch.randn(2, HEADS * 2, tokens, DIM, generator=make).to(self.dtype)
+        return AttentionCall(query, key, value, real, 0.2, rope=self.rope)
+
+    def step(self, seed: int) -> Tensor:
+        return self.backend.decode(self.state, self.call(1, seed, torch.tensor([[True], [seed % 5 != 0]])))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_cached_is_fused_to_the_bit(specs: tuple[Any, Any], layout: Layout, dtype: torch.dtype) -> None:
+    cached, fused = (Run(spec, layout=layout, dtype=dtype) for spec in specs)
+    for seed in range(1, 30):
+        assert torch.equal(cached.step(seed), fused.step(seed))
+        assert torch.equal(cached.state.position, fused.state.position)
+        assert torch.equal(cached.state.half_keys, cached.rope.rotate_half(cached.state.keys))
+    assert not (cached.state.position - cached.state.rank)[cached.state.position >= 0].eq(0).all(), "nothing was ever turned"
+
+
+def test_kernels_that_turn_inside_agree_and_keep_nothing(specs: tuple[Any, Any]) -> None:
+    torch_run, cpu_run = Run(specs[0]), Run(specs[0], "cpu")
+    for seed in range(1, 30):
+        assert (torch_run.step(seed) - cpu_run.step(seed)).abs().max() < 1e-5
+    assert cpu_run.state.half_keys.numel() == 0
+
+
+def test_what_it_takes(specs: tuple[Any, Any]) -> None:
+    """The rotated dims of every key once more: half of keys and values, where all dims rotate."""
+    cached, fused = (Run(spec) for spec in specs)
+    cached.step(1)
+    fused.step(1)
+    assert cached.state.bytes() - fused.state.bytes() == cached.state.keys.nbytes * 16 // DIM
+
+
+def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
+    cached, fused = (Run(spec) for spec in specs)
+    logs = [UndoLog(20), UndoLog(20)]
+    for run, log in zip((cached, fused), logs, strict=True):
+        run.step(1)
+        run.state.select_rows(torch.tensor([1, 0]))
+        for seed in range(2, 9):
+            log.note(run.state)
+            run.step(seed)
+        log.take_back(run.state, 5)
+    for seed in range(20, 26):
+        assert torch.equal(cached.step(seed), fused.step(seed))
+
+
+def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path) -> None:
+    file = tmp_path / "paged.kv"
+    file.write_text('kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
+    from kvdsl.runtime.blocks import slot_state
+
+    spec = kvdsl.load(file).spec
+    blocks, plain = Run(specs[0]), Run(specs[0])
+    blocks.state = slot_state(spec, {"budget": 12.0, "recent": 4.0})
+    blocks.backend.prefill(blocks.state, blocks.call(30, 0, torch.arange(30) >= torch.tensor([[0], [7]])))
+    for seed in range(1, 15):
+        assert torch.equal(blocks.step(seed), plain.step(seed))
