@@ -19,7 +19,7 @@ _STAGES = ("place_ms", "sketch_ms", "partial_scores_ms", "top_k_ms", "attention_
 
 
 def _step_cells(setup: Setup) -> Iterator[Cell]:
-    for live in setup.size((4096, 8192, 16384, 32768), (256, 512)):
+    for live in setup.size((4096, 8192, 16384, 32768), (256,)):
         yield Cell(f"{live} tokens", partial(_step, live=live))
 
 

@@ -37,7 +37,7 @@ def _along(setup: Setup, policy: str) -> list[Row]:
     from kvdsl.eval.models import windows
     from kvdsl.eval.perplexity import token_losses
 
-    length, by = setup.size(2048, 96), setup.size(256, 32)
+    length, by = setup.size(2048, 48), setup.size(256, 16)
     ids = windows(setup.tokenizer, setup.text, length, setup.size(4, 1))
     settings = {} if policy == "full" else {"tokens": str(attended(setup))}
     cache = Policies([policy], settings, setup.backend).make(policy, setup.model, None)
