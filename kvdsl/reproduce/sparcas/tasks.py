@@ -72,7 +72,7 @@ def _along_plot(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 FIGURE3 = Experiment(
-    "figure3", "Perplexity along the text, 64 tokens attended to", "Figure 3", _along_cells,
+    "figure3", "Perplexity along the text", "Figure 3", _along_cells,
     says="SparCas stays below Quest over the whole text.", findings=_along_findings, table=_along_table, plot=_along_plot,
 )  # fmt: skip
 
