@@ -22,7 +22,7 @@ EXEMPLARS := roco h2o tova streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest generate docs lint format bench accept gpu clean
+.PHONY: help venv demo test test-slow test-oldest generate docs lint format bench reproduce accept gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -75,6 +75,11 @@ format: $(READY)  ## mend what ruff can mend
 
 bench: $(READY)  ## one decode step of RoCo against torch's attention, on this machine
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
+
+reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/reproduce
+	for paper in $$($(PY) -c 'from kvdsl.reproduce import PAPERS; print(*PAPERS)'); do \
+	  $(KVDSL) reproduce $$paper --quick --out build/reproduce || exit 1; \
+	done
 
 accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2: of one issue)
 	$(PY) scripts/accept.py $(if $(ISSUE),--issue $(ISSUE))

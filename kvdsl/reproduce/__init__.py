@@ -41,6 +41,8 @@ from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Se
 __all__ = ["PAPERS", "Cell", "Experiment", "Finding", "Paper", "Row", "Setup"]
 
 PAPERS = {
+    "equip": "EQUIP: new tokens overwrite the evicted ones in place",
+    "lazy": "lazy pruning, slack and staged eviction on top of StreamingLLM",
     "sparcas": "SparCas: tokens are selected by a few dims of the keys",
 }
 """Name -> one line of help. `kvdsl.reproduce.NAME` holds the `PAPER`."""

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-_STYLE = {"svg.hashsalt": "kvdsl", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
+_STYLE: Any = {"svg.hashsalt": "kvdsl", "svg.fonttype": "none", "font.size": 9, "axes.grid": True, "grid.alpha": 0.3}
 """A fixed salt: the same rows make the same file."""
 
 _SIZE = (6.8, 3.6)

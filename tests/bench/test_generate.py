@@ -39,6 +39,25 @@ def test_what_is_timed_is_greedy_generation(model: Any, ids: torch.Tensor) -> No
     assert torch.equal(torch.cat(found, 1), greedy(model, ids, 6, DynamicCache(config=model.config)))
 
 
+def test_a_window_is_computed_anew_for_every_token(model: Any, ids: torch.Tensor) -> None:
+    (whole, narrow) = contenders([generate.RECOMPUTE], {}, [100, 8], model, "torch")
+    with torch.inference_mode():
+        wide, few = whole.begin(model), narrow.begin(model)
+        found = []
+        for text in (wide, few):
+            text.read(ids)
+            found.append(text.newest)
+        assert torch.equal(found[1], model(input_ids=ids[:, -8:]).logits[:, -1].argmax(-1, keepdim=True))
+        few.go_on()
+        seen = torch.cat([ids, found[1]], 1)[:, -8:]
+        assert torch.equal(few.newest, model(input_ids=seen).logits[:, -1].argmax(-1, keepdim=True))
+        found = [found[0]]
+        for _ in range(3):
+            wide.go_on()
+            found.append(wide.newest)
+    assert torch.equal(torch.cat(found, 1), greedy(model, ids, 4, DynamicCache(config=model.config)))
+
+
 def test_rows(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "peak_bytes", lambda run: [run(), 7][1])
     wanted = contenders([NATIVE, "h2o", "full"], {"recent": "4"}, [8, 16], model, "torch")

@@ -35,7 +35,7 @@ def _stretches(setup: Setup) -> Tensor:
     """Stretches of the text; about a third comes after the prompt."""
     from kvdsl.eval.models import windows
 
-    return windows(setup.tokenizer, setup.text, setup.size(1536, 96), setup.size(4, 1))
+    return windows(setup.tokenizer, setup.text, setup.size(1536, 80), setup.size(4, 1))
 
 
 @lru_cache(1)
@@ -231,7 +231,7 @@ def _by_length(setup: Setup, selector: str, dims: int | None) -> list[Row]:
     from kvdsl.eval.sketch import Recording, Setting, fidelity
 
     length, tokens = _stretches(setup).shape[1], attended(setup)
-    step = setup.size(128, 32)
+    step = setup.size(128, 20)
     rows = []
     for end in range(2 * step, length + 1, step):
         begun = end - min(INTERVAL, step)

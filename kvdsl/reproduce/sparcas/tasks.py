@@ -37,7 +37,7 @@ def _along(setup: Setup, policy: str) -> list[Row]:
     from kvdsl.eval.models import windows
     from kvdsl.eval.perplexity import token_losses
 
-    length, by = setup.size(2048, 96), setup.size(256, 32)
+    length, by = setup.size(2048, 48), setup.size(256, 16)
     ids = windows(setup.tokenizer, setup.text, length, setup.size(4, 1))
     settings = {} if policy == "full" else {"tokens": str(attended(setup))}
     cache = Policies([policy], settings, setup.backend).make(policy, setup.model, None)
@@ -72,7 +72,7 @@ def _along_plot(figure: Figure, rows: Sequence[Row]) -> None:
 
 
 FIGURE3 = Experiment(
-    "figure3", "Perplexity along the text, 64 tokens attended to", "Figure 3", _along_cells,
+    "figure3", "Perplexity along the text", "Figure 3", _along_cells,
     says="SparCas stays below Quest over the whole text.", findings=_along_findings, table=_along_table, plot=_along_plot,
 )  # fmt: skip
 
