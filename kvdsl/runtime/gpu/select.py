@@ -223,8 +223,8 @@ def choose_slots(
     bar, tie = _cut(position, ranks, slots + 1, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
     count = 0
     for start in range(0, slots, BLOCK):
-        i, rank, pos = _units(position, ranks, start, slots, now, False, BLOCK)
-        mine = _is_chosen(rank, pos, bar, tie)
+        i, rank, pos = _units(position, ranks, start, slots + 1, now, False, BLOCK)
+        mine = _is_chosen(rank, pos, bar, tie) & (i < slots)
         tl.store(chosen + count + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
         if OBSERVED:
             tl.store(taken + i, mine.to(tl.int8), mask=i < slots)
