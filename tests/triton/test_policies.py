@@ -43,13 +43,15 @@ def check_random_traces(policy: str, numbers: range) -> None:
 
 @pytest.mark.parametrize("policy", SERVED)
 def test_random_traces(policy: str) -> None:
-    check_random_traces(policy, range(100, 102))
+    check_random_traces(
+        policy, range(100, 101 if load(policy)[1].selects else 102)
+    )  # four launches take the interpreter long
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", SERVED)
 def test_more_random_traces(policy: str) -> None:
-    check_random_traces(policy, range(102, 116))
+    check_random_traces(policy, range(101, 116))
 
 
 CORNERS = {
