@@ -100,7 +100,10 @@ LAZY = {
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
     word in text for word in ("_pool", "dot(", "select", "sketch", "shared by", "compact"))]  # fmt: skip
-SELECTING = ("select", "select of a part", "select pages", "sketch")
+SELECTING = (
+    "select of a part",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in ("select", "select pages", "sketch")),
+)
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LAZY, *SELECTING])
