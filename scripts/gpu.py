@@ -287,8 +287,8 @@ def timed(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterator[dict[st
 
 
 def timed_selecting(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterator[dict[str, Any]]:
-    """Policies that attend to a selection, our own dense step and flash decoding, in the same run. A step's `ms` has its share of
-    the one that finds the sketch anew, `renewing_ms`.
+    """Policies that attend to a selection, our own dense step and flash decoding, in the same run. A graph's step does or does not
+    find the sketch anew (`renewing_ms`), which is one of so many: `ms` has its share.
     """
     for spec in specs:
         backend, state, tokens = prepared(spec, shape, plan, **SELECTED)
@@ -296,14 +296,13 @@ def timed_selecting(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterat
         dense.selects = False
         cache = Cache(state.keys[:, :, : shape.live].clone(), state.values[:, :, : shape.live].clone(), shape.group)
         times = {"sdpa_ms": median_ms(baselines.repeated(baselines.sdpa_grouped(cache), tokens), plan)}
-        every = period(state)
-        for name, one, before in (("ms", state, 3), ("renewing_ms", state, every - 1), ("dense_ms", dense, 3)):
-            step = decode_step(backend, one)
-            run = baselines.repeated(step, tokens)
-            if plan.device == "cuda" and backend.name == "triton":
-                run = capture(step, tokens[0], before)[0].replay
-            times[name] = median_ms(run, plan)
-        times["ms"] += (times["renewing_ms"] - times["ms"]) / every
+        for name, one in (("ms", state), ("dense_ms", dense)):
+            times[name] = median_ms(baselines.repeated(decode_step(backend, one), tokens), plan)
+        if plan.device == "cuda" and backend.name == "triton":
+            every = period(state)
+            for name, one, before in (("ms", state, 3), ("renewing_ms", state, every - 1), ("dense_ms", dense, 3)):
+                times[name] = median_ms(capture(decode_step(backend, one), tokens[0], before)[0].replay, plan)
+            times["ms"] += (times["renewing_ms"] - times["ms"]) / every
         best = min(times["sdpa_ms"], times["dense_ms"])
         facts = {"policy": spec.stem, "backend": backend.name, **asdict(shape), **SELECTED}
         yield facts | times | {"vs_best_dense": best / times["ms"]}
@@ -316,11 +315,11 @@ def copy_rate(plan: Plan) -> float:
 
 
 def median_ms(run: Callable[[], object], plan: Plan) -> float:
-    """Of single calls, after three that are not timed."""
-    for _ in range(3):
-        run()
+    """Of single calls, on a GPU after three that are not timed."""
     if plan.device != "cuda":
         return statistics.median(_seconds(run) for _ in range(plan.repeats)) * 1e3
+    for _ in range(3):
+        run()
     marks = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(plan.repeats)]
     for begin, end in marks:
         begin.record()

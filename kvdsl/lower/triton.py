@@ -288,8 +288,6 @@ def _refuse_statements(policy: Policy) -> None:
     """The statements that the kernels do not know: a program sees one head, and its keys as they are."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
-        "`logit` of what a query skips": policy.select is not None
-        and any(reads(column.body, "logit") for column in policy.columns),
         f"`victims shared by {policy.victims}`": policy.victims != "own",
         "`positions compact`": policy.positions == "compact",
         "`storage blocks`": policy.storage == "blocks",

@@ -375,8 +375,3 @@ def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
     assert plan.triton_refusal.startswith(refusal)
-
-
-def test_triton_refuses_what_is_observed_of_skipped_slots() -> None:
-    plan = make_plan(evicting("score max(logit)\nselect top 4 by dot(q, k)"))
-    assert (plan.triton, plan.triton_refusal) == (None, "`logit` of what a query skips")

@@ -27,6 +27,6 @@ def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Sizes, "attend_block", 16)
     monkeypatch.setattr(Sizes, "settle_block", 16)
-    monkeypatch.setattr(Sizes, "choose_block", 64)
+    monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
     monkeypatch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
     monkeypatch.setattr("kvdsl.runtime.slots._GROWTH", 32)

@@ -43,6 +43,15 @@ def test_chooses_what_torch_chooses(name: str, shape: Shape, spec) -> None:  # n
     check(spec, name, shape, 17)
 
 
+def test_the_last_slot_is_a_slot_like_any_other(spec) -> None:  # noqa: F811
+    """It holds an ever older token, while the newest of equals are chosen."""
+    body = "param budget = 40\nscore position\nselect top t by dot(q, k)"
+    pair = Twins(spec(body), replace(SMALL, inputs="equal", batch=1), backends=("triton", "torch"), t=3)
+    for _ in range(6):
+        pair.step()
+    assert int(pair.states[0].position[0, 0, -1]) == SMALL.prompt
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 16, 500])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)

@@ -101,7 +101,8 @@ class TritonBackend:
         if state.selects:
             dims = work.width or sizes.key_dim
             _launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
-            _launch(self.kernels.choose, (heads, batch), given | sizes.choose(work.splits), CHOOSE_OPTIONS)
+            chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
+            _launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
         _launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
         _launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out

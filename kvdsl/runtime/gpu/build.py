@@ -107,7 +107,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     if selects:
         wanted[:0] = [
             ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim), LOOK_OPTIONS),
-            ("choose", kernels.choose, DEFAULT.choose(SPLITS), CHOOSE_OPTIONS),
+            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in kernels.settle.arg_names), CHOOSE_OPTIONS),
         ]
     if hasattr(kernels, "make_room"):
         wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))

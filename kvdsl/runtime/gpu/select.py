@@ -223,8 +223,8 @@ def choose_slots(
     bar, tie = _cut(position, ranks, slots + 1, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
     count = 0
     for start in range(0, slots, BLOCK):
-        i, rank, pos = _units(position, ranks, start, slots, now, False, BLOCK)
-        mine = _is_chosen(rank, pos, bar, tie)
+        i, rank, pos = _units(position, ranks, start, slots + 1, now, False, BLOCK)
+        mine = _is_chosen(rank, pos, bar, tie) & (i < slots)
         tl.store(chosen + count + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
         if OBSERVED:
             tl.store(taken + i, mine.to(tl.int8), mask=i < slots)
@@ -327,13 +327,15 @@ def _nth(position, ranks, units, now, bar, n, equals, TIES: tl.constexpr, PAGES:
             word = (tie if TIES else rank ^ SIGN).to(tl.uint32, bitcast=True)
             counted = (rank == bar) if TIES else (rank != UNSEEN)
             counted = counted & (word >> shift >> DIGIT == digits)
-            counts += tl.histogram(((word >> shift) & (DIGITS - 1)).to(tl.int32), DIGITS, mask=counted)
+            counts += tl.histogram(tl.where(counted, ((word >> shift) & (DIGITS - 1)).to(tl.int32), 0), DIGITS)
+        digit = tl.arange(0, DIGITS)
+        counts -= tl.where(digit == 0, tl.sum(counts, 0) - equals, 0)  # what does not count was counted there
         reached = tl.cumsum(counts, 0, reverse=True)
-        digit = tl.sum((reached >= n).to(tl.int32), 0) - 1
-        own = tl.arange(0, DIGITS) == digit
+        found = tl.sum((reached >= n).to(tl.int32), 0) - 1
+        own = digit == found
         equals = tl.sum(tl.where(own, counts, 0), 0)
         n -= tl.sum(tl.where(own, reached, 0), 0) - equals
-        digits = (digits << DIGIT) | digit.to(tl.uint32)
+        digits = (digits << DIGIT) | found.to(tl.uint32)
     least = (digits << (shift.to(tl.uint32) & 31)).to(tl.int32, bitcast=True)
     if not TIES:
         least = least ^ SIGN

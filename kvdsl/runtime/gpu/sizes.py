@@ -49,10 +49,9 @@ class Sizes:
         """Slots that `settle` takes at once."""
         return max(16, min(2048, _SETTLE_ELEMENTS // _power_of_two(self.group)))
 
-    @property
-    def choose_block(self) -> int:
-        """Slots or pages that `choose` takes at once."""
-        return 4096
+    def choose_block(self, *, pages: bool) -> int:
+        """Slots or pages that `choose` takes at once. With more pages AMD's compiler runs out of scalar registers."""
+        return 1024 if pages else 4096
 
     def look_block(self, dims: int) -> int:
         """Slots or pages of so many numbers each that `look` takes at once."""
@@ -92,9 +91,9 @@ class Sizes:
         """
         return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": self.look_block(dims)}
 
-    def choose(self, splits: int) -> dict[str, Any]:
-        """Constants of `choose` that follow from the sizes."""
-        return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block}
+    def choose(self, splits: int, *, pages: bool) -> dict[str, Any]:
+        """Constants of `choose` that follow from the sizes; `pages`: whether those are what it chooses."""
+        return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block(pages=pages)}
 
     def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
         """How many programs share a KV head's slots, and how many slots each has: enough to fill the chip, but no more.
