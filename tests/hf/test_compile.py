@@ -152,6 +152,7 @@ def test_a_cache_that_grows_cannot_be_compiled_whole(model: Any) -> None:
         decode(model, whole(model), cache, 1)
 
 
+@pytest.mark.slow
 def test_where_the_graph_may_break_a_cache_that_grows_is_served() -> None:
     """Correctly, with every layer outside of the graph."""
     model = zoo.make("Llama", num_hidden_layers=1)
