@@ -7,8 +7,7 @@ or from one cache of a policy to the next, but the contents of tensors: else the
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import count
 from typing import TYPE_CHECKING, Any
 
@@ -26,61 +25,66 @@ if TYPE_CHECKING:
 READ = ("numbers", "prompt")
 """Tensors of a state that no step changes."""
 
-_SCHEMA = (
-    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor(a!)[] changed, Tensor[] read, "
-    "*, str rope, float scaling, float softcap, int window, int layer, int head_offset, int seed, int[] ring_sizes, bool evicts, "
-    "bool selects) -> Tensor"
-)
-
 _operators = torch.library.Library("kvdsl", "FRAGMENT")
-_operators.define(_SCHEMA)
+_operators.define(
+    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor(a!)[] changed, "
+    "Tensor(b!)[] work, Tensor[] read, *, str[] workspace, str rope, float scaling, float softcap, int window, int layer, "
+    "int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects) -> Tensor"
+)
 
 
 def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
-    """One decoded token of a bounded cache, [batch, 1, query_heads, value_dim], in a form that `torch.compile` can trace.
+    """One decoded token, [batch, 1, query_heads, value_dim], in a form that `torch.compile` can trace.
 
     Args:
         state: allocated, and not one that grows.
     """
     if isinstance(backend, TorchBackend):
         return backend.decode(state, call)
-    out: Tensor = torch.ops.kvdsl.decode(
-        backend.served, call.query, call.key, call.value, call.real, call.sinks, *_parted(state),
-        rope="" if call.rope is None else call.rope.enlisted, scaling=call.scaling, softcap=call.softcap or 0.0,
-        window=call.window or 0, layer=state.layer, head_offset=state.head_offset, seed=state.seed,
-        ring_sizes=state.ring_sizes, evicts=state.evicts, selects=state.selects,
-    )  # fmt: skip
+    out: Tensor = torch.ops.kvdsl.decode(*arguments(backend, state, call), **constants(state, call))
     return out
 
 
-def _parted(state: SlotState) -> tuple[list[Tensor], list[Tensor]]:
-    """The state's tensors, in the order of `TENSORS`: those that a step may change, and those that it does not."""
-    changed = [getattr(state, name) for name in state.TENSORS if name not in READ]
-    return changed, [getattr(state, name) for name in state.TENSORS if name in READ]
+def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[Any, ...]:
+    """The operator's tensors, and who serves it."""
+    changed = [getattr(state, name) for name in _changed(state)]
+    work = [] if state.workspace is None else list(state.workspace.tensors.values())
+    read = [getattr(state, name) for name in _read(state)]
+    return backend.served, call.query, call.key, call.value, call.real, call.sinks, changed, work, read
 
 
-def _joined(names: tuple[str, ...], changed: Sequence[Tensor], read: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What `_parted` took apart."""
-    changed_ones, read_ones = iter(changed), iter(read)
-    return (next(read_ones if name in READ else changed_ones) for name in names)
+def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
+    """The operator's numbers, which stay what they are from token to token."""
+    return {
+        "workspace": [] if state.workspace is None else list(state.workspace.tensors),
+        "rope": "" if call.rope is None else call.rope.name,
+        "scaling": call.scaling,
+        "softcap": call.softcap or 0.0,
+        "window": call.window or 0,
+        "layer": state.layer,
+        "head_offset": state.head_offset,
+        "seed": state.seed,
+        "ring_sizes": state.ring_sizes,
+        "evicts": state.evicts,
+        "selects": state.selects,
+    }
 
 
-# -- what an operator's arguments name ---------------------------------------------------------------------------------
+def _changed(state: SlotState) -> list[str]:
+    return [name for name in state.TENSORS if name not in READ]
+
+
+def _read(state: SlotState) -> list[str]:
+    return [name for name in state.TENSORS if name in READ]
+
 
 _served: dict[str, tuple[Backend, PolicySpec]] = {}
 
 
 def enlist(backend: Backend, spec: PolicySpec, dtype: torch.dtype) -> str:
     """The name by which the operator finds the backend; the same for all that serve one policy in one dtype."""
-    for number in count():
-        name = f"{backend.name} {spec.stem} {dtype} {number}"
-        if _served.setdefault(name, (backend, spec))[1] == spec:
-            return name
-    raise AssertionError
-
-
-_workspaces: dict[tuple[Any, ...], object] = {}
-"""What backends work in from token to token: layers of one shape, which run one after the other in a thread, share it."""
+    names = (f"{backend.name} {spec.stem} {dtype} {number}" for number in count())
+    return next(name for name in names if _served.setdefault(name, (backend, spec))[1] == spec)
 
 
 # -- the operator ------------------------------------------------------------------------------------------------------
@@ -88,22 +92,19 @@ _workspaces: dict[tuple[Any, ...], object] = {}
 
 def _decode(
     served: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, sinks: Tensor | None,
-    changed: Sequence[Tensor], read: Sequence[Tensor], *, rope: str, scaling: float, softcap: float, window: int, layer: int,
-    head_offset: int, seed: int, ring_sizes: Sequence[int], evicts: bool, selects: bool,
+    changed: Sequence[Tensor], work: Sequence[Tensor], read: Sequence[Tensor], *, workspace: Sequence[str], rope: str,
+    scaling: float, softcap: float, window: int, layer: int, head_offset: int, seed: int, ring_sizes: Sequence[int],
+    evicts: bool, selects: bool,
 ) -> Tensor:  # fmt: skip
     backend, spec = _served[served]
     state = SlotState(spec, {}, layer=layer, head_offset=head_offset, seed=seed)
-    tensors = _joined(state.TENSORS, changed, read)
+    tensors = {**dict(zip(_changed(state), changed, strict=True)), **dict(zip(_read(state), read, strict=True))}
     state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), evicts=evicts, selects=selects)
-    place = (served, threading.get_ident(), state.position.shape, state.position.device, state.ring_sizes)
-    state.workspace = _workspaces.get(place)
-    out = backend.decode(
-        state,
-        AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, Rope.named(rope) if rope else None),
-    )
-    if state.workspace is not None:
-        _workspaces[place] = state.workspace
-    return out
+    turns = Rope.named(rope) if rope else None
+    call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns)
+    if work:
+        backend.work_in(state, call, dict(zip(workspace, work, strict=True)))
+    return backend.decode(state, call)
 
 
 def _shape(served: str, query: Tensor, key: Tensor, value: Tensor, *others: Any, **constants: Any) -> Tensor:

@@ -32,19 +32,19 @@ class Rope:
         inv_freq: the angle per position of each pair, in radians, float64 [pairs]; negative where the model turns backwards.
         layout: which dims are a pair: i and i + pairs (`half`), or 2i and 2i + 1 (`interleaved`), counted from `offset`.
         offset: the first rotated dim; rotated are offset .. offset + 2 pairs.
-        enlisted: a name for what it does, the same for all that rotate alike; an operator can take no more than a name.
+        name: a name for what it does, the same for all that rotate alike; an operator can take no more than a name.
     """
 
     inv_freq: Tensor
     layout: Layout
     offset: int = 0
-    enlisted: str = field(default="", init=False)
+    name: str = field(default="", init=False)
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         frequencies = hashlib.sha256(self.inv_freq.double().cpu().numpy().tobytes()).hexdigest()
-        object.__setattr__(self, "enlisted", f"{self.layout} {self.offset} {frequencies}")
-        _enlisted.setdefault(self.enlisted, self)
+        object.__setattr__(self, "name", f"{self.layout} {self.offset} {frequencies}")
+        _enlisted.setdefault(self.name, self)
 
     @staticmethod
     def named(name: str) -> Rope:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -86,7 +86,8 @@ class SlotState:
         ring_sizes: rows of each ring.
         window: how many tokens a query of this layer sees, or None.
         together: the layers that agree on their victims, or None where this one decides by itself.
-        workspace: what a backend works in from token to token, or None; nothing of it is part of the cache.
+        workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
+            cache.
         filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
     """
 
@@ -138,14 +139,14 @@ class SlotState:
         self.reset()
 
     def adopt(
-        self, tensors: Iterable[Tensor], *, window: int | None, ring_sizes: tuple[int, ...], evicts: bool, selects: bool
+        self, tensors: Mapping[str, Tensor], *, window: int | None, ring_sizes: tuple[int, ...], evicts: bool, selects: bool
     ) -> None:
         """Serve what another state of the same policy has cached, which is allocated and does not grow.
 
         Args:
-            tensors: its tensors, in the order of `TENSORS`.
+            tensors: its tensors by name.
         """
-        self.__dict__.update(zip(self.TENSORS, tensors, strict=True))
+        self.__dict__.update(tensors)
         self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
         self.allocated = self.decoding = True
 
@@ -158,7 +159,7 @@ class SlotState:
         self.selects = False
         self.window: int | None = None
         self.ring_sizes: tuple[int, ...] = ()
-        self.workspace: object = None
+        self.workspace: Any = None
         self.filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)
@@ -258,6 +259,8 @@ class SlotState:
         if self.spec.sketches:
             self.prompt = seen.clone()
         self.allocated = True
+        if not self.grows:
+            stays_where_it_is(*(getattr(self, name) for name in self.TENSORS))
 
     def _after_prompt(self, numbers: Tensor) -> Tensor:
         """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
@@ -395,6 +398,13 @@ class SlotState:
         """Repeat every row `repeats` times, next to itself."""
         if self.allocated:
             self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
+
+
+def stays_where_it_is(*tensors: Tensor) -> None:
+    """Tell `torch.compile` that these keep their addresses, so that a CUDA graph may change them in place."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            torch._dynamo.mark_static_address(tensor)
 
 
 def text_order(position: Tensor) -> Tensor:

@@ -20,11 +20,11 @@ import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.prefill import prefill
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.spec import PolicySpec
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -62,7 +62,14 @@ class TritonBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        return prefill(state, call)
+        out = prefill(state, call)
+        if not state.grows:  # now, because a compiled step is given it
+            stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
+        return out
+
+    def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
+        """Have the state work in the tensors of another one's workspace, whose slots are alike."""
+        workspace(state, self.kernels, _sizes(call), tensors)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
@@ -81,11 +88,11 @@ class TritonBackend:
     def _decode_one(self, state: SlotState, call: AttentionCall, t: int) -> Tensor:
         query, key, value = (x[:, :, t].contiguous() for x in (call.query, call.key, call.value))
         batch, heads, value_dim = value.shape
-        sizes = Sizes(query.shape[1] // heads, key.shape[-1], value_dim, key.element_size())
+        sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
         anew = _keep_copies(state)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
-        real = work.every_row if call.real is None else call.real[:, t].contiguous()
+        real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
@@ -106,6 +113,10 @@ class TritonBackend:
         _launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
         _launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
+
+
+def _sizes(call: AttentionCall) -> Sizes:
+    return Sizes(call.query.shape[1] // call.key.shape[1], call.key.shape[-1], call.value.shape[-1], call.key.element_size())
 
 
 def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], options: dict[str, int]) -> None:
@@ -141,32 +152,31 @@ class Workspace:
 
     Attributes:
         fits: the shapes that it was made for.
-        every_row: bool [batch], all True.
         tensors: by the name that the kernels have for them.
         splits, per_split: see `Sizes.splits`.
         width: dims of the sketch, 0 without one.
     """
 
     fits: tuple[Any, ...]
-    every_row: Tensor
     tensors: dict[str, Tensor]
     splits: int
     per_split: int
     width: int
 
 
-def workspace(state: SlotState, kernels: Any, sizes: Sizes) -> Workspace:
-    """The layer's workspace, made when its slots are new or have grown."""
+def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
+    """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
     width = state.sketch.shape[-1] if state.spec.sketches else 0
     fits = (state.position.shape, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
-        state.workspace = _allocate(state, kernels, sizes, fits, width)
+        batch, heads, slots = state.position.shape
+        splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
+        state.workspace = Workspace(fits, tensors or _allocate(state, kernels, sizes, splits), splits, per_split, width)
     return state.workspace
 
 
-def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...], width: int) -> Workspace:
+def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict[str, Tensor]:
     batch, heads, slots = state.position.shape
-    splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
     starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
@@ -195,9 +205,9 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
         "ring_rows": torch.tensor(list(starts) if state.ring_sizes else [], dtype=torch.int32).to(state.seen.device),
+        "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
-    every_row = torch.ones(batch, dtype=torch.bool, device=state.seen.device)
-    return Workspace(fits, every_row, tensors, splits, per_split, width)
+    return tensors
 
 
 def _keep_copies(state: SlotState) -> bool:

@@ -141,7 +141,8 @@ class KVCache(Cache):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """An independent cache with the same content, for instance to continue one prompt several times."""
-        for shared in (self._spec, self._choose, self._config):
+        backends = (self.layers[index].backend for index in self.managed)
+        for shared in (self._spec, self._choose, self._config, *backends):
             memo[id(shared)] = shared
         made = type(self).__new__(type(self))
         memo[id(self)] = made

@@ -17,7 +17,7 @@ from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.undo import UndoLog
 
 if TYPE_CHECKING:
@@ -107,7 +107,8 @@ class Turn:
             return
         if self.total is None:
             self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
-        self.total += tokens
+            stays_where_it_is(self.total)
+        self.total.add_(tokens)
 
     def is_tensor(self) -> bool:
         """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
@@ -184,7 +185,7 @@ class SlotLayer(CacheLayerMixin):
         return self._counted
 
     def count(self, tokens: int) -> None:
-        """Correct the length."""
+        """Mend the length."""
         self._counted = tokens
 
     # -- a forward -----------------------------------------------------------------------------------------------------
@@ -208,6 +209,7 @@ class SlotLayer(CacheLayerMixin):
         return mark(key_states, self), value_states
 
     def check_continues(self, key: Tensor) -> None:
+        """Raise KvdslError if the rows of these keys, or their device, are not those of the cache, or no backend stores them."""
         if self.length == 0:
             check_dtype(key.dtype)
             return
@@ -286,7 +288,7 @@ class SlotLayer(CacheLayerMixin):
 
     @property
     def is_compileable(self) -> bool:
-        """Whether `torch.compile` may trace a decoded token: the slots are fixed once the prompt is there."""
+        """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
         return self.state.stays_fixed()
 
     def _fits_a_graph(self, call: AttentionCall) -> bool:

@@ -1,0 +1,52 @@
+"""A decode step of the kernels as an operator: `torch.compile` can trace it, and it does what the step does."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.runtime import graph
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.slots import AttentionCall, SlotState
+
+CPU = torch.device("cpu")
+
+
+def call(tokens: int, seed: int) -> AttentionCall:
+    generator = torch.Generator().manual_seed(seed)
+    query, key, value = (torch.randn(2, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))
+    real = None if tokens > 1 else torch.tensor([[True], [seed % 3 > 0]])
+    return AttentionCall(query, key, value, real, 0.25)
+
+
+@pytest.mark.parametrize("policy", ["roco", "scissorhands_window"])
+def test_the_operator_does_what_a_step_does(policy: str) -> None:
+    spec = kvdsl.load(policy).spec
+    server = choose(spec, "triton", CPU, torch.float32)
+    ours = SlotState(spec, {"budget": 12.0, "recent": 4.0})
+    server.prefill(ours, call(20, 1))
+    work = ours.workspace
+    theirs = copy.deepcopy(ours, {id(spec): spec})
+    torch._dynamo.reset()
+    compiled = torch.compile(graph.step, fullgraph=True, dynamic=False, backend="aot_eager")
+    with torch.no_grad(), torch._dynamo.config.patch(error_on_recompile=True):
+        for step in range(3):
+            token = call(1, 2 + step)
+            assert torch.equal(compiled(server, ours, token), server.decode(theirs, token))
+    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours.TENSORS)
+    assert ours.workspace is work
+
+
+def test_the_operator_says_what_it_does() -> None:
+    """Its schema, its shapes and its functional form, as torch checks them."""
+    spec = kvdsl.load("roco").spec
+    server = choose(spec, "triton", CPU, torch.float32)
+    state = SlotState(spec, {"budget": 12.0})
+    server.prefill(state, call(20, 1))
+    token = call(1, 2)
+    checks = ("test_schema", "test_faketensor", "test_aot_dispatch_static")
+    arguments, constants = graph.arguments(server, state, token), graph.constants(state, token)
+    torch.library.opcheck(torch.ops.kvdsl.decode.default, arguments, constants, test_utils=checks)
