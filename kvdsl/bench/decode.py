@@ -15,6 +15,7 @@ from kvdsl.bench.baselines import Cache, Token
 from kvdsl.bench.measure import Candidate
 from kvdsl.loading import load
 from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
@@ -69,7 +70,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
     given = ({"budget": float(filled)} if "budget" in spec.params else {}) | params
     prompt = torch.full((shape.batch,), filled, dtype=torch.int32, device=device)
     layer = selecting.first_selecting_layer(spec, given, prompt)
-    state = SlotState(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)
+    state = slot_state(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)
     heads = (shape.batch, shape.kv_heads, filled)
     columns = torch.empty(len(spec.columns), *heads, device=device)
     for column, rule in zip(columns, spec.column_rules, strict=True):

@@ -128,7 +128,9 @@ class BlockState(SlotState):
     def _lay_out(self, dense: dict[str, Tensor]) -> None:
         """Fresh pools with the blocks in use of the first slots, [batch, kv_heads, any, dim]."""
         self.size = min(int(self.named(self.numbers)["block"].max()), max(1, self.position.shape[2]))
-        self.table = self.position.new_full((len(self.position), -(-self.position.shape[2] // self.size)), FREE, dtype=torch.int64)
+        self.table = self.position.new_full(
+            (len(self.position), -(-self.position.shape[2] // self.size)), FREE, dtype=torch.int64
+        )
         used = self.used
         blocks = int(used.sum())
         self.table[used] = torch.arange(blocks, device=used.device)

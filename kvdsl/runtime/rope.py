@@ -66,24 +66,38 @@ class Rope:
             x: rotated queries or keys, [..., dim].
             shift: whole positions, positive or negative, [...]; of a shape that broadcasts with that of `x`.
         """
-        return self.rotate_by(x, self.rotate_half(x), shift)
+        cos, sin = self._angles(x, shift)
+        x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], shift.shape), -1)
+        a, b = self._split(self._rotated(x))
+        return self._among_the_others(x, self._join(a * cos - b * sin, a * sin + b * cos))
 
     def rotate_half(self, x: Tensor) -> Tensor:
         """The rotated dims a quarter of a turn further, (a, b) -> (-b, a): [..., 2 pairs] in the dtype of `x`, exact.
 
         It turns as the vector itself does, so that it may be kept beside it (EQUIP, section 4.3).
         """
-        a, b = self._split(x[..., self.offset : self.offset + 2 * self.pairs])
+        a, b = self._split(self._rotated(x))
         return self._join(-b, a)
 
     def rotate_by(self, x: Tensor, half: Tensor, shift: Tensor) -> Tensor:
-        """`rotate`, given `rotate_half(x)`: x cos + half sin (EQUIP, equation 11)."""
-        end = self.offset + 2 * self.pairs
-        angle = shift.unsqueeze(-1) * self._on(x.device)
-        cos, sin = (self._join(part, part) for part in (angle.cos().float(), angle.sin().float()))
+        """`rotate`, given `rotate_half(x)`: x cos + half sin (EQUIP, equation 11); to the bit the same."""
+        cos, sin = self._angles(x, shift)
         x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], shift.shape), -1)
-        turned = x[..., self.offset : end] * cos + half.float() * sin
-        return torch.cat([x[..., : self.offset], turned, x[..., end:]], dim=-1)
+        (a, b), (half_a, half_b) = self._split(self._rotated(x)), self._split(half.float())
+        return self._among_the_others(x, self._join(a * cos + half_a * sin, b * cos + half_b * sin))
+
+    def _angles(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines of the turns, [..., pairs]."""
+        angle = shift.unsqueeze(-1) * self._on(x.device)
+        return angle.cos().float(), angle.sin().float()
+
+    def _rotated(self, x: Tensor) -> Tensor:
+        """The dims that are rotated, [..., 2 pairs]."""
+        return x[..., self.offset : self.offset + 2 * self.pairs]
+
+    def _among_the_others(self, x: Tensor, turned: Tensor) -> Tensor:
+        """The vectors with their rotated dims replaced."""
+        return torch.cat([x[..., : self.offset], turned, x[..., self.offset + 2 * self.pairs :]], dim=-1)
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the second dim of each pair, [..., pairs] each."""

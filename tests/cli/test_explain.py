@@ -73,6 +73,15 @@ def test_backends(capsys: Capture) -> None:
     assert served("equip_h2o") == {"cpu": True, "torch": True, "triton": False}
 
 
+def test_layouts(capsys: Capture) -> None:
+    _, blocks = explained(capsys, "param budget = 64; score position; storage blocks 16")
+    assert (blocks["storage"], blocks["block"], blocks["rope"]) == ("blocks", "16", "fused")
+    whys = {one["name"]: one["why_not"] for one in blocks["backends"]}  # type: ignore[attr-defined]
+    assert whys == {"cpu": "`storage blocks`", "torch": None, "triton": "`storage blocks`"}
+    _, plain = explained(capsys, "param budget = 64; score position")
+    assert (plain["storage"], plain["block"], plain["bytes"]["rotated_half"]) == ("in_place", None, 0)  # type: ignore[index]
+
+
 BASE = "param budget = 64; score position"
 
 
@@ -110,6 +119,8 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
         (f"{BASE}; layers 2..", "in layers 2..; every token in the others"),
         (f"{BASE}; when decode", "the prompt goes through whole"),
         (f"{BASE}; positions compact", "its rank among those that are still there"),
+        (f"{BASE}; positions compact; rope cached", "256 more for the key's rotated half (1.5 times the key and value)"),
+        (f"{BASE}; storage blocks 16", "in blocks of 16 slots, from one pool for the rows of a batch"),
         (f"{BASE}; trigger overflow >= 0", "never: the trigger is 0"),
         (f"{BASE}; trigger overflow >= 0; when decode; cap hard", "no more than the prompt + 1, or budget + 0"),
         (

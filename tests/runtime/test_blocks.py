@@ -38,7 +38,10 @@ GIVEN: dict[str, dict[str, float]] = {
     "capped": {"budget": 12},
     "agreeing": {"budget": 12},
 }
-WRITTEN = {"capped": "param budget = 12\nscore sum(attn)\ncap hard", "agreeing": "param budget = 12\nscore sum(attn)\nvictims shared by heads"}
+WRITTEN = {
+    "capped": "param budget = 12\nscore sum(attn)\ncap hard",
+    "agreeing": "param budget = 12\nscore sum(attn)\nvictims shared by heads",
+}
 
 
 def title(name: str) -> str:
@@ -63,7 +66,9 @@ def classes(folder: Path, name: str, size: int) -> tuple[Any, Any]:
         parent = plain.spec.name
     file = folder / f"{name}_blocks{size}.kv"
     statement = f"storage blocks {size}"
-    file.write_text(f'kv 1\nimport "{name}.kv"\n\npolicy {title(name)}Blocks{size} extends {parent} {{\n  """In blocks."""\n  {statement}\n}}\n')
+    file.write_text(
+        f'kv 1\nimport "{name}.kv"\n\npolicy {title(name)}Blocks{size} extends {parent} {{\n  """In blocks."""\n  {statement}\n}}\n'
+    )
     return plain, kvdsl.load(file)
 
 
@@ -156,7 +161,9 @@ def test_a_token_is_written_at_block_and_offset(folder: Path) -> None:
     call = blocks.call(1, 7)
     blocks.backend.decode(state, call)
     changed = (state.key_pool != before).any(-1).nonzero()
-    expected = [[int(table[row, slot[row, head] // 5]), head, int(slot[row, head]) % 5] for row in range(3) for head in range(2)]
+    expected = [
+        [int(table[row, slot[row, head] // 5]), head, int(slot[row, head]) % 5] for row in range(3) for head in range(2)
+    ]
     assert sorted(changed.tolist()) == sorted(expected)
     for row, head in ((0, 1), (2, 0)):
         block, at = table[row, slot[row, head] // 5], slot[row, head] % 5

@@ -22,14 +22,18 @@ HEADS, DIM = 2, 24
 def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """EQUIP_H2O, and the same that turns keys whenever it reads them."""
     file = tmp_path_factory.mktemp("rope") / "fused.kv"
-    file.write_text('kv 1\nimport "equip_h2o.kv"\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n')
+    file.write_text(
+        'kv 1\nimport "equip_h2o.kv"\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n'
+    )
     return kvdsl.load("equip_h2o").spec, kvdsl.load(file).spec
 
 
 class Run:
     """Two rows, one of them padded, and tokens after the prompt, some of them padding."""
 
-    def __init__(self, spec: Any, backend: str = "torch", layout: Layout = "half", dtype: torch.dtype = torch.float32) -> None:
+    def __init__(
+        self, spec: Any, backend: str = "torch", layout: Layout = "half", dtype: torch.dtype = torch.float32
+    ) -> None:
         self.rope = Rope(100.0 ** -(torch.arange(8, dtype=torch.float64) / 8), layout, 4)  # 16 of 24 dims
         self.state, self.dtype = SlotState(spec, {"budget": 12.0, "recent": 4.0}), dtype
         self.backend = choose(spec, backend, torch.device("cpu"), dtype)
@@ -89,7 +93,9 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
 
 def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path) -> None:
     file = tmp_path / "paged.kv"
-    file.write_text('kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
+    file.write_text(
+        'kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n'
+    )
     from kvdsl.runtime.blocks import slot_state
 
     spec = kvdsl.load(file).spec

@@ -1,0 +1,148 @@
+"""Positions and storage: EQUIP, StreamingLLM's positions, Lazy Pruning."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, kvdsl_json, tests
+
+STREAMED = REPO / "benchmarks/results/cpu/ppl_streaming_20000.json"
+STABLE = 1.1
+"""How far the perplexity of a later stretch of 2,000 tokens may lie above that of the first: stretches of a book differ by themselves."""
+
+SPR = {
+    "h2o": (11.62, 27.32, 19.36, 35.73, 38.12, 39.90, 39.75, 31.43),
+    "streaming_llm": (26.54, 36.04, 27.65, 47.94, 46.67, 45.04, 50.58, 47.34),
+}
+"""EQUIP's Table 5, the columns of its CPU, in the order of `kvdsl.bench.update.EQUIP_SHAPES`."""
+
+
+# -- equal to what they replace ----------------------------------------------------------------------------------------
+
+
+@criterion(6, "slots in any order give what shift and append gives, with masks and windows, plain and rotated, per backend")
+def _permuted() -> Measured:
+    return all_pass(tests("tests/differential", "test_in_place_equals_shift_and_append"), 16)
+
+
+@criterion(6, "the same tokens as shift and append on the reference model for 500 steps")
+def _five_hundred() -> Measured:
+    raise NotMeasured("no model is run from a shifted cache: the equality is tested layer by layer, step by step")
+
+
+@criterion(6, "models with ALiBi are refused with a reason")
+def _alibi() -> Measured:
+    return all_pass(
+        tests("tests/hf", "test_attention_that_cannot_be_reached[bloom]|test_attention_that_cannot_be_reached[mpt]"), 2
+    )
+
+
+@criterion(6, "compact positions are the kept tokens by themselves at 0 to n - 1, one-layer models of ten families and more")
+def _compact() -> Measured:
+    return all_pass(tests("tests/hf", "test_logits_are_those_of_the_kept_tokens_alone"), 60)
+
+
+@criterion(6, "`rope cached` is `rope fused` to the bit")
+def _rope_modes() -> Measured:
+    return all_pass(tests("tests/runtime", "test_rope_cached."), 6)
+
+
+@criterion(6, "`storage blocks` is `storage in_place` to the bit; one pool serves rows of different lengths")
+def _blocks() -> Measured:
+    return all_pass(tests("tests/runtime", "test_blocks."), 15)
+
+
+# -- several at once ---------------------------------------------------------------------------------------------------
+
+
+@criterion(6, "steps that are taken back never happened, to the bit, per policy and backend")
+def _undone() -> Measured:
+    return all_pass(tests("tests/runtime", "test_undo."), 30)
+
+
+@criterion(6, "assisted decoding and prompt lookup say and keep what plain decoding does; cropping is exact or refused")
+def _assisted() -> Measured:
+    return all_pass(tests("tests/hf", "test_speculation."), 30)
+
+
+@criterion(6, "E tokens evicted and E inserted in one update, alike on every backend")
+def _replaced() -> Measured:
+    return all_pass(tests("tests/runtime", "test_replacing."), 10)
+
+
+# -- streaming ---------------------------------------------------------------------------------------------------------
+
+
+@criterion(
+    6, "streaming_llm on 20,000 tokens at 512 slots: worst stretch over the first; window beside it (committed result)"
+)
+def _streaming() -> Measured:
+    if not STREAMED.exists():
+        raise NotMeasured(f"there is no {STREAMED.relative_to(REPO)}")
+    rows = json.loads(STREAMED.read_text(encoding="utf-8"))["rows"]
+    worst = {}
+    for policy in ("streaming_llm", "window"):
+        first, *later = [row["ppl"] for row in rows if row["policy"] == policy]
+        worst[policy] = max(later) / first
+    reached = max(row["last"] for row in rows if row["policy"] == "streaming_llm")
+    value = f"{worst['streaming_llm']:.3f} up to token {reached:,}; window {worst['window']:.3f}"
+    return value, f"<= {STABLE:g} up to 20,000", worst["streaming_llm"] <= STABLE and reached >= 20_000
+
+
+# -- speed on a CPU ----------------------------------------------------------------------------------------------------
+
+
+def _table_5(policy: str) -> None:
+    @criterion(6, f"bench update, {policy}: over shift, cell by cell of EQUIP's Table 5 on a CPU")
+    def _() -> Measured:
+        rows = kvdsl_json("bench", "update", "--policy", policy, "--equip", "--repeats", "5")["rows"]
+        cells = [(row["speedup"], paper, row) for row, paper in zip(rows, SPR[policy], strict=True)]
+        short = [
+            f"{row['batch']}x{row['heads']}x{row['head_dim']}: {found:.1f} of {paper}"
+            for found, paper, row in cells
+            if found <= paper
+        ]
+        least = min(found for found, _, _ in cells)
+        value = f"{len(cells) - len(short)} of {len(cells)} cells, from {least:.1f}x on" + "".join(
+            f"; {cell}" for cell in short
+        )
+        return value, f"> {min(SPR[policy])} to {max(SPR[policy])}x", not short
+
+
+_table_5("h2o")
+_table_5("streaming_llm")
+
+
+@criterion(6, "a step with `rope fused` in the kernel, and with `rope cached` (torch); bytes of a token's key and value")
+def _rope_speed() -> Measured:
+    cached, kernel = _milliseconds("torch"), _milliseconds("cpu")
+    held = kvdsl_json("explain", "equip_h2o")["bytes"]
+    plain, more = held["key_and_value"], held["rotated_half"]
+    return (
+        f"{kernel:.2f} and {cached:.2f} ms; {plain} and {plain + more} bytes",
+        "fused <= cached",
+        kernel <= cached and more > 0,
+    )
+
+
+def _milliseconds(backend: str) -> float:
+    """Of one step of EQUIP_H2O, whose keys the torch backend turns by halves that it keeps, and the kernel as it reads them."""
+    shape = "--batch 1 --kv-heads 8 --group 4 --head-dim 128 --live 1024 --dtype fp32 --repeats 5 --warmup 1"
+    found: dict[str, Any] = kvdsl_json("bench", "decode", "--policy", "equip_h2o", "--backend", backend, *shape.split())
+    return float(found["ms"])
+
+
+@criterion(6, "bench generate, two layers of Llama-2-7B's shape: in place over shift")
+def _generate() -> Measured:
+    raise NotMeasured(
+        "no model is run from a shifted cache: what is measured so far is the update and the step of one layer"
+    )
+
+
+@criterion(6, "results of `kvdsl reproduce equip` and `lazy` are committed")
+def _reproduced() -> Measured:
+    absent = [name for name in ("results/equip.json", "results/lazy.json") if not (REPO / name).exists()]
+    if absent:
+        raise NotMeasured(f"there is no {' and no '.join(absent)}")
+    return "both", "both", True
