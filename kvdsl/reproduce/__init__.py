@@ -41,6 +41,7 @@ from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Se
 __all__ = ["PAPERS", "Cell", "Experiment", "Finding", "Paper", "Row", "Setup"]
 
 PAPERS = {
+    "roco": "RoCo: scores, scopes and policies, by what they cost in text and perplexity",
     "sparcas": "SparCas: tokens are selected by a few dims of the keys",
 }
 """Name -> one line of help. `kvdsl/reproduce/NAME.py` holds the `PAPER`."""
