@@ -25,26 +25,37 @@ T = TypeVar("T")
 NATIVE = "transformers"
 """The name of transformers' own growing cache, with the model's own attention."""
 
+RECOMPUTE = "recompute"
+"""The name of a window of `budget` tokens that is computed anew for every token, without a cache."""
+
 
 @dataclass(frozen=True)
 class Contender:
-    """Something that generates: `make` gives it a fresh cache."""
+    """Something that generates: `make` gives it a fresh cache, or None where a `window` of tokens is computed anew."""
 
     policy: str
     budget: float | None
-    make: Callable[[], Any]
+    make: Callable[[], Any] = lambda: None
+    window: int | None = None
+
+    def begin(self, model: Any) -> Text:
+        """A text of which nothing has been read."""
+        return Text(model, self.make()) if self.window is None else Recomputed(model, None, window=self.window)
 
 
 def contenders(
     names: Sequence[str], settings: Mapping[str, str], budgets: Sequence[float], model: Any, backend: str
 ) -> list[Contender]:
-    """Every policy with every budget, in the order of the names; those without a budget, and `transformers`, come once.
+    """Every policy, and `recompute`, with every budget, in the order of the names; those without a budget, and `transformers`, come once.
 
     Raises:
         DiagnosticError: if there is no such policy.
     """
-    policies = Policies([name for name in names if name != NATIVE], settings, backend)
-    found: dict[str, list[Contender]] = {NATIVE: [Contender(NATIVE, None, lambda: _native_cache(model))]}
+    policies = Policies([name for name in names if name not in (NATIVE, RECOMPUTE)], settings, backend)
+    found: dict[str, list[Contender]] = {
+        NATIVE: [Contender(NATIVE, None, lambda: _native_cache(model))],
+        RECOMPUTE: [Contender(RECOMPUTE, budget, window=max(1, int(budget))) for budget in budgets],
+    }
     for name, budget in policies.pairs(budgets):
         found.setdefault(name, []).append(Contender(name, budget, partial(policies.make, name, model, budget)))
     return [one for name in names for one in found[name]]
@@ -71,7 +82,9 @@ class Text:
         """Feed the prompt, or the newest token; milliseconds until the next is there."""
         _finish(ids.device)
         begun = time.perf_counter()
-        logits = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1).logits
+        logits = self.model(
+            input_ids=ids, past_key_values=self.cache, use_cache=self.cache is not None, logits_to_keep=1
+        ).logits
         self.newest = logits[:, -1].argmax(-1, keepdim=True)
         _finish(ids.device)
         return (time.perf_counter() - begun) * 1e3
@@ -79,6 +92,19 @@ class Text:
     def go_on(self) -> float:
         """One token more."""
         return self.read(self.newest)
+
+
+@dataclass
+class Recomputed(Text):
+    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run."""
+
+    window: int = 1
+    seen: Tensor = field(default_factory=lambda: torch.empty(0))
+
+    def read(self, ids: Tensor) -> float:
+        """See `Text.read`."""
+        self.seen = torch.cat([self.seen, ids], 1) if self.seen.numel() else ids
+        return super().read(self.seen[:, -self.window :])
 
 
 def _finish(device: torch.device) -> None:
@@ -150,7 +176,7 @@ def steps(wanted: Sequence[Contender], repeats: int, warmup: int) -> int:
 
 
 def _alone(model: Any, ids: Tensor, new_tokens: int, one: Contender) -> Any:
-    text = Text(model, one.make())
+    text = one.begin(model)
     text.read(ids)
     for _ in range(new_tokens - 1):
         text.go_on()
@@ -159,14 +185,15 @@ def _alone(model: Any, ids: Tensor, new_tokens: int, one: Contender) -> Any:
 
 def _round(model: Any, ids: Tensor, new_tokens: int, wanted: Sequence[Contender], times: Sequence[Times], turn: int) -> None:
     """Every contender's prompt, then their tokens in turns."""
-    texts = [Text(model, one.make()) for one in wanted]
+    texts = [one.begin(model) for one in wanted]
     for text, found in _turned(list(zip(texts, times, strict=True)), turn):
         found.first.append(text.read(ids))
     for index in range(new_tokens - 1):
         for text, found in _turned(list(zip(texts, times, strict=True)), index):
             found.later.append(text.go_on())
     for text, found in zip(texts, times, strict=True):
-        found.cache, found.full_cache = cache_bytes(text.cache), full_cache_bytes(text.cache)
+        if text.cache is not None:
+            found.cache, found.full_cache = cache_bytes(text.cache), full_cache_bytes(text.cache)
 
 
 def _turned(things: list[T], by: int) -> list[T]:

@@ -16,8 +16,10 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option("--policies", default="transformers,full,h2o,roco", show_default=True, metavar="A,B",
-              help="Shipped policies, .kv files, or `transformers` for its own growing cache.")  # fmt: skip
+@click.option(
+    "--policies", default="transformers,full,h2o,roco", show_default=True, metavar="A,B",
+    help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one.",
+)  # fmt: skip
 @click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
 @set_option
 @model_option

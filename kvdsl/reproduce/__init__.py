@@ -1,7 +1,7 @@
 """`kvdsl reproduce PAPER`: a paper's tables and figures, measured on a model of the user's choice.
 
-One module for each paper, `kvdsl/reproduce/NAME.py`, holds one `PAPER`; a line in `PAPERS` makes it known. The module says what
-is measured and what it is compared with; running, resuming, saving, tables and pictures are this package's business:
+One module or package for each paper, `kvdsl.reproduce.NAME`, holds one `PAPER`; a line in `PAPERS` makes it known. It says what is
+measured and what it is compared with; running, resuming, saving, tables and pictures are this package's business:
 
     def _cells(setup: Setup) -> Iterator[Cell]:            # cheap: it is asked for before anything is loaded
         for budget in setup.size(full=(64, 128, 256), quick=(32,)):
@@ -42,6 +42,8 @@ __all__ = ["PAPERS", "Cell", "Experiment", "Finding", "Paper", "Row", "Setup"]
 
 PAPERS = {
     "roco": "RoCo: scores, scopes and policies, by what they cost in text and perplexity",
+    "lazy": "lazy pruning, slack and staged eviction on top of StreamingLLM",
+    "vatp": "VATP: attention weighted by the norm of the value that it brings",
     "sparcas": "SparCas: tokens are selected by a few dims of the keys",
 }
-"""Name -> one line of help. `kvdsl/reproduce/NAME.py` holds the `PAPER`."""
+"""Name -> one line of help. `kvdsl.reproduce.NAME` holds the `PAPER`."""

@@ -131,7 +131,7 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper's experiments, in the paper's order. `title` ends with the authors and the year, in parentheses."""
+    """A paper's experiments, in the paper's order."""
 
     name: str
     title: str

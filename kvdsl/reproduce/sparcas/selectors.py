@@ -1,8 +1,4 @@
-"""SparCas: how well a few dims of the keys tell which tokens matter, what that costs in quality, and what it saves.
-
-The paper's token budgets are a sixteenth of its 32K tokens, and so is ours of a stretch of text; its 16 dims are an eighth of a head's
-128, of the reference model's 64 they are a quarter, for which reason 8 stand beside them.
-"""
+"""What few dims of the keys tell of the tokens: selectors, dims, intervals (tables 2, figures 1 (c), 6 (b), 7 and 8)."""
 
 from __future__ import annotations
 
@@ -12,7 +8,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from kvdsl.reproduce import plots, tables
-from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Setup
+from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
+from kvdsl.reproduce.sparcas.common import DIMS, INTERVAL, attended
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -20,21 +17,13 @@ if TYPE_CHECKING:
 
     from kvdsl.eval.sketch import Recording
 
-DIMS = 16
-INTERVAL = 64
 SELECTORS = ("abs_q", "abs_q_plus_mean_k", "mean_k", "token_wise", "product", "random_dims")
 _NAMES = {
     "abs_q": "|q|", "abs_q_plus_mean_k": "|q| + mean(K)", "mean_k": "mean(K)", "token_wise": "|q| |K|, token by token",
     "product": "|q| mean(|K|)", "random_dims": "random", "quest": "Quest", "full": "full cache",
 }  # fmt: skip
 
-
 # -- what is read ------------------------------------------------------------------------------------------------------
-
-
-def _tokens(setup: Setup) -> int:
-    """Tokens that a query attends to."""
-    return setup.size(64, 16)
 
 
 def _prompt(setup: Setup) -> int:
@@ -46,7 +35,7 @@ def _stretches(setup: Setup) -> Tensor:
     """Stretches of the text; about a third comes after the prompt."""
     from kvdsl.eval.models import windows
 
-    return windows(setup.tokenizer, setup.text, setup.size(1536, 96), setup.size(4, 1))
+    return windows(setup.tokenizer, setup.text, setup.size(1536, 80), setup.size(4, 1))
 
 
 @lru_cache(1)
@@ -56,11 +45,11 @@ def _recorded(setup: Setup) -> list[Recording]:
     return record(setup.model, _stretches(setup))
 
 
-def _evaluated(setup: Setup, selector: str, dims: int, interval: int = INTERVAL, tokens: int | None = None) -> list[Row]:
+def _evaluated(setup: Setup, selector: str, dims: int, interval: int = INTERVAL) -> list[Row]:
     """One row of `kvdsl eval sketch`."""
     from kvdsl.eval import sketch
 
-    wanted = sketch.settings([selector], [dims], [tokens or _tokens(setup)], [interval])
+    wanted = sketch.settings([selector], [dims], [attended(setup)], [interval])
     return sketch.evaluate(
         setup.model, _stretches(setup), _prompt(setup), wanted, queries=setup.size(32, 4), backend=setup.backend, seed=setup.seed
     )  # fmt: skip
@@ -138,6 +127,19 @@ def _interval_plot(figure: Figure, rows: Sequence[Row]) -> None:
     plots.lines(figure.subplots(), _named(rows), x="interval", y="ppl", by="selector", log_x=True)
 
 
+TABLE2A = Experiment(
+    "table2a", "What the dims are chosen by", "Table 2 (a)", _selector_cells,
+    says="|q| is best (7.470), with mean(K) added 7.473, mean(K) alone 7.581, token by token 7.480, random dims 115.",
+    findings=_selector_findings, table=_selector_table, plot=_selector_plot,
+)  # fmt: skip
+
+
+TABLE2B = Experiment(
+    "table2b", "Queries from one sketch to the next", "Table 2 (b)", _interval_cells,
+    says="stable up to 1,024 queries (7.470 at 1, 7.500 at 64, 7.552 at 1,024).", findings=_interval_findings, plot=_interval_plot,
+)  # fmt: skip
+
+
 # -- Figures 6 (b), 7, 8 and 1 (c) -------------------------------------------------------------------------------------
 
 
@@ -179,7 +181,7 @@ def _layers_cells(setup: Setup) -> Iterator[Cell]:
 def _by_layer(setup: Setup, dims: int) -> list[Row]:
     from kvdsl.eval import sketch
 
-    setting, rows = sketch.Setting("abs_q", dims, _tokens(setup), INTERVAL), []
+    setting, rows = sketch.Setting("abs_q", dims, attended(setup), INTERVAL), []
     for index, layer in enumerate(_recorded(setup), sketch.FIRST_LAYER):
         difference, error = sketch.fidelity([layer], _prompt(setup), setup.size(32, 4), setting, setup.seed)
         rows.append({"layer": index, "dims": dims, "construction_error": round(error, 6), "mask_diff": round(difference, 6)})
@@ -228,8 +230,8 @@ def _by_length(setup: Setup, selector: str, dims: int | None) -> list[Row]:
     """How many tokens are chosen that the whole keys do not choose, or the other way round, in the 64 queries before each length."""
     from kvdsl.eval.sketch import Recording, Setting, fidelity
 
-    length, tokens = _stretches(setup).shape[1], _tokens(setup)
-    step = setup.size(128, 32)
+    length, tokens = _stretches(setup).shape[1], attended(setup)
+    step = setup.size(128, 20)
     rows = []
     for end in range(2 * step, length + 1, step):
         begun = end - min(INTERVAL, step)
@@ -270,37 +272,29 @@ def _length_plot(figure: Figure, rows: Sequence[Row]) -> None:
     axes.axhline(rows[0]["tokens"], linestyle="--", linewidth=1, color="green", label="token budget")
 
 
-PAPER = Paper(
-    "sparcas", "SparCas: a dimension-first cascade for efficient long-context inference (2025)",
-    (
-        Experiment(
-            "figure1c", "Tokens chosen otherwise than by the whole keys", "Figure 1 (c)", partial(_length_cells, kinds=_NEAREST),
-            says="the selection by few dims is most similar to the oracle's, before Quest and random dims.",
-            findings=partial(_length_findings, others=("quest", "random_dims")), table=_length_table, plot=_length_plot,
-        ),
-        Experiment(
-            "figure6b", "Perplexity against the dims of the sketch", "Figure 6 (b)", _dims_cells,
-            says="16 of 128 dims match the full cache; 8 cost 0.05.", findings=_dims_findings, table=_selector_table, plot=_dims_plot,
-        ),
-        Experiment(
-            "table2a", "What the dims are chosen by", "Table 2 (a)", _selector_cells,
-            says="|q| is best (7.470), with mean(K) added 7.473, mean(K) alone 7.581, token by token 7.480, random dims 115.",
-            findings=_selector_findings, table=_selector_table, plot=_selector_plot,
-        ),
-        Experiment(
-            "table2b", "Queries from one sketch to the next", "Table 2 (b)", _interval_cells,
-            says="stable up to 1,024 queries (7.470 at 1, 7.500 at 64, 7.552 at 1,024).", findings=_interval_findings, plot=_interval_plot,
-        ),
-        Experiment(
-            "figure7", "Construction error against the dims of the sketch, layer by layer", "Figure 7", _layers_cells,
-            says="it falls monotonically; early layers have the largest (at 2 dims 6.13 in layer 2, 2.88 in layer 17).",
-            findings=_layers_findings, table=_layers_table, plot=_layers_plot,
-        ),
-        Experiment(
-            "figure8", "Mask difference along the text", "Figure 8", partial(_length_cells, kinds=_PROXIES),
-            says="with 16 dims it is smaller by |q| than by the other selectors or Quest.",
-            findings=partial(_length_findings, others=("mean_k", "product", "random_dims", "quest")),
-            table=_length_table, plot=_length_plot,
-        ),
-    ),
+FIGURE1C = Experiment(
+    "figure1c", "Tokens chosen otherwise than by the whole keys", "Figure 1 (c)", partial(_length_cells, kinds=_NEAREST),
+    says="the selection by few dims is most similar to the oracle's, before Quest and random dims.",
+    findings=partial(_length_findings, others=("quest", "random_dims")), table=_length_table, plot=_length_plot,
+)  # fmt: skip
+
+
+FIGURE6B = Experiment(
+    "figure6b", "Perplexity against the dims of the sketch", "Figure 6 (b)", _dims_cells,
+    says="16 of 128 dims match the full cache; 8 cost 0.05.", findings=_dims_findings, table=_selector_table, plot=_dims_plot,
+)  # fmt: skip
+
+
+FIGURE7 = Experiment(
+    "figure7", "Construction error against the dims of the sketch, layer by layer", "Figure 7", _layers_cells,
+    says="it falls monotonically; early layers have the largest (at 2 dims 6.13 in layer 2, 2.88 in layer 17).",
+    findings=_layers_findings, table=_layers_table, plot=_layers_plot,
+)  # fmt: skip
+
+
+FIGURE8 = Experiment(
+    "figure8", "Mask difference along the text", "Figure 8", partial(_length_cells, kinds=_PROXIES),
+    says="with 16 dims it is smaller by |q| than by the other selectors or Quest.",
+    findings=partial(_length_findings, others=("mean_k", "product", "random_dims", "quest")),
+    table=_length_table, plot=_length_plot,
 )  # fmt: skip
