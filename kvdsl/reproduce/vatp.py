@@ -6,11 +6,12 @@ are rates of the prompt, 1,024 tokens here, and StreamLLM keeps 20 sinks, as the
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from kvdsl.reproduce import plots, tables
 from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Setup
@@ -50,6 +51,8 @@ def _map_cells(_: Setup) -> Iterator[Cell]:
 
 def _maps(setup: Setup) -> list[Row]:
     """What the first tokens get from all queries that see them, on average, and the norms of their values; means over stretches."""
+    import torch
+
     from kvdsl.eval.models import windows
     from kvdsl.eval.recording import record
 
@@ -57,7 +60,7 @@ def _maps(setup: Setup) -> list[Row]:
     ids = windows(setup.tokenizer, setup.text, length, setup.size(8, 2))
     rows = []
     for layer, found in enumerate(record(setup.model, ids)):
-        seen_by = length - _range(length, found.key.device)
+        seen_by = torch.arange(length, 0, -1, device=found.key.device)
         received = (found.attention(0, length).sum(2) / seen_by).mean(0)
         norm = found.value.abs().sum(-1).mean(0)
         others = norm[:, 1:].median(-1).values
@@ -69,12 +72,6 @@ def _maps(setup: Setup) -> list[Row]:
             for head in range(len(norm)) for token in range(SHOWN)
         ]  # fmt: skip
     return rows
-
-
-def _range(length: int, device: Any) -> Any:
-    import torch
-
-    return torch.arange(length, device=device)
 
 
 def _sinks(rows: Sequence[Row]) -> list[Row]:
@@ -104,8 +101,6 @@ def _map_findings(rows: Sequence[Row]) -> list[Finding]:
 
 def _map_plot(figure: Figure, rows: Sequence[Row]) -> None:
     """Two maps of tokens (across) and KV heads (down)."""
-    import math
-
     tokens = max(row["token"] for row in rows) + 1
     for axes, name, of in zip(
         figure.subplots(1, 2), ("log10 attention", "norm / median"), (_log_attention, _relative), strict=True
@@ -118,12 +113,9 @@ def _map_plot(figure: Figure, rows: Sequence[Row]) -> None:
         axes.set_ylabel("KV head, layer by layer")
         axes.grid(visible=False)
         figure.colorbar(image, ax=axes)
-        assert all(math.isfinite(value) for value in values)
 
 
 def _log_attention(row: Row) -> float:
-    import math
-
     return math.log10(max(row["attention"], 1e-8))
 
 
@@ -155,7 +147,7 @@ def _over_bases(rows: Sequence[Row]) -> list[Finding]:
     by = {(row["policy"], row["budget"], row["task"]): row["score"] for row in rows}
     found = []
     for base, ours in BASES.items():
-        pairs = [(by[ours, *rest], score) for (name, *rest), score in by.items() if name == base]
+        pairs = [(by[ours, budget, task], score) for (name, budget, task), score in by.items() if name == base]
         above, equal = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
         found.append(Finding(
             f"{_NAMES[ours]} is above {_NAMES[base]} in most of what is measured", above > len(pairs) / 2,

@@ -36,7 +36,7 @@ def test_quick(name: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixt
         assert bool(part["findings"]) == bool(one.findings(part["rows"]))
         for figure in part["figures"]:
             assert (tmp_path / "out" / figure).stat().st_size > 1000
-    for suffix, table in ((".md", "\n| --- "), (".tex", r"\midrule")):
+    for suffix, table in ((".md", "\n| ---"), (".tex", r"\midrule")):
         text = (tmp_path / "out" / f"{name}{suffix}").read_text(encoding="utf-8")
         assert text.count(table) == len(paper.experiments)
     again = run(capsys, *words, "--seed", "5")
