@@ -40,11 +40,16 @@ def fidelities(
     rows: list[Row] = []
     for name, budget in policies.pairs(budgets):
         found = greedy(model, ids, new_tokens, policies.make(name, model, budget), chunk).tolist()
-        scores = text_scores([tokenizer.decode(x) for x in found], [tokenizer.decode(x) for x in wanted])
-        prefix = statistics.fmean(same_prefix(a, b) for a, b in zip(found, wanted, strict=True))
-        rows.append({"policy": name, "budget": budget, **scores, "same_prefix_tokens": round(prefix, 2)})
+        rows.append({"policy": name, "budget": budget, **likeness(tokenizer, found, wanted)})
         tick()
     return rows
+
+
+def likeness(tokenizer: Any, found: Sequence[Sequence[int]], wanted: Sequence[Sequence[int]]) -> Row:
+    """How near texts are to others, text by text: `rouge1, rouge2, rougeL, bleu, same_prefix_tokens`."""
+    scores = text_scores([tokenizer.decode(one) for one in found], [tokenizer.decode(one) for one in wanted])
+    prefix = statistics.fmean(same_prefix(a, b) for a, b in zip(found, wanted, strict=True))
+    return {**scores, "same_prefix_tokens": round(prefix, 2)}
 
 
 def check_installed() -> None:

@@ -41,8 +41,10 @@ from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Se
 __all__ = ["PAPERS", "Cell", "Experiment", "Finding", "Paper", "Row", "Setup"]
 
 PAPERS = {
+    "roco": "RoCo: scores, scopes and policies, by what they cost in text and perplexity",
     "equip": "EQUIP: new tokens overwrite the evicted ones in place",
     "lazy": "lazy pruning, slack and staged eviction on top of StreamingLLM",
+    "vatp": "VATP: attention weighted by the norm of the value that it brings",
     "sparcas": "SparCas: tokens are selected by a few dims of the keys",
 }
 """Name -> one line of help. `kvdsl.reproduce.NAME` holds the `PAPER`."""
