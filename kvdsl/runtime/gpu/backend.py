@@ -1,6 +1,6 @@
-"""The Triton backend: two launches a layer and token. Prompts are served by torch.
+"""The Triton backend: two launches a layer and token. Of a prompt torch's attention, and one launch or two for its statistics.
 
-Nothing here waits for the device, and everything that the kernels work in is allocated once, so that a step can be captured in a
+In a step nothing waits for the device, and everything that the kernels work in is allocated once, so that it can be captured in a
 CUDA graph.
 """
 
@@ -10,7 +10,6 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,17 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvdsl.runtime import rings, statistics
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.prompt import observe
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, EVERYTHING, SETTLE_OPTIONS, Sizes
 from kvdsl.runtime.prefill import prefill
+from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-EVERYTHING = 2**30
-"""The window of a model that has none."""
-
 _PROCESSORS_IN_THE_INTERPRETER = 8
 
 
@@ -55,7 +54,14 @@ class TritonBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        return prefill(state, call)
+        return prefill(state, call, self._fold)
+
+    def _fold(self, prompt: Prompt, lse: Tensor) -> None:
+        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
+        if prompt.turns:
+            statistics.observe(prompt, lse)
+        else:
+            observe(self.kernels, self._dot, prompt, lse)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
@@ -149,7 +155,7 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes) -> Workspace:
 def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...]) -> Workspace:
     batch, heads, slots = state.position.shape
     splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
-    starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
+    starts = rings.starts(len(state.spec.columns), state.ring_sizes)
     logits = slots if "logits" in kernels.settle.arg_names else 0
 
     def floats(*shape: int) -> Tensor:
@@ -166,7 +172,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, fits: tuple[Any, ...
         "first_free": floats(splits).to(torch.int32),
         "held": floats(splits).to(torch.int32),
         "newest": torch.empty_like(state.seen),
-        "ring_rows": torch.tensor(list(starts) if state.ring_sizes else [], dtype=torch.int32).to(state.seen.device),
+        "ring_rows": torch.tensor(starts, dtype=torch.int32).to(state.seen.device),
     }
     every_row = torch.ones(batch, dtype=torch.bool, device=state.seen.device)
     return Workspace(fits, every_row, tensors, splits, per_split)

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, OBSERVE_OPTIONS, SETTLE_OPTIONS, Sizes
 
 DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 """The configuration that is compiled: bfloat16, four query heads a KV head, heads of 128."""
@@ -27,12 +27,20 @@ DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 SPLITS = 32
 """Of a KV head in that configuration."""
 
+STRIDES = tuple(
+    f"{tensor}_{dim}"
+    for tensor, dims in (("query", ("row", "head", "token")), ("key", ("row", "head", "slot")))
+    for dim in dims
+)
+"""Of `observe`'s arguments; multiples of a head's size."""
+
 _MODEL = "*bf16"
 _TYPES = {
     **dict.fromkeys(("query", "new_key", "new_value", "keys", "values", "out", "sinks"), _MODEL),
-    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work"), "*fp32"),
+    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced"), "*fp32"),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows"), "*i32"),
-    **dict.fromkeys(("slots", "per_split", "splits", "window", "seed", "layer", "first_head"), "i32"),
+    **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
+    **dict.fromkeys(("slots", "tokens", "per_split", "splits", "window", "seed", "layer", "first_head", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     "kept": "*i8",
     "real": "*i1",
@@ -46,9 +54,9 @@ class Row:
     """What one kernel takes of one target.
 
     Attributes:
-        policy, kernel: `attend`, which policies share, or `settle`.
-        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
-            fit in there.
+        policy, kernel: `attend`, which policies share, `settle`, `observe` or `over_slots`.
+        registers: of a thread. shared_bytes: of a program. spills: bytes of a
+            thread's registers that do not fit in there.
         ms: how long compiling took; 0 if it had been done.
     """
 
@@ -86,12 +94,21 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     """
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
-    settle = kernels_of(source).settle
-    constants = {"LOGITS": "logits" in settle.arg_names, "DOT": tl.bfloat16, "SINKS": False}
+    kernels = kernels_of(source)
+    constants = {
+        "LOGITS": "logits" in kernels.settle.arg_names,
+        "DOT": tl.bfloat16,
+        "SINKS": False,
+        "PADDED": False,
+        "CAPPED": False,
+    }
     for name, target in targets.items():
         yield _row(stem, "attend", name, target, attend, DEFAULT.attend() | constants, ATTEND_OPTIONS)
     for name, target in targets.items():
-        yield _row(stem, "settle", name, target, settle, DEFAULT.settle(SPLITS) | constants, SETTLE_OPTIONS)
+        yield _row(stem, "settle", name, target, kernels.settle, DEFAULT.settle(SPLITS) | constants, SETTLE_OPTIONS)
+    for kernel, sizes in (("over_slots", DEFAULT.over_slots()), ("observe", DEFAULT.observe())):
+        for name, target in targets.items() if hasattr(kernels, kernel) else ():
+            yield _row(stem, kernel, name, target, getattr(kernels, kernel), sizes | constants, OBSERVE_OPTIONS)
 
 
 def _row(
@@ -110,10 +127,12 @@ def _row(
 
 
 def _source(function: Any, constants: dict[str, Any]) -> Any:
-    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them."""
+    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them, and so do heads."""
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else _TYPES[name] for name in names}
-    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = {
+        (n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*") or name in STRIDES
+    }
     return ASTSource(function, signature, {name: x for name, x in constants.items() if name in names}, aligned)
 
 
@@ -128,10 +147,11 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
-    """Registers and spilled registers, from the metadata of the object."""
+    """Registers, and bytes of a thread's scratch memory, from the metadata of the object. Scalars that find a place in another
+    vector register, as they do, are in none of that memory.
+    """
     text = compiled.asm["amdgcn"]
-    spills = _found(r"\.vgpr_spill_count:\s*(\d+)", text) + _found(r"\.sgpr_spill_count:\s*(\d+)", text)
-    return _found(r"\.vgpr_count:\s*(\d+)", text), spills
+    return _found(r"\.vgpr_count:\s*(\d+)", text), _found(r"\.private_segment_fixed_size:\s*(\d+)", text)
 
 
 def _found(pattern: str, text: str) -> int:
