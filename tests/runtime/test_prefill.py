@@ -163,6 +163,8 @@ class Matrix:
             return -top if name == "min_attn" else top
         if name in ("last_attn", "ema_attn"):
             return self._in_turn(name)
+        if name == "sum_logit_gt_max_logit_minus_std_logit":
+            return self._near_the_best()
         mean = attn.sum(1, keepdim=True) / seen.sum(1, keepdim=True)
         given = {
             "norm1_v": self.value.abs().sum(1).expand_as(attn) * torch.eye(len(attn)),
@@ -170,7 +172,6 @@ class Matrix:
             "sum_attn_squared": attn.square(),
             "sum_attn_gt_mean_attn": (attn > mean).double(),
             "sum_logit": self.logit.mean(0),
-            "sum_logit_gt_max_logit_minus_std_logit": self._near_the_best(),
             "sum_norm1_v_times_attn": self.value.abs().sum(1) * attn,
         }
         return torch.where(seen, given[name], 0.0).sum(0)
@@ -180,7 +181,7 @@ class Matrix:
         n, hidden = self.seen.sum(1, keepdim=True), torch.where(self.seen, logit, 0.0)
         spread = torch.where(self.seen, (logit - hidden.sum(1, keepdim=True) / n) ** 2, 0.0).sum(1, keepdim=True) / n
         best = logit.masked_fill(~self.seen, -torch.inf).amax(1, keepdim=True)
-        return (logit > best - spread.sqrt()).double()
+        return (self.seen & (logit > best - spread.sqrt())).double().sum(0)
 
     def _in_turn(self, name: str) -> Tensor:
         value = self.attn.diagonal()
