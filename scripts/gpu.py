@@ -1,6 +1,7 @@
 """What needs a GPU: are the kernels right, can steps be captured, and how fast are they? `make gpu`; under ten minutes.
 
-Generated packages, the runtime, torch and Triton are all it takes. Writes benchmarks/results/<gpu>/decode.json and prints a table.
+Generated packages, the runtime, torch and Triton are all it takes. Writes decode.json and prefill.json to benchmarks/results/<gpu>/
+and prints tables.
 `--toy` goes through the same at sizes for Triton's interpreter (TRITON_INTERPRET=1), where times mean nothing.
 """
 
@@ -33,7 +34,7 @@ if importlib.util.find_spec("transformers") is None:  # the kernels do without; 
     stand_in.KVCache = object  # type: ignore[attr-defined]
     sys.modules[stand_in.__name__] = stand_in
 
-from kvdsl.bench import baselines  # noqa: E402
+from kvdsl.bench import baselines, prefill  # noqa: E402
 from kvdsl.bench.baselines import Cache, Token  # noqa: E402
 from kvdsl.bench.decode import SETTLING, Shape, decode_step, live_bytes, new_tokens, rotation, steady_state  # noqa: E402
 from kvdsl.bench.selecting import period  # noqa: E402
@@ -45,6 +46,8 @@ from kvdsl.runtime.torch_backend import TorchBackend  # noqa: E402
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "sparcas")
 SELECTED = {"tokens": 512.0, "dims": 16.0}
 """What a policy that selects is timed with: the T and D of the CPU's figures."""
+COLUMN_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
+"""Of what a prompt leaves in the columns: on 16 bits attention's log-sum-exps may be off by that much."""
 
 TOLERANCE = {"fp32": 2e-5, "fp16": 2e-3, "bf16": 1.6e-2}
 COPY_BYTES = 1 << 30
@@ -58,6 +61,8 @@ class Plan:
     checked: tuple[Shape, ...]
     timed: tuple[Shape, ...]
     selecting: tuple[Shape, ...]
+    checked_prompts: tuple[prefill.Shape, ...]
+    timed_prompts: tuple[prefill.Shape, ...]
     repeats: int
     copied: int
 
@@ -77,13 +82,28 @@ REAL = Plan(
         Shape(batch, 8, 4, 128, live, "bf16")
         for batch, live in ((1, 4096), (1, 8192), (1, 16384), (1, 32768), (8, 32768), (1, 65536), (1, 131072))
     ),
+    checked_prompts=(  # every one of them is compiled for every policy
+        prefill.Shape(1, 2, 4, 128, 2000, "bf16"),
+        prefill.Shape(1, 2, 7, 80, 1025, "bf16"),
+        prefill.Shape(1, 2, 8, 256, 600, "bf16"),
+        prefill.Shape(2, 2, 1, 64, 777, "fp16"),
+        prefill.Shape(1, 2, 4, 128, 1000, "fp32"),
+        prefill.Shape(1, 2, 2, 64, 500, "fp32"),
+    ),
+    timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (4096, 8192, 32768)),
     repeats=25,
     copied=COPY_BYTES,
 )
 TOY = Plan(
-    "cpu", (Shape(2, 1, 2, 32, 20, "fp16"),), (Shape(1, 1, 2, 32, 20, "fp32"),), (Shape(1, 1, 2, 32, 40, "fp32"),),
-    repeats=3, copied=1 << 20,
-)  # fmt: skip
+    "cpu",
+    checked=(Shape(2, 1, 2, 32, 20, "fp16"),),
+    timed=(Shape(1, 1, 2, 32, 20, "fp32"),),
+    selecting=(Shape(1, 1, 2, 32, 40, "fp32"),),
+    checked_prompts=(prefill.Shape(1, 1, 2, 32, 40, "fp16"),),
+    timed_prompts=(prefill.Shape(1, 1, 1, 32, 20, "fp32"),),
+    repeats=3,
+    copied=1 << 20,
+)
 
 
 def main() -> int:
@@ -98,6 +118,7 @@ def main() -> int:
         return 2
     specs = [spec_of(name) for name in POLICIES]
     wrong = [line for spec in specs for line in numerics(spec, plan)]
+    wrong += [line for spec in specs for line in prompted(spec, plan)]
     report("numerics against float64", wrong)
     if options.only:
         return 1 if wrong else 0
@@ -107,13 +128,14 @@ def main() -> int:
     evicting, selecting = ([spec for spec in specs if spec.selects == selects] for selects in (False, True))
     rows = [row for shape in plan.timed for row in timed(evicting, shape, plan)]
     chosen = [row for shape in plan.selecting for row in timed_selecting(selecting, shape, plan)]
+    prompts = [row for shape in plan.timed_prompts for row in timed_prompts(evicting, shape, plan)]
     folder = options.out / gpu_name(plan).lower().replace(" ", "_")
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "decode.json").write_text(
-        json.dumps({"environment": environment(plan), "rows": rows, "selecting": chosen}, indent=1) + "\n"
-    )
+    for name, found in (("decode", {"rows": rows, "selecting": chosen}), ("prefill", {"rows": prompts})):
+        (folder / f"{name}.json").write_text(json.dumps({"environment": environment(plan), **found}, indent=1) + "\n")
     show(rows)
     show_selecting(chosen)
+    show_prompts(prompts)
     return 1 if wrong else 0
 
 
@@ -215,6 +237,36 @@ def attention(state: SlotState, token: Token) -> Tensor:
     return (logits.masked_fill(~there[:, :, None], -torch.inf).softmax(-1) @ values).flatten(1, 2)[:, None]
 
 
+def prompted(spec: PolicySpec, plan: Plan) -> Iterator[str]:
+    """What prompts leave in the columns next to a matrix of all probabilities in float64."""
+    if not spec.reads_attention:
+        return
+    for shape in plan.checked_prompts:
+        state, tensors = SlotState(spec, {"budget": shape.length}), on_device(shape, plan)
+        backend = choose(spec, "triton", torch.device(plan.device), tensors[0].dtype)
+        backend.prefill(state, AttentionCall(*tensors, real=None, scaling=shape.head_dim**-0.5))
+        expected = statistics_of(*tensors[:2])
+        order = state.position.argsort(-1)[..., -shape.length :]  # nothing was evicted; free slots come first
+        for name, column in state.single_columns(state.columns).items():
+            off = (column.gather(-1, order).double() - expected[name]).abs() / expected[name].clamp(min=1)
+            if not float(off.max()) <= COLUMN_TOLERANCE[shape.dtype]:
+                yield f"{spec.stem} {shape}: `{name}` is off by {float(off.max()):.2g}"
+
+
+def on_device(shape: prefill.Shape, plan: Plan) -> Token:
+    query, key, value = (x.to(plan.device) for x in prefill.prompt(shape, seed=0))
+    return query, key, value
+
+
+def statistics_of(query: Tensor, key: Tensor) -> dict[str, Tensor]:
+    """What the policies' columns should hold, [batch, kv_heads, tokens] each."""
+    grouped = query.double().unflatten(1, (key.shape[1], -1))
+    logits = torch.einsum("bhgqd,bhsd->bhgqs", grouped, key.double()) * key.shape[-1] ** -0.5
+    hidden = torch.ones_like(logits, dtype=torch.bool).triu(1)
+    attn = logits.masked_fill(hidden, -torch.inf).softmax(-1).mean(2)
+    return {"sum_attn": attn.sum(2), "sum_attn_squared": attn.square().sum(2), "last_attn": attn[:, :, -1]}
+
+
 def sanitizer() -> list[str]:
     """The same under compute-sanitizer, where it is installed."""
     tool = shutil.which("compute-sanitizer")
@@ -308,6 +360,31 @@ def timed_selecting(specs: list[PolicySpec], shape: Shape, plan: Plan) -> Iterat
         yield facts | times | {"vs_best_dense": best / times["ms"]}
 
 
+def timed_prompts(specs: list[PolicySpec], shape: prefill.Shape, plan: Plan) -> Iterator[dict[str, Any]]:
+    """A layer's prompt under every policy that observes, beside torch's fused attention of the same."""
+    tensors = on_device(shape, plan)
+    sdpa_ms, sdpa_bytes = measured(lambda: baselines.sdpa_prompt(*tensors), plan)
+    for spec in specs:
+        if not spec.reads_attention:
+            continue
+        backend = choose(spec, "triton", torch.device(plan.device), tensors[0].dtype)
+        ms, size = measured(prefill.prefill(backend, spec, tensors, seed=0), plan)
+        facts = {"policy": spec.stem, "backend": backend.name, **asdict(shape), "ms": ms, "sdpa_ms": sdpa_ms}
+        yield facts | {"ratio": ms / sdpa_ms, "peak_bytes": size, "sdpa_peak_bytes": sdpa_bytes}
+
+
+def measured(run: Callable[[], object], plan: Plan) -> tuple[float, int | None]:
+    """Milliseconds, and what the run allocates beyond its inputs; None where the allocator is not the GPU's."""
+    ms = median_ms(run, plan)
+    if plan.device != "cuda":
+        return ms, None
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    run()
+    torch.cuda.synchronize()
+    return ms, torch.cuda.max_memory_allocated() - before
+
+
 def copy_rate(plan: Plan) -> float:
     """Bytes read and written a second by a large copy on the device, in GB/s."""
     one, other = (torch.zeros(plan.copied, dtype=torch.int8, device=plan.device) for _ in range(2))
@@ -353,6 +430,17 @@ def show_selecting(rows: list[dict[str, Any]]) -> None:
         times = (f"{row[name]:.3f}" for name in ("ms", "dense_ms", "sdpa_ms"))
         cells = (row["policy"], row["batch"], row["live"], row["dtype"], *times, f"{row['vs_best_dense']:.2f}x")
         print("|", " | ".join(map(str, cells)), "|")
+
+
+def show_prompts(rows: list[dict[str, Any]]) -> None:
+    """The same of prompts."""
+    print("\n| policy | prompt | ms | over SDPA | MB | SDPA's MB |")
+    print("|---|---:|---:|---:|---:|---:|")
+    for row in rows:
+        sizes = ("" if row[name] is None else f"{row[name] / 1e6:.0f}" for name in ("peak_bytes", "sdpa_peak_bytes"))
+        print(
+            "|", " | ".join([row["policy"], f"{row['length']:,}", f"{row['ms']:.3f}", f"{row['ratio']:.2f}x", *sizes]), "|"
+        )
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops
+from kvdsl.runtime.gpu import observing, ops
 
 SCORES = 2  # rows of `work`
 
@@ -131,3 +131,72 @@ def settle(
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
     ops.evict(position, work, kept, slots, now, leaving, (ops.count(number_protect),), 1, BLOCK)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def observe(
+    query,  # [B, H * G, T, D]
+    keys,  # [B, H, N, D], those of the T new tokens last
+    position,  # [B, H, N] int32, below 0: free
+    lse,  # [B, H, G, T] float32: of every query's logits
+    columns,  # [2, B, H, N] float32: the state columns
+    first_new,  # [B] int32: the position of the row's first new token
+    first_asked,  # [B] int32: of the first query that counts
+    behind,  # [B] int32: behind the last one's
+    order,  # [B, T] int32: where the row's new tokens stand among the queries; not read unless PADDED
+    tokens,
+    slots,
+    scaling,
+    softcap,  # not read unless CAPPED
+    window,  # queries see this many tokens; 2**30: all
+    query_row,  # strides
+    query_head,
+    query_token,
+    key_row,
+    key_head,
+    key_slot,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,  # the size as a power of two
+    SLOTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,  # what matrices are multiplied in
+):
+    """Fold what the queries of a prompt give the slots into the columns; the grid is (H, B, blocks of SLOTS)."""
+    head, row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    first, begin, end = tl.load(first_new + row), tl.load(first_asked + row), tl.load(behind + row)
+    order += row * tokens
+    query += row.to(tl.int64) * query_row + (head * G).to(tl.int64) * query_head
+    keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
+    position += pair * slots
+    lse += pair * G * tokens
+    column_stride = tl.num_programs(1).to(tl.int64) * heads * slots
+    sum_attn_at = columns + pair * slots
+    sum_attn_squared_at = columns + column_stride + pair * slots
+
+    i = block * SLOTS + tl.arange(0, SLOTS)[:, None]
+    inside = i < slots
+    pos = tl.load(position + i, mask=inside, other=-1)
+    since, until = observing.interval(pos, begin, end, window)
+    seen = since <= until
+    d = tl.arange(0, D_PAD)[None, :]
+    k = tl.load(keys + i.to(tl.int64) * key_slot + d, mask=inside & (d < D), other=0.0).to(DOT)
+    sum_attn = tl.zeros([SLOTS, 1], tl.float32)
+    sum_attn_squared = tl.zeros([SLOTS, 1], tl.float32)
+    # From the last query back: so all programs read the same queries at the same time.
+    low, high = tl.min(since), tl.max(until)
+    for back in range(0, high - low + 1, QUERIES):
+        now = high - back - tl.arange(0, QUERIES)
+        asked = now >= first
+        t = observing.place(order, now, first, asked, PADDED)
+        now = now[None, :]
+        visible = (since <= now) & (now <= until)
+        attn, logit = observing.given(query, lse, k, t, asked, tokens, scaling, softcap, query_head, query_token, ATTN=True, LOGIT=False, HOW="mean", G=G, D=D, CAPPED=CAPPED)
+        sum_attn += observing.total(attn, visible)
+        sum_attn_squared += observing.total(ops.square(attn), visible)
+    tl.store(sum_attn_at + i, tl.load(sum_attn_at + i, mask=seen, other=0.0) + sum_attn, mask=seen)
+    tl.store(sum_attn_squared_at + i, tl.load(sum_attn_squared_at + i, mask=seen, other=0.0) + sum_attn_squared, mask=seen)

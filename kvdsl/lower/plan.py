@@ -15,6 +15,7 @@ from kvdsl.lower.expression import NotLowerable, literal, reads
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.torch import NumberPrinter, TensorPrinter
 from kvdsl.lower.triton import TritonPlan, triton_plan
+from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.passes.columns import add_columns
 
 Plan = TypeVar("Plan")
@@ -79,7 +80,8 @@ class PackagePlan:
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
-        cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise.
+        cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
+            `triton_prompt`: None, too, where it observes nothing.
         keeps_text, score_text, select_text, sketch_text: what the user wrote.
     """
 
@@ -100,6 +102,7 @@ class PackagePlan:
     cpp_refusal: str
     triton: TritonPlan | None
     triton_refusal: str
+    triton_prompt: TritonPromptPlan | None
     keeps_text: tuple[str, ...]
     score_text: str
     select_text: str
@@ -132,6 +135,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         cpp_refusal=cpp_refusal,
         triton=triton,
         triton_refusal=triton_refusal,
+        triton_prompt=None if triton is None else triton_prompt_plan(lowered, tuple(name for name, _ in numbers)),
         keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
         score_text="" if policy.score is None else print_expression(policy.score),
         select_text="" if policy.select is None else print_expression(policy.select.by),

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import ctypes
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import graph, replacing, statistics
+from kvdsl.runtime import graph, replacing, rings, statistics
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
@@ -219,8 +218,7 @@ def _ring_rows(state: SlotState) -> Tensor | None:
     """The row of `state.columns` with which each ring begins, int32 [rings]."""
     if not state.ring_sizes:
         return None
-    starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
-    return torch.tensor(list(starts), dtype=torch.int32)
+    return torch.tensor(rings.starts(len(state.spec.columns), state.ring_sizes), dtype=torch.int32)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:

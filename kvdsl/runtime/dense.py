@@ -32,11 +32,16 @@ def attend(prompt: Prompt) -> tuple[Tensor, Tensor]:
     Returns:
         [batch, tokens, query_heads, value_dim], 0 for padding; and the log-sum-exp of each query's scores, the model's sink
         included: float32 [batch, kv_heads, group, tokens], NaN where a score is +inf, without meaning for padding. On 16 bits
-        it may be off by 1e-4.
+        it may be off by 1e-4 (`is_coarse`).
     """
     found = _fused(prompt)
     out, lse = _exact(prompt) if found is None else found
     return out.to(prompt.call.query.dtype), lse  # turned keys and queries are float32
+
+
+def is_coarse(x: Tensor) -> bool:
+    """Whether the log-sum-exps of such queries are: torch's fused kernel for CPUs is content with coarse exponentials on 16 bits."""
+    return x.device.type == "cpu" and x.dtype != torch.float32
 
 
 # -- by torch's fused kernels ------------------------------------------------------------------------------------------
@@ -204,15 +209,29 @@ def _exact(prompt: Prompt) -> tuple[Tensor, Tensor]:
     lse = out.new_zeros(out.shape[:-1], dtype=torch.float32)
     for row, head, tokens in prompt.tiles(0, entries):
         slots = prompt.reach(row, head, tokens)
-        seen = prompt.visible(row, head, tokens, slots) & (prompt.position[row, None, tokens, None] >= 0)
-        logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots])
-        logit = logit.masked_fill(~seen.unsqueeze(2), -torch.inf)
+        seen, logit = _logits(prompt, row, head, tokens, slots)
         total = lse[row, head, everything, tokens] = _log_sum_exp(logit, prompt, head)
         prob = (logit - total.unsqueeze(-1)).exp_().masked_fill_(~seen.unsqueeze(2), 0.0)
         # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
         value = prompt.kept["values"][row, head, slots].float().masked_fill(~seen.any(2)[..., None], 0.0)
         out[row, head, everything, tokens] = torch.einsum("bhgqs,bhsd->bhgqd", prob, value).to(out.dtype)
     return out.flatten(1, 2).transpose(1, 2), lse
+
+
+def exact_lse(prompt: Prompt, first: int) -> Tensor:
+    """The log-sum-exps of `attend` in float32 whatever the dtype, from the query `first` on; 0 before it."""
+    lse = prompt.call.query.new_zeros(len(prompt.position), prompt.heads, prompt.group, prompt.tokens, dtype=torch.float32)
+    for row, head, tokens in prompt.tiles(first, _BLOCK_BYTES // 4):
+        _, logit = _logits(prompt, row, head, tokens, prompt.reach(row, head, tokens))
+        lse[row, head, :, tokens] = _log_sum_exp(logit, prompt, head)
+    return lse
+
+
+def _logits(prompt: Prompt, row: slice, head: slice, tokens: slice, slots: slice) -> tuple[Tensor, Tensor]:
+    """What each query sees, bool [rows, heads, queries, slots], and its logits there, [rows, heads, group, queries, slots]."""
+    seen = prompt.visible(row, head, tokens, slots) & (prompt.position[row, None, tokens, None] >= 0)
+    logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots])
+    return seen, logit.masked_fill(~seen.unsqueeze(2), -torch.inf)
 
 
 def _log_sum_exp(logit: Tensor, prompt: Prompt, head: slice) -> Tensor:

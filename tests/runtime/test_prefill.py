@@ -163,6 +163,8 @@ class Matrix:
             return -top if name == "min_attn" else top
         if name in ("last_attn", "ema_attn"):
             return self._in_turn(name)
+        if name == "sum_logit_gt_max_logit_minus_std_logit":
+            return self._near_the_best()
         mean = attn.sum(1, keepdim=True) / seen.sum(1, keepdim=True)
         given = {
             "norm1_v": self.value.abs().sum(1).expand_as(attn) * torch.eye(len(attn)),
@@ -173,6 +175,13 @@ class Matrix:
             "sum_norm1_v_times_attn": self.value.abs().sum(1) * attn,
         }
         return torch.where(seen, given[name], 0.0).sum(0)
+
+    def _near_the_best(self) -> Tensor:
+        logit = self.logit.mean(0)
+        n, hidden = self.seen.sum(1, keepdim=True), torch.where(self.seen, logit, 0.0)
+        spread = torch.where(self.seen, (logit - hidden.sum(1, keepdim=True) / n) ** 2, 0.0).sum(1, keepdim=True) / n
+        best = logit.masked_fill(~self.seen, -torch.inf).amax(1, keepdim=True)
+        return (self.seen & (logit > best - spread.sqrt())).double().sum(0)
 
     def _in_turn(self, name: str) -> Tensor:
         value = self.attn.diagonal()
@@ -222,8 +231,12 @@ def test_columns_and_outputs(
     case, spec = CASES[name], spec_of(folder, text)
     if attention == "exact":
         monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+    check_prompt(served_by(spec, backend, case.dtype), spec, case)
+
+
+def check_prompt(server: Any, spec: PolicySpec, case: Case) -> None:
+    """Outputs and columns after the case's forwards."""
     state = SlotState(spec, {})
-    server = served_by(spec, backend, case.dtype)
     out = torch.cat([server.prefill(state, part) for part in case.parts()], 1)
     call = case.call()
     for row in range(len(call.key)):

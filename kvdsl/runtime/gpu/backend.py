@@ -1,7 +1,7 @@
 """The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap.
-Prompts are served by torch.
+Of a prompt torch's attention, and one launch or two for its statistics.
 
-Nothing here waits for the device, and everything that the kernels work in is allocated once, so that a step can be captured in a
+In a step nothing waits for the device, and everything that the kernels work in is allocated once, so that it can be captured in a
 CUDA graph.
 """
 
@@ -11,7 +11,6 @@ import importlib.util
 import os
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -19,18 +18,18 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvdsl.runtime import rings, statistics
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.prompt import observe
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, EVERYTHING, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.prefill import prefill
+from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.spec import PolicySpec
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-EVERYTHING = 2**30
-"""The window of a model that has none."""
-
 _PROCESSORS_IN_THE_INTERPRETER = 8
 
 
@@ -62,7 +61,7 @@ class TritonBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        out = prefill(state, call)
+        out = prefill(state, call, self._fold)
         if not state.grows:  # now, because a compiled step is given it
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
         return out
@@ -70,6 +69,13 @@ class TritonBackend:
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
         """Have the state work in the tensors of another one's workspace, whose slots are alike."""
         workspace(state, self.kernels, _sizes(call), tensors)
+
+    def _fold(self, prompt: Prompt, lse: Tensor) -> None:
+        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
+        if prompt.turns:
+            statistics.observe(prompt, lse)
+        else:
+            observe(self.kernels, self._dot, prompt, lse)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
@@ -177,7 +183,7 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, T
 
 def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict[str, Tensor]:
     batch, heads, slots = state.position.shape
-    starts = accumulate(state.ring_sizes[:-1], initial=len(state.spec.columns))
+    starts = rings.starts(len(state.spec.columns), state.ring_sizes)
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
     taken = choices if "taken" in kernels.settle.arg_names else 0
@@ -204,7 +210,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
-        "ring_rows": torch.tensor(list(starts) if state.ring_sizes else [], dtype=torch.int32).to(state.seen.device),
+        "ring_rows": torch.tensor(starts, dtype=torch.int32).to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
     return tensors

@@ -19,7 +19,7 @@ from triton.compiler import ASTSource
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, OBSERVE_OPTIONS, SETTLE_OPTIONS, Sizes
 
 DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 """The configuration that is compiled: bfloat16, four query heads a KV head, heads of 128."""
@@ -30,17 +30,26 @@ SPLITS = 32
 SKETCHED = 16
 """Dims of a sketch there."""
 
+STRIDES = tuple(
+    f"{tensor}_{dim}"
+    for tensor, dims in (("query", ("row", "head", "token")), ("key", ("row", "head", "slot")))
+    for dim in dims
+)
+"""Of `observe`'s arguments; multiples of a head's size."""
+
 _MODEL = "*bf16"
 _TYPES = {
     **dict.fromkeys(
         ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
     ),
-    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work"), "*fp32"),
+    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced"), "*fp32"),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
         ("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
     ),
+    **dict.fromkeys(("tokens", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     "kept": "*i8",
     "taken": "*i8",
@@ -56,7 +65,7 @@ class Row:
 
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            and under a hard cap `make_room`.
+            and under a hard cap `make_room`; for prompts `observe`, and `over_slots` before it where values over slots are reduced.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -99,6 +108,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     kernels = kernels_of(source)
     logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
     constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    constants |= {"PADDED": False, "CAPPED": False}
     width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
     wanted = [
         ("attend", attend, DEFAULT.attend(), ATTEND_OPTIONS),
@@ -111,6 +121,9 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
         ]
     if hasattr(kernels, "make_room"):
         wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
+    for kernel, sizes in (("over_slots", DEFAULT.over_slots()), ("observe", DEFAULT.observe())):
+        if hasattr(kernels, kernel):
+            wanted.append((kernel, getattr(kernels, kernel), sizes, OBSERVE_OPTIONS))
     for kernel, function, sizes, options in wanted:
         for name, target in targets.items():
             yield _row(stem, kernel, name, target, function, sizes | constants, options)
@@ -132,10 +145,12 @@ def _row(
 
 
 def _source(function: Any, constants: dict[str, Any]) -> Any:
-    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them."""
+    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them, and so do heads."""
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else _TYPES[name] for name in names}
-    aligned = {(n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*")}
+    aligned = {
+        (n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*") or name in STRIDES
+    }
     return ASTSource(function, signature, {name: x for name, x in constants.items() if name in names}, aligned)
 
 
@@ -150,10 +165,11 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
 
 
 def _amd(compiled: Any) -> tuple[int, int]:
-    """Registers and spilled registers, from the metadata of the object."""
+    """Registers, and bytes of a thread's scratch memory, from the metadata of the object. Scalars that find a place in another
+    vector register, as they do, are in none of that memory.
+    """
     text = compiled.asm["amdgcn"]
-    spills = _found(r"\.vgpr_spill_count:\s*(\d+)", text) + _found(r"\.sgpr_spill_count:\s*(\d+)", text)
-    return _found(r"\.vgpr_count:\s*(\d+)", text), spills
+    return _found(r"\.vgpr_count:\s*(\d+)", text), _found(r"\.private_segment_fixed_size:\s*(\d+)", text)
 
 
 def _found(pattern: str, text: str) -> int:

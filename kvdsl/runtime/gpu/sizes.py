@@ -14,11 +14,21 @@ _SETTLE_ELEMENTS = 8192
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
 
+_KEY_BYTES = 1 << 15
+"""Of keys that an `observe` program holds all the time: it reads every query, so many slots should share that."""
+
+_QUERY_BYTES = 1 << 14
+"""Of the queries of one head that it has in flight in a stage."""
+
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
 SETTLE_OPTIONS = {"num_warps": 16, "num_stages": 1}
 LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2}
 CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1}
+OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 """What Triton compiles with."""
+
+EVERYTHING = 2**30
+"""The window of a model that has none."""
 
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 2
@@ -94,6 +104,27 @@ class Sizes:
     def choose(self, splits: int, *, pages: bool) -> dict[str, Any]:
         """Constants of `choose` that follow from the sizes; `pages`: whether those are what it chooses."""
         return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block(pages=pages)}
+
+    @property
+    def observe_slots(self) -> int:
+        """Slots of an `observe` program."""
+        return max(16, min(128, _KEY_BYTES // (_matrix(self.key_dim) * self.item)))
+
+    @property
+    def observe_queries(self) -> int:
+        """Queries that it takes at once."""
+        return max(16, min(64, _QUERY_BYTES // (_matrix(self.key_dim) * self.item)))
+
+    def observe(self) -> dict[str, Any]:
+        """Constants of `observe` that follow from the sizes."""
+        return self._tile(self.observe_slots, self.observe_queries)
+
+    def over_slots(self) -> dict[str, Any]:
+        """The same of `over_slots`: its sums are over the other side of a tile, for which smaller ones leave the registers."""
+        return self._tile(max(16, self.observe_slots // 2), max(16, self.observe_queries // 2))
+
+    def _tile(self, slots: int, queries: int) -> dict[str, Any]:
+        return {"G": self.group, "D": self.key_dim, "D_PAD": _matrix(self.key_dim), "SLOTS": slots, "QUERIES": queries}
 
     def splits(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
         """How many programs share a KV head's slots, and how many slots each has: enough to fill the chip, but no more.

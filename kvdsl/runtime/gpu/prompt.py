@@ -1,0 +1,79 @@
+"""What the queries of a prompt give the slots, by Triton: launches the kernels of `templates/triton/observe.py.jinja`.
+
+Every program has its own slots and adds up in registers what all queries give them, so that nothing is of the size of queries x slots, and
+there are no atomics: the same prompt always gives the same columns, bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime import dense, rings, statistics
+from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
+from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.slots import SlotState
+
+
+def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
+    """Fold every query that matters into the columns of the slots; see `kvdsl.runtime.statistics.observe`.
+
+    Args:
+        kernels: the policy's generated kernels. dot: what these multiply matrices in.
+        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
+    """
+    query, keys = (_last_dim_contiguous(x) for x in (prompt.call.query, prompt.keys))
+    sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())
+    batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
+    given = {
+        "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
+        "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
+        "numbers": prompt.numbers.contiguous(), "ring_rows": _ring_rows(prompt.state).to(query.device),
+        "tokens": prompt.tokens, "slots": prompt.slots,
+        "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
+        "CAPPED": prompt.call.softcap is not None, "DOT": dot,
+        **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
+    }  # fmt: skip
+    if "live_slots" in kernels.observe.arg_names:
+        given["live_slots"] = prompt.live.int()
+    if "reduced" in kernels.observe.arg_names:
+        given["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
+        tile = sizes.over_slots()
+        _launch(kernels.over_slots, (heads, batch, -(-(prompt.tokens - first) // tile["QUERIES"])), given | tile)
+    tile = sizes.observe()
+    _launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), given | tile)
+
+
+def _texts(prompt: Prompt, first: int) -> dict[str, Any]:
+    """Where every row's new tokens stand in its text, and among the queries. `first`: the first query that counts."""
+    real = prompt.position >= 0
+    behind = prompt.position.amax(1) + 1
+    first_new = behind - real.sum(1, dtype=torch.int32)
+    padded = prompt.call.real is not None
+    return {
+        "first_new": first_new,
+        "first_asked": first_new + real[:, :first].sum(1, dtype=torch.int32),
+        "behind": behind,
+        "order": real.int().argsort(dim=1, descending=True, stable=True).int() if padded else behind,
+        "PADDED": padded,
+    }
+
+
+def _strides(name: str, x: Tensor, third: str) -> dict[str, int]:
+    return {f"{name}_{dim}": stride for dim, stride in zip(("row", "head", third), x.stride(), strict=False)}
+
+
+def _ring_rows(state: SlotState) -> Tensor:
+    """The row of the columns with which each ring begins, int32 [rings]."""
+    return torch.tensor(rings.starts(len(state.spec.columns), state.ring_sizes), dtype=torch.int32)
+
+
+def _last_dim_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _launch(kernel: Callable[..., Any], grid: tuple[int, ...], given: dict[str, Any]) -> None:
+    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **OBSERVE_OPTIONS, enable_fp_fusion=False)  # type: ignore[attr-defined]

@@ -1,0 +1,51 @@
+"""What prompts leave in the columns, by the kernels `observe` and `over_slots`: the cases of `tests.runtime.test_prefill`, and few more."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvdsl.runtime import statistics
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.gpu.sizes import Sizes
+from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt, spec_of
+
+FEW = WATCH.replace(SCORE, f"std(attn) + last(attn) + sum(attn over last {RING} queries)")
+LOGITS = WATCH.replace(SCORE, "mean(logit) + sum(logit > max(logit over slots) - std(logit over slots)) + sum(attn)")
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("small_tiles")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("policies")
+
+
+@pytest.fixture
+def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tiles of 32 slots and queries, so that a short prompt has several of them; and torch's observer may not help."""
+    monkeypatch.setattr(Sizes, "observe_slots", 32)
+    monkeypatch.setattr(Sizes, "observe_queries", 32)
+    monkeypatch.setattr(statistics, "observe", lambda *_: pytest.fail("observed by torch"))
+
+
+def check(folder: Path, text: str, case: Case) -> None:
+    """On fewer tokens and heads: in the interpreter a tile takes tenths of a second."""
+    spec, short = spec_of(folder, text), replace(case, tokens=min(case.tokens, 45), heads=1)
+    short = replace(short, group=min(case.group, 2) if case.group == 4 else case.group)
+    check_prompt(choose(spec, "triton", CPU, case.dtype), spec, short)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_columns(folder: Path, name: str) -> None:
+    check(folder, FEW, CASES[name])
+
+
+@pytest.mark.parametrize("name", ["sinks", "padded window", "three forwards of a window"])
+@pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
+def test_every_rule(folder: Path, text: str, name: str) -> None:
+    check(folder, text, CASES[name])
