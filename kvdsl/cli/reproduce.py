@@ -69,7 +69,7 @@ def command(
     setup = Setup(quick, model, dtype, text, backend, seed, repeats or (3 if quick else 11))
     head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=setup.dtype_name, seed=seed)}
     with stages(paper, count(wanted, setup)) as tick:
-        result = reproduce(wanted, setup, out, head, fresh=fresh, tick=tick)
+        result = reproduce(wanted, setup, out, head, fresh=fresh, drawn=not no_plots, tick=tick)
     (out / f"{paper}.md").write_text(tables.markdown(wanted, result), encoding="utf-8")
     (out / f"{paper}.tex").write_text(tables.latex(wanted, result), encoding="utf-8")
     if not no_plots:

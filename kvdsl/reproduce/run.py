@@ -49,6 +49,7 @@ def reproduce(
     head: Mapping[str, Any],
     *,
     fresh: bool = False,
+    drawn: bool = True,
     tick: Callable[[str], None] = lambda name: None,
 ) -> dict[str, Any]:
     """Run what has not been run yet, and give the whole result. Only `OUT/NAME.json` is written.
@@ -56,6 +57,7 @@ def reproduce(
     Args:
         head: what the result begins with: its format's version and the environment.
         fresh: forget what was measured before.
+        drawn: whether the result names figures, which `plots.draw_all` then draws.
         tick: told the name of every cell before it begins.
 
     Raises:
@@ -73,7 +75,7 @@ def reproduce(
         rows = cell.run(setup)
         done[experiment.name, cell.name] = Measured(rows, round(time.perf_counter() - begun, 2))
         _save(path, _result(paper, setup, head, done))
-    result = _result(paper, setup, head, done)
+    result = _result(paper, setup, head, done, drawn)
     _save(path, result)
     return result
 
@@ -86,17 +88,19 @@ def count(paper: Paper, setup: Setup) -> int:
 # -- the result --------------------------------------------------------------------------------------------------------
 
 
-def _result(paper: Paper, setup: Setup, head: Mapping[str, Any], done: Done) -> dict[str, Any]:
+def _result(paper: Paper, setup: Setup, head: Mapping[str, Any], done: Done, drawn: bool = False) -> dict[str, Any]:
     names = {one.name: [cell.name for cell in one.cells(setup)] for one in paper.experiments}
     run = [done.get((one, cell)) for one, cells in names.items() for cell in cells]
     finished = None not in run
     return {
         **head, "finished": finished, "seconds": round(sum(cell.seconds for cell in run if cell is not None), 1),
-        "experiments": [_part(one, names[one.name], done, paper.name, finished) for one in paper.experiments],
+        "experiments": [_part(one, names[one.name], done, paper.name, finished, drawn) for one in paper.experiments],
     }  # fmt: skip
 
 
-def _part(experiment: Experiment, cells: Sequence[str], done: Done, paper: str, finished: bool) -> dict[str, Any]:
+def _part(
+    experiment: Experiment, cells: Sequence[str], done: Done, paper: str, finished: bool, drawn: bool
+) -> dict[str, Any]:  # fmt: skip
     """One experiment as far as it has come; what it finds, when all is measured."""
     run = {name: done[experiment.name, name] for name in cells if (experiment.name, name) in done}
     rows = [row for cell in run.values() for row in cell.rows]
@@ -105,7 +109,7 @@ def _part(experiment: Experiment, cells: Sequence[str], done: Done, paper: str, 
         "name": experiment.name, "title": experiment.title, "source": experiment.source, "says": experiment.says, "rows": rows,
         "cells": [{"name": name, "rows": len(cell.rows), "seconds": cell.seconds} for name, cell in run.items()],
         "findings": [asdict(one) for one in experiment.findings(rows)] if finished else [],
-        "figures": [f"{stem}.png", f"{stem}.svg"] if finished and experiment.plot else [],
+        "figures": [f"{stem}.png", f"{stem}.svg"] if drawn and experiment.plot else [],
     }  # fmt: skip
 
 

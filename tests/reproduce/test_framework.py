@@ -106,6 +106,14 @@ def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:
     assert (tmp_path / "made.json").read_text() == "[1]"
 
 
+def test_a_result_without_plots_names_no_figures(tmp_path: Path) -> None:
+    made = Made()
+    result = reproduce(made.paper, Setup(), tmp_path, HEAD, drawn=False)
+    assert all(part["figures"] == [] for part in result["experiments"])
+    assert "![" not in tables.markdown(made.paper, result)
+    assert reproduce(made.paper, Setup(), tmp_path, HEAD)["experiments"][0]["figures"] and made.ran == ALL
+
+
 def test_tables(tmp_path: Path) -> None:
     made = Made()
     result = reproduce(made.paper, Setup(), tmp_path, HEAD)
