@@ -146,3 +146,14 @@ def _reproduced() -> Measured:
     if absent:
         raise NotMeasured(f"there is no {' and no '.join(absent)}")
     return "both", "both", True
+
+
+# -- in a graph -------------------------------------------------------------------------------------------------------
+
+
+@criterion(
+    6,
+    "a decode step traces with torch.compile(fullgraph=True), no recompilation over 1,000 steps (text and compact positions)",
+)
+def _compiled() -> Measured:
+    return all_pass(tests("tests/hf/test_compile.py", "thousand"), 4)

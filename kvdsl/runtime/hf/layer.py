@@ -289,7 +289,7 @@ class SlotLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
-        return self.state.stays_fixed()
+        return self.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
     def _fits_a_graph(self, call: AttentionCall) -> bool:
         """Whether a compiled forward can serve this: one more token, for slots that are there and do not grow.
