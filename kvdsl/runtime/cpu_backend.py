@@ -103,6 +103,7 @@ class CpuBackend:
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
+        state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
         anew = _keep_copies(state)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
@@ -116,6 +117,7 @@ class CpuBackend:
         replacing.check_text(state)
         replacing.check_count(slots, call)
         state.forget_copies()
+        state.forget_halves()
         where = slots.int().contiguous()
         held, args = decode_args(state, call, call.query)
         _check(self._replace(ctypes.byref(args), ctypes.c_void_p(where.data_ptr())))

@@ -323,7 +323,7 @@ class SlotState:
 
     def forget_halves(self) -> None:
         """The rotated halves no longer hold."""
-        if self.spec.rope_cached:
+        if self.spec.rope_cached and ("half_keys" not in self.__dict__ or self.half_keys.numel()):
             self.half_keys = self.columns.new_empty(*self.position.shape[:2], 0, 0)
 
     @property

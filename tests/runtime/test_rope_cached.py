@@ -69,6 +69,17 @@ def test_kernels_that_turn_inside_agree_and_keep_nothing(specs: tuple[Any, Any])
     assert cpu_run.state.half_keys.numel() == 0
 
 
+def test_a_kernel_in_between_leaves_no_stale_halves(specs: tuple[Any, Any]) -> None:
+    cached, fused = (Run(spec) for spec in specs)
+    kernel = choose(specs[0], "cpu", torch.device("cpu"), torch.float32)
+    for run in (cached, fused):
+        run.step(1)
+        torch_backend, run.backend = run.backend, kernel if run is cached else run.backend
+        run.step(2)
+        run.backend = torch_backend
+    assert (cached.step(3) - fused.step(3)).abs().max() < 1e-5
+
+
 def test_what_it_takes(specs: tuple[Any, Any]) -> None:
     """The rotated dims of every key once more: half of keys and values, where all dims rotate."""
     cached, fused = (Run(spec) for spec in specs)
