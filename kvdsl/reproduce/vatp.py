@@ -221,7 +221,7 @@ def _speed(setup: Setup, names: Sequence[str], rates: Sequence[float]) -> list[R
     from kvdsl.bench.generate import bench_generate, contenders
     from kvdsl.eval.models import windows
 
-    length, new_tokens, batch = setup.size((1024, 32, 4), (48, 4, 1))
+    length, new_tokens, batch = setup.size((1024, 32, 4), (160, 4, 1))
     ids = windows(setup.tokenizer, setup.text, length, batch)
     wanted = contenders(names, {}, [int(rate * length) for rate in rates], setup.model, setup.backend)
     return bench_generate(setup.model, ids, new_tokens, wanted, repeats=setup.repeats, warmup=1)
