@@ -111,7 +111,7 @@ def consistencies(
     runs = [_Run(model, name, rate, budget, backend) for name in scores for rate, budget in budgets.items()]
     ids = ids.to(model.device)
     recordings = record(model, ids)
-    full = [FullScores(*found.key.shape[:3], found.key.device) for found in recordings]
+    full = [FullScores(*found.key.shape[:3], device=found.key.device) for found in recordings]
     with torch.inference_mode():
         for newest in range(ids.shape[1]):
             wanted = [_after(one, found, newest) for one, found in zip(full, recordings, strict=True)]
