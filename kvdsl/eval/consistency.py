@@ -31,8 +31,9 @@ PAPERS_ORDER = ("mas", "ltas", "aas", "aqas")
 class FullScores:
     """What the full cache's attention says of the tokens of one layer, query by query."""
 
-    def __init__(self, rows: int, heads: int, length: int, device: torch.device) -> None:
-        self._sum, self._above = torch.zeros(2, rows, heads, length, device=device).unbind(0)
+    def __init__(self, like: Tensor) -> None:
+        """Nothing has been observed; `like`: any tensor [rows, kv_heads, length]."""
+        self._sum, self._above = torch.zeros_like(like), torch.zeros_like(like)
 
     def observe(self, attn: Tensor) -> dict[str, Tensor]:
         """The scores after one more query.
@@ -111,7 +112,7 @@ def consistencies(
     runs = [_Run(model, name, rate, budget, backend) for name in scores for rate, budget in budgets.items()]
     ids = ids.to(model.device)
     recordings = record(model, ids)
-    full = [FullScores(*found.key.shape[:3], device=found.key.device) for found in recordings]
+    full = [FullScores(found.key[..., 0]) for found in recordings]
     with torch.inference_mode():
         for newest in range(ids.shape[1]):
             wanted = [_after(one, found, newest) for one, found in zip(full, recordings, strict=True)]

@@ -46,6 +46,11 @@ class Recording:
         for query, key, value in zip(*(x.split(1) for x in (self.call.query, self.key, self.value)), strict=True):
             yield Recording(replace(self.call, query=query, key=key, value=value))
 
+    def before(self, end: int) -> Recording:
+        """The text's first `end` tokens."""
+        query, key, value = (x[:, :, :end] for x in (self.call.query, self.key, self.value))
+        return Recording(replace(self.call, query=query, key=key, value=value))
+
     def attention(self, first: int, end: int) -> Tensor:
         """What the queries `first` to `end - 1` give the tokens before `end`, the mean over a group as in the language's `attn`.
 

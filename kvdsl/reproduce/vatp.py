@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from statistics import fmean, median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvdsl.reproduce import plots, tables
 from kvdsl.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Setup
@@ -137,7 +137,7 @@ def _scores(setup: Setup, policy: str, label: str, **settings: int) -> list[Row]
 def _task_cells(setup: Setup) -> Iterator[Cell]:
     half = _prompt(setup) // 2
     yield Cell(_NAMES["full"], partial(_scores, policy="full", label="full"))
-    settings = {"streaming_llm": {"sinks": SINKS}}
+    settings: dict[str, dict[str, Any]] = {"streaming_llm": {"sinks": SINKS}}
     for policy in ("streaming_llm", *(name for pair in BASES.items() for name in pair)):
         yield Cell(_NAMES[policy], partial(_scores, policy=policy, label=policy, budget=half, **settings.get(policy, {})))
 

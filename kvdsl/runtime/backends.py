@@ -26,11 +26,15 @@ class Backend(Protocol):
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""
 
-    def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
-        """Have the state work in the tensors of another one's workspace; only asked where there is one."""
-
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """Place, attend, observe and settle token by token; [batch, tokens, query_heads, value_dim]."""
+
+
+class Working(Backend, Protocol):
+    """A backend whose states have a workspace."""
+
+    def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
+        """Have the state work in the tensors of another one's workspace, whose slots are alike."""
 
 
 def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype) -> Backend:

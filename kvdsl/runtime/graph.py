@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +20,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch_backend import TorchBackend
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.backends import Backend
+    from kvdsl.runtime.backends import Backend, Working
 
 READ = ("numbers", "prompt")
 """Tensors of a state that no step changes."""
@@ -103,7 +103,7 @@ def _decode(
     turns = Rope.named(rope) if rope else None
     call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns)
     if work:
-        backend.work_in(state, call, dict(zip(workspace, work, strict=True)))
+        cast("Working", backend).work_in(state, call, dict(zip(workspace, work, strict=True)))
     return backend.decode(state, call)
 
 

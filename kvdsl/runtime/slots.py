@@ -110,6 +110,9 @@ class SlotState:
     sketch_keys: Tensor
     page_bounds: Tensor
 
+    window: int | None
+    ring_sizes: tuple[int, ...]
+
     def __init__(
         self,
         spec: PolicySpec,
@@ -157,8 +160,8 @@ class SlotState:
         self.grows = False
         self.evicts = False
         self.selects = False
-        self.window: int | None = None
-        self.ring_sizes: tuple[int, ...] = ()
+        self.window = None
+        self.ring_sizes = ()
         self.workspace: Any = None
         self.filled = 0
         for name in self.TENSORS:

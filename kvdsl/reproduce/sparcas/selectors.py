@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
     from torch import Tensor
 
-    from kvdsl.eval.sketch import Recording
+    from kvdsl.eval.recording import Recording
 
 SELECTORS = ("abs_q", "abs_q_plus_mean_k", "mean_k", "token_wise", "product", "random_dims")
 _NAMES = {
@@ -228,14 +228,14 @@ def _kind(selector: str, dims: int | None) -> str:
 
 def _by_length(setup: Setup, selector: str, dims: int | None) -> list[Row]:
     """How many tokens are chosen that the whole keys do not choose, or the other way round, in the 64 queries before each length."""
-    from kvdsl.eval.sketch import Recording, Setting, fidelity
+    from kvdsl.eval.sketch import Setting, fidelity
 
     length, tokens = _stretches(setup).shape[1], attended(setup)
     step = setup.size(128, 20)
     rows = []
     for end in range(2 * step, length + 1, step):
         begun = end - min(INTERVAL, step)
-        parts = [Recording(one.query[..., :end, :], one.key[..., :end, :]) for one in _recorded(setup)]
+        parts = [one.before(end) for one in _recorded(setup)]
         setting = Setting(selector, dims, tokens, None if dims is None else INTERVAL)
         difference, _ = fidelity(parts, begun, setup.size(8, 4), setting, setup.seed)
         rows.append({

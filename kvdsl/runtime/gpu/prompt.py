@@ -6,7 +6,6 @@ there are no atomics: the same prompt always gives the same columns, bit for bit
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -75,5 +74,5 @@ def _last_dim_contiguous(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
-def _launch(kernel: Callable[..., Any], grid: tuple[int, ...], given: dict[str, Any]) -> None:
-    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **OBSERVE_OPTIONS, enable_fp_fusion=False)  # type: ignore[attr-defined]
+def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> None:
+    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **OBSERVE_OPTIONS, enable_fp_fusion=False)

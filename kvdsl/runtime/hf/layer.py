@@ -287,7 +287,7 @@ class SlotLayer(CacheLayerMixin):
     # -- a forward that torch.compile traces ---------------------------------------------------------------------------
 
     @property
-    def is_compileable(self) -> bool:
+    def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
         return self.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
@@ -338,7 +338,7 @@ class SlotLayer(CacheLayerMixin):
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 
-    def get_seq_length(self, *args: Any) -> int | Tensor:
+    def get_seq_length(self, *args: Any) -> int | Tensor:  # type: ignore[override]
         """Tokens seen, padding included; a tensor where reading it would be compiled into a constant, or wait for a GPU."""
         if self._turn.is_tensor() and self._turn.total is not None:
             return self._turn.total
@@ -472,7 +472,9 @@ def check_dtype(dtype: torch.dtype) -> None:
         raise KvdslError(f"keys and values are {str(dtype).removeprefix('torch.')}; kvdsl stores {names}: convert the model")
 
 
-@torch.compiler.disable(reason="prompts, several tokens at once and caches that grow are served outside of kvdsl's graphs")
+@torch.compiler.disable(  # type: ignore[untyped-decorator]
+    reason="prompts, several tokens at once and caches that grow are served outside of kvdsl's graphs"
+)
 def _outside_of_graphs(layer: SlotLayer, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
     """`attend` where a compiled forward meets something that it cannot trace: a graph break."""
     layer.check_continues(call.key)
