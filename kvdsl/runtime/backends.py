@@ -26,9 +26,6 @@ class Backend(Protocol):
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""
 
-    def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
-        """Have the state work in the tensors of another one's workspace; only asked where there is one."""
-
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """Place, attend, observe and settle token by token; [batch, tokens, query_heads, value_dim]."""
 

@@ -103,7 +103,8 @@ def _decode(
     turns = Rope.named(rope) if rope else None
     call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns)
     if work:
-        backend.work_in(state, call, dict(zip(workspace, work, strict=True)))
+        worker: Any = backend  # only the Triton backend has a workspace
+        worker.work_in(state, call, dict(zip(workspace, work, strict=True)))
     return backend.decode(state, call)
 
 
