@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -40,12 +42,17 @@ def check(folder: Path, text: str, case: Case) -> None:
     check_prompt(choose(spec, "triton", CPU, case.dtype), spec, short)
 
 
-@pytest.mark.parametrize("name", CASES)
+def spread(names: Iterable[str]) -> list[Any]:
+    """A prompt in three forwards is three times the work for the interpreter: those are slow tests."""
+    return [pytest.param(name, marks=[pytest.mark.slow] if CASES[name].cuts > 1 else []) for name in names]
+
+
+@pytest.mark.parametrize("name", spread(CASES))
 def test_columns(folder: Path, name: str) -> None:
     check(folder, FEW, CASES[name])
 
 
-@pytest.mark.parametrize("name", ["sinks", "padded window", "three forwards of a window"])
+@pytest.mark.parametrize("name", spread(["sinks", "padded window", "three forwards of a window"]))
 @pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
 def test_every_rule(folder: Path, text: str, name: str) -> None:
     check(folder, text, CASES[name])
