@@ -50,3 +50,8 @@ def turned_queries(state: SlotState, call: AttentionCall, query: Tensor, live: T
     if not state.spec.compact or call.rope is None:
         return query
     return call.rope.rotate(query, (live - 1 - newest).squeeze(-1).long().unsqueeze(2))
+
+
+def in_rows(x: Tensor) -> Tensor:
+    """The tensor with its last dim in one piece, which kernels rely on; the others may have any strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()

@@ -9,8 +9,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import graph, replacing, rings, statistics
+from kvdsl.runtime import graph, replacing, statistics
 from kvdsl.runtime.angles import angles
+from kvdsl.runtime.attention import in_rows
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.prompt import Prompt
@@ -104,7 +105,7 @@ class CpuBackend:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
         state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
-        anew = _keep_copies(state)
+        anew = state.keep_copies(TILE)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
         held, args = decode_args(state, call, out, anew=anew, seconds=self.seconds)
@@ -148,10 +149,10 @@ def decode_args(
     shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
     if shapes != [(x.dtype, x.shape[:2], x.shape[-1]) for x in (state.keys, state.values)]:
         raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
-    query, key, value = (_last_dim_contiguous(x) for x in (call.query, call.key, call.value))
+    query, key, value = (in_rows(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    ring_rows = _ring_rows(state)
+    ring_rows = state.ring_rows()
     rope = call.rope if state.spec.compact else None
     turns = None if rope is None else angles(rope, int(state.seen.max()) + call.key.shape[2])
     held = (query, key, value, real, sinks, ring_rows, turns)
@@ -175,28 +176,12 @@ def decode_args(
     )  # fmt: skip
 
 
-def _keep_copies(state: SlotState) -> bool:
-    """Room for what the kernel keeps beside the keys, where this layer selects; whether it is still to be made."""
-    if not state.selects:
-        return False
-    batch, heads, slots, dim = state.keys.shape
-    anew = False
-    if state.spec.sketches and not state.sketch_keys.numel():
-        state.sketch_keys = state.keys.new_empty(batch, heads, -(-slots // TILE), state.sketch.shape[-1], TILE)
-        anew = True
-    if "page" in state.spec.numbers and not state.page_bounds.numel():
-        pages = int(slots // float(state.named(state.numbers)["page"].min())) + 1
-        state.page_bounds = state.keys.new_empty(batch, heads, pages, 2, dim)
-        anew = True
-    return anew
-
-
 def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
     """What the kernel is told of a prompt that attention has passed, and what must live as long."""
     state, call, kept = prompt.state, prompt.call, prompt.kept
-    query, key, value = (_last_dim_contiguous(x) for x in (call.query, kept["keys"], kept["values"]))
+    query, key, value = (in_rows(x) for x in (call.query, kept["keys"], kept["values"]))
     position, columns, numbers = kept["position"], kept["columns"], prompt.numbers.contiguous()
-    ring_rows, lse, newest = _ring_rows(state), lse.contiguous(), prompt.position.contiguous()
+    ring_rows, lse, newest = state.ring_rows(), lse.contiguous(), prompt.position.contiguous()
     args = DecodeArgs(
         batch=len(position), kv_heads=prompt.heads, group=prompt.group, key_dim=key.shape[-1], value_dim=value.shape[-1],
         slots=prompt.slots, tokens=prompt.tokens, params_per_row=numbers.shape[-1], window=call.window or 0, layer=state.layer,
@@ -214,17 +199,6 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
     adds_up = torch.tensor([rule in ("sum", "squares") for rule in state.spec.column_rules], dtype=torch.uint8)
     told = PromptArgs(lse.data_ptr(), newest.data_ptr(), adds_up.data_ptr(), statistics.first_query(prompt))
     return (tuple(tensors.values()), lse, newest, adds_up), args, told
-
-
-def _ring_rows(state: SlotState) -> Tensor | None:
-    """The row of `state.columns` with which each ring begins, int32 [rings]."""
-    if not state.ring_sizes:
-        return None
-    return torch.tensor(rings.starts(len(state.spec.columns), state.ring_sizes), dtype=torch.int32)
-
-
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:

@@ -7,9 +7,6 @@ alone: a slot at position p is seen by the queries p, p + 1, ... up to the newes
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import accumulate
-
 import torch
 from torch import Tensor
 
@@ -17,11 +14,6 @@ from torch import Tensor
 def size_name(ring: str) -> str:
     """The name of the number that is the ring's size."""
     return f"size_{ring}"
-
-
-def starts(columns: int, sizes: Sequence[int]) -> list[int]:
-    """The row of a table of columns with which each ring begins, behind as many columns of one number."""
-    return list(accumulate(sizes[:-1], initial=columns)) if sizes else []
 
 
 def valid(rows: int, size: Tensor, newest: Tensor, position: Tensor, window: int | None) -> Tensor:

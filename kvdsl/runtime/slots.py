@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -245,6 +246,11 @@ class SlotState:
         parts = columns[len(self.spec.columns) :].split(list(self.ring_sizes)) if self.ring_sizes else ()
         return {name: part for (name, _), part in zip(self.spec.rings, parts, strict=True)}
 
+    def ring_rows(self) -> Tensor:
+        """The row of `columns` with which each ring begins, int32 [rings]."""
+        starts = accumulate(self.ring_sizes[:-1], initial=len(self.spec.columns)) if self.ring_sizes else ()
+        return torch.tensor(list(starts), dtype=torch.int32)
+
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor) -> None:
@@ -323,6 +329,25 @@ class SlotState:
         if "page" in self.spec.numbers:
             batch, heads, _, dim = self.keys.shape
             self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
+
+    def keep_copies(self, tile: int) -> bool:
+        """Room for what kernels keep beside the keys, where this layer selects; whether it is still to be made from them.
+
+        Args:
+            tile: slots of a tile of `sketch_keys`.
+        """
+        if not self.selects:
+            return False
+        batch, heads, slots, dim = self.keys.shape
+        tiles, anew = -(-slots // tile), False
+        if self.spec.sketches and self.sketch_keys.shape[2] != tiles:
+            self.sketch_keys = self.keys.new_empty(batch, heads, tiles, self.sketch.shape[-1], tile)
+            anew = True
+        if "page" in self.spec.numbers and not self.page_bounds.numel():
+            pages = int(slots // float(self.named(self.numbers)["page"].min())) + 1
+            self.page_bounds = self.keys.new_empty(batch, heads, pages, 2, dim)
+            anew = True
+        return anew
 
     def forget_halves(self) -> None:
         """The rotated halves no longer hold."""

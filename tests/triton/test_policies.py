@@ -8,11 +8,14 @@ import pytest
 import torch
 
 from tests.differential.harness import Case, Tally, compare
-from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
+from tests.differential.test_random import POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement
 
 TORCH_ONLY = ("streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
+# Of so few head-steps. The interpreter's products differ in the last bit from one place in a tile to another, so that the only slot
+# of a one-token prompt may lie above its own mean: then every head of the trace meets it, and 3 of 278 head-steps were once near.
+NEAR_SHARE = 0.05
 SERVED = tuple(policy for policy in POLICIES if policy not in TORCH_ONLY)
 
 pytestmark = pytest.mark.usefixtures("small_blocks")

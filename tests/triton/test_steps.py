@@ -49,7 +49,7 @@ class Traffic:
 
 @pytest.fixture
 def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
-    seen, real, launch = Traffic(), interpreter._interpreter, triton_backend._launch
+    seen, real, launch = Traffic(), interpreter._interpreter, triton_backend.launch
 
     def load(pointers: np.ndarray, mask: np.ndarray, other: np.ndarray, dtype: np.dtype) -> np.ndarray:
         seen.add(seen.loads, pointers, mask, dtype.itemsize)
@@ -64,7 +64,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         launch(kernel, grid, given, options)
 
     monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(load=load, store=store))
-    monkeypatch.setattr(triton_backend, "_launch", noting)
+    monkeypatch.setattr(triton_backend, "launch", noting)
     yield seen
 
 

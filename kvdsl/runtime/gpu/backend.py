@@ -18,9 +18,10 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime import rings, statistics
+from kvdsl.runtime import statistics
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
+from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, EVERYTHING, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
 from kvdsl.runtime.graph import enlist
@@ -96,7 +97,7 @@ class TritonBackend:
         batch, heads, value_dim = value.shape
         sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
-        anew = _keep_copies(state)
+        anew = state.keep_copies(1)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
@@ -110,23 +111,19 @@ class TritonBackend:
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
-            _launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
+            launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
         if state.selects:
             dims = work.width or sizes.key_dim
-            _launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
+            launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
-            _launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
-        _launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
-        _launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
+            launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
+        launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
+        launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
 
 
 def _sizes(call: AttentionCall) -> Sizes:
     return Sizes(call.query.shape[1] // call.key.shape[1], call.key.shape[-1], call.value.shape[-1], call.key.element_size())
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any], options: dict[str, int]) -> None:
-    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
 
 
 def _signed(word: int) -> int:
@@ -183,7 +180,6 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, T
 
 def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict[str, Tensor]:
     batch, heads, slots = state.position.shape
-    starts = rings.starts(len(state.spec.columns), state.ring_sizes)
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
     taken = choices if "taken" in kernels.settle.arg_names else 0
@@ -210,26 +206,10 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
-        "ring_rows": torch.tensor(starts, dtype=torch.int32).to(state.seen.device),
+        "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
     return tensors
-
-
-def _keep_copies(state: SlotState) -> bool:
-    """Room for what the kernels keep beside the keys, where this layer selects; whether it is still to be made."""
-    if not state.selects:
-        return False
-    batch, heads, slots, dim = state.keys.shape
-    anew = False
-    if state.spec.sketches and state.sketch_keys.shape[2] != slots:
-        state.sketch_keys = state.keys.new_empty(batch, heads, slots, state.sketch.shape[-1], 1)
-        anew = True
-    if "page" in state.spec.numbers and not state.page_bounds.numel():
-        pages = int(slots // float(state.named(state.numbers)["page"].min())) + 1
-        state.page_bounds = state.keys.new_empty(batch, heads, pages, 2, dim)
-        anew = True
-    return anew
 
 
 def _processors(device: torch.device) -> int:

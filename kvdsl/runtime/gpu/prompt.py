@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import dense, rings, statistics
+from kvdsl.runtime import dense, statistics
+from kvdsl.runtime.attention import in_rows
+from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
 from kvdsl.runtime.prompt import Prompt
-from kvdsl.runtime.slots import SlotState
 
 
 def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
@@ -24,13 +25,13 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         kernels: the policy's generated kernels. dot: what these multiply matrices in.
         lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
     """
-    query, keys = (_last_dim_contiguous(x) for x in (prompt.call.query, prompt.keys))
+    query, keys = (in_rows(x) for x in (prompt.call.query, prompt.keys))
     sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())
     batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
     given = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
-        "numbers": prompt.numbers.contiguous(), "ring_rows": _ring_rows(prompt.state).to(query.device),
+        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device),
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
         "CAPPED": prompt.call.softcap is not None, "DOT": dot,
@@ -41,9 +42,11 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     if "reduced" in kernels.observe.arg_names:
         given["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
         tile = sizes.over_slots()
-        _launch(kernels.over_slots, (heads, batch, -(-(prompt.tokens - first) // tile["QUERIES"])), given | tile)
+        launch(
+            kernels.over_slots, (heads, batch, -(-(prompt.tokens - first) // tile["QUERIES"])), given | tile, OBSERVE_OPTIONS
+        )
     tile = sizes.observe()
-    _launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), given | tile)
+    launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), given | tile, OBSERVE_OPTIONS)
 
 
 def _texts(prompt: Prompt, first: int) -> dict[str, Any]:
@@ -63,16 +66,3 @@ def _texts(prompt: Prompt, first: int) -> dict[str, Any]:
 
 def _strides(name: str, x: Tensor, third: str) -> dict[str, int]:
     return {f"{name}_{dim}": stride for dim, stride in zip(("row", "head", third), x.stride(), strict=False)}
-
-
-def _ring_rows(state: SlotState) -> Tensor:
-    """The row of the columns with which each ring begins, int32 [rings]."""
-    return torch.tensor(rings.starts(len(state.spec.columns), state.ring_sizes), dtype=torch.int32)
-
-
-def _last_dim_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _launch(kernel: Any, grid: tuple[int, ...], given: dict[str, Any]) -> None:
-    kernel[grid](**{name: given[name] for name in kernel.arg_names}, **OBSERVE_OPTIONS, enable_fp_fusion=False)

@@ -18,9 +18,10 @@ from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
 from kvdsl.runtime.hf import binding, speculation
-from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, Turn, check_dtype
+from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
+from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec

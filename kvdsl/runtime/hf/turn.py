@@ -1,0 +1,123 @@
+"""What the layers of one cache must agree on: whose turn it is in a forward, and how far they all are."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.hf import speculation
+from kvdsl.runtime.slots import stays_where_it_is
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.layer import SlotLayer
+
+
+class Turn:
+    """Shared by the layers of one cache.
+
+    The layers count the tokens of their own forwards. A compiled forward cannot: a number that differs from step to step would
+    be compiled anew each time. It adds to a tensor instead, from which the layers' counts are mended when somebody asks.
+
+    Attributes:
+        open: the index of the layer that was given keys and whose attention has not run yet, or None.
+        guesses: how many of this forward's last tokens an assistant guessed.
+        total: tokens that the model has seen, int64 [], or None before the first forward.
+        ahead: whether compiled forwards have added tokens that the layers have not counted.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.open: int | None = None
+        self.guesses = 0
+        self.total: Tensor | None = None
+        self.ahead = False
+        self._model = weakref.ref(model)
+        self._layers: list[SlotLayer] = []
+
+    def enter(self, layer: SlotLayer) -> None:
+        """A layer joins, in the model's order."""
+        self._layers.append(layer)
+
+    def begin(self, layer: SlotLayer, tokens: int) -> None:
+        """A layer is given keys.
+
+        Raises:
+            KvdslError: if the last layer's keys never met our attention, or if the last forward was cut short.
+        """
+        if self.open is not None:
+            raise KvdslError(
+                f"the keys of layer {self.open} did not reach kvdsl's attention: this is not the model that the cache was made "
+                f"for, its attention was changed afterwards, or the last forward was interrupted; use the model that was "
+                f"given to the constructor, or call `cache.reset()`"
+            )
+        if torch.compiler.is_compiling():
+            self.open = layer.index
+            return
+        first, last = self._layers[0], self._layers[-1]
+        level = last.length == layer.length if layer is first else first.length == layer.length + tokens
+        if not level:
+            raise KvdslError("the last forward was interrupted between two layers: call `cache.reset()` and start again")
+        self.open = layer.index
+
+    def end(self, layer: SlotLayer) -> None:
+        """The layer's attention runs.
+
+        Raises:
+            KvdslError: if it already ran on these keys.
+        """
+        if self.open != layer.index:
+            raise KvdslError(
+                f"layer {layer.index}'s keys are attended to more than once in a forward (shared between layers), which a "
+                f"cache that observes attention does not support"
+            )
+        self.open = None
+
+    def take_guesses(self, layer: SlotLayer) -> int:
+        """How many tokens of this forward are guesses; once all layers have asked, none."""
+        guesses = self.guesses
+        if layer is self._layers[-1]:
+            self.guesses = 0
+        return guesses
+
+    def listen(self) -> None:
+        """Have the model tell how many tokens of a forward are guesses."""
+        model = self._model()
+        if model is not None:
+            speculation.listen(model)
+
+    def add(self, layer: SlotLayer, tokens: int) -> None:
+        """A layer has served these tokens; the last one counts for all."""
+        if layer is not self._layers[-1]:
+            return
+        if self.total is None:
+            self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
+            stays_where_it_is(self.total)
+        self.total.add_(tokens)
+
+    def is_tensor(self) -> bool:
+        """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
+        return torch.compiler.is_compiling() or (self.ahead and self.total is not None and self.total.device.type != "cpu")
+
+    def catch_up(self) -> None:
+        """Have the layers count what compiled forwards have added."""
+        assert self.total is not None
+        total = int(self.total)
+        for layer in self._layers:
+            layer.count(total)
+        self.ahead = False
+
+    def forget(self) -> None:
+        """Nothing has been seen."""
+        self.open, self.guesses, self.total, self.ahead = None, 0, None, False
+
+    def is_first(self, layer: SlotLayer) -> bool:
+        """Whether the layer is the first of ours that a forward meets."""
+        return self._layers[0] is layer
+
+    def owns(self, module: nn.Module) -> bool:
+        """Whether the module is part of the model that the cache was made for."""
+        model = self._model()
+        return model is not None and any(module is part for part in model.modules())
