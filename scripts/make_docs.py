@@ -1,15 +1,18 @@
 #!/usr/bin/env python
-"""Writes the pages of docs/ that are made from the sources: the diagnostics, the language's reference, a page per policy.
+"""Writes the pages of docs/ that are made from the sources: the diagnostics, the language's reference, a page per policy, the results.
 
-What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page.
+What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
+of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -233,6 +236,37 @@ def policies_index() -> str:
     return f"{MADE}# Policies\n\n{_table(('policy', 'name', 'what it does'), iter(lines))}"
 
 
+# -- the papers' results -------------------------------------------------------------------------------------------------
+
+REPRODUCED = ROOT / "benchmarks" / "results" / "reproduce"
+HOLDS = {True: "yes", False: "**no**", None: "open"}
+
+
+def results_page() -> str:
+    """For every paper that was reproduced at full size: its claims, and what was measured."""
+    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPRODUCED.glob("*.json"))]
+    parts = [MADE + (DOCS / "notes" / "results.md").read_text(encoding="utf-8")]
+    return "\n".join(parts + [_results(one) for one in found if one["finished"]])
+
+
+def _results(found: dict[str, Any]) -> str:
+    where, notes = found["environment"], DOCS / "notes" / "results" / f"{found['paper']}.md"
+    claims = (
+        (experiment["source"], _escaped(one["claim"]), HOLDS[one["holds"]], _escaped(one["measured"]))
+        for experiment in found["experiments"]
+        for one in experiment["findings"]
+    )
+    parts = [
+        f"## {found['title']}\n",
+        f"`kvdsl reproduce {found['paper']} --threads {where['threads']} --out benchmarks/results/reproduce`: "
+        f"{found['seconds'] / 60:.0f} minutes on {where['cpu']} (torch {where['torch']}, transformers {where['transformers']}, "
+        f"{where['dtype']}, seed {found['setup']['seed']}); tables, rows and figures are beside `{found['paper']}.md` there.\n",
+        _table(("where", "claim", "holds", "measured"), claims),
+        *([notes.read_text(encoding="utf-8")] if notes.exists() else []),
+    ]
+    return "\n".join(parts)
+
+
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,6 +276,7 @@ def pages() -> dict[str, str]:
         "diagnostics.md": diagnostics_page(),
         "language.md": language_reference(),
         "policies/index.md": policies_index(),
+        "results.md": results_page(),
     }
     return found | {f"policies/{path.stem}.md": policy_page(path.stem) for path in shipped_policies()}
 
