@@ -15,11 +15,11 @@ from kvdsl.bench.baselines import Cache, Token
 from kvdsl.bench.measure import Candidate
 from kvdsl.loading import load
 from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 from kvdsl.runtime.view import INITIAL
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -10,22 +10,13 @@ Positions, columns and ranks stay by slot: they are small, and who leaves does n
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from kvdsl.runtime.slots import FREE, SlotState, taken
-from kvdsl.runtime.spec import PolicySpec
 
 POOLS = {"keys": "key_pool", "values": "value_pool"}
 """What lies in blocks, and the name of its pool."""
-
-
-def slot_state(spec: PolicySpec, given: Mapping[str, float | None], **where: Any) -> SlotState:
-    """The slots of one layer, as the policy's `storage` lays them out; the arguments are those of `SlotState`."""
-    return (BlockState if "block" in spec.numbers else SlotState)(spec, given, **where)
 
 
 class BlockState(SlotState):

@@ -68,8 +68,8 @@ class Step:
         if self.slot is None:
             state.write_all(self.keys, self.values)
         else:
-            for tensor, old in ((state.keys, self.keys), (state.values, self.values)):
-                tensor.scatter_(2, _at(self.slot, tensor), old)
+            everywhere = torch.ones_like(state.seen, dtype=torch.bool).unsqueeze(1)
+            state.write(self.slot, self.keys, self.values, everywhere)
         for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
             ring[place, rows, :, :slots] = old
         state.filled, state.decoding = self.filled, self.decoding

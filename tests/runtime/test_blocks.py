@@ -11,11 +11,12 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.blocks import BlockState, slot_state
+from kvdsl.runtime.blocks import BlockState
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 from kvdsl.runtime.torch_backend import TorchBackend
 from kvdsl.runtime.undo import UndoLog
 from tests.hf import zoo

@@ -107,7 +107,7 @@ def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path) -> None:
     file.write_text(
         'kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n'
     )
-    from kvdsl.runtime.blocks import slot_state
+    from kvdsl.runtime.storage import slot_state
 
     spec = kvdsl.load(file).spec
     blocks, plain = Run(specs[0]), Run(specs[0])

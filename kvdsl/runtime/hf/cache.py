@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
 from kvdsl.runtime.hf import binding, speculation
@@ -25,6 +24,7 @@ from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 
 
 class KVCache(Cache):
