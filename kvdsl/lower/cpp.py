@@ -267,7 +267,8 @@ def _refuse_statements(policy: Policy) -> None:
     """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
-        f"`victims shared by {policy.victims}`": policy.victims != "own",
+        # After a prompt nothing leaves, and nobody has to agree.
+        f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",
         "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]

@@ -25,8 +25,8 @@ FREE = -1
 SLOT_DIM = {"keys": 2, "values": 2, "position": 2, "columns": 3}
 """The tensors that have slots, and which dimension those are."""
 
-_GROWTH = 1024
-"""A cache that never evicts grows by doubling, from this many slots."""
+_GROWTH = 64
+"""A cache that grows has a multiple of this many slots."""
 
 
 @dataclass(frozen=True)
@@ -301,7 +301,7 @@ class SlotState:
         return False, max(_whole(most_while_attending), self.filled + 1)
 
     def make_room(self, tokens: int) -> None:
-        """Before `tokens` more are placed: a cache that never evicts doubles when it is full, so that copies amortise."""
+        """Before `tokens` more are placed: a cache that grows does so when it is full."""
         if not self.grows:
             return
         self.filled += tokens
@@ -480,7 +480,5 @@ def _whole(count: float, what: str = "slots per KV head") -> int:
 
 
 def _grown(needed: int) -> int:
-    slots = _GROWTH
-    while slots < needed:
-        slots *= 2
-    return slots
+    """Slots for so many tokens and a quarter more, so that what growing copies stays a small part of what attention reads."""
+    return -(-(needed + needed // 4) // _GROWTH) * _GROWTH

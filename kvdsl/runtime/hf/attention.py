@@ -68,12 +68,13 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         key: Tensor,
         value: Tensor,
         attention_mask: Tensor | None = None,
+        dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
         layer: SlotLayer | None = getattr(key, _MARK, None)
         if layer is None:
-            return native_function(module, native)(module, query, key, value, attention_mask, **kwargs)
-        _refuse(module, kwargs)
+            return native_function(module, native)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
+        _refuse(module, {**kwargs, "dropout": dropout})
         scaling = kwargs.get("scaling")
         out = layer.attend(
             module,

@@ -1,0 +1,182 @@
+"""Who takes part in `peers.py`: kvdsl's caches, kvpress's presses and transformers' own caches, and how each is made.
+
+Two races. In `prompt` the prompt is pressed to the budget once and what is generated stays, which is kvpress's ordinary use. In
+`decode` the budget holds for every token: kvpress by its `PrefillDecodingPress`, which presses the prompt and then, by a
+`DecodingPress`, every `every` tokens.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+POLICIES = Path(__file__).resolve().parent / "policies"
+
+KVDSL, KVPRESS, TRANSFORMERS = "kvdsl", "kvpress", "transformers"
+
+
+@dataclass(frozen=True)
+class Task:
+    """What all contestants of a race do.
+
+    Attributes:
+        budget: tokens kept per KV head.
+        prompt: tokens read at once.
+        new: tokens read one by one after them.
+    """
+
+    budget: int
+    prompt: int
+    new: int
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """One cell of the table.
+
+    Attributes:
+        policy: the name under which contestants are compared with each other.
+        by: whose it is.
+        what: the policy file, the press or the cache.
+        every: tokens between two evictions while decoding; None where none are evicted there.
+        attention: transformers' attention implementation.
+    """
+
+    race: str
+    policy: str
+    by: str
+    what: str
+    every: int | None = None
+    attention: str = "sdpa"
+
+    def begin(self, model: Any, task: Task) -> tuple[Any, AbstractContextManager[Any]]:
+        """A cache in which nothing is, and the context in which the text is read with it."""
+        if model.config._attn_implementation != self.attention and self.by != KVDSL:
+            model.set_attn_implementation(self.attention)
+        if self.by == KVPRESS:
+            return _dynamic(model, task), _press(self, task)(model)
+        make = _kvdsl(self.what) if self.by == KVDSL else _NATIVE[self.what]
+        return make(model, task), contextlib.nullcontext()
+
+
+PRESSES = {
+    "streaming_llm": "StreamingLLMPress",
+    "snapkv": "SnapKVPress",
+    "tova": "TOVAPress",
+    "knorm": "KnormPress",
+    "observed": "ObservedAttentionPress",
+}
+"""The policies of kvpress that kvdsl has too. `observed` is the mean attention of all queries, near H2O."""
+
+_EAGER = {"observed"}
+"""What takes attention from the model, which then has to compute it in full."""
+
+
+def _contest(race: str, policy: str, by: str, what: str, every: int | None = None) -> Contestant:
+    eager = by == KVPRESS and what == PRESSES["observed"]
+    return Contestant(race, policy, by, what, every, "eager" if eager else "sdpa")
+
+
+ONCE = {name: name if name == "snapkv" else f"{name}_once" for name in PRESSES}
+"""The .kv file of each press."""
+
+WHILE_DECODING = {"streaming_llm": "streaming_llm", "tova": "tova", "knorm": "knorm", "h2o": "observed"}
+"""The shipped policies that evict token by token, and the press that comes nearest."""
+
+INTERVALS = (1, 16)
+"""How often a `DecodingPress` presses: at every token, as the policies do, and more cheaply at every sixteenth."""
+
+CONTESTANTS = (
+    _contest("prompt", "full", TRANSFORMERS, "DynamicCache"),
+    *(
+        one
+        for name, press in PRESSES.items()
+        for one in (_contest("prompt", name, KVDSL, ONCE[name]), _contest("prompt", name, KVPRESS, press))
+    ),
+    _contest("decode", "full", TRANSFORMERS, "DynamicCache"),
+    _contest("decode", "window", KVDSL, "window", 1),
+    _contest("decode", "window", TRANSFORMERS, "DynamicCache, sliding", 1),
+    _contest("decode", "window", TRANSFORMERS, "StaticCache, sliding", 1),
+    *(
+        one
+        for name, nearest in WHILE_DECODING.items()
+        for one in (
+            _contest("decode", name, KVDSL, name, 1),
+            *(_contest("decode", name, KVPRESS, PRESSES[nearest], every) for every in INTERVALS),
+        )
+    ),
+    _contest("decode", "roco", KVDSL, "roco", 1),
+    _contest("decode", "snapkv", KVPRESS, "SnapKVPress", 1),
+)
+
+
+# -- kvdsl -------------------------------------------------------------------------------------------------------------
+
+
+def _kvdsl(policy: str) -> Callable[[Any, Task], Any]:
+    from kvdsl.loading import load
+
+    here = POLICIES / f"{policy}.kv"
+    cache_class = load(here if here.exists() else policy)
+    return lambda model, task: cache_class(model, budget=task.budget)  # type: ignore[call-arg]
+
+
+# -- kvpress -----------------------------------------------------------------------------------------------------------
+
+_LIKE_OURS = {"SnapKVPress": {"window_size": 32, "kernel_size": 7}}
+"""Settings that the shipped policies and the papers have, where kvpress's defaults differ."""
+
+
+def _press(one: Contestant, task: Task) -> Any:
+    import kvpress
+
+    def made(**settings: float) -> Any:
+        return getattr(kvpress, one.what)(**settings, **_LIKE_OURS.get(one.what, {}))
+
+    # kvpress keeps int(length * (1 - ratio)) tokens: half a token more makes that the budget, whatever the rounding.
+    once = made(compression_ratio=1 - (task.budget + 0.5) / task.prompt)
+    if one.every is None:
+        return once
+    always = kvpress.DecodingPress(made(), compression_interval=one.every, target_size=task.budget)
+    return kvpress.PrefillDecodingPress(once, always)
+
+
+# -- transformers ------------------------------------------------------------------------------------------------------
+
+
+def _dynamic(model: Any, task: Task) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache()
+
+
+def _sliding_config(model: Any, task: Task) -> Any:
+    """The model's config as if it had a window in every layer, which is all that caches look at."""
+    config = copy.deepcopy(model.config)
+    config.sliding_window = task.budget
+    config.layer_types = ["sliding_attention"] * config.num_hidden_layers
+    return config
+
+
+def _dynamic_sliding(model: Any, task: Task) -> Any:
+    from transformers import DynamicCache
+
+    return DynamicCache(config=_sliding_config(model, task))
+
+
+def _static_sliding(model: Any, task: Task) -> Any:
+    from transformers import StaticCache
+
+    return StaticCache(config=_sliding_config(model, task), max_cache_len=task.prompt + task.new)
+
+
+_NATIVE: dict[str, Callable[[Any, Task], Any]] = {
+    "DynamicCache": _dynamic,
+    "DynamicCache, sliding": _dynamic_sliding,
+    "StaticCache, sliding": _static_sliding,
+}
