@@ -268,7 +268,6 @@ def _refuse_statements(policy: Policy) -> None:
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         f"`victims shared by {policy.victims}`": policy.victims != "own",
-        "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]
     if found:
