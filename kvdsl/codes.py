@@ -531,9 +531,9 @@ HISTORY = _code(
 LAYOUT = _code(
     "KV0502",
     "layout that kernels do not have",
-    "What a policy computes does not depend on how the cache is laid out. `storage blocks` and `rope cached` are there on the torch "
-    "backend. No C++ or Triton kernels read blocks through a table, so the torch backend serves such a policy everywhere; and "
-    "kernels turn keys as they read them instead of keeping rotated halves, which takes no memory.",
+    "What a policy computes does not depend on how the cache is laid out. `storage blocks` and `rope cached` are there in C++ and on the "
+    "torch backend. No Triton kernels read blocks through a table, so the torch backend serves such a policy on GPUs; and "
+    "Triton kernels turn keys as they read them instead of keeping rotated halves, which takes no memory.",
     _policy(_BUDGET, "score sum(attn)", "storage blocks 16"),
     severity="warning",
 )

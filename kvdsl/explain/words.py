@@ -189,8 +189,8 @@ def _costs(found: Facts) -> Iterator[str]:
     if found.rotated_half:
         times = 1 + found.rotated_half / found.key_and_value
         yield (
-            f"on the torch backend {found.rotated_half} more for the key's rotated half ({times:g} times the key and value); "
-            f"kernels turn keys as they read them, and keep nothing"
+            f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value); "
+            f"Triton kernels turn keys as they read them, and keep nothing"
         )
 
 

@@ -269,7 +269,6 @@ def _refuse_statements(policy: Policy) -> None:
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         # After a prompt nothing leaves, and nobody has to agree.
         f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",
-        "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]
     if found:

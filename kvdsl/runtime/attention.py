@@ -33,8 +33,6 @@ def turned_keys(state: SlotState, call: AttentionCall, kept: dict[str, Tensor]) 
     if not state.spec.compact or call.rope is None:
         return kept["keys"]
     if state.spec.rope_cached and "rank" in kept:  # the state's own slots
-        if not state.half_keys.numel():
-            state.half_keys = call.rope.rotate_half(kept["keys"])
         return call.rope.rotate_by(kept["keys"], state.half_keys, kept["rank"] - kept["position"])
     rank = kept["rank"] if "rank" in kept else ranks(kept["position"])
     return call.rope.rotate(kept["keys"], rank - kept["position"])

@@ -5,6 +5,9 @@ there, over what left (EQUIP, figure 18). A block holds the same slots of all KV
 slots is in use; a block in which none is any more goes back to the pool, for whichever row needs one next. So rows of different
 lengths, or with different budgets, take what they use and not what the largest does.
 
+Under a policy that evicts while it decodes, the pool is allocated once, at the end of the prompt, with as many blocks as each row
+can ever need by its own budget: it never moves, and no step waits for the host to enlarge it. Where the cache grows, so does the pool.
+
 Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie.
 """
 
@@ -13,7 +16,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.slots import FREE, SlotState, taken
+from kvdsl.runtime.slots import FREE, SlotState, allocated, taken
 
 POOLS = {"keys": "key_pool", "values": "value_pool"}
 """What lies in blocks, and the name of its pool."""
@@ -27,9 +30,6 @@ class BlockState(SlotState):
         table [batch, blocks of a row] int64: where each block of a row's slots lies in the pools; -1 where it has none.
 
     Reading `keys` or `values` gathers all slots; those without a block show what others keep, as free slots may.
-
-    Attributes:
-        size: slots of a block.
     """
 
     TENSORS = ("key_pool", "value_pool", "table", "position", "columns", "seen", "numbers")
@@ -38,7 +38,11 @@ class BlockState(SlotState):
     key_pool: Tensor
     value_pool: Tensor
     table: Tensor
-    size: int
+
+    @property
+    def size(self) -> int:
+        """Slots of a block."""
+        return self.key_pool.shape[2]
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -51,20 +55,14 @@ class BlockState(SlotState):
         return self._gathered(self.value_pool)
 
     @property
-    def dtype(self) -> torch.dtype:
-        """What keys and values are stored in."""
-        return self.key_pool.dtype
-
-    def stays_fixed(self) -> bool:
-        """See `SlotState.stays_fixed`: the table is filled by the host, which a graph cannot wait for."""
-        return False
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """See `SlotState.stored`: the pools."""
+        return self.key_pool, self.value_pool
 
     @property
     def used(self) -> Tensor:
         """Which blocks of every row hold a token: bool [batch, blocks of a row]."""
-        batch, heads, slots = self.position.shape
-        whole = torch.nn.functional.pad(self.position, (0, self.table.shape[1] * self.size - slots), value=FREE)
-        return (whole.view(batch, heads, -1, self.size) >= 0).any(3).any(1)
+        return self._blocks_of(self.position >= 0, self.size)
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
         """See `SlotState.write`: in place, at block and offset."""
@@ -117,35 +115,67 @@ class BlockState(SlotState):
             super().forget_copies()
 
     def _lay_out(self, dense: dict[str, Tensor]) -> None:
-        """Fresh pools with the blocks in use of the first slots, [batch, kv_heads, any, dim]."""
-        self.size = min(int(self.named(self.numbers)["block"].max()), max(1, self.position.shape[2]))
-        self.table = self.position.new_full(
-            (len(self.position), -(-self.position.shape[2] // self.size)), FREE, dtype=torch.int64
-        )
-        used = self.used
-        blocks = int(used.sum())
-        self.table[used] = torch.arange(blocks, device=used.device)
+        """Pools with the blocks in use of the first slots, [batch, kv_heads, any, dim]; in place of older ones of that size."""
+        batch, heads, slots = self.position.shape
+        size = min(int(self.named(self.numbers)["block"].max()), max(1, slots))
+        self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
+        wanted = int((self._blocks_of(self.position >= 0, size) if self.grows else self._most_blocks(size)).sum())
         for name, pool in POOLS.items():
-            heads, dim = dense[name].shape[1], dense[name].shape[3]
-            setattr(self, pool, dense[name].new_zeros(max(1, blocks), heads, self.size, dim))
+            shape = (max(1, wanted), heads, size, dense[name].shape[3])
+            setattr(self, pool, self._filled(pool, dense[name], shape, 0, dense[name].dtype))
+        self._take(self.used)
+        for name, pool in POOLS.items():
             self._scatter(getattr(self, pool), dense[name])
 
+    @staticmethod
+    def _blocks_of(slots: Tensor, size: int) -> Tensor:
+        """The blocks of every row in which some of these slots lie, bool [batch, kv_heads, slots]: bool [batch, blocks of a row]."""
+        batch, heads, count = slots.shape
+        whole = torch.nn.functional.pad(slots, (0, -count % size))
+        return whole.view(batch, heads, -1, size).any(3).any(1)
+
+    def _filled(self, name: str, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+        """The tensor of that name if it has this shape and dtype, else a new one; full of the value."""
+        old: Tensor | None = self.__dict__.get(name)
+        if old is not None and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
+            return old.fill_(value)
+        return allocated(like, shape, value, dtype)
+
+    def _most_blocks(self, size: int) -> Tensor:
+        """How many blocks each row can ever need, [batch]: new tokens take the lowest free slots."""
+        slots = self.position.shape[2]
+        live = self.position >= 0
+        behind_last = (live * torch.arange(1, slots + 1, device=live.device)).amax((1, 2))
+        most = self.most_while_attending(self.numbers).floor().clamp(max=slots).long()
+        needed = torch.stack([most, behind_last, live.sum(-1).amax(1) + 1]).amax(0).clamp(max=slots)
+        return -(-needed // size)
+
     def _take(self, wanted: Tensor) -> None:
-        """Give rows the blocks that they want, bool [batch, blocks of a row], and lack; the pool grows by half when it is empty."""
+        """Give rows the blocks that they want, bool [batch, blocks of a row], and lack, of those that are in no row."""
+        held = torch.zeros(len(self.key_pool), dtype=torch.int32, device=wanted.device)
+        held.scatter_add_(0, self.table.clamp(min=0).flatten(), (self.table >= 0).int().flatten())
+        free = held.argsort(stable=True)  # those first, the lowest first
         missing = wanted & (self.table < 0)
-        count = int(missing.sum())
-        if count == 0:
+        nth = missing.flatten().cumsum(0).sub_(1).clamp_(0, len(free) - 1).view_as(missing)
+        self.table.copy_(torch.where(missing, free[nth], self.table))
+
+    def make_room(self, tokens: int) -> None:
+        """See `SlotState.make_room`; the pool of a cache that grows does so by half, when it has too few blocks."""
+        super().make_room(tokens)
+        if not self.grows:
             return
-        free = torch.ones(len(self.key_pool), dtype=torch.bool, device=missing.device)
-        free[self.table[self.table >= 0]] = False
-        short = count - int(free.sum())
+        batch, heads, _ = self.position.shape
+        free = len(self.key_pool) - int((self.table >= 0).sum())
+        if free >= batch * heads * tokens:  # a block for every token would do
+            return
+        empty = self.position < 0
+        coming = empty & (empty.cumsum(-1) <= tokens)
+        short = int((self._blocks_of(coming, self.size) & (self.table < 0)).sum()) - free
         if short > 0:
-            more = max(short, len(free) // 2)
+            more = max(short, len(self.key_pool) // 2)
             for pool in POOLS.values():
                 old: Tensor = getattr(self, pool)
-                setattr(self, pool, torch.cat([old, old.new_zeros(more, *old.shape[1:])]))
-            free = torch.cat([free, free.new_ones(more)])
-        self.table[missing] = free.nonzero()[:count, 0]
+                setattr(self, pool, torch.cat([old, allocated(old, (more, *old.shape[1:]), 0)]))
 
     def _gathered(self, pool: Tensor) -> Tensor:
         """[batch, kv_heads, slots, dim], slot after slot in memory as where there are no blocks."""

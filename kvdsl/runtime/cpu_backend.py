@@ -12,14 +12,16 @@ from torch import Tensor
 from kvdsl.runtime import graph, replacing, statistics
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.attention import in_rows
+from kvdsl.runtime.blocks import BlockState
 from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.flat import FlatState
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-ABI = 4
+ABI = 5
 """`KVDSL_ABI` of kvdsl/args.hpp."""
 
 TILE = 32
@@ -28,7 +30,7 @@ TILE = 32
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of kvdsl/laps.hpp."""
 
-_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE = 1, 2, 4
+_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
 
 
 class DecodeArgs(ctypes.Structure):
@@ -36,14 +38,14 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "position", "state", "ring_rows", "seen", "real", "params", "sinks",
-            "rank", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "seconds",
+            "query", "key", "value", "out", "keys", "values", "table", "start", "position", "state", "ring_rows", "seen", "real", "params",
+            "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
             "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
             "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
-            "sketch_width", "pages", "anew",
+            "sketch_width", "pages", "block_size", "blocks", "anew",
         )),
         ("seed", ctypes.c_uint32),
         ("scale", ctypes.c_float),
@@ -90,7 +92,9 @@ class CpuBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        return prefill(state, call, self._fold)
+        out = prefill(state, call, self._fold)
+        state.keep_halves(call.rope)
+        return out
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
         """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
@@ -104,7 +108,7 @@ class CpuBackend:
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
-        state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
+        state.keep_halves(call.rope)
         anew = state.keep_copies(TILE)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
@@ -118,7 +122,7 @@ class CpuBackend:
         replacing.check_text(state)
         replacing.check_count(slots, call)
         state.forget_copies()
-        state.forget_halves()
+        state.keep_halves(call.rope)
         where = slots.int().contiguous()
         held, args = decode_args(state, call, call.query)
         _check(self._replace(ctypes.byref(args), ctypes.c_void_p(where.data_ptr())))
@@ -126,8 +130,9 @@ class CpuBackend:
 
 
 def _check(status: int) -> None:
-    if status & _NO_FREE_SLOT:
-        raise KvdslError("no slot is free: the cache's tensors were changed from outside; call `reset()`")
+    if status & (_NO_FREE_SLOT | _NO_FREE_BLOCK):
+        what = "slot" if status & _NO_FREE_SLOT else "block"
+        raise KvdslError(f"no {what} is free: the cache's tensors were changed from outside; call `reset()`")
     if status & _NOT_LIVE:
         raise KvdslError(replacing.NOT_LIVE)
     if status & _OUT_OF_MEMORY:
@@ -146,8 +151,11 @@ def decode_args(
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
     """
+    keys, values = state.stored
+    table = state.table if isinstance(state, BlockState) else None
+    start = state.start if isinstance(state, FlatState) else None
     shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
-    if shapes != [(x.dtype, x.shape[:2], x.shape[-1]) for x in (state.keys, state.values)]:
+    if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in (keys, values)]:
         raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
     query, key, value = (in_rows(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
@@ -158,9 +166,10 @@ def decode_args(
     held = (query, key, value, real, sinks, ring_rows, turns)
     batch, kv_heads, tokens, key_dim = key.shape
     pointers = (
-        query, key, value, out, state.keys, state.values, state.position,
+        query, key, value, out, keys, values, table, start, state.position,
         state.columns, ring_rows, state.seen, real, state.numbers, sinks,
-        state.rank if state.spec.compact else None, *((None, None) if turns is None else (turns.near, turns.far)),
+        state.rank if state.spec.compact else None, None if turns is None or not state.spec.rope_cached else state.half_keys,
+        *((None, None) if turns is None else (turns.near, turns.far)),
         *((state.sketch, state.prompt, state.sketch_keys) if state.spec.sketches else (None, None, None)),
         state.page_bounds if "page" in state.spec.numbers else None, seconds,
     )  # fmt: skip
@@ -171,7 +180,8 @@ def decode_args(
         batch, kv_heads, query.shape[1] // kv_heads, key_dim, value.shape[-1], state.slots, tokens, state.numbers.shape[-1],
         call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
         *((0, 0, 0) if rope is None else (rope.pairs, rope.offset, rope.layout == "interleaved")),
-        state.sketch.shape[-1] if state.spec.sketches else 0, state.page_bounds.shape[2] if "page" in state.spec.numbers else 0, anew,
+        state.sketch.shape[-1] if state.spec.sketches else 0, state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
+        *((0, 0) if table is None else (keys.shape[2], keys.shape[0])), anew,
         state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
     )  # fmt: skip
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.slots import SlotState, _allocated as allocated, taken
+from kvdsl.runtime.slots import SlotState, allocated, taken
 
 FLAT = {"keys": "flat_keys", "values": "flat_values"}
 """What lies flat, and its name."""

@@ -78,7 +78,7 @@ class SlotState:
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
     One with compact positions:
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
-    And one with `rope cached`, of backends that turn keys outside of a kernel; empty until it is made from the keys:
+    And one with `rope cached`, of backends that read it; empty until it is made from the keys:
         half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
 
     Attributes:
@@ -286,19 +286,26 @@ class SlotState:
 
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
+        if not self.evicts or (not self.spec.hard_cap and self._never_settles(numbers)):
+            return True, _grown(self.filled + 1)
+        most = _whole(float(self.most_while_attending(numbers).max()))
+        return False, max(most, self.filled if self.spec.hard_cap else self.filled + 1)
+
+    def _never_settles(self, numbers: Tensor) -> bool:
+        """Whether some row has a trigger that nothing reaches."""
+        trigger = self.named(numbers).get("trigger")
+        return trigger is not None and bool((trigger == 0).any())
+
+    def most_while_attending(self, numbers: Tensor) -> Tensor:
+        """Tokens that a KV head of each row of a policy that evicts holds at most, once it has settled after its prompt: [batch]."""
         named = self.named(numbers)
-        if not self.evicts:
-            return True, _grown(self.filled + 1)
-        capacity, trigger, slack = named["capacity"], named.get("trigger"), named.get("slack")
+        capacity = named["capacity"]
+        none = torch.zeros_like(capacity)
+        slack = named.get("slack", none)
         if self.spec.hard_cap:
-            most = capacity if slack is None else capacity + slack
-            return False, max(_whole(float(most.max())), self.filled)
-        if trigger is not None and bool((trigger == 0).any()):
-            return True, _grown(self.filled + 1)
-        largest = {name: float(value.max()) for name, value in named.items()}
-        slack_needed = largest.get("slack", 0.0) if largest.get("max_drop", 0.0) > 0 else 0.0
-        most_while_attending = largest["capacity"] + max(largest.get("trigger", 1.0), slack_needed + 1)
-        return False, max(_whole(most_while_attending), self.filled + 1)
+            return capacity + slack
+        slack = torch.where(named.get("max_drop", none) > 0, slack, none)
+        return capacity + torch.maximum(named.get("trigger", none), slack + 1)
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that grows does so when it is full."""
@@ -313,7 +320,7 @@ class SlotState:
         """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
         for name in self.PLAIN:
             old, dim = kept[name], SLOT_DIM[name]
-            new = _allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
+            new = allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
             first = old if order is None else taken(name, old, order)
             new.narrow(dim, 0, first.shape[dim]).copy_(first)
             setattr(self, name, new)
@@ -324,11 +331,11 @@ class SlotState:
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
+        keys, (batch, heads, _) = self.stored[0], self.position.shape
         if self.spec.sketches:
-            self.sketch_keys = self.keys.new_empty(*self.keys.shape[:2], 0, 0, 0)
+            self.sketch_keys = keys.new_empty(batch, heads, 0, 0, 0)
         if "page" in self.spec.numbers:
-            batch, heads, _, dim = self.keys.shape
-            self.page_bounds = self.keys.new_empty(batch, heads, 0, 2, dim)
+            self.page_bounds = keys.new_empty(batch, heads, 0, 2, keys.shape[-1])
 
     def keep_copies(self, tile: int) -> bool:
         """Room for what kernels keep beside the keys, where this layer selects; whether it is still to be made from them.
@@ -338,16 +345,22 @@ class SlotState:
         """
         if not self.selects:
             return False
-        batch, heads, slots, dim = self.keys.shape
+        keys, (batch, heads, slots) = self.stored[0], self.position.shape
         tiles, anew = -(-slots // tile), False
         if self.spec.sketches and self.sketch_keys.shape[2] != tiles:
-            self.sketch_keys = self.keys.new_empty(batch, heads, tiles, self.sketch.shape[-1], tile)
+            self.sketch_keys = keys.new_empty(batch, heads, tiles, self.sketch.shape[-1], tile)
             anew = True
         if "page" in self.spec.numbers and not self.page_bounds.numel():
             pages = int(slots // float(self.named(self.numbers)["page"].min())) + 1
-            self.page_bounds = self.keys.new_empty(batch, heads, pages, 2, dim)
+            self.page_bounds = keys.new_empty(batch, heads, pages, 2, keys.shape[-1])
             anew = True
         return anew
+
+    def keep_halves(self, rope: Rope | None) -> None:
+        """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
+        if self.spec.rope_cached and rope is not None and not self.half_keys.numel():
+            self.half_keys = rope.rotate_half(self.keys)
+            stays_where_it_is(self.half_keys)
 
     def forget_halves(self) -> None:
         """The rotated halves no longer hold."""
@@ -369,9 +382,14 @@ class SlotState:
         return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
 
     @property
+    def stored(self) -> tuple[Tensor, Tensor]:
+        """Keys and values as they lie in memory, [any, kv_heads, any, dim] each; to be read, or written in place."""
+        return self.keys, self.values
+
+    @property
     def dtype(self) -> torch.dtype:
         """What keys and values are stored in."""
-        return self.keys.dtype
+        return self.stored[0].dtype
 
     # -- what is in the slots ------------------------------------------------------------------------------------------
 
@@ -465,11 +483,17 @@ def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
     return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
 
 
-def _allocated(like: Tensor, shape: tuple[int, ...], value: int) -> Tensor:
+def allocated(like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor full of one value, on the device of another and, unless told otherwise, of its dtype.
+
+    Raises:
+        KvdslError: if there is no memory for it.
+    """
+    dtype = like.dtype if dtype is None else dtype
     try:
-        return like.new_full(shape, value)
+        return like.new_full(shape, value, dtype=dtype)
     except RuntimeError as error:
-        size = math.prod(shape) * like.element_size()
+        size = math.prod(shape) * dtype.itemsize
         raise KvdslError(f"no memory for {size / 2**30:,.1f} GiB of slots ({list(shape)}); lower the budget") from error
 
 

@@ -34,7 +34,9 @@ class TorchBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
-        return prefill(state, call)
+        out = prefill(state, call)
+        state.keep_halves(call.rope)
+        return out
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle.
@@ -50,6 +52,7 @@ class TorchBackend:
             )
         state.make_room(tokens)
         state.forget_copies()
+        state.keep_halves(call.rope)
         steps = [_decode_one(state, one) for one in _one_by_one(call)]
         return torch.cat(steps, dim=1)
 
@@ -70,6 +73,7 @@ class TorchBackend:
         replacing.check_count(slots, call)
         replacing.check_live(state, slots)
         state.forget_copies()
+        state.keep_halves(call.rope)
         real = new_positions(state, call) >= 0
         leaving = torch.zeros_like(state.position, dtype=torch.bool)
         state.free(leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots)))
@@ -119,7 +123,7 @@ def _free_slot(state: SlotState) -> Tensor:
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> None:
     """Write the new token into its slot; a padding token leaves everything as it was."""
     state.write(slot, call.key, call.value, real)
-    if state.spec.rope_cached and call.rope is not None and state.half_keys.numel():
+    if state.spec.rope_cached and call.rope is not None:
         at, new = slot[..., None].expand(-1, -1, -1, state.half_keys.shape[-1]), call.rope.rotate_half(call.key)
         state.half_keys.scatter_(2, at, torch.where(real[:, None, :, None], new, state.half_keys.gather(2, at)))
     if state.spec.compact:

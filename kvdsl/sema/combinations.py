@@ -180,10 +180,10 @@ class Combinations:
     def warn_of_layouts(self) -> None:
         """Warns of layouts that kernels do not have."""
         if self._is("storage", "blocks"):
-            message = "`storage blocks` has no kernels in C++ and Triton: the torch backend serves the policy"
+            message = "`storage blocks` has no Triton kernels: on a GPU the torch backend serves the policy"
             self._refuse(codes.LAYOUT, "storage", message, "`storage in_place`, the default, computes the same")
         if self._is("rope", "cached"):
-            message = "`rope cached` keeps rotated halves on the torch backend only: kernels turn keys as they read them"
+            message = "`rope cached` has no Triton kernels: they turn keys as they read them"
             self._refuse(codes.LAYOUT, "rope", message, "`rope fused`, the default, computes the same")
 
 

@@ -1,4 +1,7 @@
-"""`rope cached`: rotated halves that are kept give to the bit what turning the keys anew gives, for half as much memory again."""
+"""`rope cached`: rotated halves that are kept give what turning the keys anew gives, for half as much memory again.
+
+To the bit on the torch backend; in C++ up to the order in which two products are added.
+"""
 
 from __future__ import annotations
 
@@ -62,22 +65,38 @@ def test_cached_is_fused_to_the_bit(specs: tuple[Any, Any], layout: Layout, dtyp
     assert not (cached.state.position - cached.state.rank)[cached.state.position >= 0].eq(0).all(), "nothing was ever turned"
 
 
-def test_kernels_that_turn_inside_agree_and_keep_nothing(specs: tuple[Any, Any]) -> None:
-    torch_run, cpu_run = Run(specs[0]), Run(specs[0], "cpu")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+def test_kernels_with_halves_and_without_agree(specs: tuple[Any, Any], layout: Layout, dtype: torch.dtype) -> None:
+    """C++ with halves, C++ without, torch; what the kernel keeps are the halves of its keys, to the bit."""
+    cached, fused = (Run(spec, "cpu", layout, dtype) for spec in specs)
+    by_torch = Run(specs[0], "torch", layout, dtype)
+    tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for seed in range(1, 30):
-        assert (torch_run.step(seed) - cpu_run.step(seed)).abs().max() < 1e-5
-    assert cpu_run.state.half_keys.numel() == 0
+        out = cached.step(seed)
+        assert (out - fused.step(seed)).abs().max() < tolerance
+        assert (out - by_torch.step(seed)).abs().max() < tolerance
+    assert torch.equal(cached.state.half_keys, cached.rope.rotate_half(cached.state.keys))
+    assert not (cached.state.position - cached.state.rank)[cached.state.position >= 0].eq(0).all(), "nothing was ever turned"
 
 
-def test_a_kernel_in_between_leaves_no_stale_halves(specs: tuple[Any, Any]) -> None:
+def test_the_kernel_reads_the_halves(specs: tuple[Any, Any]) -> None:
+    """With halves that are no halves it gives something else: it does not turn keys as it reads them."""
+    right, wrong = (Run(specs[0], "cpu") for _ in range(2))
+    for seed in range(1, 10):
+        right.step(seed)
+        wrong.step(seed)
+    wrong.state.half_keys.zero_()
+    assert (right.step(20) - wrong.step(20)).abs().max() > 1e-2
+
+
+def test_backends_may_take_turns(specs: tuple[Any, Any]) -> None:
+    """They keep the same halves."""
     cached, fused = (Run(spec) for spec in specs)
-    kernel = choose(specs[0], "cpu", torch.device("cpu"), torch.float32)
-    for run in (cached, fused):
-        run.step(1)
-        torch_backend, run.backend = run.backend, kernel if run is cached else run.backend
-        run.step(2)
-        run.backend = torch_backend
-    assert (cached.step(3) - fused.step(3)).abs().max() < 1e-5
+    kernel, by_torch = choose(specs[0], "cpu", torch.device("cpu"), torch.float32), cached.backend
+    for seed in range(1, 20):
+        cached.backend = kernel if seed % 3 else by_torch
+        assert (cached.step(seed) - fused.step(seed)).abs().max() < 1e-5
 
 
 def test_what_it_takes(specs: tuple[Any, Any]) -> None:
@@ -102,7 +121,8 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
         assert torch.equal(cached.step(seed), fused.step(seed))
 
 
-def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path, backend: str) -> None:
     file = tmp_path / "paged.kv"
     file.write_text(
         'kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n'
@@ -110,7 +130,7 @@ def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path) -> None:
     from kvdsl.runtime.storage import slot_state
 
     spec = kvdsl.load(file).spec
-    blocks, plain = Run(specs[0]), Run(specs[0])
+    blocks, plain = Run(spec, backend), Run(specs[0], backend)
     blocks.state = slot_state(spec, {"budget": 12.0, "recent": 4.0})
     blocks.backend.prefill(blocks.state, blocks.call(30, 0, torch.arange(30) >= torch.tensor([[0], [7]])))
     for seed in range(1, 15):

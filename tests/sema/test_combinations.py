@@ -568,12 +568,12 @@ def test_histories_that_cost_more_than_what_is_cached() -> None:
     [
         (
             "storage blocks 16",
-            "`storage blocks` has no kernels in C++ and Triton: the torch backend serves the policy",
+            "`storage blocks` has no Triton kernels: on a GPU the torch backend serves the policy",
             "`storage in_place`, the default, computes the same",
         ),
         (
             "rope cached",
-            "`rope cached` keeps rotated halves on the torch backend only: kernels turn keys as they read them",
+            "`rope cached` has no Triton kernels: they turn keys as they read them",
             "`rope fused`, the default, computes the same",
         ),
     ],

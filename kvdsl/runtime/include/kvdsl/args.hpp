@@ -4,7 +4,7 @@
 #include <cstdint>
 
 // Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
-#define KVDSL_ABI 4
+#define KVDSL_ABI 5
 
 // What a policy's functions are called for the loader. Whoever compiles several policies as one unit defines it anew
 // before including each.
@@ -22,8 +22,10 @@ struct DecodeArgs {
   const void* key;    // [B, H, T, D] the new keys
   const void* value;  // [B, H, T, Dv] the new values
   void* out;          // [B, T, Hq, Dv] contiguous, model dtype
-  void* keys;         // [B, H, N, D] contiguous, model dtype: the cache
-  void* values;       // [B, H, N, Dv]
+  void* keys;         // [B, H, N, D] contiguous, model dtype: the cache; with a table [blocks, H, block, D]
+  void* values;       // [B, H, N, Dv], or likewise
+  int64_t* table;     // [B, blocks of a row] where each block of a row's slots lies, -1 for none; null: slots are in one piece
+  const int64_t* start;  // [B, H] rows of `keys` and `values` before a head's, where heads differ in length; null: N a head
   int32_t* position;  // [B, H, N] a token's position in its row's text, -1 where the slot is free
   float* state;       // [rows, B, H, N] the columns, then the rows of every ring; null when the policy has neither
   const int32_t* ring_rows;  // [rings] the row of `state` with which each ring begins; null when the policy has none
@@ -32,6 +34,7 @@ struct DecodeArgs {
   const double* params;  // [B, P] the policy's numbers, null when it has none
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
   int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
+  void* half_keys;       // [B, H, N, 2 rope_pairs] model dtype, see kvdsl/rotate.hpp; null unless the layer keeps them
   const float* near;     // the tables of kvdsl/rotate.hpp; null unless positions are compact and the model rotates
   const float* far;
   int32_t* sketch;        // [B, H, S] the dims of the sketch, ascending, -1 behind them; null without one
@@ -59,6 +62,8 @@ struct DecodeArgs {
   int32_t rope_interleaved;  // 0 or 1
   int32_t sketch_width;      // S
   int32_t pages;
+  int32_t block_size;  // slots of a block, where there is a table
+  int32_t blocks;      // of the pool
   int32_t anew;  // 1: sketch_keys and page_bounds hold nothing yet
   uint32_t seed;
   float scale;    // logit = scale * q.k

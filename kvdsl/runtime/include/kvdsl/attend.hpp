@@ -109,8 +109,10 @@ struct Dtype {
   void (*read)(const void* row, int n, float* plain, float* pairs);
   // n floats that are in order, in pairs with zeros behind.
   void (*pack)(const float* plain, int n, float* pairs);
-  // Rows as floats, in order, turned; see rotate.hpp.
-  void (*turn)(const void* const* rows, int count, int n, const int32_t* by, const Rope& rope, float* to, int64_t stride);
+  // Rows as floats, in order, turned; and a key's half. See rotate.hpp.
+  void (*turn)(const void* const* rows, const void* const* halves, int count, int n, const int32_t* by, const Rope& rope,
+               float* half, float* to, int64_t stride);
+  void (*turn_quarter)(const void* key, const Rope& rope, void* half);
   // And back: pairs, scaled, into a row of n.
   void (*write)(const float* pairs, float scale, int n, void* row);
 };
@@ -161,7 +163,8 @@ void write_row(const float* pairs, float scale, int n, void* row) {
 }
 
 template <class T>
-constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, pack_row<T>, turn_rows<T>, write_row<T>};
+constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, pack_row<T>, turn_rows<T>, turn_quarter<T>,
+                            write_row<T>};
 
 // A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
 [[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {

@@ -24,7 +24,7 @@
 
 namespace kvdsl {
 
-enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4 };  // may be combined
+enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4, no_free_block = 8 };  // may be combined
 
 // What the driver needs to know of a policy, for the same reason that there is a Dtype.
 struct Steps {
@@ -36,33 +36,29 @@ struct Steps {
   bool hard_cap;
   void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
   void (*place)(const Slot&);
-  void (*observe)(const Query&, const void* keys, const void* values);
+  void (*observe)(const Query&);
   void (*settle)(Head&);
   Selecting selecting;
 };
 
 template <class T>
-QueryOf<T> typed(const Query& query, const void* keys, const void* values) {
-  QueryOf<T> made;
-  static_cast<Query&>(made) = query;
-  made.keys = static_cast<const T*>(keys);
-  made.values = static_cast<const T*>(values);
-  return made;
+QueryOf<T> typed(const Query& query) {
+  return {query};
 }
 
 template <class T, class Policy>
-void observe(const Query& query, const void* keys, const void* values) {
-  Policy::observe(typed<T>(query, keys, values));
+void observe(const Query& query) {
+  Policy::observe(typed<T>(query));
 }
 
 template <class T, class Policy>
-void rank_slots(const Query& query, const void* keys, const void* values, float* by) {
-  Policy::rank(typed<T>(query, keys, values), by);
+void rank_slots(const Query& query, float* by) {
+  Policy::rank(typed<T>(query), by);
 }
 
 template <class T, class Policy>
-void rank_dims(const Query& query, const void* keys, const void* values, float* by) {
-  Policy::sketch(typed<T>(query, keys, values), by);
+void rank_dims(const Query& query, float* by) {
+  Policy::sketch(typed<T>(query), by);
 }
 
 // Whether a policy has columns that a token has by itself.
@@ -120,6 +116,7 @@ struct Workspace {
   float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
   float* turned_query; // [chunks, group, query_stride]
   float* turned_keys;  // [chunks, block, query_stride]
+  float* half_key;     // [chunks, query_stride]
   ChoiceWork choice;
 
   // Few enough chunks to combine cheaply, small enough to share.
@@ -152,6 +149,7 @@ struct Workspace {
     ordered = arena.take<float>((turning ? args.group : 0) * query_stride);
     turned_query = arena.take<float>(turning * args.group * query_stride);
     turned_keys = arena.take<float>(turning * block * query_stride);
+    half_key = arena.take<float>((args.half_keys ? turning : 0) * query_stride);
     zeros = arena.take<char>(longest * steps.dtype.size);
     if (!zeros) return;
     std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype.size));
@@ -202,6 +200,19 @@ struct Workspace {
   }
 }
 
+inline int blocks_of_row(const DecodeArgs& args) { return (args.slots + args.block_size - 1) / args.block_size; }
+
+inline Pool pool(const DecodeArgs& args) { return {args.table, args.batch, blocks_of_row(args), args.blocks}; }
+
+// Blocks in which no head of a row holds a token any more go back to the pool.
+inline void give_blocks_back(const DecodeArgs& args) {
+  if (!args.table) return;
+  const int64_t of_a_row = int64_t{args.kv_heads} * args.slots;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    pool(args).give_back(b, args.position + b * of_a_row, args.kv_heads, args.slots, args.block_size);
+  }
+}
+
 // One KV head of one row.
 class Unit {
  public:
@@ -224,6 +235,10 @@ class Unit {
     const int slot = find_free_slot(position_, args_.slots, live_);
     if (slot == INT_MAX) {
       status_ |= no_free_slot;
+      return false;
+    }
+    if (args_.table && !pool(args_).have(row_, slot / args_.block_size)) {
+      status_ |= no_free_block;
       return false;
     }
     write(t, slot);
@@ -263,8 +278,8 @@ class Unit {
     constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
     for (int t = 0; t < args_.tokens; ++t) {
       if (t + early < args_.tokens) {
-        fetch_row(row(keys_, args_.key_dim, slots[t + early]), size(args_.key_dim));
-        fetch_row(row(values_, args_.value_dim, slots[t + early]), size(args_.value_dim));
+        fetch_row(keys_, slots[t + early]);
+        fetch_row(values_, slots[t + early]);
       }
       if (real(t)) write(t, slots[t]);
     }
@@ -275,7 +290,7 @@ class Unit {
     float* const tops = work_.tops + int64_t{chunk} * args_.group;
     for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
     for (int from = chunk * row_chunk_; from < end_of(chunk); from += block) {
-      const Rows rows = rows_of(keys_, args_.key_dim, from);
+      const Rows rows = rows_of(keys_, from);
       if (rows.any) dot(chunk, from, rows);
       for (int g = 0; g < args_.group; ++g) {
         tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
@@ -298,7 +313,7 @@ class Unit {
     float* const sums = work_.sums + chunk * args_.group * work_.out_stride;
     for (int64_t i = 0; i < args_.group * work_.out_stride; ++i) sums[i] = 0.0f;
     for (int i = from; i < to; i += block) {
-      const Rows rows = rows_of(values_, args_.value_dim, i);
+      const Rows rows = rows_of(values_, i);
       if (!rows.any) continue;
       steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, bytes_ahead(), sums,
                        work_.out_stride);
@@ -354,8 +369,9 @@ class Unit {
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
         head_(number % args.kv_heads), choice_(args, steps.selecting, steps.dtype, work_.choice, work_.ones, number) {
     const int64_t first = int64_t{number} * args.slots;
-    keys_ = static_cast<char*>(args.keys) + size(first * args.key_dim);
-    values_ = static_cast<char*>(args.values) + size(first * args.value_dim);
+    keys_ = layout(args.keys, args.key_dim, number);
+    values_ = layout(args.values, args.value_dim, number);
+    if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, 2 * args.rope_pairs, number);
     position_ = args.position + first;
     state_ = args.state ? args.state + first : nullptr;
     rank_ = args.rank ? args.rank + first : nullptr;
@@ -365,8 +381,21 @@ class Unit {
 
   int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
 
-  static void fetch_row(const char* row, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 1);
+  Layout layout(void* base, int dim, int number) const {
+    if (args_.start) return {static_cast<char*>(base) + args_.start[number] * size(dim), size(dim)};
+    if (!args_.table) return in_one_piece(base, dim, number);
+    const int64_t of_a_head = args_.block_size * size(dim);
+    return {static_cast<char*>(base) + head_ * of_a_head, size(dim), args_.kv_heads * of_a_head, args_.block_size,
+            args_.table + int64_t{row_} * blocks_of_row(args_)};
+  }
+
+  Layout in_one_piece(void* base, int dim, int number) const {
+    return {static_cast<char*>(base) + int64_t{number} * args_.slots * size(dim), size(dim)};
+  }
+
+  static void fetch_row(const Layout& layout, int slot) {
+    const char* const row = layout.row(slot);
+    for (int64_t i = 0; i < layout.row_bytes; i += 64) __builtin_prefetch(row + i, 1);
   }
 
   bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
@@ -379,8 +408,9 @@ class Unit {
     ++live_;
     const char* const k = token(args_.key, args_.key_stride, head_, t);
     const char* const v = token(args_.value, args_.value_stride, head_, t);
-    std::memcpy(row(keys_, args_.key_dim, slot), k, static_cast<std::size_t>(size(args_.key_dim)));
-    std::memcpy(row(values_, args_.value_dim, slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    std::memcpy(keys_.row(slot), k, static_cast<std::size_t>(size(args_.key_dim)));
+    std::memcpy(values_.row(slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    if (args_.half_keys) steps_.dtype.turn_quarter(k, rope(), half_keys_.row(slot));
     for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
     if (!steps_.place) return;
     steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
@@ -388,8 +418,6 @@ class Unit {
     steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
                       column_stride_, params()});
   }
-
-  char* row(char* base, int dim, int slot) const { return base + size(int64_t{slot} * dim); }
 
   const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
     return static_cast<const char*>(base) + size(row_ * stride[0] + head * stride[1] + t * stride[2]);
@@ -407,7 +435,7 @@ class Unit {
 
   void begin_choice(int slot, bool anew) {
     const Query query = query_of();
-    choice_.begin(query, work_.query, keys_, values_, slot, anew);
+    choice_.begin(query, work_.query, slot, anew);
     choosing_ = choice_.choosing();
     if (!choosing_) return;
     Slots held = query;
@@ -416,8 +444,8 @@ class Unit {
     choice_.always(head);
   }
 
-  // Chosen rows do not lie one after the other.
-  int bytes_ahead() const { return chosen_ ? 0 : ahead; }
+  // Neither chosen rows nor blocks lie one after the other.
+  int bytes_ahead() const { return chosen_ || args_.table ? 0 : ahead; }
 
   // What every slot is given, reduced over the group; what was not chosen gets nothing.
   void find_attn() const {
@@ -448,7 +476,10 @@ class Unit {
       float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
-      steps_.dtype.turn(rows.row, block, args_.key_dim, turns.by, rope(), keys, stride);
+      Rows halves;
+      if (args_.half_keys) halves = rows_of(half_keys_, from);
+      steps_.dtype.turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
+                        work_.half_key + chunk * stride, keys, stride);
       dtype<float>.dot(work_.ordered, stride, args_.group, row, args_.key_dim, 0, scores, to);
     }
   }
@@ -509,14 +540,16 @@ class Unit {
     return end < rows_ ? end : static_cast<int>(round_up(rows_, block));
   }
 
-  Rows rows_of(char* base, int dim, int from) const {
+  Rows rows_of(const Layout& layout, int from) const {
     Rows rows;
-    if (chosen_) return chosen_rows_of(base, dim, from);
+    if (chosen_) return chosen_rows_of(layout, from);
+    if (layout.table) return rows_in_blocks_of(layout, from);
+    const char* const first = layout.row(from);
     const int n = args_.slots - from < block ? args_.slots - from : block;
     int any = 0;
     for (int i = 0; i < block; ++i) {
       const bool seen = i < n && position_[from + i] >= oldest_;
-      rows.row[i] = seen ? row(base, dim, from + i) : work_.zeros;
+      rows.row[i] = seen ? first + i * layout.row_bytes : work_.zeros;
       rows.visible[i] = -static_cast<int32_t>(seen);
       any |= seen;
     }
@@ -525,19 +558,43 @@ class Unit {
   }
 
   // The same of the rows that were chosen; the next block's are fetched.
-  Rows chosen_rows_of(char* base, int dim, int from) const {
+  Rows chosen_rows_of(const Layout& layout, int from) const {
     Rows rows;
     for (int i = 0; i < block; ++i) {
       const bool any = from + i < rows_;
-      rows.row[i] = any ? row(base, dim, chosen_[from + i]) : work_.zeros;
+      rows.row[i] = any ? layout.row(chosen_[from + i]) : work_.zeros;
       rows.visible[i] = -static_cast<int32_t>(any);
     }
     for (int i = from + block; i < from + 2 * block && i < rows_; ++i) {
-      const char* const next = row(base, dim, chosen_[i]);
-      for (int64_t byte = 0; byte < size(dim); byte += 64) __builtin_prefetch(next + byte);
+      fetch_to_read(layout.row(chosen_[i]), layout.row_bytes);
     }
     rows.any = true;
     return rows;
+  }
+
+  // The same through the row's table.
+  Rows rows_in_blocks_of(const Layout& layout, int from) const {
+    Rows rows;
+    const int end = args_.slots - from < block ? args_.slots : from + block;
+    int any = 0;
+    layout.runs(from, end, [&](int slot, int to, const char* row) {
+      for (; slot < to; ++slot, row += layout.row_bytes) {
+        const bool seen = position_[slot] >= oldest_;
+        rows.row[slot - from] = seen ? row : work_.zeros;
+        rows.visible[slot - from] = -static_cast<int32_t>(seen);
+        any |= seen;
+      }
+    });
+    for (int i = end - from; i < block; ++i) rows.row[i] = work_.zeros, rows.visible[i] = 0;
+    layout.runs(end, args_.slots - end < block ? args_.slots : end + block, [&](int slot, int to, const char* row) {
+      fetch_to_read(row, (to - slot) * layout.row_bytes);
+    });
+    rows.any = any != 0;
+    return rows;
+  }
+
+  static void fetch_to_read(const char* from, int64_t bytes) {
+    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
   }
 
   // The maximum over all slots and the sink.
@@ -575,12 +632,12 @@ class Unit {
     query.group = args_.group;
     query.key_dim = args_.key_dim;
     query.value_dim = args_.value_dim;
-    query.key_stride = args_.key_dim;
-    query.value_stride = args_.value_dim;
+    query.keys = keys_;
+    query.values = values_;
     return query;
   }
 
-  void observe() const { steps_.observe(query_of(), keys_, values_); }
+  void observe() const { steps_.observe(query_of()); }
 
   // Under a hard cap, what one more token would exceed leaves before it is placed.
   void make_room() {
@@ -602,8 +659,7 @@ class Unit {
   Workspace work_;
   int row_, head_;
   Choice choice_;
-  char* keys_;
-  char* values_;
+  Layout keys_, values_, half_keys_{};
   int32_t* position_;
   float* state_;
   int32_t* rank_;
@@ -714,6 +770,7 @@ inline int decode(const DecodeArgs& args, const Steps& steps) {
     if (together > 0) decode_together(args, steps, shared, together);
   }
   for (int u = 0; u < together; ++u) status |= shared[u].status();
+  give_blocks_back(args);
   advance(args);
   return status;
 }
@@ -758,6 +815,7 @@ inline int settle(const DecodeArgs& args, const float* attn, const Steps& steps)
     if (memory) Unit(args, steps, u, memory).settle_given(attn ? attn + int64_t{u} * args.slots : nullptr);
     else status |= out_of_memory;
   }
+  give_blocks_back(args);
   return status;
 }
 

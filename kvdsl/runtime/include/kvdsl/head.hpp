@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "args.hpp"
+#include "layout.hpp"
 #include "math.hpp"
 #include "random.hpp"
 #include "types.hpp"
@@ -238,8 +239,8 @@ struct Query : Slots {
   int group;
   int key_dim;
   int value_dim;
-  int64_t key_stride;  // from slot to slot, in elements
-  int64_t value_stride;
+  Layout keys;    // rows of key_dim, of the model's dtype
+  Layout values;  // rows of value_dim
   const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
   int dims;
 
@@ -296,11 +297,8 @@ struct Query : Slots {
 // The same with the cached keys and values, for a policy whose observe is a template over them.
 template <class T>
 struct QueryOf : Query {
-  const T* keys;    // [slots, key_dim]
-  const T* values;  // [slots, value_dim]
-
-  float k(int i, int d) const { return to_float(keys[i * key_stride + d]); }
-  float v(int i, int d) const { return to_float(values[i * value_stride + d]); }
+  float k(int i, int d) const { return to_float(reinterpret_cast<const T*>(keys.row(i))[d]); }
+  float v(int i, int d) const { return to_float(reinterpret_cast<const T*>(values.row(i))[d]); }
 };
 
 // Ranks. Slots are ordered by (x, position): of two equal ones the newer ranks higher, -0 equals +0, NaN is below

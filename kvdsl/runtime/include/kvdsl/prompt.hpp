@@ -114,6 +114,11 @@ class PromptUnit {
     return static_cast<const char*>(base) + (row_ * stride[0] + head * stride[1] + index * stride[2]) * steps_.steps.dtype.size;
   }
 
+  // The rows of the slots from the first one on that anybody sees.
+  Layout layout(const void* base, const int64_t (&stride)[3]) const {
+    return {const_cast<char*>(at(base, stride, head_, from_)), stride[2] * steps_.steps.dtype.size};
+  }
+
   // What a block of queries finds in the columns that add up: nothing.
   void set_sums_aside(int from, int tokens) {
     for_sums(from, tokens, [](float& column, float& sum) { sum = column, column = 0.0f; });
@@ -275,9 +280,9 @@ class PromptUnit {
     query.group = args_.group;
     query.key_dim = args_.key_dim;
     query.value_dim = args_.value_dim;
-    query.key_stride = args_.key_stride[2];
-    query.value_stride = args_.value_stride[2];
-    steps_.steps.observe(query, at(args_.key, args_.key_stride, head_, from_), at(args_.value, args_.value_stride, head_, from_));
+    query.keys = layout(args_.key, args_.key_stride);
+    query.values = layout(args_.value, args_.value_stride);
+    steps_.steps.observe(query);
   }
 
   const DecodeArgs& args_;

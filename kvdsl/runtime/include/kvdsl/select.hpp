@@ -147,8 +147,8 @@ struct Selecting {
   int (*page)(const Slots&);
   int (*sketch_every)(const Slots&);
   void (*always)(Head&);
-  void (*rank)(const Query&, const void* keys, const void* values, float* by);
-  void (*sketch)(const Query&, const void* keys, const void* values, float* by);
+  void (*rank)(const Query&, float* by);
+  void (*sketch)(const Query&, float* by);
 
   bool selects() const { return by != By::all; }
 };
@@ -197,11 +197,9 @@ class Choice {
 
   // After a token was placed. The query sees what `query` says; `pairs` is the same in pairs. `anew`: what is kept beside the
   // keys must be made from them.
-  void begin(const Query& query, const float* pairs, const void* keys, const void* values, int slot, bool anew) {
+  void begin(const Query& query, const float* pairs, int slot, bool anew) {
     query_ = query;
     pairs_ = pairs;
-    keys_ = static_cast<const char*>(keys);
-    values_ = values;
     anew_ = anew;
     page_ = how_.page(query);
     if (sketch_) refresh();
@@ -231,7 +229,9 @@ class Choice {
     if (args_.sketch_keys) {
       const int end = end_of(chunk);
       for (int from = chunk * work_.chunk; from < end; from += block) {
-        how_.tiles.make(key(from), args_.key_dim, end - from < block ? end - from : block, sketch_, query_.dims, tile(from));
+        query_.keys.runs(from, end - from < block ? end : from + block, [&](int first, int last, const char* row) {
+          how_.tiles.fill(row, args_.key_dim, first - from, last - from, sketch_, query_.dims, tile(from));
+        });
       }
     }
     if (has_bounds()) {
@@ -248,7 +248,7 @@ class Choice {
   // Chooses, once all are ranked.
   void choose() {
     if (how_.by == By::expression) {
-      how_.rank(query_, keys_, values_, work_.by);
+      how_.rank(query_, work_.by);
       for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from);
     }
     if (page_ > 0) choose_pages();
@@ -256,7 +256,7 @@ class Choice {
   }
 
  private:
-  const char* key(int slot) const { return keys_ + int64_t{slot} * args_.key_dim * dtype_.size; }
+  const char* key(int slot) const { return query_.keys.row(slot); }
 
   char* tile(int slot) const {
     const int64_t tile_of_all = number_ * ((int64_t{args_.slots} + block - 1) / block) + slot / block;
@@ -284,7 +284,7 @@ class Choice {
     query_.dims = 0;
     while (query_.dims < args_.sketch_width && sketch_[query_.dims] >= 0) ++query_.dims;
     if ((query_.newest + 1 - args_.prompt[number_ / args_.kv_heads]) % how_.sketch_every(query_) != 0) return;
-    how_.sketch(query_, keys_, values_, work_.dims);
+    how_.sketch(query_, work_.dims);
     find_dims(work_.dims, args_.key_dim, query_.dims, args_.sketch_width, sketch_);
     anew_ = true;
   }
@@ -310,7 +310,7 @@ class Choice {
       } else {
         const void* rows[block];
         for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
-        dtype_.dot(work_.query, work_.query_stride, heads, rows, args_.key_dim, ahead, scores, block);
+        dtype_.dot(work_.query, work_.query_stride, heads, rows, args_.key_dim, args_.table ? 0 : ahead, scores, block);
       }
       reduce(scores, heads);
       rank_slots(scores, from);
@@ -400,8 +400,6 @@ class Choice {
   int32_t* sketch_ = nullptr;
   Query query_{};
   const float* pairs_ = nullptr;
-  const char* keys_ = nullptr;
-  const void* values_ = nullptr;
   bool anew_ = false, choosing_ = false;
   int page_ = 0, wanted_ = 0, count_ = 0;
   int first_ = -1, last_ = INT_MAX;  // positions up to the one and from the other on are chosen in any case

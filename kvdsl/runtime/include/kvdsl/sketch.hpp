@@ -29,13 +29,12 @@ void put_in_tile(const void* key, const int32_t* dims, int count, int r, void* t
   for (int j = 0; j < count; ++j) to[j * block] = from[dims[j]];
 }
 
-// Makes a tile of n keys that lie one after the other.
+// Fills the places first .. end of a tile with keys that lie one after the other.
 template <class T>
-void make_tile(const void* keys, int dim, int n, const int32_t* dims, int count, void* tile) {
+void fill_tile(const void* keys, int dim, int first, int end, const int32_t* dims, int count, void* tile) {
   constexpr int ahead_rows = 16;
-  const T* const first = static_cast<const T*>(keys);
-  for (int r = 0; r < n; ++r) {
-    const T* const row = first + int64_t{r} * dim;
+  const T* row = static_cast<const T*>(keys);
+  for (int r = first; r < end; ++r, row += dim) {
     for (int d = 0; d < dim; d += 64 / static_cast<int>(sizeof(T))) __builtin_prefetch(row + ahead_rows * dim + d);
     put_in_tile<T>(row, dims, count, r, tile);
   }
@@ -65,12 +64,12 @@ void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int
 
 struct Tiles {
   void (*put)(const void* key, const int32_t* dims, int count, int r, void* tile);
-  void (*make)(const void* keys, int dim, int n, const int32_t* dims, int count, void* tile);
+  void (*fill)(const void* keys, int dim, int first, int end, const int32_t* dims, int count, void* tile);
   void (*dot)(const void* tile, const float* q, int64_t q_stride, int heads, int count, float* scores);
 };
 
 template <class T>
-constexpr Tiles tiles = {put_in_tile<T>, make_tile<T>, dot_tile<T>};
+constexpr Tiles tiles = {put_in_tile<T>, fill_tile<T>, dot_tile<T>};
 
 // The `count` dims that rank highest, ascending, of equals the lower ones; -1 behind them, up to `width`.
 inline void find_dims(const float* by, int dim, int count, int width_of_sketch, int32_t* dims) {
