@@ -1,7 +1,8 @@
-"""Cosines and sines for turning keys and queries inside a kernel; see include/kvdsl/rotate.hpp."""
+"""Cosines and sines for turning keys and queries inside a kernel; see include/kvdsl/rotate.hpp and gpu/rotate.py."""
 
 from __future__ import annotations
 
+import math
 import weakref
 
 import torch
@@ -12,9 +13,13 @@ from kvdsl.runtime.rope import Rope
 NEAR_TURNS = 128
 """`near_turns` of kvdsl/rotate.hpp."""
 
+DIGITS = (2**7, 2**12, 2**12)
+"""On a GPU, where nobody waits to know how long the text is, a turn of any 31 bits is composed of three: bases, the lowest first."""
+
 _FIRST_REACH = 64 * NEAR_TURNS
 
 _tables: weakref.WeakKeyDictionary[Rope, Angles] = weakref.WeakKeyDictionary()
+_digits: weakref.WeakKeyDictionary[Rope, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
 
 
 class Angles:
@@ -47,6 +52,18 @@ def angles(rope: Rope, length: int) -> Angles:
         reach *= 2
     _tables[rope] = made = Angles(rope, reach)
     return made
+
+
+def digits(rope: Rope, device: torch.device) -> Tensor:
+    """The angles of every digit of a turn, float32 [sum(DIGITS), 2, pairs] on a device: cosines and sines of turns by 0, 1, ...,
+    then by multiples of what the digits before can say. Layers that rotate alike share it.
+    """
+    known = _digits.setdefault(rope, {})
+    if device not in known:
+        units = [math.prod(DIGITS[:n]) for n in range(len(DIGITS))]
+        turns = torch.cat([torch.arange(base) * unit for base, unit in zip(DIGITS, units, strict=True)])
+        known[device] = _table(rope, turns).to(device)
+    return known[device]
 
 
 def _table(rope: Rope, turns: Tensor) -> Tensor:

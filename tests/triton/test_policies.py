@@ -12,7 +12,7 @@ from tests.differential.test_random import POLICIES, RANDOM_INPUTS, commit_seed,
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement
 
-TORCH_ONLY = ("streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
+TORCH_ONLY: tuple[str, ...] = ()
 # Of so few head-steps. The interpreter's products differ in the last bit from one place in a tile to another, so that the only slot
 # of a one-token prompt may lie above its own mean: then every head of the trace meets it, and 3 of 278 head-steps were once near.
 NEAR_SHARE = 0.05
@@ -37,7 +37,7 @@ def test_what_has_no_triton(policy: str) -> None:
 
 
 def check_random_traces(policy: str, numbers: range) -> None:
-    cases = [replace(random_case(policy, number), rope=None) for number in numbers]
+    cases = [random_case(policy, number) for number in numbers]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
     failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
     assert not failures, f"KVDSL_TEST_SEED={commit_seed()}\n" + "\n".join(failures)
@@ -102,7 +102,7 @@ LAZY = {
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by", "compact"))]  # fmt: skip
+    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by"))]  # fmt: skip
 SELECTING = (
     "select of a part",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("select", "select pages", "sketch")),

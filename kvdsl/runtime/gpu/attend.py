@@ -9,12 +9,16 @@ Every program reads its keys and values once. The new token is in no slot yet: s
 follows (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
 
 Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
+
+Under compact positions (TURNS) keys are turned as they are read, pairs of dims at a time; see `kvdsl.runtime.gpu.rotate`.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+from kvdsl.runtime.gpu import rotate
 
 
 @triton.jit
@@ -37,6 +41,9 @@ def attend(
     joins,  # [B, H] int32: whether the new token is one
     logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
     new_logits,  # [B, H, G] float32: gets the new token's
+    rank,  # [B, H, N] int32: if TURNS, how many live slots hold an earlier token
+    length,  # [B, H] int32: how many tokens the head holds
+    angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
     per_split,  # slots per split, a multiple of BLOCK
     scaling,
@@ -51,6 +58,12 @@ def attend(
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
     SELECTS: tl.constexpr,
+    TURNS: tl.constexpr,
+    PAIRS: tl.constexpr,  # that turn, from dim OFFSET on
+    P_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,  # dims that do not; 0 for none
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
 ):
     """One split of one KV head of one row; the grid is (S, H, B)."""
@@ -62,6 +75,15 @@ def attend(
     now = tl.load(seen + row)
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
+    if TURNS:
+        heads_of = pair * G + g
+        first_dim, second_dim, turning = rotate.dims_of_pairs(PAIRS, P_PAD, OFFSET, INTERLEAVED)
+        q_first = rotate.rows(query, heads_of, g < G, first_dim, turning, D)
+        q_second = rotate.rows(query, heads_of, g < G, second_dim, turning, D)
+        if R_PAD > 0:
+            other_dim, staying = rotate.dims_that_stay(D, PAIRS, R_PAD, OFFSET)
+            q_other = rotate.rows(query, heads_of, g < G, other_dim, staying, D)
+        evicted = now - tl.load(length + pair)  # from before the new token
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     weight = tl.zeros([G_PAD], tl.float32)
@@ -85,8 +107,23 @@ def attend(
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
         at = pair * slots + i
-        k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
-        logit = _capped(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee") * scaling, softcap)
+        if TURNS:
+            by = rotate.turns_of(position + pair * slots, rank + pair * slots, i, visible, evicted)
+            k_first = rotate.rows(keys, at, visible, first_dim, turning, D).to(DOT)
+            k_second = rotate.rows(keys, at, visible, second_dim, turning, D).to(DOT)
+            score = tl.zeros([G_PAD, BLOCK], tl.float32)
+            if tl.max(by, 0) > 0:
+                near_first, near_second = rotate.turned(k_first, k_second, by, angles, turning, PAIRS, P_PAD)
+                k_first, k_second = near_first.to(DOT), near_second.to(DOT)
+                if DOT != tl.float32:
+                    score += rotate.rounded_off(q_first, near_first, DOT) + rotate.rounded_off(q_second, near_second, DOT)
+            score += rotate.product(q_first, k_first, DOT) + rotate.product(q_second, k_second, DOT)
+            if R_PAD > 0:
+                score += rotate.product(q_other, rotate.rows(keys, at, visible, other_dim, staying, D), DOT)
+        else:
+            k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
+            score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
+        logit = _capped(score * scaling, softcap)
         logit = tl.where(visible[None, :], logit, float("-inf"))
         if LOGITS:
             place = (pair * G + g[:, None]) * slots + i[None, :]

@@ -19,6 +19,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime import statistics
+from kvdsl.runtime.angles import digits
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch
@@ -63,8 +64,11 @@ class TritonBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
         out = prefill(state, call, self._fold)
-        if not state.grows:  # now, because a compiled step is given it
+        if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
+            if state.spec.compact:
+                _angles(call, state.keep_length())
+                stays_where_it_is(state.length)
         return out
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
@@ -89,6 +93,9 @@ class TritonBackend:
             raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
         tokens = call.query.shape[2]
         state.make_room(tokens)
+        if state.spec.compact:
+            state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
+            state.keep_length()
         steps = [self._decode_one(state, call, t) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
@@ -103,7 +110,7 @@ class TritonBackend:
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
+            **_turning(state, call, sizes), **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
@@ -120,6 +127,18 @@ class TritonBackend:
         launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
         launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
+
+
+def _turning(state: SlotState, call: AttentionCall, sizes: Sizes) -> dict[str, Any]:
+    """What `attend` turns keys by; nothing where they stand to attention where they stood in the text."""
+    if not state.spec.compact or call.rope is None:
+        unread = state.position
+        return {"rank": unread, "length": unread, "angles": unread, **sizes.turning(None)}
+    return {"angles": _angles(call, state.position), **sizes.turning(call.rope)}
+
+
+def _angles(call: AttentionCall, there: Tensor) -> Tensor | None:
+    return None if call.rope is None else digits(call.rope, there.device)
 
 
 def _sizes(call: AttentionCall) -> Sizes:
@@ -206,6 +225,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
+        "gaps": ints(slots if "gaps" in kernels.settle.arg_names else 0),
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvdsl.runtime.rope import Rope
+
 _TILE_BYTES = 1 << 14
 """Of keys, and as much of values, that an `attend` program has in flight in a stage."""
 
@@ -77,6 +79,19 @@ class Sizes:
             "E": self.value_dim,
             "E_PAD": _matrix(self.value_dim),
             "BLOCK": self.attend_block,
+        }
+
+    def turning(self, rope: Rope | None) -> dict[str, Any]:
+        """Constants of `attend` that follow from how keys are to be turned; None if they are not."""
+        pairs, offset, layout = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.layout)
+        stay = self.key_dim - 2 * pairs
+        return {
+            "TURNS": rope is not None,
+            "PAIRS": pairs,
+            "P_PAD": _matrix(pairs),
+            "R_PAD": _matrix(stay) if stay else 0,
+            "OFFSET": offset,
+            "INTERLEAVED": layout == "interleaved",
         }
 
     def settle(self, splits: int, width: int = 0) -> dict[str, Any]:
