@@ -11,7 +11,7 @@ import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.errors import KvdslError
 from tests.cli.harness import run
-from tests.triton.test_policies import SERVED
+from tests.differential.test_random import POLICIES
 
 GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 
@@ -27,7 +27,7 @@ def kernels_for(policy: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     rows = run(capsys, "build", policy, "--target", GPUS, "--json").json()["rows"]
     assert [(row["target"], row["kernel"]) for row in rows] == [

@@ -76,13 +76,7 @@ def attend(
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
     if TURNS:
-        heads_of = pair * G + g
-        first_dim, second_dim, turning = rotate.dims_of_pairs(PAIRS, P_PAD, OFFSET, INTERLEAVED)
-        q_first = rotate.rows(query, heads_of, g < G, first_dim, turning, D)
-        q_second = rotate.rows(query, heads_of, g < G, second_dim, turning, D)
-        if R_PAD > 0:
-            other_dim, staying = rotate.dims_that_stay(D, PAIRS, R_PAD, OFFSET)
-            q_other = rotate.rows(query, heads_of, g < G, other_dim, staying, D)
+        q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
         evicted = now - tl.load(length + pair)  # from before the new token
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)
@@ -100,6 +94,7 @@ def attend(
         inside = i < rows
         if SELECTS:
             i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
+            pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
             visible = inside
         else:
             pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
@@ -108,18 +103,9 @@ def attend(
             live += (pos >= 0).to(tl.int32)
         at = pair * slots + i
         if TURNS:
-            by = rotate.turns_of(position + pair * slots, rank + pair * slots, i, visible, evicted)
-            k_first = rotate.rows(keys, at, visible, first_dim, turning, D).to(DOT)
-            k_second = rotate.rows(keys, at, visible, second_dim, turning, D).to(DOT)
-            score = tl.zeros([G_PAD, BLOCK], tl.float32)
-            if tl.max(by, 0) > 0:
-                near_first, near_second = rotate.turned(k_first, k_second, by, angles, turning, PAIRS, P_PAD)
-                k_first, k_second = near_first.to(DOT), near_second.to(DOT)
-                if DOT != tl.float32:
-                    score += rotate.rounded_off(q_first, near_first, DOT) + rotate.rounded_off(q_second, near_second, DOT)
-            score += rotate.product(q_first, k_first, DOT) + rotate.product(q_second, k_second, DOT)
-            if R_PAD > 0:
-                score += rotate.product(q_other, rotate.rows(keys, at, visible, other_dim, staying, D), DOT)
+            by = rotate.turns(pos, tl.load(rank + at, mask=visible, other=0), visible, evicted)
+            k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+            score = rotate.scores(q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, DOT)
         else:
             k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
             score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")

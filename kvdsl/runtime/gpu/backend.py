@@ -18,7 +18,6 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime import statistics
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
@@ -28,6 +27,7 @@ from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, EVERYTHING, 
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.spec import PolicySpec
 
@@ -67,8 +67,9 @@ class TritonBackend:
         if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
-                _angles(call, state.keep_length())
-                stays_where_it_is(state.length)
+                stays_where_it_is(state.keep_length())
+            if (rope := _turns(state, call)) is not None:
+                digits(rope, state.position.device)
         return out
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
@@ -76,11 +77,8 @@ class TritonBackend:
         workspace(state, self.kernels, _sizes(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
-        if prompt.turns:
-            statistics.observe(prompt, lse)
-        else:
-            observe(self.kernels, self._dot, prompt, lse)
+        """See `kvdsl.runtime.statistics.observe`."""
+        observe(self.kernels, self._dot, prompt, lse)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
@@ -105,12 +103,14 @@ class TritonBackend:
         sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
         anew = state.keep_copies(1)
+        rope = _turns(state, call)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            **_turning(state, call, sizes), **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
+            "rank": state.position, "length": state.position, "angles": state.position if rope is None else digits(rope, key.device),
+            **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
@@ -124,21 +124,14 @@ class TritonBackend:
             launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
             launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
-        launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
+        launch(attend, (work.splits, heads, batch), given | sizes.attend(rope), ATTEND_OPTIONS)
         launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
 
 
-def _turning(state: SlotState, call: AttentionCall, sizes: Sizes) -> dict[str, Any]:
-    """What `attend` turns keys by; nothing where they stand to attention where they stood in the text."""
-    if not state.spec.compact or call.rope is None:
-        unread = state.position
-        return {"rank": unread, "length": unread, "angles": unread, **sizes.turning(None)}
-    return {"angles": _angles(call, state.position), **sizes.turning(call.rope)}
-
-
-def _angles(call: AttentionCall, there: Tensor) -> Tensor | None:
-    return None if call.rope is None else digits(call.rope, there.device)
+def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
+    """How attention turns keys; None where it sees them where they stood in the text."""
+    return call.rope if state.spec.compact else None
 
 
 def _sizes(call: AttentionCall) -> Sizes:

@@ -114,11 +114,11 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     kernels = kernels_of(source)
     logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
     constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
-    constants |= DEFAULT.turning(WHOLLY if "rank" in kernels.settle.arg_names else None)
+    rope = WHOLLY if "rank" in kernels.settle.arg_names else None
     constants |= {"PADDED": False, "CAPPED": False}
     width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
     wanted = [
-        ("attend", attend, DEFAULT.attend(), ATTEND_OPTIONS),
+        ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
         ("settle", kernels.settle, DEFAULT.settle(SPLITS, width), SETTLE_OPTIONS),
     ]
     if selects:
