@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,7 +19,6 @@ DIGITS = (2**7, 2**12, 2**12)
 _FIRST_REACH = 64 * NEAR_TURNS
 
 _tables: weakref.WeakKeyDictionary[Rope, Angles] = weakref.WeakKeyDictionary()
-_digits: weakref.WeakKeyDictionary[Rope, dict[torch.device, Tensor]] = weakref.WeakKeyDictionary()
 
 
 class Angles:
@@ -56,14 +55,16 @@ def angles(rope: Rope, length: int) -> Angles:
 
 def digits(rope: Rope, device: torch.device) -> Tensor:
     """The angles of every digit of a turn, float32 [sum(DIGITS), 2, pairs] on a device: cosines and sines of turns by 0, 1, ...,
-    then by multiples of what the digits before can say. Layers that rotate alike share it.
+    then by multiples of what the digits before can say. All that rotate alike share it.
     """
-    known = _digits.setdefault(rope, {})
-    if device not in known:
-        units = [math.prod(DIGITS[:n]) for n in range(len(DIGITS))]
-        turns = torch.cat([torch.arange(base) * unit for base, unit in zip(DIGITS, units, strict=True)])
-        known[device] = _table(rope, turns).to(device)
-    return known[device]
+    return _digits(rope.name, device)
+
+
+@cache
+def _digits(name: str, device: torch.device) -> Tensor:
+    units = (1, DIGITS[0], DIGITS[0] * DIGITS[1])
+    turns = torch.cat([torch.arange(base) * unit for base, unit in zip(DIGITS, units, strict=True)])
+    return _table(Rope.named(name), turns).to(device)
 
 
 def _table(rope: Rope, turns: Tensor) -> Tensor:

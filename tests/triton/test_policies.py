@@ -72,10 +72,17 @@ CORNERS = {
     "everything protected, compact": Case(
         "streaming_llm", budget=6, given=(("sinks", 5),), prompt=20, steps=5, group=3, head_dim=80, rope="half"
     ),
-    "padding, compact": Case("equip_h2o", batch=3, prompt=20, padding=6, steps=5, given=(("recent", 4),), rope="interleaved"),
+    "padding, compact": Case(
+        "equip_h2o", batch=3, prompt=20, padding=6, steps=5, given=(("recent", 4),), rope="interleaved"
+    ),
     "NaN, compact": Case("equip_h2o", inputs="nan", prompt=30, steps=6, batch=2, given=(("recent", 4),), rope="partial"),
     "several tokens, compact": Case(
-        "lazy_streaming", given=(("sinks", 2), ("R", 4), ("sigma", 2), ("delta", 3)), prompt=20, steps=9, at_once=3, rope="half"
+        "lazy_streaming",
+        given=(("sinks", 2), ("R", 4), ("sigma", 2), ("delta", 3)),
+        prompt=20,
+        steps=9,
+        at_once=3,
+        rope="half",
     ),
     "a cache that grows": Case("full", prompt=30, steps=5, kv_heads=1, group=1, head_dim=32),
 }

@@ -105,7 +105,9 @@ def attend(
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + at, mask=visible, other=0), visible, evicted)
             k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
-            score = rotate.scores(q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, DOT)
+            score = rotate.scores(
+                q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, DOT
+            )
         else:
             k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
             score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")

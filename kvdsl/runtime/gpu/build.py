@@ -47,7 +47,9 @@ _TYPES = {
     **dict.fromkeys(
         ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
     ),
-    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"),
+    **dict.fromkeys(
+        ("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"
+    ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps"), "*i32"),
