@@ -208,6 +208,7 @@ class TritonPlan:
             those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
             placed, as well.
         select: None where the policy's queries attend to everything.
+        compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
     """
 
     args: tuple[str, ...]
@@ -226,6 +227,7 @@ class TritonPlan:
     scores: int
     tops: tuple[str, ...]
     select: TritonSelect | None
+    compact: bool
 
     @property
     def draws(self) -> bool:
@@ -281,15 +283,15 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         scores=1 + len(tops),
         tops=tops,
         select=select,
+        compact=policy.positions == "compact",
     )
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a program sees one head, and its keys as they are."""
+    """The statements that the kernels do not know: a program sees one head, and its keys in one piece."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         f"`victims shared by {policy.victims}`": policy.victims != "own",
-        "`positions compact`": policy.positions == "compact",
         "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]

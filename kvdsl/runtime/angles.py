@@ -1,8 +1,9 @@
-"""Cosines and sines for turning keys and queries inside a kernel; see include/kvdsl/rotate.hpp."""
+"""Cosines and sines for turning keys and queries inside a kernel; see include/kvdsl/rotate.hpp and gpu/rotate.py."""
 
 from __future__ import annotations
 
 import weakref
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from kvdsl.runtime.rope import Rope
 
 NEAR_TURNS = 128
 """`near_turns` of kvdsl/rotate.hpp."""
+
+DIGITS = (2**7, 2**12, 2**12)
+"""On a GPU, where nobody waits to know how long the text is, a turn of any 31 bits is composed of three: bases, the lowest first."""
 
 _FIRST_REACH = 64 * NEAR_TURNS
 
@@ -47,6 +51,20 @@ def angles(rope: Rope, length: int) -> Angles:
         reach *= 2
     _tables[rope] = made = Angles(rope, reach)
     return made
+
+
+def digits(rope: Rope, device: torch.device) -> Tensor:
+    """The angles of every digit of a turn, float32 [sum(DIGITS), 2, pairs] on a device: cosines and sines of turns by 0, 1, ...,
+    then by multiples of what the digits before can say. All that rotate alike share it.
+    """
+    return _digits(rope.name, device)
+
+
+@cache
+def _digits(name: str, device: torch.device) -> Tensor:
+    units = (1, DIGITS[0], DIGITS[0] * DIGITS[1])
+    turns = torch.cat([torch.arange(base) * unit for base, unit in zip(DIGITS, units, strict=True)])
+    return _table(Rope.named(name), turns).to(device)
 
 
 def _table(rope: Rope, turns: Tensor) -> Tensor:

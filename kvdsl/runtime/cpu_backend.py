@@ -109,6 +109,7 @@ class CpuBackend:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
         state.keep_halves(call.rope)
+        state.forget_length()
         anew = state.keep_copies(TILE)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])

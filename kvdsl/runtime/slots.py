@@ -78,6 +78,8 @@ class SlotState:
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
     One with compact positions:
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
+        length [batch, kv_heads, 1] int32, of backends that cannot count while they attend; empty until it is counted: how many tokens
+            the head holds.
     And one with `rope cached`, of backends that read it; empty until it is made from the keys:
         half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
 
@@ -107,6 +109,7 @@ class SlotState:
     sketch: Tensor
     prompt: Tensor
     rank: Tensor
+    length: Tensor
     half_keys: Tensor
     sketch_keys: Tensor
     page_bounds: Tensor
@@ -137,7 +140,7 @@ class SlotState:
         if "page" in spec.numbers:
             self.TENSORS = (*self.TENSORS, "page_bounds")
         if spec.compact:
-            self.TENSORS = (*self.TENSORS, "rank")
+            self.TENSORS = (*self.TENSORS, "rank", "length")
         if spec.rope_cached:
             self.TENSORS = (*self.TENSORS, "half_keys")
         self.reset()
@@ -336,6 +339,18 @@ class SlotState:
             self.sketch_keys = keys.new_empty(batch, heads, 0, 0, 0)
         if "page" in self.spec.numbers:
             self.page_bounds = keys.new_empty(batch, heads, 0, 2, keys.shape[-1])
+        self.forget_length()
+
+    def forget_length(self) -> None:
+        """How many tokens a head holds is to be counted anew."""
+        if self.spec.compact and ("length" not in self.__dict__ or self.length.numel()):
+            self.length = self.position.new_empty(*self.position.shape[:2], 0)
+
+    def keep_length(self) -> Tensor:
+        """How many tokens every head of a compact cache holds, counted unless the last step has left it; int32 [batch, kv_heads, 1]."""
+        if not self.length.numel():
+            self.length = (self.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+        return self.length
 
     def keep_copies(self, tile: int) -> bool:
         """Room for what kernels keep beside the keys, where this layer selects; whether it is still to be made from them.

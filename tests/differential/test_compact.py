@@ -81,8 +81,10 @@ ROPES = {
 }
 
 
-def compare(body: str, folder: Path, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1) -> SlotState:
-    """Both backends make the same steps from the same states; the last one's."""
+def compare(
+    body: str, folder: Path, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1, fused: str = "cpu"
+) -> SlotState:
+    """Torch and a backend with kernels make the same steps from the same states; the last one's."""
     spec = spec_of(body, folder)
     real = torch.arange(prompt) >= torch.tensor([[0], [7]])
     state = SlotState(spec, {"budget": float(budget)})
@@ -90,7 +92,7 @@ def compare(body: str, folder: Path, given: Random, *, budget: int, prompt: int,
     check_ranks(state)
     for _ in range(steps):
         call, other = given.call(at_once), copied(state)
-        outs = [backend(spec, name, given.dtype).decode(s, call) for name, s in (("torch", state), ("cpu", other))]
+        outs = [backend(spec, name, given.dtype).decode(s, call) for name, s in (("torch", state), (fused, other))]
         torch.testing.assert_close(outs[1], outs[0], rtol=0, atol=OUT_TOLERANCE[given.dtype])
         assert torch.equal(other.position, state.position)
         check_ranks(state)

@@ -11,7 +11,7 @@ import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.errors import KvdslError
 from tests.cli.harness import run
-from tests.triton.test_policies import SERVED
+from tests.differential.test_random import POLICIES
 
 GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 
@@ -27,7 +27,7 @@ def kernels_for(policy: str) -> list[str]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     rows = run(capsys, "build", policy, "--target", GPUS, "--json").json()["rows"]
     assert [(row["target"], row["kernel"]) for row in rows] == [
@@ -61,7 +61,6 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("equip_h2o", "--target", "cuda:90"), "no Triton kernels"),
         (("full", "--target", "cuda:hopper"), "is no target"),
         (("full", "--target", "gfx942"), "is no target"),
         (("rocko",), "roco"),
@@ -71,6 +70,14 @@ def test_mistakes(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], me
     result = run(capsys, "build", *words)
     assert result.code == 2
     assert message in result.err and "Traceback" not in result.err
+
+
+def test_a_policy_without_kernels(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    file = tmp_path / "p.kv"
+    file.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nstorage blocks 4\n}\n')
+    result = run(capsys, "build", str(file), "--target", "cuda:90")
+    assert result.code == 2
+    assert "no Triton kernels" in result.err and "Traceback" not in result.err
 
 
 def test_without_a_gpu_triton_serves_nothing() -> None:

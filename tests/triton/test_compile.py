@@ -11,6 +11,7 @@ import kvdsl
 from kvdsl.runtime import graph
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.slots import AttentionCall, SlotState
+from tests.differential.test_compact import rope_of
 
 CPU = torch.device("cpu")
 
@@ -19,10 +20,10 @@ def call(tokens: int, seed: int) -> AttentionCall:
     generator = torch.Generator().manual_seed(seed)
     query, key, value = (torch.randn(2, heads, tokens, 16, generator=generator) for heads in (4, 2, 2))
     real = None if tokens > 1 else torch.tensor([[True], [seed % 3 > 0]])
-    return AttentionCall(query, key, value, real, 0.25)
+    return AttentionCall(query, key, value, real, 0.25, rope=rope_of(16))
 
 
-@pytest.mark.parametrize("policy", ["roco", pytest.param("scissorhands_window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("policy", ["roco", "equip_h2o", pytest.param("scissorhands_window", marks=pytest.mark.slow)])
 def test_the_operator_does_what_a_step_does(policy: str) -> None:
     spec = kvdsl.load(policy).spec
     server = choose(spec, "triton", CPU, torch.float32)

@@ -13,7 +13,6 @@ from kvdsl.runtime.gpu import ops
 from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
 from tests.differential import test_dyadic
 from tests.differential.test_dyadic import DIM, POLICIES
-from tests.triton.test_policies import SERVED
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -54,7 +53,7 @@ def observe(state: SlotState, attn: Tensor) -> None:
         server.decode(state, AttentionCall(torch.zeros(1, 1, 1, DIM), key, value, None, 1.0))
 
 
-@pytest.mark.parametrize("policy", [policy for policy in POLICIES if policy in SERVED])
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("seed", range(2))
 def test_agrees_to_the_bit(policy: str, seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(test_dyadic.OBSERVERS, "triton", observe)

@@ -40,7 +40,7 @@ def test_toy_run(tmp_path: Path) -> None:
         ("roco", "triton"),
         ("h2o", "triton"),
         ("tova", "triton"),
-        ("streaming_llm", "torch"),
+        ("streaming_llm", "triton"),
     ]
     assert all(row["ms"] > 0 and row["copy_gbps"] > 0 for row in rows)
     assert [(row["policy"], row["backend"]) for row in results["selecting"]] == [("sparcas", "triton")]

@@ -12,11 +12,9 @@ from tests.differential.test_random import POLICIES, RANDOM_INPUTS, commit_seed,
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement
 
-TORCH_ONLY = ("streaming_llm", "lazy_streaming", "equip_streaming", "equip_h2o")
 # Of so few head-steps. The interpreter's products differ in the last bit from one place in a tile to another, so that the only slot
 # of a one-token prompt may lie above its own mean: then every head of the trace meets it, and 3 of 278 head-steps were once near.
 NEAR_SHARE = 0.05
-SERVED = tuple(policy for policy in POLICIES if policy not in TORCH_ONLY)
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -32,19 +30,19 @@ def run(cases: list[Case]) -> Tally:
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_what_has_no_triton(policy: str) -> None:
-    assert load(policy)[1].triton_source.exists() == (policy not in TORCH_ONLY)
+def test_every_policy_has_kernels(policy: str) -> None:
+    assert load(policy)[1].triton_source.exists()
 
 
 def check_random_traces(policy: str, numbers: range) -> None:
-    cases = [replace(random_case(policy, number), rope=None) for number in numbers]
+    cases = [random_case(policy, number) for number in numbers]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
     failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
     assert not failures, f"KVDSL_TEST_SEED={commit_seed()}\n" + "\n".join(failures)
     assert random_inputs.near <= max(1, NEAR_SHARE * random_inputs.steps)
 
 
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_random_traces(policy: str) -> None:
     check_random_traces(
         policy, range(100, 101 if load(policy)[1].selects else 102)
@@ -52,7 +50,7 @@ def test_random_traces(policy: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", SERVED)
+@pytest.mark.parametrize("policy", POLICIES)
 def test_more_random_traces(policy: str) -> None:
     check_random_traces(policy, range(101, 116))
 
@@ -70,6 +68,22 @@ CORNERS = {
     "NaN": Case("roco", inputs="nan", prompt=30, steps=6, batch=2),
     "infinities": Case("knorm", inputs="inf", prompt=30, steps=6, batch=2),
     "several tokens": Case("scissorhands", prompt=20, steps=6, at_once=3, window=7, given=(("recent", 2),)),
+    "one slot, compact": Case("streaming_llm", budget=1, given=(("sinks", 0),), prompt=1, steps=4, group=1, rope="half"),
+    "everything protected, compact": Case(
+        "streaming_llm", budget=6, given=(("sinks", 5),), prompt=20, steps=5, group=3, head_dim=80, rope="half"
+    ),
+    "padding, compact": Case(
+        "equip_h2o", batch=3, prompt=20, padding=6, steps=5, given=(("recent", 4),), rope="interleaved"
+    ),
+    "NaN, compact": Case("equip_h2o", inputs="nan", prompt=30, steps=6, batch=2, given=(("recent", 4),), rope="partial"),
+    "several tokens, compact": Case(
+        "lazy_streaming",
+        given=(("sinks", 2), ("R", 4), ("sigma", 2), ("delta", 3)),
+        prompt=20,
+        steps=9,
+        at_once=3,
+        rope="half",
+    ),
     "a cache that grows": Case("full", prompt=30, steps=5, kv_heads=1, group=1, head_dim=32),
 }
 
@@ -102,9 +116,10 @@ LAZY = {
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by", "compact"))]  # fmt: skip
+    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by"))]  # fmt: skip
 SELECTING = (
     "select of a part",
+    "compact selection",
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("select", "select pages", "sketch")),
 )
 

@@ -13,6 +13,8 @@ import torch
 from kvdsl.runtime import statistics
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu.sizes import Sizes
+from tests.differential import test_statements
+from tests.differential.harness import compare
 from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt, spec_of
 
 FEW = WATCH.replace(SCORE, f"std(attn) + last(attn) + sum(attn over last {RING} queries)")
@@ -56,3 +58,14 @@ def test_columns(folder: Path, name: str) -> None:
 @pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
 def test_every_rule(folder: Path, text: str, name: str) -> None:
     check(folder, text, CASES[name])
+
+
+@pytest.mark.parametrize("rope", ["half", "partial"])
+def test_keys_that_have_turned(folder: Path, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's second block attention sees keys at their ranks, and so do its statistics."""
+    body = "param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\npositions compact\nprefill blocks of 16"
+    case = replace(test_statements.PADDED, kv_heads=1, prompt=40, steps=0, rope=rope)
+    monkeypatch.setitem(test_statements.STATEMENTS, "turned", (body, case))
+    policy, spec = test_statements.load.__wrapped__("turned", folder)
+    total = compare(policy, spec, "triton", case)
+    assert total.steps > 0 and not total.failures, "\n".join(total.failures)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 import kvdsl
-from kvdsl.bench.decode import Shape, new_tokens, steady_state
+from kvdsl.bench.decode import Shape, new_tokens, rotation, steady_state
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu import backend as triton_backend
@@ -32,6 +33,10 @@ class Traffic:
         self.stores: Counter[str] = Counter()
         self.launches: list[tuple[int, ...]] = []
         self._tensors: dict[str, tuple[int, int]] = {}
+
+    def clear(self) -> None:
+        """Count anew."""
+        self.loads.clear(), self.stores.clear(), self.launches.clear()
 
     def note(self, grid: tuple[int, ...], given: dict[str, Any]) -> None:
         self.launches.append(grid)
@@ -68,15 +73,23 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
     yield seen
 
 
-@pytest.mark.parametrize(("policy", "share"), [("full", 0.08), ("h2o", 0.21), ("tova", 0.20), ("roco", 0.26)])
+@pytest.mark.parametrize(
+    ("policy", "share"), [("full", 0.08), ("h2o", 0.21), ("tova", 0.20), ("roco", 0.26), ("streaming_llm", 0.18)]
+)
 def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traffic) -> None:
-    """Two launches; of keys and values every byte once, and besides them little: a slot has 512 bytes of both."""
+    """Two launches; of keys and values every byte once, and besides them little: a slot has 512 bytes of both. Where positions are
+    compact, some keys turn.
+    """
     spec = kvdsl.load(policy).spec
     state = steady_state(spec, SHAPE)
     server = choose(spec, "triton", CPU, torch.float16)
-    query, key, value = new_tokens(SHAPE)[0]
+    rope = rotation(SHAPE.head_dim) if spec.compact else None
+    tokens = new_tokens(SHAPE)
+    if spec.compact:
+        server.decode(state, AttentionCall(*tokens[0], None, 0.125, rope=rope))  # now something was evicted
+        traffic.clear()
     cached = int((state.position >= 0).sum())
-    server.decode(state, AttentionCall(query, key, value, None, 0.125))
+    server.decode(state, AttentionCall(*tokens[1], None, 0.125, rope=rope))
     splits = state.workspace.splits  # type: ignore[attr-defined]
     assert traffic.launches == [(splits, 2, 1), (2, 1)]
     row = SHAPE.head_dim * 2
@@ -85,6 +98,7 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
     whole = 2 * cached * row
     rest = sum(traffic.loads.values()) + sum(traffic.stores.values()) - whole
     assert rest < share * whole
+    assert spec.compact == (traffic.loads["angles"] > 0)
 
 
 def test_a_selection_reads_little(traffic: Traffic) -> None:
@@ -99,7 +113,7 @@ def test_a_selection_reads_little(traffic: Traffic) -> None:
     rows = pairs * (chosen - 1) * SHAPE.head_dim * item  # the new token is one of them, and in no slot yet
     gathered = (cached - pairs) * dims * item
     assert first == rows + gathered and traffic.loads["values"] == rows
-    traffic.loads.clear(), traffic.launches.clear()
+    traffic.clear()
     server.decode(state, AttentionCall(*tokens[1], None, 0.125))
     splits = state.workspace.splits  # type: ignore[attr-defined]
     assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (2, 1)]
@@ -128,14 +142,16 @@ def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
     assert 1 <= splits <= MAX_SPLITS
 
 
-def test_who_is_served() -> None:
+def test_who_is_served(tmp_path: Path) -> None:
     roco = kvdsl.load("roco").spec
     assert choose(roco, "triton", CPU, torch.bfloat16).name == "triton"
     assert choose(roco, "auto", CPU, torch.bfloat16).name == "cpu"
     with pytest.raises(KvdslError, match="float32, bfloat16 and float16"):
         choose(roco, "triton", CPU, torch.float64)
+    blocks = tmp_path / "p.kv"
+    blocks.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nstorage blocks 4\n}\n')
     with pytest.raises(KvdslError, match="no Triton kernels"):
-        choose(kvdsl.load("equip_h2o").spec, "triton", CPU, torch.float32)
+        choose(kvdsl.load(blocks).spec, "triton", CPU, torch.float32)
     state = steady_state(roco, SHAPE)
     query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
     with pytest.raises(KvdslError, match="another dtype"):

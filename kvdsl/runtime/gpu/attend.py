@@ -9,6 +9,8 @@ Every program reads its keys and values once. The new token is in no slot yet: s
 follows (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
 
 Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
+
+Under compact positions (TURNS) keys are turned as they are read, pairs of dims at a time; see `kvdsl.runtime.gpu.rotate`.
 """
 
 from __future__ import annotations
@@ -16,14 +18,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from kvdsl.runtime.gpu import rotate
+
 
 @triton.jit
 def attend(
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D]
-    values,  # [B, H, N, E]
+    keys,  # [B, H, N, D], or heads of other lengths one behind the other
+    values,  # [B, H, N, E], likewise
+    start,  # [B, H] int64: rows of `keys` and `values` before the head's
     position,  # [B, H, N] int32, below 0: free
     seen,  # [B] int32: the new token's position
     newest,  # [B] int32: gets `seen`, for the second launch
@@ -37,6 +42,9 @@ def attend(
     joins,  # [B, H] int32: whether the new token is one
     logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
     new_logits,  # [B, H, G] float32: gets the new token's
+    rank,  # [B, H, N] int32: if TURNS, how many live slots hold an earlier token
+    length,  # [B, H] int32: how many tokens the head holds
+    angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
     per_split,  # slots per split, a multiple of BLOCK
     scaling,
@@ -51,17 +59,27 @@ def attend(
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
     SELECTS: tl.constexpr,
+    TURNS: tl.constexpr,
+    PAIRS: tl.constexpr,  # that turn, from dim OFFSET on
+    P_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,  # dims that do not; 0 for none
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
     DOT: tl.constexpr,  # what matrices are multiplied in: the model's dtype, or float32 in the interpreter, which has no bfloat16
 ):
     """One split of one KV head of one row; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
+    begin = tl.load(start + pair)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
+    if TURNS:
+        q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+        evicted = now - tl.load(length + pair)  # from before the new token
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     weight = tl.zeros([G_PAD], tl.float32)
@@ -78,15 +96,24 @@ def attend(
         inside = i < rows
         if SELECTS:
             i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
+            pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
             visible = inside
         else:
             pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
-        at = pair * slots + i
-        k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
-        logit = _capped(tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee") * scaling, softcap)
+        at = begin + i
+        if TURNS:
+            by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=visible, other=0), visible, evicted)
+            k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+            score = rotate.scores(
+                q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, DOT
+            )
+        else:
+            k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
+            score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
+        logit = _capped(score * scaling, softcap)
         logit = tl.where(visible[None, :], logit, float("-inf"))
         if LOGITS:
             place = (pair * G + g[:, None]) * slots + i[None, :]

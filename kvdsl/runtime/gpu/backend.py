@@ -18,7 +18,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime import statistics
+from kvdsl.runtime.angles import digits
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch
@@ -27,6 +27,7 @@ from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, EVERYTHING, 
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.spec import PolicySpec
 
@@ -63,8 +64,12 @@ class TritonBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.prefill.prefill`."""
         out = prefill(state, call, self._fold)
-        if not state.grows:  # now, because a compiled step is given it
+        if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
+            if state.spec.compact:
+                stays_where_it_is(state.keep_length())
+            if (rope := _turns(state, call)) is not None:
+                digits(rope, state.position.device)
         return out
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
@@ -72,11 +77,8 @@ class TritonBackend:
         workspace(state, self.kernels, _sizes(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
-        if prompt.turns:
-            statistics.observe(prompt, lse)
-        else:
-            observe(self.kernels, self._dot, prompt, lse)
+        """See `kvdsl.runtime.statistics.observe`."""
+        observe(self.kernels, self._dot, prompt, lse)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
@@ -85,10 +87,13 @@ class TritonBackend:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
         """
         shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
-        if shapes != [(x.dtype, x.shape[:2], x.shape[-1]) for x in (state.keys, state.values)]:
+        if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in state.stored]:
             raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
         tokens = call.query.shape[2]
         state.make_room(tokens)
+        if state.spec.compact:
+            state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
+            state.keep_length()
         steps = [self._decode_one(state, call, t) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
@@ -98,12 +103,16 @@ class TritonBackend:
         sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
         anew = state.keep_copies(1)
+        rope = _turns(state, call)
+        keys, values = state.stored
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            **{name: getattr(state, name) for name in state.TENSORS}, "anew": int(anew), "SELECTS": state.selects,
+            "rank": state.position, "length": state.position, "angles": state.position if rope is None else digits(rope, key.device),
+            **{name: getattr(state, name) for name in state.TENSORS}, "keys": keys, "values": values,
+            "anew": int(anew), "SELECTS": state.selects,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
@@ -117,9 +126,14 @@ class TritonBackend:
             launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
             launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
-        launch(attend, (work.splits, heads, batch), given | sizes.attend(), ATTEND_OPTIONS)
+        launch(attend, (work.splits, heads, batch), given | sizes.attend(rope), ATTEND_OPTIONS)
         launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
         return out
+
+
+def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
+    """How attention turns keys; None where it sees them where they stood in the text."""
+    return call.rope if state.spec.compact else None
 
 
 def _sizes(call: AttentionCall) -> Sizes:
@@ -191,6 +205,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         return state.position.new_empty(batch, heads, *shape)
 
     tensors = {
+        "start": torch.arange(batch * heads, device=state.position.device) * slots,
         "part": floats(splits, sizes.group, sizes.value_dim),
         "top": floats(splits, sizes.group),
         "total": floats(splits, sizes.group),
@@ -206,6 +221,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
+        "gaps": ints(slots if "gaps" in kernels.settle.arg_names else 0),
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
@@ -20,6 +21,7 @@ from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, OBSERVE_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.rope import Rope
 
 DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
 """The configuration that is compiled: bfloat16, four query heads a KV head, heads of 128."""
@@ -29,6 +31,9 @@ SPLITS = 32
 
 SKETCHED = 16
 """Dims of a sketch there."""
+
+WHOLLY = Rope(torch.zeros(DEFAULT.key_dim // 2), "half")
+"""Under compact positions all of a key turns there, its first half with its second."""
 
 STRIDES = tuple(
     f"{tensor}_{dim}"
@@ -42,15 +47,19 @@ _TYPES = {
     **dict.fromkeys(
         ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
     ),
-    **dict.fromkeys(("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced"), "*fp32"),
+    **dict.fromkeys(
+        ("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"
+    ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(("rank", "length", "gaps"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
         ("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
     ),
     **dict.fromkeys(("tokens", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
+    "start": "*i64",
     "kept": "*i8",
     "taken": "*i8",
     "real": "*i1",
@@ -108,10 +117,11 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     kernels = kernels_of(source)
     logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
     constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    rope = WHOLLY if "rank" in kernels.settle.arg_names else None
     constants |= {"PADDED": False, "CAPPED": False}
     width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
     wanted = [
-        ("attend", attend, DEFAULT.attend(), ATTEND_OPTIONS),
+        ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
         ("settle", kernels.settle, DEFAULT.settle(SPLITS, width), SETTLE_OPTIONS),
     ]
     if selects:

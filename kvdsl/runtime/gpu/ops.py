@@ -544,3 +544,61 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
         counts = counts & (tl.load(kept + i, mask=counts, other=0) == members)
         key = tl.where((pos == newest) & (members == PROTECTED), ABOVE_ALL, key)
     return i, tl.where(counts, key, BELOW_ALL)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def close_gaps(
+    position,
+    rank,  # [N] int32: how many live slots hold an earlier token; still those of the slots that were freed, -1 of free ones
+    gaps,  # [N] int32: to work in
+    slots,
+    BLOCK: tl.constexpr,
+):
+    """After slots were freed, the tokens behind each gap move up. Nothing is sorted; of one gap a comparison says who moves."""
+    freed, last = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], -1, tl.int32)
+    for start in range(0, slots, BLOCK):
+        was = _rank_of_freed(position, rank, start, slots, BLOCK)
+        freed += (was >= 0).to(tl.int32)
+        last = tl.maximum(last, was)
+    several, only = tl.sum(freed, 0) > 1, tl.max(last, 0)
+    if several:
+        _count_gaps(position, rank, gaps, slots, BLOCK)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        held = tl.load(position + i, mask=i < slots, other=-1) >= 0
+        own = tl.load(rank + i, mask=held, other=0)
+        before = (own > only).to(tl.int32)
+        if several:
+            before = tl.load(gaps + own, mask=held, other=0)
+        tl.store(rank + i, tl.where(held, own - before, -1), mask=i < slots)
+
+
+@triton.jit
+def _count_gaps(position, rank, gaps, slots, BLOCK: tl.constexpr):
+    """Leave at every rank how many slots were freed up to it."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(gaps + i, 0, mask=i < slots)
+    tl.debug_barrier()
+    for start in range(0, slots, BLOCK):
+        was = _rank_of_freed(position, rank, start, slots, BLOCK)
+        tl.store(gaps + was, 1, mask=was >= 0)
+    tl.debug_barrier()
+    before = 0
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        gap = tl.load(gaps + i, mask=i < slots, other=0)
+        tl.store(gaps + i, before + tl.cumsum(gap, 0), mask=i < slots)
+        before += tl.sum(gap, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rank_of_freed(position, rank, start, slots, BLOCK: tl.constexpr):
+    """A block's ranks, of slots that are free now but were not; -1 of the others."""
+    i = start + tl.arange(0, BLOCK)
+    free = tl.load(position + i, mask=i < slots, other=0) < 0
+    return tl.load(rank + i, mask=free, other=-1)

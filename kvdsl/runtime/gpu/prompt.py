@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime import dense, statistics
@@ -25,7 +26,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         kernels: the policy's generated kernels. dot: what these multiply matrices in.
         lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
     """
-    query, keys = (in_rows(x) for x in (prompt.call.query, prompt.keys))
+    query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
     sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())
     batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
     given = {
@@ -34,7 +35,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device),
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
-        "CAPPED": prompt.call.softcap is not None, "DOT": dot,
+        "CAPPED": prompt.call.softcap is not None, "DOT": tl.float32 if prompt.turns else dot,
         **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
     }  # fmt: skip
     if "live_slots" in kernels.observe.arg_names:
@@ -47,6 +48,12 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         )
     tile = sizes.observe()
     launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), given | tile, OBSERVE_OPTIONS)
+
+
+def _queries(prompt: Prompt) -> Tensor:
+    """[batch, query_heads, tokens, dim] as attention sees them; turned ones, and keys, are float32."""
+    everything = slice(None)
+    return prompt.queries(everything, everything, everything).flatten(1, 2) if prompt.turns else prompt.call.query
 
 
 def _texts(prompt: Prompt, first: int) -> dict[str, Any]:

@@ -5,8 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from kvdsl.runtime.rope import Rope
+
 _TILE_BYTES = 1 << 14
-"""Of keys, and as much of values, that an `attend` program has in flight in a stage."""
+"""Of keys, and as much of values, that an `attend` program has in flight in a stage; half of that where it turns keys, in registers."""
 
 _SETTLE_ELEMENTS = 8192
 """Of a [G, BLOCK] tile of logits in `settle`: 16 a thread (8 on AMD)."""
@@ -67,16 +69,29 @@ class Sizes:
         """Slots or pages of so many numbers each that `look` takes at once."""
         return max(16, min(256, _LOOKED_AT // _matrix(dims)))
 
-    def attend(self) -> dict[str, Any]:
-        """Constants of `attend` that follow from the sizes."""
-        return {
+    def attend(self, rope: Rope | None = None) -> dict[str, Any]:
+        """Constants of `attend` that follow from the sizes, and from how keys are to be turned where they are."""
+        return self._pairs(rope) | {
             "G": self.group,
             "G_PAD": _matrix(self.group),
             "D": self.key_dim,
             "D_PAD": _matrix(self.key_dim),
             "E": self.value_dim,
             "E_PAD": _matrix(self.value_dim),
-            "BLOCK": self.attend_block,
+            "BLOCK": self.attend_block if rope is None else max(16, self.attend_block // 2),
+        }
+
+    def _pairs(self, rope: Rope | None) -> dict[str, Any]:
+        """Which dims turn, and in which pairs."""
+        pairs, offset, layout = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.layout)
+        stay = self.key_dim - 2 * pairs
+        return {
+            "TURNS": rope is not None,
+            "PAIRS": pairs,
+            "P_PAD": _matrix(pairs),
+            "R_PAD": _matrix(stay) if stay else 0,
+            "OFFSET": offset,
+            "INTERLEAVED": layout == "interleaved",
         }
 
     def settle(self, splits: int, width: int = 0) -> dict[str, Any]:

@@ -1,0 +1,114 @@
+"""StreamingLLM on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
+
+Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
+
+Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
+
+Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, section 3.2. A text may be longer than any
+that the model was trained on: the newest token always stands at position `live - 1`.
+
+The lowest leaves first: position
+keep first sinks
+keep last 1
+
+Legend:
+    One program serves one KV head of one row. It combines what `attend` found,
+    puts the new token into a free slot, and frees the slots of those that must leave.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
+    rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
+"""
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.gpu import ops
+
+SCORES = 1  # rows of `work`
+
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def settle(
+    out,  # [B, H * G, E]: gets the attention's output
+    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
+    top,  # [B, H, S, G] float32
+    total,  # [B, H, S, G] float32
+    sinks,  # [H * G]: logits that join the softmax; not read unless SINKS
+    first_free,  # [B, H, S] int32: the split's first free slot
+    held,  # [B, H, S] int32: how many tokens it holds
+    new_key,  # [B, H, D]
+    new_value,  # [B, H, E]
+    keys,  # [B, H, N, D]
+    values,  # [B, H, N, E]
+    position,  # [B, H, N] int32
+    rank,  # [B, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
+    length,  # [B, H] int32: gets how many tokens the head holds
+    gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
+    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
+    kept,  # [B, H, N] int8: gets what is protected
+    newest,  # [B] int32: the new token's position
+    seen,  # [B] int32: gets the next token's
+    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    numbers,  # [B, 2] float64
+    slots,
+    splits,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,  # sizes as powers of two
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Combine, place, settle; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        return
+    now = tl.load(newest + row)
+    if head == 0:
+        tl.store(seen + row, now + 1)
+    position += pair * slots
+    rank += pair * slots
+    gaps += pair * slots
+    work += pair * slots
+    kept += pair * slots
+    number_sinks = tl.load(numbers + row * 2)
+    number_capacity = tl.load(numbers + row * 2 + 1)
+
+    # What the new token attended to.
+    ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+
+    # Its place.
+    slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
+    live += 1
+    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+    tl.store(keys + (pair * slots + slot) * D + d, key, mask=d < D)
+    tl.store(values + (pair * slots + slot) * E + e, value, mask=e < E)
+    tl.store(position + slot, now)
+    tl.store(rank + slot, live - 1)
+    tl.debug_barrier()
+
+    # Who leaves.
+    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    tl.store(length + pair, live - leaving)
+    if leaving == 0:
+        return
+    first = ops.first_protected(position, slots, now, live, ops.count(number_sinks), BLOCK)
+    last = ops.last_protected(position, slots, now, live, 1, BLOCK)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + i, mask=inside, other=-1)
+        tl.store(work + i, pos.to(tl.float32), mask=inside)
+        tl.store(kept + i, (pos <= first) | (pos >= last), mask=inside)
+    tl.debug_barrier()
+    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    tl.debug_barrier()
+    ops.close_gaps(position, rank, gaps, slots, BLOCK)

@@ -1,0 +1,119 @@
+"""Device functions of `attend` under compact positions: keys are turned in registers, between memory and the dot product.
+
+A cached key stays as it was rotated at its place in the text, but scores are to be as if it stood at its rank among the live slots,
+and the query at its own token's. A rotary score depends only on how far the two are apart (Su et al. 2021, "RoFormer", eq. 16), so it
+is enough that every key comes nearer by as many positions as were evicted between them. That is nothing at all for what followed
+the last eviction in the text, which is most of a sliding window: such blocks are multiplied as they are. Keys that turn alike, as
+sinks do, read the same angles, which the cache has: turning the query for them instead would save nothing.
+
+Legend, beyond the one of `attend`:
+    j: one of PAIRS pairs of dims, each of which turns by an angle of its own: dims OFFSET + j and OFFSET + PAIRS + j, or side by side
+    if INTERLEAVED. r: one of the dims that do not turn; R_PAD is 0 if there are none.
+    by: how many positions each of a block's keys comes nearer, [BLOCK]; 0 for slots that the query does not see.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.angles import DIGITS
+
+NEAR, FAR = tl.constexpr(DIGITS[0]), tl.constexpr(DIGITS[1])
+
+
+@triton.jit
+def turns(pos, rank, visible, evicted):
+    """By how many positions each key comes nearer. `evicted`: how many tokens left from before the query's own."""
+    return tl.where(visible, tl.maximum(evicted - (pos - rank), 0), 0)
+
+
+@triton.jit
+def parts(
+    x,
+    rows,
+    held,
+    D: tl.constexpr,
+    PAIRS: tl.constexpr,
+    P_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+):
+    """These vectors of x, as far as they are `held`: the first and the second dims of the pairs, [rows, P_PAD] each, and all other
+    dims, [rows, R_PAD].
+    """
+    start = x + rows[:, None] * D
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * P_PAD)[None, :]
+        found = tl.load(start + OFFSET + both, mask=held[:, None] & (both < 2 * PAIRS), other=0.0)
+        first, second = tl.split(tl.reshape(found, [rows.shape[0], P_PAD, 2]))
+    else:
+        j = tl.arange(0, P_PAD)[None, :]
+        there = held[:, None] & (j < PAIRS)
+        first = tl.load(start + OFFSET + j, mask=there, other=0.0)
+        second = tl.load(start + OFFSET + PAIRS + j, mask=there, other=0.0)
+    other = first
+    if R_PAD > 0:
+        r = tl.arange(0, R_PAD)[None, :]
+        dims = tl.where(r < OFFSET, r, r + 2 * PAIRS)
+        other = tl.load(start + dims, mask=held[:, None] & (dims < D), other=0.0)
+    return first, second, other
+
+
+@triton.jit
+def scores(
+    q_first,  # [G_PAD, P_PAD], as `parts` has it, with all that follows of the query
+    q_second,
+    q_other,
+    k_first,  # [BLOCK, P_PAD], and of the keys
+    k_second,
+    k_other,
+    by,
+    angles,
+    PAIRS: tl.constexpr,
+    P_PAD: tl.constexpr,
+    R_PAD: tl.constexpr,
+    DOT: tl.constexpr,
+):
+    """dot(q, k) of the group's queries and a block of keys, each turned by its number of positions; [G_PAD, BLOCK]."""
+    k_first, k_second = k_first.to(DOT), k_second.to(DOT)
+    score = tl.zeros([q_first.shape[0], by.shape[0]], tl.float32)
+    if tl.max(by, 0) > 0:
+        turned_first, turned_second = _turned(k_first, k_second, by, angles, PAIRS, P_PAD)
+        k_first, k_second = turned_first.to(DOT), turned_second.to(DOT)
+        if k_first.dtype != tl.float32:  # what rounding took counts as well
+            score += _product(q_first, turned_first - k_first.to(tl.float32), DOT)
+            score += _product(q_second, turned_second - k_second.to(tl.float32), DOT)
+    score += _product(q_first, k_first, DOT) + _product(q_second, k_second, DOT)
+    if R_PAD > 0:
+        score += _product(q_other, k_other, DOT)
+    return score
+
+
+@triton.jit
+def _turned(a, b, by, angles, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
+    """The pairs (a, b) turned by so many positions, in float32."""
+    cos, sin = _angle(angles, by % NEAR, by > 0, PAIRS, P_PAD)
+    far_cos, far_sin = _angle(angles, by // NEAR % FAR + NEAR, by >= NEAR, PAIRS, P_PAD)
+    cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
+    if tl.max(by, 0) >= NEAR * FAR:
+        far_cos, far_sin = _angle(angles, by // (NEAR * FAR) + (NEAR + FAR), by >= NEAR * FAR, PAIRS, P_PAD)
+        cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
+    a, b = a.to(tl.float32), b.to(tl.float32)
+    return a * cos - b * sin, a * sin + b * cos
+
+
+@triton.jit
+def _angle(angles, row, wanted, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
+    """Cosines and sines from these rows of the table, [rows, P_PAD]; those of no turn at all where none is wanted."""
+    j = tl.arange(0, P_PAD)[None, :]
+    at = angles + row[:, None] * (2 * PAIRS) + j
+    wanted = wanted[:, None] & (j < PAIRS)
+    return tl.load(at, mask=wanted, other=1.0), tl.load(at + PAIRS, mask=wanted, other=0.0)
+
+
+@triton.jit
+def _product(q, k, DOT: tl.constexpr):
+    """dot(q, k) of queries [G_PAD, dims] and keys [BLOCK, dims]."""
+    return tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
