@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import weakref
+from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -152,39 +154,89 @@ def decode_args(
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
     """
-    keys, values = state.stored
-    table = state.table if isinstance(state, BlockState) else None
-    start = state.start if isinstance(state, FlatState) else None
     shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
-    if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in (keys, values)]:
+    if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in state.stored]:
         raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
+    args, ring_rows = _slots_args(state)
     query, key, value = (in_rows(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
     sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    ring_rows = state.ring_rows()
     rope = call.rope if state.spec.compact else None
     turns = None if rope is None else angles(rope, int(state.seen.max()) + call.key.shape[2])
-    held = (query, key, value, real, sinks, ring_rows, turns)
-    batch, kv_heads, tokens, key_dim = key.shape
-    pointers = (
-        query, key, value, out, keys, values, table, start, state.position,
-        state.columns, ring_rows, state.seen, real, state.numbers, sinks,
-        state.rank if state.spec.compact else None, None if turns is None or not state.spec.rope_cached else state.half_keys,
-        *((None, None) if turns is None else (turns.near, turns.far)),
-        *((state.sketch, state.prompt, state.sketch_keys) if state.spec.sketches else (None, None, None)),
-        state.page_bounds if "page" in state.spec.numbers else None, seconds,
+    _point(args, query=query, key=key, value=value, out=out, real=real, sinks=sinks, seconds=seconds)
+    args.query_stride[:], args.key_stride[:], args.value_stride[:] = query.stride()[:3], key.stride()[:3], value.stride()[:3]
+    args.group, args.tokens = query.shape[1] // key.shape[1], key.shape[2]
+    args.window, args.scale, args.softcap = call.window or 0, call.scaling, call.softcap or 0.0
+    args.threads, args.anew = torch.get_num_threads(), anew
+    if rope is None or turns is None:
+        _point(args, near=None, far=None, half_keys=None)
+    else:
+        _point(args, near=turns.near, far=turns.far, half_keys=state.half_keys if state.spec.rope_cached else None)
+        args.rope_pairs, args.rope_offset, args.rope_interleaved = rope.pairs, rope.offset, rope.layout == "interleaved"
+    return (query, key, value, real, sinks, ring_rows, turns), args
+
+
+def _point(args: DecodeArgs, **tensors: Tensor | None) -> None:
+    """Have the arguments point to tensors; to nothing where there is none, or an empty one."""
+    for name, tensor in tensors.items():
+        setattr(args, name, None if tensor is None or tensor.numel() == 0 else tensor.data_ptr())
+
+
+@dataclass(frozen=True)
+class _Slots:
+    """What the kernel was last told of a state, whose part about the slots holds while the tensors are these.
+
+    Attributes:
+        tensors: the state's, in the order of `TENSORS`; weak, so that nothing lives longer for having been pointed to.
+        ring_rows: lives here.
+    """
+
+    tensors: tuple[weakref.ref[Tensor], ...]
+    args: DecodeArgs
+    ring_rows: Tensor
+
+    def hold(self, state: SlotState) -> bool:
+        """Whether nothing has been allocated anew."""
+        return all(known() is getattr(state, name) for known, name in zip(self.tensors, state.TENSORS, strict=True))
+
+
+_known: weakref.WeakKeyDictionary[SlotState, _Slots] = weakref.WeakKeyDictionary()
+
+
+def _slots_args(state: SlotState) -> tuple[DecodeArgs, Tensor]:
+    """The arguments with what they say of the slots, which is not written anew for every token; and the ring rows."""
+    found = _known.get(state)
+    if found is None or not found.hold(state):
+        found = _known[state] = _described(state)
+    return found.args, found.ring_rows
+
+
+def _described(state: SlotState) -> _Slots:
+    spec, ring_rows = state.spec, state.ring_rows()
+    batch, kv_heads, slots = state.position.shape
+    keys, values = state.stored
+    args = DecodeArgs(
+        batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
+        params_per_row=state.numbers.shape[-1], layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
     )  # fmt: skip
-    stride = ctypes.c_int64 * 3
-    return held, DecodeArgs(
-        *(None if x is None or x.numel() == 0 else x.data_ptr() for x in pointers),
-        *(stride(*x.stride()[:3]) for x in (query, key, value)),
-        batch, kv_heads, query.shape[1] // kv_heads, key_dim, value.shape[-1], state.slots, tokens, state.numbers.shape[-1],
-        call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
-        *((0, 0, 0) if rope is None else (rope.pairs, rope.offset, rope.layout == "interleaved")),
-        state.sketch.shape[-1] if state.spec.sketches else 0, state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
-        *((0, 0) if table is None else (keys.shape[2], keys.shape[0])), anew,
-        state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
+    _point(
+        args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,
+        seen=state.seen, params=state.numbers,
     )  # fmt: skip
+    if isinstance(state, BlockState):
+        args.blocks, args.block_size = keys.shape[0], state.size
+        _point(args, table=state.table)
+    if isinstance(state, FlatState):
+        _point(args, start=state.start)
+    if spec.compact:
+        _point(args, rank=state.rank)
+    if spec.sketches:
+        args.sketch_width = state.sketch.shape[-1]
+        _point(args, sketch=state.sketch, prompt=state.prompt, sketch_keys=state.sketch_keys)
+    if "page" in spec.numbers:
+        args.pages = state.page_bounds.shape[2]
+        _point(args, page_bounds=state.page_bounds)
+    return _Slots(tuple(weakref.ref(getattr(state, name)) for name in state.TENSORS), args, ring_rows)
 
 
 def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:

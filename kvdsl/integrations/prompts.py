@@ -1,0 +1,86 @@
+"""What a policy keeps of a prompt, for caches that are not kvdsl's: one layer's keys and values in, the survivors' out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.blocks import slot_state
+from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.slots import FREE, AttentionCall, ranks
+from kvdsl.runtime.spec import PolicySpec
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """What one layer keeps, in the order of the text.
+
+    Attributes:
+        keys, values: [batch, kv_heads, kept, dim], as many as the head that keeps most.
+        position: int32 [batch, kv_heads, kept], where each stood in its row's text; FREE behind a head's last.
+    """
+
+    keys: Tensor
+    values: Tensor
+    position: Tensor
+
+    @property
+    def free(self) -> Tensor:
+        """Where a head keeps nothing: bool [batch, kv_heads, kept]."""
+        return self.position == FREE
+
+
+def survivors(
+    spec: PolicySpec,
+    given: Mapping[str, float | None],
+    call: AttentionCall,
+    *,
+    layer: int = 0,
+    layers: int = 1,
+    backend: str = "auto",
+) -> Survivors:
+    """Run one layer's prompt through a policy.
+
+    Attention is computed once more, because a policy may ask what any query gave. Under compact positions the keys come turned so that
+    they stand next to each other and the last one where the text ends: attention knows distances only, so whoever goes on at the
+    text's next position sees what the policy means.
+
+    Args:
+        given: the policy's params by name; those that are missing have their defaults.
+        call: the whole prompt's queries, keys and values, rotated.
+
+    Raises:
+        KvdslError: if the policy cannot be served so, or if its params do not fit the prompt.
+    """
+    refuse(spec)
+    state = slot_state(spec, {**dict.fromkeys(spec.params), **given}, layer=layer, layers=layers)
+    choose(spec, backend, call.key.device, call.key.dtype).prefill(state, call)
+    kept = max(1, int((state.position >= 0).sum(-1).max()))
+    keys, values, position = (tensor[:, :, :kept].clone() for tensor in (state.keys, state.values, state.position))
+    if spec.compact and call.rope is not None:
+        keys = _together(keys, position, state.seen, call.rope)
+    return Survivors(keys, values, position)
+
+
+def _together(keys: Tensor, position: Tensor, seen: Tensor, rope: Rope) -> Tensor:
+    """The keys next to each other, the last one at the end of its row's text."""
+    live = (position >= 0).sum(-1, keepdim=True)
+    wanted = seen[:, None, None] - live + ranks(position)
+    return rope.rotate(keys, (wanted - position).masked_fill(position < 0, 0)).to(keys.dtype)
+
+
+def refuse(spec: PolicySpec) -> None:
+    """Raise KvdslError for a policy whose meaning a prompt's survivors, one layer at a time, cannot hold."""
+    if not spec.bounded or spec.when == "decode":
+        raise KvdslError(
+            f"{spec.name} evicts nothing while a prompt is read, and a cache that is not kvdsl's knows nothing later: generate "
+            f"with kvdsl's own cache instead"
+        )
+    if spec.selects:
+        raise KvdslError(f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache")
+    if spec.victims == "layers":
+        raise KvdslError(f"the layers of {spec.name} agree on what leaves, but here each is asked alone: generate with kvdsl's cache")

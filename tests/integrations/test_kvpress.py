@@ -1,0 +1,138 @@
+"""A policy as a press: in kvpress's own environment (`make peers` makes one), since kvpress needs a transformers before 5.3."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is")
+
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+
+import kvdsl  # noqa: E402
+from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
+from kvdsl.runtime.errors import KvdslError  # noqa: E402
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "policies"
+TOKENS = 80
+IDS = torch.randperm(100, generator=torch.Generator().manual_seed(0))[None, :TOKENS]  # none twice: equal keys would tie
+
+
+@pytest.fixture
+def model() -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
+        head_dim=8, max_position_embeddings=512, attn_implementation="sdpa", initializer_range=0.2,
+    )  # fmt: skip
+    return LlamaForCausalLM(config).eval()
+
+
+def pressed(model: Any, press: Any, ids: torch.Tensor = IDS, **inputs: Any) -> DynamicCache:
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model(ids, past_key_values=cache, **inputs)
+    return cache
+
+
+def in_order(keys: torch.Tensor) -> torch.Tensor:
+    """Keys [batch, heads, kept, dim] sorted by their first dim: kvpress leaves them in the order of their scores."""
+    return keys.gather(2, keys[..., :1].argsort(2).expand_as(keys))
+
+
+@pytest.mark.parametrize("ratio", [0.3, 0.75])
+@pytest.mark.parametrize(
+    ("policy", "press", "attention"),
+    [
+        ("streaming_llm_once", "StreamingLLMPress", "sdpa"),
+        ("tova_once", "TOVAPress", "sdpa"),
+        ("knorm_once", "KnormPress", "sdpa"),
+        ("observed_once", "ObservedAttentionPress", "eager"),
+    ],
+)
+def test_the_same_policy_keeps_the_same_tokens(model: Any, policy: str, press: str, attention: str, ratio: float) -> None:
+    model.set_attn_implementation(attention)
+    theirs = pressed(model, getattr(kvpress, press)(compression_ratio=ratio))
+    ours = pressed(model, PolicyPress(BENCHMARKS / f"{policy}.kv", compression_ratio=ratio))
+    for mine, other in zip(ours.layers, theirs.layers, strict=True):
+        assert mine.keys.shape == other.keys.shape == (1, 4, int(TOKENS * (1 - ratio)), 8)
+        torch.testing.assert_close(in_order(mine.keys), in_order(other.keys))
+        torch.testing.assert_close(mine.values.sum(2), other.values.sum(2), atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "snapkv", "streaming_llm", "adakv"])
+def test_what_follows_is_what_the_policys_own_cache_predicts(model: Any, policy: str) -> None:
+    """One token after the prompt, from kvpress's cache under its own attention; AdaKV's heads are filled up with masked keys."""
+    budget = 48
+    cache = pressed(model, PolicyPress(policy, settings={"budget": budget}))
+    at, token = torch.tensor([[TOKENS]]), torch.tensor([[7]])
+    with torch.no_grad():
+        found = model(token, past_key_values=cache, position_ids=at).logits
+        own = kvdsl.load(policy)(model, budget=budget)
+        model(IDS, past_key_values=own)
+        expected = model(token, past_key_values=own, position_ids=at).logits
+    kvdsl.load(policy).release(model)
+    torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
+
+
+def test_nothing_is_pressed_without_a_ratio_or_a_budget(model: Any) -> None:
+    assert pressed(model, PolicyPress("h2o")).get_seq_length() == TOKENS
+
+
+def test_a_prompt_that_is_to_be_decoded_under_another_press(model: Any) -> None:
+    press = kvpress.PrefillDecodingPress(
+        PolicyPress("roco", settings={"budget": 20}),
+        kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=1, target_size=20),
+    )
+    cache = DynamicCache()
+    with torch.no_grad(), press(model):
+        model(IDS, past_key_values=cache)
+        model(torch.tensor([[7]]), past_key_values=cache, position_ids=torch.tensor([[TOKENS]]))
+    assert cache.get_seq_length() == 20
+
+
+def test_in_kvpress_own_pipeline() -> None:
+    from kvdsl.eval.models import load_model
+
+    model, tokenizer = load_model(None)
+    pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)
+    cache = DynamicCache()
+    context = "The mountain stood behind the village, and the children went up to see their grandmother. " * 4
+    press = PolicyPress("roco", compression_ratio=0.5)
+    found = pipe(context, question="They saw", press=press, cache=cache, max_new_tokens=4)
+    tokens = tokenizer(tokenizer.bos_token + context, add_special_tokens=False, return_tensors="pt")["input_ids"].shape[1]
+    assert cache.get_seq_length() == int(tokens * 0.5)
+    assert isinstance(found["answer"], str) and found["answer"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"policy": "full"}, "evicts nothing while a prompt is read"),
+        ({"policy": "h2o", "settings": {"budgets": 3}}, "H2O has no `budgets`; it has budget, recent"),
+    ],
+)
+def test_what_cannot_be_a_press(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(KvdslError, match=message):
+        PolicyPress(**settings)
+
+
+def test_a_budget_twice(model: Any) -> None:
+    with pytest.raises(KvdslError, match="given twice"):
+        pressed(model, PolicyPress("h2o", compression_ratio=0.5, settings={"budget": 20}))
+
+
+def test_behind_another_press(model: Any) -> None:
+    both = kvpress.ComposedPress([kvpress.KnormPress(0.5), PolicyPress("h2o", settings={"budget": 20})])
+    with pytest.raises(KvdslError, match="a policy is pressed once, by itself"):
+        pressed(model, both)
+
+
+def test_padded_prompts(model: Any) -> None:
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :9] = 0
+    with pytest.raises(KvdslError, match="the prompts are padded"):
+        pressed(model, PolicyPress("h2o", settings={"budget": 20}), IDS.repeat(2, 1), attention_mask=mask)
