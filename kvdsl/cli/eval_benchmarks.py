@@ -129,9 +129,8 @@ def _measure(
     asking = run.Asking(begun.model, begun.tokenizer, max_length, chat)
     with progress(benchmark, begun.pairs * sum(len(task.examples) for task in loaded)) as tick:
         rows = run.evaluate(asking, loaded, begun.policies, begun.budgets, out, facts, fresh=fresh, tick=tick)
-    result = {
-        "format_version": FORMAT_VERSION, "environment": about, **asked, "rows": rows, "averages": run.averages(rows),
-    }  # fmt: skip
+    means = run.averages(rows)
+    result = {"format_version": FORMAT_VERSION, "environment": about, **asked, "rows": rows, "averages": means}
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
     (out / f"{benchmark}.json").write_text(text + "\n", encoding="utf-8")
     if as_json:
@@ -139,4 +138,4 @@ def _measure(
     else:
         show(rows)
         if len(loaded) > 1:
-            show(result["averages"])
+            show(means)
