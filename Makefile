@@ -22,10 +22,10 @@ EXEMPLARS := roco h2o tova streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest generate docs lint format bench reproduce accept gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-lm-eval generate docs lint format bench reproduce accept gpu clean
 
 help:  ## list what can be made
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
 
 venv: $(READY)  ## create .venv with everything that development needs
 
@@ -54,6 +54,13 @@ test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release t
 $(OLD)/.ready: $(READY)
 	rm -rf $(OLD)
 	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OLD) '$(OLDEST)'
+	touch $@
+
+test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl caches; installs the harness
+	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)
+
+$(VENV)/.lm-eval-ready: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
 	touch $@
 
 generate: $(READY)  ## compile every shipped policy into generated/

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import click
 
 from kvdsl.cli.common import set_option
 from kvdsl.cli.eval_attention import consistency, persistence
-from kvdsl.cli.measuring import Measured, model_and_text, names, show, tell, whole_numbers
-
-if TYPE_CHECKING:
-    from kvdsl.eval.caches import Policies
+from kvdsl.cli.eval_benchmarks import longbench, ruler
+from kvdsl.cli.measuring import Measured, Setting, model_and_text, names, show, tell, whole_numbers
 
 _POLICIES = "full,window,streaming_llm,h2o,roco"
 
@@ -32,25 +30,6 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
 @click.group()
 def command() -> None:
     """Measure what a policy costs in quality: perplexity, fidelity to the full cache's text, recall."""
-
-
-class Setting(Measured):
-    """What an evaluation of policies begins with."""
-
-    def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
-        from kvdsl.eval.caches import Policies, parse_budgets, parse_policies
-
-        self.budgets = parse_budgets(budgets)
-        self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
-        super().__init__(**given)
-        self.pairs = len(list(self.policies.pairs(self.budgets)))
-
-    def finish(self, rows: Sequence[Mapping[str, Any]], as_json: bool, seed: int | None = None, **facts: Any) -> None:
-        """Print the result."""
-        if as_json:
-            self.print_json({**facts, "rows": list(rows)}, seed)
-        else:
-            show(rows)
 
 
 @command.command()
@@ -192,5 +171,5 @@ def sketch(
     tell(findings, "pairs")
 
 
-for _one in (consistency, persistence):
+for _one in (consistency, persistence, longbench, ruler):
     command.add_command(_one)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+
+if TYPE_CHECKING:
+    from kvdsl.eval.caches import Policies
 
 text_option = click.option(
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
@@ -56,10 +59,28 @@ class Measured:
         print_json(content, dtype=str(self.model.dtype).removeprefix("torch."), seed=seed)
 
 
+class Setting(Measured):
+    """What an evaluation of policies begins with."""
+
+    def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
+        from kvdsl.eval.caches import Policies, parse_budgets, parse_policies
+
+        self.budgets = parse_budgets(budgets)
+        self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
+        super().__init__(**given)
+        self.pairs = len(list(self.policies.pairs(self.budgets)))
+
+    def finish(self, rows: Sequence[Mapping[str, Any]], as_json: bool, seed: int | None = None, **facts: Any) -> None:
+        """Print the result."""
+        if as_json:
+            self.print_json({**facts, "rows": list(rows)}, seed)
+        else:
+            show(rows)
+
+
 # -- rows --------------------------------------------------------------------------------------------------------------
 
-_NAMES = ("policy", "task", "selector", "score")
-_FOR_PROGRAMS = ("depths", "curve")
+_FOR_PROGRAMS = ("depths", "curve", "by_length")
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -71,7 +92,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     table = Table(box=box.SIMPLE_HEAD)
     columns = [name for name in rows[0] if name not in _FOR_PROGRAMS]
     for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if name in _NAMES else "right")
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
         table.add_row(*(_cell(row[name]) for name in columns))
     Console(highlight=False).print(table)

@@ -58,18 +58,21 @@ class _Clock(BaseStreamer):  # type: ignore[misc]
         """Nothing."""
 
 
-def generate(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any) -> Generated:
+def generate(
+    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = ()
+) -> Generated:  # fmt: skip
     """Greedy text after the prompt, through `model.generate`.
 
     Args:
         cache: of kvdsl or of transformers, empty.
+        stop: tokens that end the text as the model's own end-of-text token does, except as its first token.
     """
     ids = torch.tensor([list(prompt)], device=model.device)
     clock = _Clock()
     with quiet(), torch.inference_mode():
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False,
-            num_beams=1, streamer=clock, pad_token_id=_pad(tokenizer),
+            num_beams=1, streamer=clock, pad_token_id=_pad(tokenizer), **_ending(model, stop),
         )  # fmt: skip
     tokens = tuple(out[0, ids.shape[1] :].tolist())
     ms = [(after - before) * 1e3 for before, after in zip(clock.times, clock.times[1:], strict=False)]
@@ -77,6 +80,13 @@ def generate(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int,
         text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens, prompt_tokens=ids.shape[1],
         ttft_ms=ms[0], token_ms=tuple(ms[1:]), cache_bytes=cache_bytes(cache), full_cache_bytes=full_cache_bytes(cache),
     )  # fmt: skip
+
+
+def _ending(model: Any, stop: Sequence[int]) -> dict[str, Any]:
+    if not stop:
+        return {}
+    own = model.generation_config.eos_token_id
+    return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *stop], "min_new_tokens": 1}
 
 
 def _pad(tokenizer: Any) -> int | None:

@@ -146,7 +146,8 @@ class Case:
 def test_cases(path: str) -> tuple[Case, ...]:
     """Every test under a path, slow ones included; the whole suite is run once only."""
     if path != SUITE and _whole_suite_ran:
-        return tuple(case for case in test_cases(SUITE) if case.name.startswith(path.replace("/", ".") + "."))
+        module = path.removesuffix(".py").replace("/", ".") + "."
+        return tuple(case for case in test_cases(SUITE) if case.name.startswith(module))
     if not (REPO / path).exists():
         raise NotMeasured(f"there is no {path}")
     with tempfile.TemporaryDirectory() as folder:

@@ -57,6 +57,8 @@ def test_commands_that_are_not_run_are_well_formed(document: str, tmp_path: Path
             if line.startswith("kvdsl "):
                 for text in re.findall(r"\S+\.txt", line):
                     Path(text).touch()  # the reader's own
+                for folder in re.findall(r"--data (\S+)", line):
+                    Path(folder).mkdir(parents=True, exist_ok=True)
                 understood(line.partition("#")[0].split()[1:])
 
 

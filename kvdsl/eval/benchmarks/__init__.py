@@ -1,0 +1,1 @@
+"""LongBench and RULER from local files, in the formats and by the metrics that their authors published."""
