@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
@@ -97,7 +98,7 @@ def _decode(
     evicts: bool, selects: bool,
 ) -> Tensor:  # fmt: skip
     backend, spec = _served[served]
-    state = SlotState(spec, {}, layer=layer, head_offset=head_offset, seed=seed)
+    state = slot_state(spec, {}, layer=layer, head_offset=head_offset, seed=seed)
     tensors = {**dict(zip(_changed(state), changed, strict=True)), **dict(zip(_read(state), read, strict=True))}
     state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), evicts=evicts, selects=selects)
     turns = Rope.named(rope) if rope else None

@@ -79,6 +79,23 @@ def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) 
     assert [layer.length for layer in ours.layers] == [PROMPT + 12] * 2
 
 
+@pytest.mark.parametrize(
+    ("layout", "backend"), [("roco_blocks", "cpu"), ("equip_h2o", "cpu"), ("paged", "cpu"), ("paged", "torch")]
+)
+def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) -> None:
+    """Slots in blocks, whose pool and table stay where they are; keys' halves kept beside them; both."""
+    ours, theirs = (policies.make(layout, model, budget=BUDGET, backend=backend) for _ in range(2))
+    assert ours.is_compileable
+    forward = whole(model)
+    with torch._dynamo.config.patch(error_on_recompile=True):
+        tokens = decode(model, forward, ours, 12)
+    assert torch.equal(tokens, decode(model, model, theirs, 12))
+    assert counters["stats"]["unique_graphs"] == 1
+    assert_same_slots(ours, theirs)
+    if layout == "paged":
+        assert torch.equal(ours.layers[0].state.half_keys, theirs.layers[0].state.half_keys)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_inductor(backend: str, model: Any) -> None:
@@ -111,6 +128,13 @@ def test_a_thousand_steps_are_compiled_once(policy: str) -> None:
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm"])
 def test_a_thousand_steps_of_the_torch_backend_are_compiled_once(policy: str) -> None:
     _thousand(policy, "torch")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("layout", ["roco_blocks", "streaming_blocks", "equip_h2o", "fused", "paged"])
+def test_a_thousand_steps_in_every_layout_are_compiled_once(layout: str, backend: str) -> None:
+    _thousand(layout, backend)
 
 
 # -- between graphs ----------------------------------------------------------------------------------------------------
@@ -201,7 +225,7 @@ def test_generate_does_not_compile_what_grows(model: Any) -> None:
 # -- the operator ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "roco_sparcas"])
+@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "roco_sparcas", "paged"])
 def test_the_operator_says_what_it_does(policy: str, model: Any) -> None:
     """Its schema, its shapes and its functional form, as torch checks them."""
     cache = policies.make(policy, model, budget=BUDGET, backend="cpu")

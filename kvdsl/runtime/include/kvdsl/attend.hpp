@@ -22,18 +22,32 @@ constexpr int rows_at_once = registers == 32 ? 4 : 2;
 // the loads themselves, row by row at one d, reads a fifth slower), perhaps behind the last row: a prefetch never faults.
 constexpr int ahead = 8192;
 
+// Where the rows begin that are fetched meanwhile, for every rows_at_once of a block.
+struct Next {
+  const void* row[block / rows_at_once];
+};
+
+// Those that many bytes ahead: of slots in one piece the bytes themselves, else as many slots.
+inline void find_next(const Layout& layout, int from, int slots, Next& next) {
+  const int far = layout.table ? static_cast<int>(ahead / layout.row_bytes) : 0;
+  for (int i = 0; i < block / rows_at_once; ++i) {
+    const int slot = from + i * rows_at_once + far;
+    next.row[i] = layout.table ? layout.row(slot < slots ? slot : slots - 1) : layout.base + slot * layout.row_bytes + ahead;
+  }
+}
+
 // The share of head g, of `Heads`, in what is fetched at d.
 template <int Heads, class T>
-inline void fetch(const void* first_row, int d, int g, int bytes_ahead) {
+inline void fetch(const void* next, int d, int g) {
   constexpr int lines = rows_at_once * pair * static_cast<int>(sizeof(T)) / 64, share = (lines + Heads - 1) / Heads;
-  const char* const from = reinterpret_cast<const char*>(static_cast<const T*>(first_row) + rows_at_once * d) + bytes_ahead;
+  const char* const from = reinterpret_cast<const char*>(static_cast<const T*>(next) + rows_at_once * d);
   for (int i = g * share; i < (g + 1) * share && i < lines; ++i) __builtin_prefetch(from + i * 64);
 }
 
 // scores[g][r] = q[g] . rows[r] for rows_at_once rows. q is stored in pairs, with zeros behind dim.
 template <class T, int Heads>
-inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, int dim, int bytes_ahead, float* scores,
-                     int64_t scores_stride) {
+inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, const void* next, int dim,
+                     float* scores, int64_t scores_stride) {
   constexpr int n = rows_at_once;
   Floats sum[Heads * n] = {};
   for (int d = 0; d < dim; d += pair) {
@@ -44,7 +58,7 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
       for (int r = 0; r < n; ++r) k[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
     }
     for (int g = 0; g < Heads; ++g) {
-      fetch<Heads, T>(rows[0], d, g, bytes_ahead);
+      fetch<Heads, T>(next, d, g);
       const Floats a = once(load(q + g * q_stride + d)), b = once(load(q + g * q_stride + d + width));
       for (int r = 0; r < n; ++r) sum[g * n + r] += a * k[r].a;
       for (int r = 0; r < n; ++r) sum[g * n + r] += b * k[r].b;
@@ -59,7 +73,7 @@ inline void dot_rows(const float* q, int64_t q_stride, const void* const* rows, 
 
 // out[g] += sum over rows_at_once rows of weights[g][r] * rows[r]; out is stored in pairs.
 template <class T, int Heads>
-inline void add_rows(const float* weights, int64_t weights_stride, const void* const* rows, int dim, int bytes_ahead,
+inline void add_rows(const float* weights, int64_t weights_stride, const void* const* rows, const void* next, int dim,
                      float* out, int64_t out_stride) {
   constexpr int n = rows_at_once;
   Floats weight[Heads][n];
@@ -74,7 +88,7 @@ inline void add_rows(const float* weights, int64_t weights_stride, const void* c
       for (int r = 0; r < n; ++r) v[r] = load_pair(static_cast<const T*>(rows[r]) + d, dim - d);
     }
     for (int g = 0; g < Heads; ++g) {
-      fetch<Heads, T>(rows[0], d, g, bytes_ahead);
+      fetch<Heads, T>(next, d, g);
       float* const to = out + g * out_stride + d;
       Floats a = load(to), b = load(to + width);
       for (int r = 0; r < n; ++r) {
@@ -99,12 +113,12 @@ inline void for_heads(int group, Body&& body) {
 // What the driver needs to know of a dtype, so that it is compiled once for all of them.
 struct Dtype {
   int size;
-  // scores[g][r] = q[g] . rows[r] for a block of rows and all heads of the group.
-  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, int bytes_ahead,
+  // scores[g][r] = q[g] . rows[r] for a block of rows and all heads of the group. `next`: null where there is nothing to fetch.
+  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, const Next* next, int dim,
               float* scores, int64_t scores_stride);
   // out[g] += the sum of weights[g][r] * rows[r] over a block of rows, for all heads of the group.
-  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim,
-              int bytes_ahead, float* out, int64_t out_stride);
+  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, const Next* next,
+              int dim, float* out, int64_t out_stride);
   // A row of n as floats: in order, and in pairs with zeros behind.
   void (*read)(const void* row, int n, float* plain, float* pairs);
   // n floats that are in order, in pairs with zeros behind.
@@ -118,23 +132,23 @@ struct Dtype {
 };
 
 template <class T>
-void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, int dim, int bytes_ahead,
+void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, const Next* next, int dim,
                float* scores, int64_t scores_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      dot_rows<T, heads()>(q + g * q_stride, q_stride, rows + r, dim, g == 0 ? bytes_ahead : 0,
+      dot_rows<T, heads()>(q + g * q_stride, q_stride, rows + r, g == 0 && next ? next->row[r / rows_at_once] : rows[r], dim,
                            scores + g * scores_stride + r, scores_stride);
     }
   });
 }
 
 template <class T>
-void add_block(const float* weights, int64_t weights_stride, int group, const void* const* rows, int dim,
-               int bytes_ahead, float* out, int64_t out_stride) {
+void add_block(const float* weights, int64_t weights_stride, int group, const void* const* rows, const Next* next,
+               int dim, float* out, int64_t out_stride) {
   for_heads(group, [&](int g, auto heads) {
     for (int r = 0; r < block; r += rows_at_once) {
-      add_rows<T, heads()>(weights + g * weights_stride + r, weights_stride, rows + r, dim, g == 0 ? bytes_ahead : 0,
-                           out + g * out_stride, out_stride);
+      add_rows<T, heads()>(weights + g * weights_stride + r, weights_stride, rows + r,
+                           g == 0 && next ? next->row[r / rows_at_once] : rows[r], dim, out + g * out_stride, out_stride);
     }
   });
 }

@@ -315,7 +315,7 @@ class Unit {
     for (int i = from; i < to; i += block) {
       const Rows rows = rows_of(values_, i);
       if (!rows.any) continue;
-      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, args_.value_dim, bytes_ahead(), sums,
+      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
                        work_.out_stride);
     }
   }
@@ -362,6 +362,7 @@ class Unit {
   struct Rows {
     const void* row[block];
     int32_t visible[block];  // a mask: 0 or -1
+    Next next;               // unless the rows were chosen
     bool any;
   };
 
@@ -444,8 +445,8 @@ class Unit {
     choice_.always(head);
   }
 
-  // Neither chosen rows nor blocks lie one after the other.
-  int bytes_ahead() const { return chosen_ || args_.table ? 0 : ahead; }
+  // Chosen rows are fetched when they are found.
+  const Next* next_of(const Rows& rows) const { return chosen_ ? nullptr : &rows.next; }
 
   // What every slot is given, reduced over the group; what was not chosen gets nothing.
   void find_attn() const {
@@ -464,14 +465,14 @@ class Unit {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
     const auto as_they_are = [&] {
-      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, args_.key_dim, bytes_ahead(), scores, to);
+      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     };
     if (!args_.near) return as_they_are();
     const Turns turns = turns_of(from, rows);
     if (turns.most == 0) return as_they_are();
     if (!turns.differ) {
       const float* const query = query_turned_back(chunk, turns.most);
-      steps_.dtype.dot(query, stride, args_.group, rows.row, args_.key_dim, bytes_ahead(), scores, to);
+      steps_.dtype.dot(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     } else {
       float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
       const void* row[block];
@@ -480,7 +481,7 @@ class Unit {
       if (args_.half_keys) halves = rows_of(half_keys_, from);
       steps_.dtype.turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
                         work_.half_key + chunk * stride, keys, stride);
-      dtype<float>.dot(work_.ordered, stride, args_.group, row, args_.key_dim, 0, scores, to);
+      dtype<float>.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
     }
   }
 
@@ -553,6 +554,7 @@ class Unit {
       rows.visible[i] = -static_cast<int32_t>(seen);
       any |= seen;
     }
+    find_next(layout, from, args_.slots, rows.next);
     rows.any = any != 0;
     return rows;
   }
@@ -566,7 +568,8 @@ class Unit {
       rows.visible[i] = -static_cast<int32_t>(any);
     }
     for (int i = from + block; i < from + 2 * block && i < rows_; ++i) {
-      fetch_to_read(layout.row(chosen_[i]), layout.row_bytes);
+      const char* const next = layout.row(chosen_[i]);
+      for (int64_t byte = 0; byte < layout.row_bytes; byte += 64) __builtin_prefetch(next + byte);
     }
     rows.any = true;
     return rows;
@@ -586,15 +589,9 @@ class Unit {
       }
     });
     for (int i = end - from; i < block; ++i) rows.row[i] = work_.zeros, rows.visible[i] = 0;
-    layout.runs(end, args_.slots - end < block ? args_.slots : end + block, [&](int slot, int to, const char* row) {
-      fetch_to_read(row, (to - slot) * layout.row_bytes);
-    });
+    find_next(layout, from, args_.slots, rows.next);
     rows.any = any != 0;
     return rows;
-  }
-
-  static void fetch_to_read(const char* from, int64_t bytes) {
-    for (int64_t i = 0; i < bytes; i += 64) __builtin_prefetch(from + i);
   }
 
   // The maximum over all slots and the sink.

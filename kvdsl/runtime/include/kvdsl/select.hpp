@@ -310,7 +310,9 @@ class Choice {
       } else {
         const void* rows[block];
         for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
-        dtype_.dot(work_.query, work_.query_stride, heads, rows, args_.key_dim, args_.table ? 0 : ahead, scores, block);
+        Next next;
+        find_next(query_.keys, from, args_.slots, next);
+        dtype_.dot(work_.query, work_.query_stride, heads, rows, &next, args_.key_dim, scores, block);
       }
       reduce(scores, heads);
       rank_slots(scores, from);
