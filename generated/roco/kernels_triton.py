@@ -41,8 +41,9 @@ def settle(
     new_logits,  # [B, H, G] float32: the new token's
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D]
-    values,  # [B, H, N, E]
+    keys,  # [B, H, N, D], or heads of other lengths one behind the other
+    values,  # [B, H, N, E], likewise
+    start,  # [B, H] int64: rows of `keys` and `values` before the head's
     position,  # [B, H, N] int32
     columns,  # [2, B, H, N] float32: the state columns
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
@@ -93,8 +94,9 @@ def settle(
     d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
     value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    tl.store(keys + (pair * slots + slot) * D + d, key, mask=d < D)
-    tl.store(values + (pair * slots + slot) * E + e, value, mask=e < E)
+    at = tl.load(start + pair) + slot
+    tl.store(keys + at * D + d, key, mask=d < D)
+    tl.store(values + at * E + e, value, mask=e < E)
     tl.store(position + slot, now)
     ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
     tl.store(sum_attn_at + slot, 0.0)
