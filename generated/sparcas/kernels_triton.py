@@ -1,4 +1,4 @@
-"""SparCas on GPUs: the launches of a decode step, all but the last but one, which is `kvdsl.runtime.gpu.attend`.
+"""SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
 
 Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
 

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import FREE, AttentionCall, ranks
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 
 
 @dataclass(frozen=True)

@@ -209,6 +209,7 @@ class TritonPlan:
             placed, as well.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
+        agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
     """
 
     args: tuple[str, ...]
@@ -228,6 +229,7 @@ class TritonPlan:
     tops: tuple[str, ...]
     select: TritonSelect | None
     compact: bool
+    agrees: bool
 
     @property
     def draws(self) -> bool:
@@ -284,14 +286,15 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         tops=tops,
         select=select,
         compact=policy.positions == "compact",
+        agrees=settles and policy.victims == "heads",
     )
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a program sees one head, and its keys in one piece."""
+    """The statements that the kernels do not know: a launch sees one layer, and its keys in one piece."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
-        f"`victims shared by {policy.victims}`": policy.victims != "own",
+        "`victims shared by layers`": policy.victims == "layers",
         "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]

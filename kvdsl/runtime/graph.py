@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.blocks import slot_state
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 from kvdsl.runtime.torch_backend import TorchBackend
 
 if TYPE_CHECKING:

@@ -38,11 +38,16 @@ def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.Captu
 
 
 @pytest.mark.slow
-def test_room_for_a_hard_cap(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.mark.parametrize(("statement", "kernel"), [("cap hard", "make_room"), ("victims shared by heads", "agree")])
+def test_what_no_shipped_policy_has(
+    statement: str, kernel: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "p.kv"
-    file.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore sum(attn)\ncap hard\nkeep top 3 by std(attn)\n}\n')
+    file.write_text(
+        f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{statement}\nkeep top 3 by std(attn)\n}}\n'
+    )
     rows = run(capsys, "build", str(file), "--target", GPUS, "--json").json()["rows"]
-    assert [row["spills"] for row in rows if row["kernel"] == "make_room"] == [0] * 5
+    assert [row["spills"] for row in rows if row["kernel"] == kernel] == [0] * 5
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:

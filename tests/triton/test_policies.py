@@ -113,10 +113,15 @@ LAZY = {
     ),
     "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
     "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
+    "heads agree on ranks": (
+        "param budget = 9\nvictims shared by heads\nscore last(attn)\nkeep top 3 by std(attn)\nkeep where last(attn) > 0.3\n"
+        "trigger overflow >= 3\ncap hard"
+    ),
+    "heads agree, compact": "param budget = 8\nvictims shared by heads\nscore sum(attn)\npositions compact\ntrigger overflow >= 2",
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(
-    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by"))]  # fmt: skip
+    word in text for word in ("_pool", "dot(", "select", "sketch", "shared by layers"))]  # fmt: skip
 SELECTING = (
     "select of a part",
     "compact selection",
@@ -128,11 +133,13 @@ SELECTING = (
 def test_statements(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("p", batch=2, prompt=34, padding=5, steps=6, group=2, kv_heads=1)
     if name in LAZY:
-        monkeypatch.setitem(STATEMENTS, name, (LAZY[name], case))
+        rope = "half" if "compact" in name else None
+        monkeypatch.setitem(STATEMENTS, name, (LAZY[name], replace(case, rope=rope)))
     policy, spec = load_statement(name, tmp_path_factory.getbasetemp())
     assert spec.triton_source.exists()
     varied = VARIANTS["windowed"] if len(name) % 2 else {}
-    case = replace(STATEMENTS[name][1], steps=6, kv_heads=1, **{**varied, "layer": 2})
+    heads = 1 if spec.victims == "own" else 3
+    case = replace(STATEMENTS[name][1], steps=6, kv_heads=heads, **{**varied, "layer": 2})
     total = compare(policy, spec, "triton", case)
     assert total.steps > 0
     assert not total.failures, "\n".join(total.failures)

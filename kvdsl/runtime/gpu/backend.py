@@ -1,5 +1,6 @@
-"""The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap.
-Of a prompt torch's attention, and one launch or two for its statistics.
+"""The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap,
+and one (with a hard cap two) where the layer's heads agree on who leaves. Of a prompt torch's attention, and one launch or two for
+its statistics.
 
 In a step nothing waits for the device, and everything that the kernels work in is allocated once, so that it can be captured in a
 CUDA graph.
@@ -121,6 +122,7 @@ class TritonBackend:
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
             launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
+            self._agree(given | sizes.settle(work.splits), before=True)
         if state.selects:
             dims = work.width or sizes.key_dim
             launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
@@ -128,7 +130,15 @@ class TritonBackend:
             launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
         launch(attend, (work.splits, heads, batch), given | sizes.attend(rope), ATTEND_OPTIONS)
         launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
+        if state.evicts:
+            self._agree(given | sizes.settle(work.splits), before=False)
         return out
+
+    def _agree(self, given: dict[str, Any], *, before: bool) -> None:
+        """Evict what the layer's heads agree on, if they must. `before`: before the token is placed, under a hard cap."""
+        if hasattr(self.kernels, "agree"):
+            batch, heads, _ = given["position"].shape
+            launch(self.kernels.agree, (batch,), given | {"heads": heads, "BEFORE": before}, SETTLE_OPTIONS)
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
@@ -221,7 +231,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
         "newest": torch.empty_like(state.seen),
-        "gaps": ints(slots if "gaps" in kernels.settle.arg_names else 0),
+        "gaps": ints(slots if state.spec.compact else 0),
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }

@@ -55,7 +55,7 @@ _TYPES = {
     **dict.fromkeys(("rank", "length", "gaps"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
-        ("slots", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
+        ("slots", "heads", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
     ),
     **dict.fromkeys(("tokens", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
@@ -74,7 +74,7 @@ class Row:
 
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            and under a hard cap `make_room`; for prompts `observe`, and `over_slots` before it where values over slots are reduced.
+            under a hard cap `make_room`, and `agree` where heads do; for prompts `observe`, and `over_slots` before it where values over slots are reduced.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -118,7 +118,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
     constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
     rope = WHOLLY if "rank" in kernels.settle.arg_names else None
-    constants |= {"PADDED": False, "CAPPED": False}
+    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False}
     width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
     wanted = [
         ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
@@ -131,6 +131,8 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
         ]
     if hasattr(kernels, "make_room"):
         wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
+    if hasattr(kernels, "agree"):
+        wanted.append(("agree", kernels.agree, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
     for kernel, sizes in (("over_slots", DEFAULT.over_slots()), ("observe", DEFAULT.observe())):
         if hasattr(kernels, kernel):
             wanted.append((kernel, getattr(kernels, kernel), sizes, OBSERVE_OPTIONS))

@@ -546,6 +546,43 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
     return i, tl.where(counts, key, BELOW_ALL)
 
 
+# -- heads that agree --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def average_over_heads(
+    scores,  # [H, SCORES, N] float32: what the slots are ranked by; the first head's rows get the means
+    kept,  # [H, N] int8: 1 where protected; the first head's row gets 1 where any is
+    slots,
+    heads,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Leave what all heads of a row think together in the first one's rows."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        for s in tl.static_range(SCORES):
+            summed = tl.zeros([BLOCK], tl.float32)
+            for head in range(heads):
+                summed += tl.load(scores + (head * SCORES + s) * slots + i, mask=inside, other=0.0)
+            tl.store(scores + s * slots + i, tl.div_rn(summed, tl.zeros([BLOCK], tl.float32) + heads), mask=inside)
+        held = tl.zeros([BLOCK], tl.int32)
+        for head in range(heads):
+            held = held | tl.load(kept + head * slots + i, mask=inside, other=0).to(tl.int32)
+        tl.store(kept + i, held.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def leave_together(position, slots, heads, BLOCK: tl.constexpr):
+    """Free those slots of the other heads, [H, N], that are free in the first one."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        gone = tl.load(position + i, mask=i < slots, other=0) < 0
+        for head in range(1, heads):
+            tl.store(position + head * slots + i, -1, mask=gone)
+
+
 # -- ranks -------------------------------------------------------------------------------------------------------------
 
 
