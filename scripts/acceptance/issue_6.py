@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, kvdsl_json, tests
@@ -26,9 +28,13 @@ def _permuted() -> Measured:
     return all_pass(tests("tests/differential", "test_in_place_equals_shift_and_append"), 16)
 
 
-@criterion(6, "the same tokens as shift and append on the reference model for 500 steps")
+@criterion(
+    6,
+    "generate says what it says from a shift-and-append cache: reference model, 500 steps, EQUIP's two policies and blocks, C++ and "
+    "torch; a divergence counts where the top two logits differ by more than 1e-4",
+)
 def _five_hundred() -> Measured:
-    raise NotMeasured("no model is run from a shifted cache: the equality is tested layer by layer, step by step")
+    return all_pass(tests("tests/bench", "test_in_place_says_what_shift_and_append_says_for_500_steps"), 6)
 
 
 @criterion(6, "models with ALiBi are refused with a reason")
@@ -43,14 +49,16 @@ def _compact() -> Measured:
     return all_pass(tests("tests/hf", "test_logits_are_those_of_the_kept_tokens_alone"), 60)
 
 
-@criterion(6, "`rope cached` is `rope fused` to the bit")
+@criterion(6, "`rope cached` is `rope fused`: to the bit on torch, within 1e-5 in C++")
 def _rope_modes() -> Measured:
-    return all_pass(tests("tests/runtime", "test_rope_cached."), 6)
+    return all_pass(tests("tests/runtime", "test_rope_cached."), 18)
 
 
-@criterion(6, "`storage blocks` is `storage in_place` to the bit; one pool serves rows of different lengths")
+@criterion(
+    6, "`storage blocks` is `storage in_place` to the bit, C++ and torch; one pool serves rows of different lengths, and gets blocks back"
+)
 def _blocks() -> Measured:
-    return all_pass(tests("tests/runtime", "test_blocks."), 15)
+    return all_pass(tests("tests/runtime", "test_blocks."), 40)
 
 
 # -- several at once ---------------------------------------------------------------------------------------------------
@@ -114,23 +122,34 @@ _table_5("h2o")
 _table_5("streaming_llm")
 
 
-@criterion(6, "a step with `rope fused` in the kernel, and with `rope cached` (torch); bytes of a token's key and value")
+FUSED = '''
+kv 1
+import "equip_h2o.kv"
+
+policy Fused extends EQUIP_H2O {
+  """EQUIP_H2O that keeps no rotated halves."""
+  override rope fused
+}
+'''
+
+
+@criterion(6, "a step with `rope fused` and with `rope cached`, both in C++, the fastest quarter; bytes of a token's key and value")
 def _rope_speed() -> Measured:
-    cached, kernel = _milliseconds("torch"), _milliseconds("cpu")
-    held = kvdsl_json("explain", "equip_h2o")["bytes"]
-    plain, more = held["key_and_value"], held["rotated_half"]
-    return (
-        f"{kernel:.2f} and {cached:.2f} ms; {plain} and {plain + more} bytes",
-        "fused <= cached",
-        kernel <= cached and more > 0,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "fused.kv"
+        file.write_text(FUSED.lstrip(), encoding="utf-8")
+        rounds = [(_milliseconds(str(file)), _milliseconds("equip_h2o")) for _ in range(3)]
+        held = kvdsl_json("explain", str(file))["bytes"], kvdsl_json("explain", "equip_h2o")["bytes"]
+    fused, cached = (min(times) for times in zip(*rounds, strict=True))
+    plain, more = (one["key_and_value"] + one["rotated_half"] for one in held)
+    return f"{fused:.2f} and {cached:.2f} ms; {plain} and {more} bytes", "fused <= cached", fused <= cached and plain < more
 
 
-def _milliseconds(backend: str) -> float:
-    """Of one step of EQUIP_H2O, whose keys the torch backend turns by halves that it keeps, and the kernel as it reads them."""
-    shape = "--batch 1 --kv-heads 8 --group 4 --head-dim 128 --live 1024 --dtype fp32 --repeats 5 --warmup 1"
-    found: dict[str, Any] = kvdsl_json("bench", "decode", "--policy", "equip_h2o", "--backend", backend, *shape.split())
-    return float(found["ms"])
+def _milliseconds(policy: str) -> float:
+    """The lower quartile of one step's time in C++, whose keys are turned by different angles."""
+    shape = "--batch 1 --kv-heads 8 --group 4 --head-dim 128 --live 1024 --dtype fp32 --repeats 7 --warmup 1"
+    found: dict[str, Any] = kvdsl_json("bench", "decode", "--policy", policy, "--backend", "cpu", *shape.split())
+    return float(found["ms_q1"])
 
 
 @criterion(6, "bench generate, two layers of Llama-2-7B's shape: in place over shift")
@@ -153,7 +172,7 @@ def _reproduced() -> Measured:
 
 @criterion(
     6,
-    "a decode step traces with torch.compile(fullgraph=True), no recompilation over 1,000 steps (text and compact positions)",
+    "a decode step under each storage and rope mode traces with torch.compile(fullgraph=True), no recompilation over 1,000 steps",
 )
 def _compiled() -> Measured:
-    return all_pass(tests("tests/hf/test_compile.py", "thousand"), 4)
+    return all_pass(tests("tests/hf/test_compile.py", "thousand"), 14)
