@@ -21,7 +21,8 @@ from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
 @click.option("--chunk", type=click.IntRange(1), help="Tokens of the prompt fed at a time [default: all].")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("trace.html"), show_default=True,
               help="The page.")  # fmt: skip
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--backend", type=BACKENDS, default="torch", show_default=True,
+              help="What runs the policy; only torch tells the scores of decoded tokens.")  # fmt: skip
 @dtype_option
 @json_option
 def command(
@@ -30,9 +31,9 @@ def command(
 ) -> None:  # fmt: skip
     """Show which tokens a policy kept while a model read a prompt and went on from it: one HTML file that needs no network.
 
-    Every token is coloured by when it was evicted (blue early, red late) and in how many KV heads (the stronger, the more). A slider
-    goes through the steps, two lists choose a layer and a KV head, and pointing at a token shows when each head let it go and
-    what its state columns were. The prompt is one step, unless --chunk divides it.
+    Every token is coloured by when it was evicted (blue early, red late) and in how many KV heads (the stronger, the more), or by
+    its score. A slider goes through the steps, two lists choose a layer and a KV head, and pointing at a token shows what every head
+    knew of it at that step, its score and its state columns, and when it let it go. The prompt is one step, unless --chunk divides it.
 
     \b
     Examples:
@@ -42,9 +43,11 @@ def command(
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
     from kvdsl.cli.progress import progress
+    from kvdsl.compiler import analyse, find_policy
     from kvdsl.environment import environment
     from kvdsl.eval import trace as tracing
     from kvdsl.eval.models import check_length, load_model
+    from kvdsl.ir.printer import print_expression
     from kvdsl.loading import load
 
     cache_class: Any = load(policy, **settings)
@@ -53,9 +56,11 @@ def command(
     check_length(lm, len(ids) + max_new_tokens)
     with progress("trace", tracing.steps(ids, max_new_tokens, chunk)) as tick:
         made = tracing.trace(lm, ids, max_new_tokens, cache_class(lm, backend=backend), chunk, tick)
+    score = analyse(find_policy(policy), settings=settings).policy.score
     dtype_name = str(lm.dtype).removeprefix("torch.")
     facts = {
         "policy": cache_class.spec.name,
+        "expression": "" if score is None else print_expression(score),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()) or "its own settings",
         "model": model or "the model that ships with kvdsl",
     }

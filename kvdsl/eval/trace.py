@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,9 +12,10 @@ import torch
 from torch import Tensor
 
 from kvdsl.resources import resource
+from kvdsl.runtime import eviction
 
-DIGITS = 4
-"""Significant digits of a column's value on the page."""
+SCORE, PROTECTED = "score", "protected"
+"""What a page shows of a token beside the policy's state columns."""
 
 
 @dataclass
@@ -26,8 +28,9 @@ class Trace:
         seen: how many tokens the cache had seen after each step; the first step is the first part of the prompt.
         layers: the layers that the policy manages.
         gone: int32 [layers, kv_heads, tokens], the first step after which the token was no longer cached; -1 while it is.
-        columns: name -> float32 [layers, kv_heads, tokens], the state column when the token was last cached; NaN if it left with
-            the step that brought it.
+        values: by name, what tokens had when the policy decided who leaves: `score`, `protected` (1 for what may not leave) and the
+            state columns, float32 [numbers]. For every layer, KV head and token in turn, a number for each step from the one that
+            read it to the one with which it left, or the last; NaN where nothing was decided.
     """
 
     ids: list[int]
@@ -35,7 +38,17 @@ class Trace:
     layers: list[int]
     seen: list[int] = field(default_factory=list)
     gone: Tensor = field(default_factory=lambda: torch.empty(0))
-    columns: dict[str, Tensor] = field(default_factory=dict)
+    values: dict[str, Tensor] = field(default_factory=dict)
+
+    def read_at(self) -> Tensor:
+        """The step that read each token that was fed, int64 [tokens]."""
+        return torch.bucketize(torch.arange(self.seen[-1]), torch.tensor(self.seen), right=True)
+
+    def places(self) -> Tensor:
+        """Where each token's numbers begin in `values`, int64 [layers, kv_heads, tokens]; a last entry says where all end, flat."""
+        gone = self.gone[..., : self.seen[-1]].long()
+        held = torch.where(gone < 0, len(self.seen) - 1, gone) - self.read_at() + 1
+        return torch.nn.functional.pad(held.flatten().cumsum(0), (1, 0))
 
 
 def trace(
@@ -49,13 +62,14 @@ def trace(
     """Generate greedily after the prompt, and note after every forward what the cache holds.
 
     Args:
-        cache: of kvdsl, empty.
+        cache: of kvdsl, empty. Only the torch backend tells what decoded tokens scored; the others tell it of the prompt's.
         chunk: tokens of the prompt fed at a time; None for all.
         tick: called after every forward, `steps` times.
     """
     made = Trace(list(prompt), len(prompt), list(cache.managed))
     longest = len(prompt) + new_tokens
-    with torch.inference_mode():
+    settled: list[_Settled] = []
+    with torch.inference_mode(), eviction.watched(lambda *what: settled.append(_settled(len(made.seen), *what))):
         for part in _parts(prompt, chunk):
             logits = _forward(model, part, cache)
             _note(made, cache, len(part), longest)
@@ -66,7 +80,46 @@ def trace(
             _note(made, cache, 1, longest)
             tick()
     made.ids.append(int(logits.argmax()))
+    made.values = _values(made, settled)
     return made
+
+
+@dataclass(frozen=True)
+class _Settled:
+    """What one layer's slots had in a settle: `position` [kv_heads, slots], and values likewise."""
+
+    step: int
+    layer: int
+    position: Tensor
+    values: dict[str, Tensor]
+
+
+def _settled(step: int, held: eviction.Held, score: Tensor | float, protected: Tensor) -> _Settled:
+    position = held.position[0].cpu().long()
+    columns = held.state.single_columns(held.kept["columns"])
+    each = {
+        SCORE: torch.as_tensor(score)[..., 0, :] if isinstance(score, Tensor) else torch.tensor(score),
+        PROTECTED: protected,
+    }
+    values = {
+        name: value.float().cpu().broadcast_to(1, *position.shape)[0].clone() for name, value in (each | columns).items()
+    }
+    return _Settled(step, held.state.layer, position.clone(), values)
+
+
+def _values(made: Trace, settled: Sequence[_Settled]) -> dict[str, Tensor]:
+    """Lay out what the settles told as `Trace.values` has it; of several in one step, the last that a token saw."""
+    places = made.places()
+    starts, read_at = places[:-1].view(made.gone[..., : made.seen[-1]].shape), made.read_at()
+    found: dict[str, Tensor] = {}
+    for one in settled:
+        live = one.position >= 0
+        token = one.position.clamp(min=0)
+        at = starts[made.layers.index(one.layer)].gather(1, token) + one.step - read_at[token]
+        for name, value in one.values.items():
+            flat = found.setdefault(name, torch.full((int(places[-1]),), torch.nan))
+            flat[at[live]] = value[live]
+    return found
 
 
 def steps(prompt: Sequence[int], new_tokens: int, chunk: int | None) -> int:
@@ -99,16 +152,6 @@ def _note(made: Trace, cache: Any, tokens: int, longest: int) -> None:
         held = torch.zeros(len(position), longest + 1, dtype=torch.bool).scatter_(1, slot, value=True)[:, :seen]
         left = made.gone[index, :, :seen]
         left[~held & (left < 0)] = step
-        for name, column in cache.state(layer).items():
-            if column.dim() == 3:  # a ring of the last queries has no single value
-                _note_column(made, name, index, slot, column[0].cpu())
-
-
-def _note_column(made: Trace, name: str, index: int, slot: Tensor, values: Tensor) -> None:
-    if name not in made.columns:
-        made.columns[name] = torch.full(made.gone.shape, torch.nan)
-    behind = torch.nn.functional.pad(made.columns[name][index], (0, 1))
-    made.columns[name][index] = behind.scatter(1, slot, values)[:, :-1]
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------
@@ -128,25 +171,22 @@ def pieces(tokenizer: Any, ids: Sequence[int]) -> list[str]:
 
 
 def as_data(made: Trace, tokenizer: Any) -> dict[str, Any]:
-    """A trace for JSON: `tokens`, `prompt_tokens`, `seen`, `layers`, `gone` and `columns`, lists by layer, KV head and token."""
+    """A trace for JSON: `tokens`, `prompt_tokens`, `seen`, `layers`, `gone` (lists by layer, KV head and token) and `values`.
+
+    Each of `values` is `Trace.values` as the base64 of little-endian float32.
+    """
+    values = {name: base64.b64encode(flat.numpy().astype("<f4").tobytes()).decode() for name, flat in made.values.items()}
     return {
         "tokens": pieces(tokenizer, made.ids), "prompt_tokens": made.prompt_tokens, "seen": made.seen, "layers": made.layers,
-        "gone": made.gone.tolist(), "columns": {name: _rounded(values.tolist()) for name, values in made.columns.items()},
+        "gone": made.gone.tolist(), "values": values,
     }  # fmt: skip
-
-
-def _rounded(values: Any) -> Any:
-    """Nested lists of numbers with few digits, None for what JSON cannot say."""
-    if isinstance(values, list):
-        return [_rounded(one) for one in values]
-    return float(f"{values:.{DIGITS}g}") if -torch.inf < values < torch.inf else None
 
 
 def page(data: dict[str, Any]) -> str:
     """One HTML file that needs nothing else; whatever the data hold is escaped.
 
     Args:
-        data: what `as_data` gives, and `policy`, `settings` (text) and `model`.
+        data: what `as_data` gives, and `policy`, `expression` (its score, or an empty text), `settings` and `model`, texts.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(str(resource("templates", "html"))), undefined=jinja2.StrictUndefined, autoescape=True

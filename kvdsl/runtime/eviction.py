@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -57,6 +58,22 @@ def held_in_slots(state: SlotState, rows: Tensor) -> Held:
     """What the state itself holds."""
     kept = {name: getattr(state, name) for name in (*SLOT_DIM, *(("rank",) if state.spec.compact else ()))}
     return Held(state, kept, state.numbers, state.seen - 1, rows, state.evicts)
+
+
+Watcher = Callable[[Held, "Tensor | float", Tensor], None]
+"""Told of every settle, before anyone leaves: the slots' scores, [batch, kv_heads, 1, slots], and what may not leave."""
+
+_watchers: list[Watcher] = []
+
+
+@contextmanager
+def watched(watcher: Watcher) -> Iterator[None]:
+    """Tell the watcher of every settle that is computed here: those of prompts, and the torch backend's of decoded tokens."""
+    _watchers.append(watcher)
+    try:
+        yield
+    finally:
+        _watchers.remove(watcher)
 
 
 def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
@@ -135,11 +152,20 @@ def _own_victims(held: Held, excess: Excess) -> Tensor:
     numbers = state.per_head(held.numbers)
     state.spec.torch_kernels.protect(view, protection, numbers)
     view.protected = protection.mask
-    score = state.spec.torch_kernels.score(view)
+    score = _score(held, view)
     if state.spec.across:
         over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
         return shared_order(score, protection, numbers["floor"]) < over * held.rows.view(-1, 1, 1)
     return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
+
+
+def _score(held: Held, view: View) -> Tensor | float:
+    """What the slots score, when it is known what may not leave."""
+    score: Tensor | float = held.state.spec.torch_kernels.score(view)
+    for watcher in _watchers:
+        assert view.protected is not None
+        watcher(held, score, view.protected)
+    return score
 
 
 def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
@@ -152,7 +178,7 @@ def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
     scores = []
     for held, view, protection in zip(layers, views, protections, strict=True):
         view.protected = protection.mask
-        scores.append(held.state.spec.torch_kernels.score(view))
+        scores.append(_score(held, view))
     score = mean_score(scores, [held.position for held in layers])
     return [
         eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)

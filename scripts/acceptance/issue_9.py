@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
 import tempfile
 from functools import lru_cache
 from pathlib import Path
@@ -110,7 +111,9 @@ def _trace() -> Measured:
 
 @criterion(9, "kvdsl trace in a headless browser")
 def _browser() -> Measured:
-    raise NotMeasured("needs a browser; the page's script is run by node in tests/eval/test_trace.py")
+    if not (any(map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))) and shutil.which("chromedriver")):
+        raise NotMeasured("needs chromium and chromedriver; the page's script is run by node in tests/eval/test_trace.py")
+    return all_pass(tests("tests/eval/test_trace_browser.py"), 3)
 
 
 # -- others' tasks and packages ----------------------------------------------------------------------------------------

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import json
 import re
 import shutil
+import struct
 import subprocess
 from html.parser import HTMLParser
 from pathlib import Path
@@ -73,7 +75,8 @@ def test_the_page_says_what_positions_said_step_by_step(
 
     cache: Any = kvdsl.load(policy)(model, budget=int(words[4].split("=")[1]), backend="torch")
     prompt = [tokenizer.bos_token_id, *tokenizer(PROMPT * 3, add_special_tokens=False)["input_ids"]]
-    ids, seen, columns = torch.tensor([prompt]), 0, {}
+    ids, seen, compared = torch.tensor([prompt]), 0, 0
+    value = reader(data)
     for step, upto in enumerate(data["seen"]):
         with torch.inference_mode():
             logits = model(ids[:, seen:upto], past_key_values=cache, use_cache=True).logits
@@ -82,19 +85,54 @@ def test_the_page_says_what_positions_said_step_by_step(
                 gone = data["gone"][layer][head]
                 assert {t for t in range(upto) if not 0 <= gone[t] <= step} == held(cache, layer, head)
                 for name, column in cache.state(layer).items():
-                    if column.dim() == 3:
-                        slots = zip(cache.positions(layer)[0, head].tolist(), column[0, head].tolist(), strict=True)
-                        columns.update({(name, layer, head, at): value for at, value in slots if at >= 0})
+                    slots = zip(cache.positions(layer)[0, head].tolist(), column[0, head].tolist(), strict=True)
+                    for at, wanted in slots if column.dim() == 3 else ():
+                        if at >= 0:
+                            assert value(name, layer, head, at, step) == pytest.approx(wanted, rel=1e-3, abs=1e-12)
+                            compared += 1
         seen = upto
         if upto >= len(prompt):
             ids = torch.cat([ids, logits[:, -1].argmax(-1, keepdim=True)], 1)
     assert data["tokens"] == tracing.pieces(tokenizer, ids[0].tolist())
     assert data["prompt_tokens"] == len(prompt) and len(ids[0]) == len(prompt) + 8 == seen + 1
-    for (name, layer, head, at), value in columns.items():
-        assert data["columns"][name][layer][head][at] == pytest.approx(value, rel=1e-3, abs=1e-12)
-    flat = torch.tensor([[[[one is not None for one in head] for head in heads] for heads in values]
-                         for values in data["columns"].values()])  # fmt: skip
-    assert int(flat.sum()) == len(columns)
+    assert bool(compared) == (policy != "adakv"), "whose state is a ring of the last queries"
+
+
+def reader(data: Any) -> Any:
+    """A page's values by name, layer, KV head, token and step: the numbers in their order, one for every step that held the token."""
+    seen, last = data["seen"], len(data["seen"]) - 1
+    numbers = {name: iter(struct.unpack(f"<{len(raw) // 4}f", raw)) for name, raw in
+               ((name, base64.b64decode(text)) for name, text in data["values"].items())}  # fmt: skip
+    found = {}
+    for layer, heads in enumerate(data["gone"]):
+        for head, gone in enumerate(heads):
+            for token in range(seen[-1]):
+                first = next(step for step in range(last + 1) if seen[step] > token)
+                for step in range(first, (last if gone[token] < 0 else gone[token]) + 1):
+                    for name, one in numbers.items():
+                        found[name, layer, head, token, step] = next(one)
+    assert all(next(one, None) is None for one in numbers.values())
+    return lambda *where: found[where]
+
+
+def test_who_leaves_had_the_lowest_score_of_those_that_may(folder: str, tmp_path: Path) -> None:
+    out = tmp_path / "page.html"
+    words = ["trace", "--policy", "h2o", "--set", "budget=9", "--model", folder, "--prompt", PROMPT * 2, "--out", str(out)]
+    assert main([*words, "--max-new-tokens", "8"]) == 0
+    data = Page(out.read_text(encoding="utf-8")).data
+    assert data["expression"] == "sum(attn)" and set(data["values"]) == {"score", "protected", "sum_attn"}
+    value, left = reader(data), 0
+    for layer, heads in enumerate(data["gone"]):
+        for head, gone in enumerate(heads):
+            for step, upto in enumerate(data["seen"]):
+                live = [token for token in range(upto) if not 0 <= gone[token] < step]
+                free = [token for token in live if not value("protected", layer, head, token, step)]
+                going = [token for token in live if gone[token] == step]
+                assert len(live) - len(free) == 4, "the recent half of the budget, floored"
+                ranked = sorted(free, key=lambda token: value("score", layer, head, token, step))
+                assert set(going) == set(ranked[: len(going)])
+                left += len(going)
+    assert left == 4 * (data["seen"][-1] - 9)
 
 
 def test_the_page_needs_no_network_and_escapes_the_text(folder: str, tmp_path: Path) -> None:
@@ -160,20 +198,26 @@ document.getElementById("data").textContent = DATA;
 eval(SCRIPT);
 const painted = () => found.text.children.map((one) => one.classList.on.has("future") ? "future" : one.style.background);
 const states = [painted()];
-found.step.value = 0; found.step.listeners.input(); states.push(painted());
-found.step.value = 1; found.layer.value = "0"; found.head.value = "1"; found.head.listeners.input(); states.push(painted());
+const set = (id, value) => { found[id].value = value; found[id].listeners.input(); };
+set("step", 0); states.push(painted());
+set("step", 1); set("layer", "0"); set("head", "1"); states.push(painted());
 found.text.listeners.pointerover({target: found.text.children[1]});
-const cells = found.details.children[0].children.map((row) => row.children.map((cell) => cell.textContent));
-console.log(JSON.stringify({states, words: found.details.textContent, cells}));
+const read = () => found.details.children.at(-1).children.map((row) => row.children.map((cell) => cell.textContent));
+const told = [[found.details.textContent, read()]];
+set("step", 0); told.push([found.details.textContent, read()]);
+set("step", 1); set("layer", "all"); set("head", "all"); set("color", "score"); states.push(painted());
+console.log(JSON.stringify({states, told}));
 """
 
 
 @pytest.mark.skipif(shutil.which("node") is None, reason="needs node to run the page's script")
 def test_the_script_paints_what_the_data_say(tmp_path: Path) -> None:
+    # Of every head and token, for each step that held it: a leaves with step 0; b stays in head 0, and leaves head 1 with step 1.
+    score = [0.1, 0.5, 0.6, 0.9, 0.2, 0.25, 0.3, float("nan")]
     data = {
-        "policy": "P", "settings": "s", "model": "m", "environment": {"kvdsl": "0"}, "tokens": ["a", "b", "c", "d"],
-        "prompt_tokens": 2, "seen": [2, 3], "layers": [0], "gone": [[[0, -1, -1, -1], [0, 1, -1, -1]]],
-        "columns": {"sum_attn": [[[None, 0.5, 1, None], [None, 0.25, 2, None]]]},
+        "policy": "P", "expression": "e", "settings": "s", "model": "m", "environment": {"kvdsl": "0"}, "prompt_tokens": 2,
+        "tokens": ["a", "b", "c", "d"], "seen": [2, 3], "layers": [0], "gone": [[[0, -1, -1, -1], [0, 1, -1, -1]]],
+        "values": {"score": base64.b64encode(struct.pack("<8f", *score)).decode()},
     }  # fmt: skip
     page = Page(tracing.page(data))
     program = BROWSER.replace("DATA", json.dumps(page.parts["data"])).replace(
@@ -186,6 +230,11 @@ def test_the_script_paints_what_the_data_say(tmp_path: Path) -> None:
         [early.format("0.8"), late.format("0.475"), "", "future"],
         [early.format("0.8"), "", "future", "future"],
         [early.format("0.8"), late.format("0.8"), "", "future"],
+        # by score, over both heads: in head 0, b is lower than c; in head 1 nothing is known of c
+        ["", "hsl(30 90% 55% / 0.475)", "hsl(170 90% 55% / 0.475)", "future"],
     ]
-    assert found["words"].startswith('token 1 "b" (prompt): evicted in 1 of 1 heads.')
-    assert found["cells"] == [["layer", "head 0", "head 1"], [0, "stays · 0.5", "1 · 0.25"]]
+    (words, cells), (earlier_words, earlier) = found["told"]
+    assert words == 'token 1 "b" (prompt), after step 1: cached in 0 of 1 heads.'
+    assert cells == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.6", "left with 1\n0.3"]]
+    assert earlier_words == 'token 1 "b" (prompt), after step 0: cached in 1 of 1 heads.'
+    assert earlier == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.5", "cached\n0.25"]]
