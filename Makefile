@@ -81,11 +81,12 @@ format: $(READY)  ## mend what ruff can mend
 bench: $(READY)  ## one decode step of RoCo against torch's attention, on this machine
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
 
-peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers.json; about ten minutes
+peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers*.json; ten minutes
 	PYTHONPATH=. $(PEERS)/bin/python -m pytest -q tests/integrations $(PYTEST_ARGS)
 	mkdir -p build
 	$(PEERS)/bin/python benchmarks/peers.py --out build/peers.json
-	$(PEERS)/bin/python benchmarks/peers.py --table build/peers.json
+	$(PEERS)/bin/python benchmarks/peers.py --memory --repeats 2 --out build/peers_memory.json
+	for file in peers peers_memory; do $(PEERS)/bin/python benchmarks/peers.py --table build/$$file.json; done
 
 # torch first, so that nothing else chooses another build of it.
 $(PEERS)/.ready: pyproject.toml

@@ -18,7 +18,7 @@ from kvdsl.eval.perplexity import perplexities
 from kvdsl.loading import load
 
 ROOT = Path(__file__).resolve().parents[2]
-RESULT = ROOT / "benchmarks" / "results" / "cpu" / "peers.json"
+RESULTS = {name: ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json" for name in ("peers", "peers_memory")}
 
 
 @pytest.fixture(scope="module")
@@ -61,23 +61,26 @@ def test_rows_compare_round_by_round(peers: Any) -> None:
     assert (theirs["tpot_vs_kvdsl"], theirs["tpot_vs_kvdsl_q1"], theirs["tpot_vs_kvdsl_q3"]) == (1.25, 0.875, 1.625)
     assert (theirs["ttft_vs_kvdsl"], theirs["peak_vs_kvdsl"]) == (1.5, 0.5)
     assert failed["error"] == "AssertionError: too short" and "tpot_ms" not in failed
-    assert peers.beaten([mine, theirs, failed]) == {"tpot": [], "peak": ["decode: kvpress's every 1"]}
+    assert peers.beaten([mine, theirs, failed], "time") == []
+    assert peers.beaten([mine, theirs, failed], "memory") == ["decode: kvpress's every 1"]
 
 
 def test_an_error_is_a_line_of_the_table(peers: Any) -> None:
     broken = racer(peers, "snapkv", "kvpress", [], "AssertionError: too short")
-    shown = peers.table({"rows": peers.rows([broken], contestants().Task(8, 20, 3))}, "decode")
-    assert "| snapkv | kvpress: kvpress's | fails: AssertionError: too short |" in shown
+    for measures, columns in (("time", 6), ("memory", 5)):
+        shown = peers.table({"measures": measures, "rows": peers.rows([broken], contestants().Task(8, 20, 3))}, "decode")
+        assert "| snapkv | kvpress: kvpress's | fails: AssertionError: too short |" in shown
+        assert {line.count("|") for line in shown.splitlines()} == {columns + 1}
 
 
-def test_the_documents_show_what_was_measured(peers: Any) -> None:
-    found = json.loads(RESULT.read_text(encoding="utf-8"))
+@pytest.mark.parametrize("name", RESULTS)
+def test_the_documents_show_what_was_measured(peers: Any, name: str) -> None:
+    found = json.loads(RESULTS[name].read_text(encoding="utf-8"))
     shown = (ROOT / "docs" / "performance.md").read_text(encoding="utf-8")
     for race in peers.RACES:
-        assert peers.table(found, race) in shown, f"run benchmarks/peers.py --table {RESULT.relative_to(ROOT)}"
-    for names in found["beaten"].values():
-        for name in names:
-            assert f"`{name}`" in shown, f"the cause of {name} is not told"
+        assert peers.table(found, race) in shown, f"run benchmarks/peers.py --table {RESULTS[name].relative_to(ROOT)}"
+    for beaten in found["beaten"]:
+        assert f"`{beaten}`" in shown, f"why {beaten} takes less is not told"
 
 
 # -- contestants -------------------------------------------------------------------------------------------------------
@@ -144,6 +147,8 @@ def test_transformers_sliding_caches_are_the_window_policy(peers: Any, cache: st
 
 @pytest.mark.skipif(version("kvpress") is not None, reason="kvpress is installed here")
 def test_without_kvpress_it_says_what_to_do() -> None:
-    done = subprocess.run([sys.executable, str(ROOT / "benchmarks" / "peers.py")], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "peers.py")], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 1
     assert done.stderr == "Error: kvpress is not installed here: `make peers` makes an environment with it and runs this\n"
