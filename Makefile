@@ -14,6 +14,11 @@ READY  := $(VENV)/.kvdsl-ready
 OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
+# kvpress needs a transformers before 5.3; of what it depends on, this is what its import asks for.
+PEERS   := $(VENV)/peers
+KVPRESS := kvpress==0.5.5
+BESIDE  := accelerate 'cachetools<6' datasets 'fire<0.7' 'pandas<3' requests
+
 # Triton's kernels are tested in its interpreter, which must be asked for before Triton is imported: in a process of their own.
 INTERPRET := TRITON_INTERPRET=1
 
@@ -22,7 +27,7 @@ EXEMPLARS := roco h2o tova streaming_llm vatp_h2o sparcas
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-lm-eval generate docs lint format bench reproduce accept gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-lm-eval generate docs lint format bench peers reproduce accept gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -82,6 +87,23 @@ format: $(READY)  ## mend what ruff can mend
 
 bench: $(READY)  ## one decode step of RoCo against torch's attention, on this machine
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
+
+peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers*.json; ten minutes
+	PYTHONPATH=. $(PEERS)/bin/python -m pytest -q tests/integrations $(PYTEST_ARGS)
+	mkdir -p build
+	$(PEERS)/bin/python benchmarks/peers.py --out build/peers.json
+	$(PEERS)/bin/python benchmarks/peers.py --memory --repeats 2 --out build/peers_memory.json
+	for file in peers peers_memory; do $(PEERS)/bin/python benchmarks/peers.py --table build/$$file.json; done
+
+# torch first, so that nothing else chooses another build of it.
+$(PEERS)/.ready: pyproject.toml
+	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
+	  || $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==5.2.*'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(KVPRESS)'
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(BESIDE) hypothesis pytest --editable .
+	touch $@
 
 reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/reproduce
 	for paper in $$($(PY) -c 'from kvdsl.reproduce import PAPERS; print(*PAPERS)'); do \

@@ -6,13 +6,12 @@ each by a JSON line on standard output: what was measured, or the error that end
 
 from __future__ import annotations
 
+import ctypes
 import json
 import sys
 import time
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import torch
 from contestants import CONTESTANTS, Contestant, Task
@@ -22,6 +21,9 @@ from kvdsl.bench.measure import peak_bytes
 from kvdsl.eval.models import load_model, read_text, windows
 
 WARM_TOKENS = 8
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # of glibc's malloc.h
+_PAGES = 1 << 16
 
 
 def read(model: Any, ids: Tensor, cache: Any, prompt: int) -> dict[str, Any]:
@@ -56,6 +58,15 @@ def one_round(one: Contestant, model: Any, ids: Tensor, task: Task) -> dict[str,
     return found
 
 
+def give_back_at_once() -> None:
+    """Have what is freed go back to the system, tensors by themselves: else the peak depends on what the allocator happens to keep."""
+    libc = ctypes.CDLL(None)
+    if not hasattr(libc, "mallopt"):
+        raise SystemExit("memory is measured with glibc's allocator, which is not here")
+    libc.mallopt(_MMAP_THRESHOLD, _PAGES)
+    libc.mallopt(_TRIM_THRESHOLD, 0)
+
+
 def cache_bytes(cache: Any) -> int:
     """What a cache holds in the end."""
     if hasattr(cache, "bytes"):
@@ -64,7 +75,9 @@ def cache_bytes(cache: Any) -> int:
 
 
 def main() -> None:
-    """The first line: `index` of the contestant, `task`, `model` and `text` (null for those that ship), `stretches` and `threads`."""
+    """The first line: `index` of the contestant, `task`, `model` and `text` (null for those that ship), `stretches`, `threads`
+    and whether it is about `memory`.
+    """
     answers, sys.stdout = sys.stdout, sys.stderr  # what libraries print is no answer
     given = json.loads(input())
 
@@ -72,6 +85,8 @@ def main() -> None:
         print(json.dumps(found), file=answers, flush=True)
 
     torch.set_num_threads(given["threads"])
+    if given["memory"]:
+        give_back_at_once()
     one, task = CONTESTANTS[given["index"]], Task(**given["task"])
     model, tokenizer = load_model(given["model"])
     text = read_text(None if given["text"] is None else Path(given["text"]))

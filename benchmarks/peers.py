@@ -5,7 +5,11 @@
 a process of its own, which does nothing while others run. They take turns: in every round each reads one more stretch of the text, a
 prompt at once and then token by token, and tells how long that took, how well it predicted, and by how much its process grew.
 
+Time and memory are measured in runs of their own. An allocator keeps what is freed for later, so that equal contestants may differ by a
+third in what their processes occupy; one that gives everything back at once shows what is really needed, and takes time for that.
+
 benchmarks/peers.py --out benchmarks/results/cpu/peers.json
+benchmarks/peers.py --memory --out benchmarks/results/cpu/peers_memory.json
 benchmarks/peers.py --table benchmarks/results/cpu/peers.json
 """
 
@@ -21,8 +25,6 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
-
-sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parents[1])]
 
 import click
 from contestants import CONTESTANTS, KVDSL, Contestant, Task
@@ -86,7 +88,11 @@ def process(threads: int) -> Iterator[subprocess.Popen[str]]:
     """A contestant's process, which ends with the block."""
     variables = {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": os.environ.get("HF_HUB_OFFLINE", "1")}
     begun = subprocess.Popen(
-        [sys.executable, "-W", "ignore", str(CONTESTANT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        [sys.executable, "-W", "ignore", str(CONTESTANT)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=variables,
     )
     try:
         yield begun
@@ -104,9 +110,10 @@ def race(entered: Sequence[int], given: dict[str, Any], repeats: int, warmup: in
     """
     with ExitStack() as stack:
         racers = [
-            Racer(CONTESTANTS[index], stack.enter_context(process(given["threads"])), {**given, "index": index}) for index in entered
+            Racer(CONTESTANTS[index], stack.enter_context(process(given["threads"])), {**given, "index": index})
+            for index in entered
         ]
-        model = [racer.ready() for racer in racers][0]
+        model, *_ = [racer.ready() for racer in racers]
         with progress(racers[0].one.race, (warmup + repeats) * len(racers)) as tick:
             for turn in range(-warmup, repeats):
                 if turn == 0:
@@ -167,12 +174,10 @@ def rows(racers: Sequence[Racer], task: Task) -> list[Row]:
     return [row(racer, ours.get(racer.one.policy), task) for racer in racers]
 
 
-def beaten(rows: Sequence[Row]) -> dict[str, list[str]]:
-    """For time per token and for peak memory: the presses that take less than kvdsl's cache of the same policy."""
-    return {
-        what: [name_of(one) for one in rows if one["by"] == "kvpress" and one.get(f"{what}_vs_kvdsl", math.inf) < 1]
-        for what in ("tpot", "peak")
-    }
+def beaten(rows: Sequence[Row], measured: str) -> list[str]:
+    """The presses that take less time per token, or less memory, than kvdsl's cache of the same policy."""
+    key = f"{'tpot' if measured == 'time' else 'peak'}_vs_kvdsl"
+    return [name_of(one) for one in rows if one["by"] == "kvpress" and one.get(key, math.inf) < 1]
 
 
 def name_of(found: Row) -> str:
@@ -182,33 +187,44 @@ def name_of(found: Row) -> str:
 
 # -- table -------------------------------------------------------------------------------------------------------------
 
-HEAD = ("", "policy", "perplexity", "first token, ms", "ms a token", "times kvdsl's", "peak, MB", "times kvdsl's")
+HEADS = {
+    "time": ("policy", "", "perplexity", "first token, ms", "ms a token", "times kvdsl's"),
+    "memory": ("policy", "", "peak, MB", "times kvdsl's", "cache in the end, MB"),
+}
 
 
 def table(found: dict[str, Any], race: str) -> str:
     """One race as Markdown."""
-    lines = ["| " + " | ".join(HEAD) + " |", "|---|---|" + "---:|" * (len(HEAD) - 2)]
+    head = HEADS[found["measures"]]
+    lines = ["| " + " | ".join(head) + " |", "|---|---|" + "---:|" * (len(head) - 2)]
     for one in found["rows"]:
         if one["race"] == race:
-            lines.append("| " + " | ".join(cells(one)) + " |")
+            shown = [
+                *names(one),
+                *(figures_of(one, found["measures"]) if "error" not in one else [f"fails: {one['error']}"]),
+            ]
+            lines.append("| " + " | ".join(shown + [""] * (len(head) - len(shown))) + " |")
     return "\n".join(lines)
 
 
-def cells(one: Row) -> Iterator[str]:
-    """One row's."""
+def names(one: Row) -> Iterator[str]:
+    """Who a row is about."""
     every = f", every {one['every']}" if (one["every"] or 1) > 1 else ""
     yield one["policy"]
     yield f"{one['by']}: {one['what']}{every}" if one["by"] != KVDSL else f"**kvdsl**: {one['what']}"
-    if "error" in one:
-        yield f"fails: {one['error']}"
-        yield from [""] * (len(HEAD) - 3)
+
+
+def figures_of(one: Row, measured: str) -> Iterator[str]:
+    """What a row says."""
+    if measured == "memory":
+        yield f"{one['peak_bytes'] / 1e6:.1f} ({one['peak_bytes_q1'] / 1e6:.1f} to {one['peak_bytes_q3'] / 1e6:.1f})"
+        yield times(one.get("peak_vs_kvdsl"))
+        yield f"{one['cache_bytes'] / 1e6:.1f}"
         return
     yield f"{one['ppl']:.1f}"
     yield f"{one['ttft_ms']:.0f}"
     yield f"{one['tpot_ms']:.2f} ({one['tpot_ms_q1']:.2f} to {one['tpot_ms_q3']:.2f})"
     yield times(one.get("tpot_vs_kvdsl"))
-    yield f"{one['peak_bytes'] / 1e6:.1f}"
-    yield times(one.get("peak_vs_kvdsl"))
 
 
 def times(quotient: float | None) -> str:
@@ -221,20 +237,25 @@ def times(quotient: float | None) -> str:
 @click.command()
 @click.option("--model", help="A folder or hub id; the model that ships with kvdsl if not given.")
 @click.option("--text", type=click.Path(exists=True, dir_okay=False), help="The book that ships with kvdsl if not given.")
-@click.option("--race", "races", multiple=True, type=click.Choice(RACES), help="Only this; may be repeated.  [default: both]")
+@click.option(
+    "--race", "races", multiple=True, type=click.Choice(RACES), help="Only this; may be repeated.  [default: both]"
+)
 @click.option("--budget", default=256, show_default=True, help="Tokens kept per KV head.")
 @click.option("--prompt-tokens", default=1024, show_default=True, help="Tokens that are read at once.")
 @click.option("--new-tokens", default=192, show_default=True, help="Tokens that are read one by one after them.")
 @click.option("--repeats", default=5, show_default=True, help="Rounds; each reads another stretch of the text.")
 @click.option("--warmup", default=1, show_default=True, help="Rounds before them that are not counted.")
 @click.option("--threads", default=1, show_default=True, help="Of every contestant, one of which runs at a time.")
+@click.option("--memory", is_flag=True, help="Measure memory: what is freed goes back at once, so that times mean little.")
 @click.option("--out", type=click.Path(path_type=Path), help="JSON; standard output if not given.")
-@click.option("--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print the tables of such a file and end.")
+@click.option(
+    "--table", "shown", type=click.Path(exists=True, path_type=Path), help="Print the tables of such a file and end."
+)
 def main(
     model: str | None, text: str | None, races: tuple[str, ...], budget: int, prompt_tokens: int, new_tokens: int, repeats: int,
-    warmup: int, threads: int, out: Path | None, shown: Path | None,
+    warmup: int, threads: int, memory: bool, out: Path | None, shown: Path | None,
 ) -> None:  # fmt: skip
-    """kvdsl beside kvpress and transformers: perplexity, time to the first and per later token, peak memory.
+    """Measure kvdsl beside kvpress and transformers: perplexity, time to the first and per later token, peak memory.
 
     In the race `prompt` a prompt is pressed to the budget once; in `decode` the budget holds for every token. Each contestant runs in
     a process of its own, they take turns round by round, and what is compared is compared within a round.
@@ -245,15 +266,18 @@ def main(
         return
     check(budget, prompt_tokens, new_tokens, repeats)
     task = Task(budget, prompt_tokens, new_tokens)
-    given = {"task": asdict(task), "model": model, "text": text, "stretches": repeats, "threads": threads}
+    given = {"task": asdict(task), "model": model, "text": text, "stretches": repeats, "threads": threads,
+             "memory": memory}  # fmt: skip
     found, facts = [], {}
     for name in races or RACES:
         entered = [index for index, one in enumerate(CONTESTANTS) if one.race == name]
         racers, facts = race(entered, given, repeats, warmup)
         found += rows(racers, task)
     made = environment(dtype=facts["dtype"]) | {"threads": threads, "kvpress": version("kvpress")}
-    result = {"format_version": "1.0", "environment": made, "model": model or "reference", "text": text or "reference",
-              "repeats": repeats, "warmup": warmup, "rows": found, "beaten": beaten(found), "notes": NOTES}  # fmt: skip
+    measured = "memory" if memory else "time"
+    read = {"model": model or "reference", "text": text or "reference"}
+    result = {"format_version": "1.0", "environment": made, "measures": measured, **read, "repeats": repeats, "warmup": warmup,
+              "rows": found, "beaten": beaten(found, measured), "notes": NOTES}  # fmt: skip
     written = json.dumps(result, indent=1)
     if out is None:
         print(written)
@@ -269,7 +293,9 @@ def check(budget: int, prompt: int, new: int, repeats: int) -> None:
         if value < least:
             raise click.BadParameter(f"must be at least {least}", param_hint=name)
     if prompt <= budget:
-        raise click.BadParameter(f"a prompt of {prompt} tokens is not longer than the budget of {budget}", param_hint="--prompt-tokens")
+        raise click.BadParameter(
+            f"a prompt of {prompt} tokens is not longer than the budget of {budget}", param_hint="--prompt-tokens"
+        )
 
 
 if __name__ == "__main__":

@@ -71,7 +71,13 @@ class PolicyPress(BasePress):
             self._ropes = ropes(model)
 
     def compress(
-        self, module: nn.Module, hidden_states: Tensor, keys: Tensor, values: Tensor, attentions: Tensor | None, kwargs: dict[str, Any]
+        self,
+        module: nn.Module,
+        hidden_states: Tensor,
+        keys: Tensor,
+        values: Tensor,
+        attentions: Tensor | None,
+        kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, kv_heads, kept, dim] of what the policy keeps."""
         if not self.compression_ratio and "budget" not in self.settings:
@@ -86,7 +92,12 @@ class PolicyPress(BasePress):
         )  # fmt: skip
         with torch.no_grad():
             found = prompts.survivors(
-                self._spec, self._params(keys.shape[2]), call, layer=module.layer_idx, layers=self._layers, backend=self.backend
+                self._spec,
+                self._params(keys.shape[2]),
+                call,
+                layer=module.layer_idx,
+                layers=self._layers,
+                backend=self.backend,
             )
         if bool(found.free.any()):
             module.masked_key_indices = found.free.nonzero(as_tuple=True)

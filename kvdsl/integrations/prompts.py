@@ -81,6 +81,10 @@ def refuse(spec: PolicySpec) -> None:
             f"with kvdsl's own cache instead"
         )
     if spec.selects:
-        raise KvdslError(f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache")
+        raise KvdslError(
+            f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache"
+        )
     if spec.victims == "layers":
-        raise KvdslError(f"the layers of {spec.name} agree on what leaves, but here each is asked alone: generate with kvdsl's cache")
+        raise KvdslError(
+            f"the layers of {spec.name} agree on what leaves, but here each is asked alone: generate with kvdsl's cache"
+        )

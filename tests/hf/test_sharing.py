@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.hf import policies, zoo
 
@@ -170,3 +171,23 @@ def test_repr_and_bytes() -> None:
     native = sum(tensor.nbytes for tensor in vars(cache.layers[0]).values() if isinstance(tensor, torch.Tensor))
     assert native >= 2 * 2 * 7 * 16 * 4  # keys and values, 2 heads, a window of 8 less the next token, 16 dims
     assert cache.bytes() == cache.layers[1].state.bytes() + native
+
+
+def test_attention_functions_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """kvpress, once imported, calls every registered attention function with dropout by place."""
+
+    def wrapped(function: Any) -> Any:
+        def call(module: Any, query: Any, key: Any, value: Any, attention_mask: Any, dropout: float, **kwargs: Any) -> Any:
+            return function(module, query, key, value, attention_mask, dropout, **kwargs)
+
+        return call
+
+    model, ids = bound("llama"), zoo.prompt(1, 30)
+    plain = policies.make(policies.OBSERVING, model, budget=12)
+    with torch.no_grad():
+        expected = [model(ids, past_key_values=plain).logits, model(ids, use_cache=False).logits]
+        for name, function in ALL_ATTENTION_FUNCTIONS.items():
+            monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, wrapped(function))
+        cache = policies.make(policies.OBSERVING, model, budget=12)
+        found = [model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits]
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-kvpress = pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is")
+kvpress = pytest.importorskip(
+    "kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is"
+)
 
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 

@@ -22,7 +22,9 @@ def made(first: int, tokens: int, window: int | None = None) -> AttentionCall:
     generator = torch.Generator().manual_seed(first)
     position = torch.arange(first, first + tokens)
     query, key, value = (torch.randn(1, heads, tokens, DIM, generator=generator) for heads in (HEADS * GROUP, HEADS, HEADS))
-    return AttentionCall(ROPE.rotate(2 * query, position), ROPE.rotate(key, position), value, None, 0.5, window=window, rope=ROPE)
+    return AttentionCall(
+        ROPE.rotate(2 * query, position), ROPE.rotate(key, position), value, None, 0.5, window=window, rope=ROPE
+    )
 
 
 def plain(found: Survivors, new: AttentionCall) -> Tensor:
@@ -52,7 +54,9 @@ def test_survivors_are_in_the_order_of_the_text() -> None:
     found = survivors(kvdsl.load("h2o").spec, {"budget": BUDGET}, made(0, TOKENS))
     assert found.position.shape == (1, HEADS, BUDGET) and not found.free.any()
     assert (found.position.diff(dim=-1) > 0).all()
-    torch.testing.assert_close(found.values, made(0, TOKENS).value.gather(2, found.position.long()[..., None].expand(-1, -1, -1, DIM)))
+    torch.testing.assert_close(
+        found.values, made(0, TOKENS).value.gather(2, found.position.long()[..., None].expand(-1, -1, -1, DIM))
+    )
 
 
 def test_heads_with_budgets_of_their_own_leave_places_free() -> None:

@@ -204,6 +204,12 @@ def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
     assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
 
 
+@pytest.mark.parametrize("who", ["heads", "layers"])
+def test_nobody_has_to_agree_in_cpp_once_the_prompt_is_over(who: str) -> None:
+    plan = make_plan(evicting(f"score sum(attn)\nvictims shared by {who}\nwhen prefill"))
+    assert plan.cpp is not None and not plan.cpp.settles
+
+
 # -- numbers -----------------------------------------------------------------------------------------------------------
 
 
