@@ -132,6 +132,10 @@ class BlockPrinter(_TritonPrinter):
             return expr.name
         return plain.get(expr.name, f"{_number(expr.name)}.to(tl.float32)")
 
+    def condition(self, expr: Expr) -> str:
+        """A condition that can be combined with others over slots."""
+        return self.truth(expr) if Axis.SLOT in axes_of(expr) else f"ops.truth({self.truth(expr)})"
+
     def reduce(self, expr: Reduce) -> tuple[str, int]:
         if expr.axis is Axis.SLOT:
             return self.hoisted[expr], ATOM
@@ -491,7 +495,7 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
     printer = BlockPrinter(hoisted)
     protect = _protect(policy)
     kept = [f"pos {compare} {scope}" for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
-    kept += [printer.truth(condition) for condition in conditions]
+    kept += [printer.condition(condition) for condition in conditions]
     if len(kept) > 1:
         kept = [f"({condition})" for condition in kept]
     stores = [f"tl.store(work + {_row(n)}i, {printer.value(expr)}, mask=inside)" for n, expr in enumerate(ranked)]

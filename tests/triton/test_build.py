@@ -39,9 +39,7 @@ def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.Captu
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("statement", "kernel"), [("cap hard", "make_room"), ("victims shared by heads", "agree")])
-def test_what_no_shipped_policy_has(
-    statement: str, kernel: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_what_no_shipped_policy_has(statement: str, kernel: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     file = tmp_path / "p.kv"
     file.write_text(
         f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{statement}\nkeep top 3 by std(attn)\n}}\n'

@@ -113,6 +113,10 @@ LAZY = {
     ),
     "group maximum": "param budget = 8\ngroup max\nscore max(attn) + min(logit)",
     "group sum": "param budget = 8\ngroup sum\nscore sum(attn) + last(logit)",
+    "over slots, of the live": "param budget = 8\nscore sum(min(where(attn < 0.1, attn, live) over slots))",
+    "a condition for all slots": (
+        "param budget = 8\nscore sum(attn)\nkeep where position < 3\nkeep where max(last(attn) over slots) < 0.3"
+    ),
     "heads agree on ranks": (
         "param budget = 9\nvictims shared by heads\nscore last(attn)\nkeep top 3 by std(attn)\nkeep where last(attn) > 0.3\n"
         "trigger overflow >= 3\ncap hard"

@@ -74,7 +74,8 @@ class Row:
 
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            under a hard cap `make_room`, and `agree` where heads do; for prompts `observe`, and `over_slots` before it where values over slots are reduced.
+            under a hard cap `make_room`, and `agree` where heads do; for prompts `observe`, and `over_slots` before it where values
+            over slots are reduced.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.

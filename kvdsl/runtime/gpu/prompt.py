@@ -38,9 +38,10 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         "CAPPED": prompt.call.softcap is not None, "DOT": tl.float32 if prompt.turns else dot,
         **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
     }  # fmt: skip
-    if "live_slots" in kernels.observe.arg_names:
+    reduces = "reduced" in kernels.observe.arg_names
+    if any("live_slots" in kernel.arg_names for kernel in (kernels.observe, *((kernels.over_slots,) if reduces else ()))):
         given["live_slots"] = prompt.live.int()
-    if "reduced" in kernels.observe.arg_names:
+    if reduces:
         given["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
         tile = sizes.over_slots()
         launch(
