@@ -110,8 +110,10 @@ def test_string_matches() -> None:
 
 def test_chinese_words_are_jiebas(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "jieba", None)
-    with pytest.raises(KvdslError, match="pip install jieba"):
-        metrics.token_f1_chinese("北京", "北京")
+    for metric in ("f1_zh", "rouge_l_zh"):
+        with pytest.raises(KvdslError, match="pip install jieba"):
+            metrics.check_installed(metric)
+    metrics.check_installed("f1")
     monkeypatch.setitem(sys.modules, "jieba", SimpleNamespace(cut=lambda text, cut_all: text.split("/")))
     # 我, 住, 北京 against 北京: 1 of 3 right, 1 of 1 found; the full stop is no word
     assert metrics.token_f1_chinese("我/住/北京/。", "北京") == pytest.approx(2 * (1 / 3) / (1 / 3 + 1))
@@ -189,6 +191,9 @@ def test_ruler_is_read_as_its_script_writes_it(tmp_path: Path) -> None:
 
 def test_files_that_are_not_as_published(data: Path, tmp_path: Path) -> None:
     trec = data / "data" / "trec.jsonl"
+    trec.write_bytes(b'{"input": "\xff"}')
+    with pytest.raises(KvdslError, match="line 1 is no JSON"):
+        longbench.load(data, ["trec"])
     for line, message in (
         ("{", "line 1 is no JSON"), ("[]", "no JSON object"), ('{"input": ""}', "line 1 has no `context`"), ("", "is empty"),
         (json.dumps({**longbench_line("c", "q", []), "answers": "x"}), "should be a list of texts"),

@@ -65,7 +65,7 @@ def load(
         prompts: LongBench's `dataset2prompt.json`; None for the one in the folder, in its `config` or in that beside it.
 
     Raises:
-        KvdslError: if files are missing or not in the published format.
+        KvdslError: if files are missing or not in the published format, or a metric needs a package that is not installed.
     """
     templates = read_prompts(prompts or _find_prompts(folder))
     chosen = choose(_there(folder), tasks, folder, "LongBench's files, for example hotpotqa.jsonl or trec_e.jsonl")
@@ -81,6 +81,7 @@ def _there(folder: Path) -> dict[str, Path]:
 def _task(name: str, path: Path, templates: dict[str, str], limit: int | None) -> Task:
     dataset = name.removesuffix("_e")
     kind = KINDS[dataset]
+    metrics.check_installed(kind.metric)
     if dataset not in templates:
         raise KvdslError(f"{PROMPTS} has no prompt for {dataset}")
     examples = [

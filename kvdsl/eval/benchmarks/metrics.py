@@ -58,12 +58,14 @@ _CHINESE_PUNCTUATION = _characters(
 _NO_CHINESE_PUNCTUATION = str.maketrans("", "", string.punctuation + _CHINESE_PUNCTUATION)
 
 
-def _segmented(text: str) -> list[str]:
-    """A Chinese text word by word.
+def check_installed(metric: str) -> None:
+    """Raise KvdslError, with what to install, where a metric needs what is not there."""
+    if metric.endswith("_zh"):
+        _segmented("")
 
-    Raises:
-        KvdslError: if jieba is not installed.
-    """
+
+def _segmented(text: str) -> list[str]:
+    """A Chinese text word by word."""
     try:
         import jieba
     except ImportError as error:

@@ -72,9 +72,9 @@ def read_lines(path: Path, keys: Collection[str], limit: int | None) -> Iterator
     """The objects of a JSONL file, the first `limit` of them.
 
     Raises:
-        KvdslError: if a line is no JSON object, or one of the keys is missing.
+        KvdslError: if a line is no JSON object in UTF-8, or one of the keys is missing.
     """
-    with path.open(encoding="utf-8") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(islice(file, limit), 1):
             where = f"{path}, line {number}"
             try:
