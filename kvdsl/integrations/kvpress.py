@@ -72,7 +72,7 @@ class PolicyPress(BasePress):
 
     def compress(
         self,
-        module: nn.Module,
+        module: Any,
         hidden_states: Tensor,
         keys: Tensor,
         values: Tensor,
