@@ -8,7 +8,8 @@ lengths, or with different budgets, take what they use and not what the largest 
 Under a policy that evicts while it decodes, the pool is allocated once, at the end of the prompt, with as many blocks as each row
 can ever need by its own budget: it never moves, and no step waits for the host to enlarge it. Where the cache grows, so does the pool.
 
-Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie.
+Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie. So do the rotated halves
+of `rope cached`.
 """
 
 from __future__ import annotations
