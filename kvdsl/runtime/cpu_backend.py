@@ -179,7 +179,7 @@ def decode_args(
         call.window or 0, state.layer, state.head_offset, torch.get_num_threads(),
         *((0, 0, 0) if rope is None else (rope.pairs, rope.offset, rope.layout == "interleaved")),
         state.sketch.shape[-1] if state.spec.sketches else 0, state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
-        *((0, 0) if table is None else (keys.shape[2], keys.shape[0])), anew,
+        *((0, 0) if table is None else (keys.shape[2], keys.shape[1])), anew,
         state.seed & 0xFFFFFFFF, call.scaling, call.softcap or 0.0,
     )  # fmt: skip
 
