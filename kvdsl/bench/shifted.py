@@ -36,9 +36,7 @@ class ShiftAndAppend(Cache):
         KvdslError: if the model is not laid out as Llama is, or both or none of the rules are given.
     """
 
-    def __init__(
-        self, model: PreTrainedModel, *, budget: int, sinks: int | None = None, recent: int | None = None
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, *, budget: int, sinks: int | None = None, recent: int | None = None) -> None:
         if (sinks is None) == (recent is None):
             raise KvdslError("give either `sinks`, for StreamingLLM, or `recent`, for H2O")
         self._model, self._rotary = model, _Rotary(model)
@@ -75,7 +73,9 @@ class _Rotary:
             self._angles = base.rotary_emb
             self._apply = sys.modules[type(base.layers[0].self_attn).__module__].apply_rotary_pos_emb  # type: ignore[attr-defined]
         except AttributeError as error:
-            raise KvdslError(f"{type(model).__name__} is not laid out as Llama is: its keys cannot be rotated anew") from error
+            raise KvdslError(
+                f"{type(model).__name__} is not laid out as Llama is: its keys cannot be rotated anew"
+            ) from error
         if getattr(self._angles, "attention_scaling", 1.0) != 1.0:
             raise KvdslError(f"{type(model).__name__} scales what it rotates: its keys cannot be rotated back")
 
@@ -88,7 +88,12 @@ class _Rotary:
 
 
 class _Layer(CacheLayerMixin):
-    """One layer: keys before any rotation and values, [batch, kv_heads, kept, dim], and the sums of probabilities [batch, kv_heads, kept]."""
+    """One layer.
+
+    Attributes:
+        keys, values: [batch, kv_heads, kept, dim], keys before any rotation.
+        sums: float32 [batch, kv_heads, kept], of the probabilities that queries gave, the mean of a group's heads.
+    """
 
     def __init__(self, rotary: _Rotary, budget: int, sinks: int | None, recent: int | None) -> None:
         super().__init__()

@@ -8,7 +8,8 @@ lengths, or with different budgets, take what they use and not what the largest 
 Under a policy that evicts while it decodes, the pool is allocated once, at the end of the prompt, with as many blocks as each row
 can ever need by its own budget: it never moves, and no step waits for the host to enlarge it. Where the cache grows, so does the pool.
 
-Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie.
+Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie. So do the rotated halves
+of `rope cached`.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class BlockState(SlotState):
     """`SlotState` with keys and values in blocks.
 
     Tensors beside the others:
-        key_pool [blocks, kv_heads, size, key_dim], value_pool [blocks, kv_heads, size, value_dim]: the model's dtype.
+        key_pool [kv_heads, blocks, size, key_dim], value_pool [kv_heads, blocks, size, value_dim]: the model's dtype. A head's blocks
+            lie together, so that those that a row was given one after the other can be read in one go.
         table [batch, blocks of a row] int64: where each block of a row's slots lies in the pools; -1 where it has none.
 
     Reading `keys` or `values` gathers all slots; those without a block show what others keep, as free slots may.
@@ -43,6 +45,11 @@ class BlockState(SlotState):
     def size(self) -> int:
         """Slots of a block."""
         return self.key_pool.shape[2]
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in the pool."""
+        return self.key_pool.shape[1]
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -71,8 +78,8 @@ class BlockState(SlotState):
         physical = self.table.gather(1, block.flatten(1)).view_as(block)
         heads = torch.arange(slot.shape[1], device=slot.device).view(1, -1, 1)
         for pool, new in ((self.key_pool, key), (self.value_pool, value)):
-            old = pool[physical, heads, offset]
-            pool[physical, heads, offset] = torch.where(real[:, None, :, None], new.to(pool.dtype), old)
+            old = pool[heads, physical, offset]
+            pool[heads, physical, offset] = torch.where(real[:, None, :, None], new.to(pool.dtype), old)
 
     def write_all(self, keys: Tensor, values: Tensor) -> None:
         """See `SlotState.write_all`."""
@@ -121,7 +128,7 @@ class BlockState(SlotState):
         self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
         wanted = int((self._blocks_of(self.position >= 0, size) if self.grows else self._most_blocks(size)).sum())
         for name, pool in POOLS.items():
-            shape = (max(1, wanted), heads, size, dense[name].shape[3])
+            shape = (heads, max(1, wanted), size, dense[name].shape[3])
             setattr(self, pool, self._filled(pool, dense[name], shape, 0, dense[name].dtype))
         self._take(self.used)
         for name, pool in POOLS.items():
@@ -152,7 +159,7 @@ class BlockState(SlotState):
 
     def _take(self, wanted: Tensor) -> None:
         """Give rows the blocks that they want, bool [batch, blocks of a row], and lack, of those that are in no row."""
-        held = torch.zeros(len(self.key_pool), dtype=torch.int32, device=wanted.device)
+        held = torch.zeros(self.blocks, dtype=torch.int32, device=wanted.device)
         held.scatter_add_(0, self.table.clamp(min=0).flatten(), (self.table >= 0).int().flatten())
         free = held.argsort(stable=True)  # those first, the lowest first
         missing = wanted & (self.table < 0)
@@ -165,29 +172,29 @@ class BlockState(SlotState):
         if not self.grows:
             return
         batch, heads, _ = self.position.shape
-        free = len(self.key_pool) - int((self.table >= 0).sum())
+        free = self.blocks - int((self.table >= 0).sum())
         if free >= batch * heads * tokens:  # a block for every token would do
             return
         empty = self.position < 0
         coming = empty & (empty.cumsum(-1) <= tokens)
         short = int((self._blocks_of(coming, self.size) & (self.table < 0)).sum()) - free
         if short > 0:
-            more = max(short, len(self.key_pool) // 2)
+            more = max(short, self.blocks // 2)
             for pool in POOLS.values():
                 old: Tensor = getattr(self, pool)
-                setattr(self, pool, torch.cat([old, allocated(old, (more, *old.shape[1:]), 0)]))
+                setattr(self, pool, torch.cat([old, allocated(old, (len(old), more, *old.shape[2:]), 0)], 1))
 
     def _gathered(self, pool: Tensor) -> Tensor:
         """[batch, kv_heads, slots, dim], slot after slot in memory as where there are no blocks."""
         slot = torch.arange(self.position.shape[2], device=pool.device)
-        heads = torch.arange(pool.shape[1], device=pool.device)
+        heads = torch.arange(len(pool), device=pool.device)
         physical = self.table.clamp(min=0)[:, slot // self.size]
-        return pool[physical[:, None], heads[:, None], slot % self.size]
+        return pool[heads[:, None], physical[:, None], slot % self.size]
 
     def _scatter(self, pool: Tensor, dense: Tensor) -> None:
         """Write the first slots into the blocks that the rows have."""
         batch, heads, slots, dim = dense.shape
         whole = torch.nn.functional.pad(dense, (0, 0, 0, self.table.shape[1] * self.size - slots))
-        blocks = whole.view(batch, heads, -1, self.size, dim).transpose(1, 2)
+        blocks = whole.view(batch, heads, -1, self.size, dim).transpose(0, 1)
         has = self.table >= 0
-        pool[self.table[has]] = blocks[has]
+        pool[:, self.table[has]] = blocks[:, has]

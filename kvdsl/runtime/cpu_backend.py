@@ -224,7 +224,7 @@ def _described(state: SlotState) -> _Slots:
         seen=state.seen, params=state.numbers,
     )  # fmt: skip
     if isinstance(state, BlockState):
-        args.blocks, args.block_size = keys.shape[0], state.size
+        args.blocks, args.block_size = state.blocks, state.size
         _point(args, table=state.table)
     if isinstance(state, FlatState):
         _point(args, start=state.start)

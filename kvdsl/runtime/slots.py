@@ -398,7 +398,7 @@ class SlotState:
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie in memory, [any, kv_heads, any, dim] each; to be read, or written in place."""
+        """Keys and values as they lie in memory, [any, any, any, dim] each; to be read, or written in place."""
         return self.keys, self.values
 
     @property

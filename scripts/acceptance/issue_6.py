@@ -55,7 +55,8 @@ def _rope_modes() -> Measured:
 
 
 @criterion(
-    6, "`storage blocks` is `storage in_place` to the bit, C++ and torch; one pool serves rows of different lengths, and gets blocks back"
+    6,
+    "`storage blocks` is `storage in_place` to the bit, C++ and torch; one pool serves rows of different lengths, and gets blocks back",
 )
 def _blocks() -> Measured:
     return all_pass(tests("tests/runtime", "test_blocks."), 40)
@@ -133,7 +134,9 @@ policy Fused extends EQUIP_H2O {
 '''
 
 
-@criterion(6, "a step with `rope fused` and with `rope cached`, both in C++, the fastest quarter; bytes of a token's key and value")
+@criterion(
+    6, "a step with `rope fused` and with `rope cached`, both in C++, the fastest quarter; bytes of a token's key and value"
+)
 def _rope_speed() -> Measured:
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "fused.kv"

@@ -53,7 +53,9 @@ def divergences(model: Any, other: Any, ids: Tensor, steps: int, ours: Any, thei
     for step, logits in enumerate(follow.logits):
         best, second = logits.topk(2, -1).values.unbind(-1)
         other_token = (logits.argmax(-1) != said[:, step]) & (best - second > CLEAR)
-        found += [f"row {row}, step {step}: {float((best - second)[row]):.1e}" for row in other_token.nonzero()[:, 0].tolist()]
+        found += [
+            f"row {row}, step {step}: {float((best - second)[row]):.1e}" for row in other_token.nonzero()[:, 0].tolist()
+        ]
     return found
 
 

@@ -120,7 +120,7 @@ def check_pool(state: SlotState) -> None:
     held = state.table[state.table >= 0]
     assert len(held.unique()) == len(held)
     assert torch.equal(state.table >= 0, state.used)
-    assert int(state.used.sum()) <= len(state.key_pool)
+    assert int(state.used.sum()) <= state.blocks
 
 
 @pytest.mark.parametrize(
@@ -147,10 +147,10 @@ def test_rows_take_what_they_use(folder: Path, backend: str) -> None:
     """A row of 40 tokens, one of 27 and one of 11, in blocks of 5: not three times the longest."""
     plain, blocks, state = runs(folder, "full", 5, backend)
     assert state.used.sum(1).tolist() == [8, 6, 3]
-    assert len(state.key_pool) == 17
+    assert state.blocks == 17
     assert state.bytes() < plain.state.bytes() / 2  # which has room for 64 tokens a row
     blocks.steps(*range(1, 60))
-    assert len(state.key_pool) <= 1.5 * int(state.used.sum())
+    assert state.blocks <= 1.5 * int(state.used.sum())
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -172,7 +172,7 @@ def test_a_bounded_pool_is_allocated_once(folder: Path, backend: str) -> None:
     """With what each row can need by its own budget, 40 % of 40, 27 and 11 tokens and one more: less than thrice the largest."""
     _, blocks, state = runs(folder, "roco", 4, backend)
     addresses = [getattr(state, name).data_ptr() for name in state.TENSORS]
-    assert len(state.key_pool) == -(-17 // 4) + -(-11 // 4) + -(-5 // 4)
+    assert state.blocks == -(-17 // 4) + -(-11 // 4) + -(-5 // 4)
     blocks.steps(*range(1, 40))
     assert [getattr(state, name).data_ptr() for name in state.TENSORS] == addresses
     check_pool(state)
@@ -219,12 +219,12 @@ def test_a_token_is_written_at_block_and_offset(folder: Path, backend: str) -> N
     blocks.backend.decode(state, call)
     changed = (state.key_pool != before).any(-1).nonzero()
     expected = [
-        [int(table[row, slot[row, head] // 5]), head, int(slot[row, head]) % 5] for row in range(3) for head in range(2)
+        [head, int(table[row, slot[row, head] // 5]), int(slot[row, head]) % 5] for row in range(3) for head in range(2)
     ]
     assert sorted(changed.tolist()) == sorted(expected)
     for row, head in ((0, 1), (2, 0)):
         block, at = table[row, slot[row, head] // 5], slot[row, head] % 5
-        assert torch.equal(state.key_pool[block, head, at], call.key[row, head, 0])
+        assert torch.equal(state.key_pool[head, block, at], call.key[row, head, 0])
 
 
 @pytest.mark.parametrize("rows", [[2, 2, 0], [1], [0, 0, 1, 1, 2, 2]])

@@ -22,7 +22,7 @@ struct DecodeArgs {
   const void* key;    // [B, H, T, D] the new keys
   const void* value;  // [B, H, T, Dv] the new values
   void* out;          // [B, T, Hq, Dv] contiguous, model dtype
-  void* keys;         // [B, H, N, D] contiguous, model dtype: the cache; with a table [blocks, H, block, D]
+  void* keys;         // [B, H, N, D] contiguous, model dtype: the cache; with a table [H, blocks, block, D]
   void* values;       // [B, H, N, Dv], or likewise
   int64_t* table;     // [B, blocks of a row] where each block of a row's slots lies, -1 for none; null: slots are in one piece
   const int64_t* start;  // [B, H] rows of `keys` and `values` before a head's, where heads differ in length; null: N a head

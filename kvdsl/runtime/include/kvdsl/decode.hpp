@@ -385,8 +385,8 @@ class Unit {
   Layout layout(void* base, int dim, int number) const {
     if (args_.start) return {static_cast<char*>(base) + args_.start[number] * size(dim), size(dim)};
     if (!args_.table) return in_one_piece(base, dim, number);
-    const int64_t of_a_head = args_.block_size * size(dim);
-    return {static_cast<char*>(base) + head_ * of_a_head, size(dim), args_.kv_heads * of_a_head, args_.block_size,
+    const int64_t of_a_block = args_.block_size * size(dim);
+    return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, size(dim), of_a_block, args_.block_size,
             args_.table + int64_t{row_} * blocks_of_row(args_)};
   }
 

@@ -11,7 +11,7 @@ namespace kvdsl {
 struct Layout {
   char* base;                   // the row of slot 0; with a table, the head's first row in the pool's first block
   int64_t row_bytes;            // from slot to slot
-  int64_t block_bytes = 0;      // from block to block, those of other KV heads between them
+  int64_t block_bytes = 0;      // from block to block
   int size = 0;                 // slots of a block
   const int64_t* table = nullptr;  // [blocks of a row] which block of the pool, -1 for none; null: in one piece
 
