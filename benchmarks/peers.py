@@ -268,21 +268,20 @@ def main(
     task = Task(budget, prompt_tokens, new_tokens)
     given = {"task": asdict(task), "model": model, "text": text, "stretches": repeats, "threads": threads,
              "memory": memory}  # fmt: skip
-    found, facts = [], {}
+    measured = "memory" if memory else "time"
+    setup = {"model": model or "reference", "text": text or "reference", "repeats": repeats, "warmup": warmup}
+    found: list[Row] = []
     for name in races or RACES:
         entered = [index for index, one in enumerate(CONTESTANTS) if one.race == name]
         racers, facts = race(entered, given, repeats, warmup)
         found += rows(racers, task)
-    made = environment(dtype=facts["dtype"]) | {"threads": threads, "kvpress": version("kvpress")}
-    measured = "memory" if memory else "time"
-    read = {"model": model or "reference", "text": text or "reference"}
-    result = {"format_version": "1.0", "environment": made, "measures": measured, **read, "repeats": repeats, "warmup": warmup,
-              "rows": found, "beaten": beaten(found, measured), "notes": NOTES}  # fmt: skip
-    written = json.dumps(result, indent=1)
+        made = environment(dtype=facts["dtype"]) | {"threads": threads, "kvpress": version("kvpress")}
+        result = {"format_version": "1.0", "environment": made, "measures": measured, **setup,
+                  "rows": found, "beaten": beaten(found, measured), "notes": NOTES}  # fmt: skip
+        if out is not None:  # after every race, so that a run that is ended loses one at most
+            out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
     if out is None:
-        print(written)
-    else:
-        out.write_text(written + "\n", encoding="utf-8")
+        print(json.dumps(result, indent=1))
 
 
 def check(budget: int, prompt: int, new: int, repeats: int) -> None:
