@@ -70,7 +70,7 @@ def test_backends(capsys: Capture) -> None:
 
     assert served("roco") == {"cpu": True, "torch": True, "triton": True}
     assert served("sparcas") == {"cpu": True, "torch": True, "triton": True}
-    assert served("equip_h2o") == {"cpu": True, "torch": True, "triton": False}
+    assert served("equip_h2o") == {"cpu": True, "torch": True, "triton": True}
 
 
 def test_layouts(capsys: Capture) -> None:

@@ -362,6 +362,28 @@ def test_what_a_query_skips_got_nothing() -> None:
 
 
 @pytest.mark.parametrize(
+    ("statement", "compact", "agrees"),
+    [
+        ("positions compact", True, False),
+        ("victims shared by heads", False, True),
+        ("victims shared by heads\nwhen prefill", False, False),  # no step evicts
+        ("cap hard", False, False),
+    ],
+)
+def test_what_a_step_in_triton_has_to_do(statement: str, compact: bool, agrees: bool) -> None:
+    plan = make_plan(evicting(f"score sum(attn)\n{statement}")).triton
+    assert plan is not None
+    assert (plan.compact, plan.agrees) == (compact, agrees)
+
+
+def test_a_condition_for_all_slots_joins_those_over_slots() -> None:
+    plan = make_plan(evicting("score sum(attn)\nkeep where max(sum(attn) over slots) < 1\nkeep where age < 3")).triton
+    assert plan is not None
+    kept = plan.score[-1].body[-1]
+    assert kept.startswith("tl.store(kept + i, (pos >= last) | (ops.truth(max_over_slots_1 < 1.0)) | (")
+
+
+@pytest.mark.parametrize(
     ("statements", "refusal"),
     [
         ("select top 8 by dot(q, k) - age", "`select` by anything but dot(q, k)"),
@@ -375,6 +397,9 @@ def test_what_a_query_skips_got_nothing() -> None:
             "sketch top 4 dims by max(k over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
             "a sketch by anything but the query, dim by dim",
         ),
+        ("param budget = 8\nscore sum(attn)\nvictims shared by layers", "`victims shared by layers`"),
+        ("param budget = 8\nscore max_pool(sum(attn), 3)", "`max_pool`"),
+        ("param budget = 8\nscore sum(attn)\nstorage blocks 4", "`storage blocks`"),
     ],
 )
 def test_what_triton_refuses(statements: str, refusal: str) -> None:
