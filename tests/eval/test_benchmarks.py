@@ -341,7 +341,7 @@ def test_longbench_command(data: Path, model: Any, tokenizer: Any, tmp_path: Pat
     model.save_pretrained(tmp_path / "model")
     tokenizer.save_pretrained(tmp_path / "model")
     out = tmp_path / "out"
-    words = ["longbench", "--data", data, "--policies", "full,roco", "--budgets", "8,0.5", "--model", tmp_path / "model",
+    words = ["longbench", "--data", data, "--policies", "full,roco", "--budgets", "8", "--model", tmp_path / "model",
              "--backend", "torch", "--out", out]  # fmt: skip
     real = run.Asking.answer
     known = iter(["date", "location", "Rome", "the city of Oslo", "?"])
@@ -363,7 +363,7 @@ def test_longbench_command(data: Path, model: Any, tokenizer: Any, tmp_path: Pat
     done = invoke(*words, "--json")
     assert done.exit_code == 0, done.output
     rows = json.loads(done.stdout)["rows"]
-    assert [(row["policy"], row["budget"]) for row in rows] == [("full", None)] * 2 + [("roco", 8)] * 2 + [("roco", 0.5)] * 2
+    assert [(row["policy"], row["budget"]) for row in rows] == [("full", None)] * 2 + [("roco", 8)] * 2
     assert rows[:2] == found["rows"], "what was answered is not asked again"
     published = [json.loads(line) for line in (out / "roco-8" / "trec.jsonl").read_text().splitlines()]
     assert [set(one) >= {"pred", "answers", "all_classes", "length"} for one in published] == [True, True]
@@ -372,6 +372,8 @@ def test_longbench_command(data: Path, model: Any, tokenizer: Any, tmp_path: Pat
     assert done.exit_code == 0 and "hotpotqa_e" in done.stdout and "73.34" in done.stdout
     done = invoke(*words, "--max-length", "20")
     assert done.exit_code != 0 and "max_length was None, now 20" in str(done.exception)
+    done = invoke(*words, "--set", "protect=3")
+    assert done.exit_code != 0 and "compiled policy was" in str(done.exception)
     done = invoke(*words, "--chat")
     assert done.exit_code != 0 and "no chat template" in done.output
 

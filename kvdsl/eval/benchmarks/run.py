@@ -105,9 +105,9 @@ def evaluate(
     """
     folders = {(name, budget): out / _folder(name, budget) for name, budget in policies.pairs(budgets)}
     for (name, _), folder in folders.items():
-        # The package that a policy was compiled to is named by its digest.
-        package = policies.classes[name].__module__.partition(".")[0]
-        claim(folder, {"policy": name, "package": package, **facts}, fresh=fresh)
+        # The package that a policy was compiled to is named by a digest: another text, setting or compiler makes another one.
+        digest = policies.classes[name].__module__.partition(".")[0].rpartition("_")[2]
+        claim(folder, {"policy": name, "compiled policy": digest, **facts}, fresh=fresh)
     rows: list[Row] = []
     for (name, budget), folder in folders.items():
         for task in tasks:
