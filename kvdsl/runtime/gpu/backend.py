@@ -111,7 +111,8 @@ class TritonBackend:
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            "rank": state.position, "length": state.position, "angles": state.position if rope is None else digits(rope, key.device),
+            "rank": state.position, "length": state.position,  # not read unless keys turn
+            "angles": state.position if rope is None else digits(rope, key.device),
             **{name: getattr(state, name) for name in state.TENSORS}, "keys": keys, "values": values,
             "anew": int(anew), "SELECTS": state.selects,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
