@@ -238,7 +238,7 @@ def policies_index() -> str:
 
 # -- the papers' results -------------------------------------------------------------------------------------------------
 
-REPRODUCED = ROOT / "benchmarks" / "results" / "reproduce"
+REPRODUCED = ROOT / "results"
 HOLDS = {True: "yes", False: "**no**", None: "open"}
 
 
@@ -258,9 +258,9 @@ def _results(found: dict[str, Any]) -> str:
     )
     parts = [
         f"## {found['title']}\n",
-        f"`kvdsl reproduce {found['paper']} --threads {where['threads']} --out benchmarks/results/reproduce`: "
+        f"`kvdsl reproduce {found['paper']} --threads {where['threads']}`: "
         f"{found['seconds'] / 60:.0f} minutes on {where['cpu']} (torch {where['torch']}, transformers {where['transformers']}, "
-        f"{where['dtype']}, seed {found['setup']['seed']}); tables, rows and figures are beside `{found['paper']}.md` there.\n",
+        f"{where['dtype']}, seed {found['setup']['seed']}); the tables and figures are in `results/{found['paper']}.md`.\n",
         _table(("where", "claim", "holds", "measured"), claims),
         *([notes.read_text(encoding="utf-8")] if notes.exists() else []),
     ]
