@@ -239,13 +239,23 @@ def policies_index() -> str:
 # -- the papers' results -------------------------------------------------------------------------------------------------
 
 REPRODUCED = ROOT / "results"
+RESULTS = """# Results
+
+What the five papers claim, held against what was measured on the model that ships with kvdsl: 5 million parameters, trained on 13
+million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what separates
+policies on a model of 7 billion parameters need not separate them here, and the other way round. So this page says what holds *of
+this model*; `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
+
+A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
+decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `kvdsl/reproduce/`; nobody has sorted them.
+"""
 HOLDS = {True: "yes", False: "**no**", None: "open"}
 
 
 def results_page() -> str:
     """For every paper that was reproduced at full size: its claims, and what was measured."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPRODUCED.glob("*.json"))]
-    parts = [MADE + (DOCS / "notes" / "results.md").read_text(encoding="utf-8")]
+    parts = [MADE + RESULTS]
     return "\n".join(parts + [_results(one) for one in found if one["finished"]])
 
 

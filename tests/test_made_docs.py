@@ -31,7 +31,7 @@ def test_no_page_is_left_over() -> None:
     stems = {path.stem for path in (make_docs.DOCS / "policies").glob("*.md")} - {"index"}
     assert stems == {path.stem for path in shipped_policies()}
     notes = {path.stem for path in (make_docs.DOCS / "notes").glob("*.md")}
-    assert notes <= stems | {"results"}
+    assert notes <= stems
 
 
 def test_every_code_has_its_place() -> None:

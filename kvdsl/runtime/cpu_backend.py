@@ -40,8 +40,9 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "table", "start", "position", "state", "ring_rows", "seen", "real", "params",
-            "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "seconds",
+            "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "seen",
+            "real", "params", "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds",
+            "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
@@ -227,7 +228,7 @@ def _described(state: SlotState) -> _Slots:
         args.blocks, args.block_size = state.blocks, state.size
         _point(args, table=state.table)
     if isinstance(state, FlatState):
-        _point(args, start=state.start)
+        _point(args, first_rows=state.first_rows)
     if spec.compact:
         _point(args, rank=state.rank)
     if spec.sketches:

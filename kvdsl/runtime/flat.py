@@ -23,17 +23,17 @@ class FlatState(SlotState):
 
     Tensors beside the others:
         flat_keys [rows, key_dim], flat_values [rows, value_dim]: the model's dtype.
-        start [batch, kv_heads] int64: the row of a head's first slot. Its last one lies before the next head's first.
+        first_rows [batch, kv_heads] int64: the row of a head's first slot. Its last one lies before the next head's first.
 
     Reading `keys` or `values` gathers all slots; those that a head does not have show its last one, as free slots may.
     """
 
-    TENSORS = ("flat_keys", "flat_values", "start", "position", "columns", "seen", "numbers")
+    TENSORS = ("flat_keys", "flat_values", "first_rows", "position", "columns", "seen", "numbers")
     PLAIN = ("position", "columns")
 
     flat_keys: Tensor
     flat_values: Tensor
-    start: Tensor
+    first_rows: Tensor
 
     @property
     def keys(self) -> Tensor:  # type: ignore[override]
@@ -53,12 +53,12 @@ class FlatState(SlotState):
     @property
     def room(self) -> Tensor:
         """Slots of every head: int64 [batch, kv_heads]."""
-        end = torch.cat([self.start.flatten()[1:], self.start.new_tensor([len(self.flat_keys)])])
-        return end.view_as(self.start) - self.start
+        end = torch.cat([self.first_rows.flatten()[1:], self.first_rows.new_tensor([len(self.flat_keys)])])
+        return end.view_as(self.first_rows) - self.first_rows
 
     def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
         """See `SlotState.write`."""
-        row = (self.start + slot[..., 0]).clamp(max=len(self.flat_keys) - 1)  # padding needs no slot, and may find none
+        row = (self.first_rows + slot[..., 0]).clamp(max=len(self.flat_keys) - 1)  # padding needs no slot, and may find none
         for flat, new in ((self.flat_keys, key), (self.flat_values, value)):
             flat[row] = torch.where(real[..., None], new[:, :, 0], flat[row])
 
@@ -72,7 +72,7 @@ class FlatState(SlotState):
         """See `SlotState.select_rows`."""
         if not self.allocated:
             return
-        rows = rows.to(self.start.device)
+        rows = rows.to(self.first_rows.device)
         dense = {name: getattr(self, name).index_select(0, rows) for name in FLAT}
         super().select_rows(rows)
         self._lay_out({name: x[self.position >= 0] for name, x in dense.items()})
@@ -103,17 +103,17 @@ class FlatState(SlotState):
         used = ((self.position >= 0) * torch.arange(1, slots + 1, device=self.position.device)).amax(2)
         room = used + (slots - used.max())
         ends = room.flatten().cumsum(0)
-        self.start = (ends - room.flatten()).view_as(room)
-        total, places = int(ends[-1]), self.start[..., None] + torch.arange(slots, device=room.device)
+        self.first_rows = (ends - room.flatten()).view_as(room)
+        total, places = int(ends[-1]), self.first_rows[..., None] + torch.arange(slots, device=room.device)
         for name, flat in FLAT.items():
             setattr(self, flat, allocated(live[name], (total, live[name].shape[1]), 0))
             getattr(self, flat)[places[self.position >= 0]] = live[name]
 
     def _rows(self, slots: int | None = None) -> Tensor:
         """Where the first slots lie, all unless told otherwise: int64 [batch, kv_heads, slots]."""
-        slot = torch.arange(self.position.shape[2] if slots is None else slots, device=self.start.device)
-        return self.start[..., None] + torch.minimum(slot, self.room[..., None] - 1)
+        slot = torch.arange(self.position.shape[2] if slots is None else slots, device=self.first_rows.device)
+        return self.first_rows[..., None] + torch.minimum(slot, self.room[..., None] - 1)
 
     def _inside(self, slots: int) -> Tensor:
         """Which of the first slots the heads have: bool [batch, kv_heads, slots]."""
-        return torch.arange(slots, device=self.start.device) < self.room[..., None]
+        return torch.arange(slots, device=self.first_rows.device) < self.room[..., None]

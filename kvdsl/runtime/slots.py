@@ -373,7 +373,7 @@ class SlotState:
 
     def keep_halves(self, rope: Rope | None) -> None:
         """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
-        if self.spec.rope_cached and rope is not None and not self.half_keys.numel():
+        if self.spec.rope_cached and rope is not None and self.allocated and not self.half_keys.numel():
             self.half_keys = rope.rotate_half(self.keys)
             stays_where_it_is(self.half_keys)
 

@@ -68,7 +68,7 @@ _tested("C++ chooses what torch and the interpreter choose: ties, NaN, windows, 
 _tested("T >= live equals dense attention to the bit", _SELECTING, "test_all_that_there_is_equals_dense", 1)
 _tested("D = head size equals the oracle's top T exactly", _SELECTING, "test_all_dims_choose_as_the_whole_product", 1)
 _tested("D > head size is refused", _SELECTING, "test_more_dims_than_keys_have_are_refused", 1)
-_tested("storage grows by doubling, and nothing is copied in between", _SELECTING, "test_growth_copies_only_when", 2)
+_tested("storage grows by a quarter, and nothing is copied in between", _SELECTING, "test_growth_copies_only_when", 2)
 _tested("eviction and selection together", _SELECTING, "test_what_was_evicted_is_not_chosen", 4)
 
 

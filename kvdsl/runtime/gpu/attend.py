@@ -28,7 +28,7 @@ def attend(
     new_value,  # [B, H, E]
     keys,  # [B, H, N, D], or heads of other lengths one behind the other
     values,  # [B, H, N, E], likewise
-    start,  # [B, H] int64: rows of `keys` and `values` before the head's
+    first_rows,  # [B, H] int64: rows of `keys` and `values` before the head's
     position,  # [B, H, N] int32, below 0: free
     seen,  # [B] int32: the new token's position
     newest,  # [B] int32: gets `seen`, for the second launch
@@ -71,7 +71,7 @@ def attend(
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
-    begin = tl.load(start + pair)
+    begin = tl.load(first_rows + pair)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)

@@ -216,7 +216,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         return state.position.new_empty(batch, heads, *shape)
 
     tensors = {
-        "start": torch.arange(batch * heads, device=state.position.device) * slots,
+        "first_rows": torch.arange(batch * heads, device=state.position.device) * slots,
         "part": floats(splits, sizes.group, sizes.value_dim),
         "top": floats(splits, sizes.group),
         "total": floats(splits, sizes.group),

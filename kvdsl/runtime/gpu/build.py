@@ -59,7 +59,7 @@ _TYPES = {
     ),
     **dict.fromkeys(("tokens", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
-    "start": "*i64",
+    "first_rows": "*i64",
     "kept": "*i8",
     "taken": "*i8",
     "real": "*i1",

@@ -25,7 +25,7 @@ struct DecodeArgs {
   void* keys;         // [B, H, N, D] contiguous, model dtype: the cache; with a table [H, blocks, block, D]
   void* values;       // [B, H, N, Dv], or likewise
   int64_t* table;     // [B, blocks of a row] where each block of a row's slots lies, -1 for none; null: slots are in one piece
-  const int64_t* start;  // [B, H] rows of `keys` and `values` before a head's, where heads differ in length; null: N a head
+  const int64_t* first_rows;  // [B, H] rows of `keys` and `values` before a head's; null where all heads have N
   int32_t* position;  // [B, H, N] a token's position in its row's text, -1 where the slot is free
   float* state;       // [rows, B, H, N] the columns, then the rows of every ring; null when the policy has neither
   const int32_t* ring_rows;  // [rings] the row of `state` with which each ring begins; null when the policy has none

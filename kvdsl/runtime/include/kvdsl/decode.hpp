@@ -383,7 +383,7 @@ class Unit {
   int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
 
   Layout layout(void* base, int dim, int number) const {
-    if (args_.start) return {static_cast<char*>(base) + args_.start[number] * size(dim), size(dim)};
+    if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * size(dim), size(dim)};
     if (!args_.table) return in_one_piece(base, dim, number);
     const int64_t of_a_block = args_.block_size * size(dim);
     return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, size(dim), of_a_block, args_.block_size,
