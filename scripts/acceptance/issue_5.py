@@ -7,7 +7,7 @@ import re
 from acceptance.registry import Counts, Measured, NotMeasured, all_pass, criterion, kvdsl_json, run, tests
 
 GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
-POLICIES = ("full", "h2o", "roco", "scissorhands", "tova", "vatp_h2o")
+POLICIES = ("full", "h2o", "roco", "scissorhands", "sparcas", "streaming_llm", "tova", "vatp_h2o")
 _COMPILED = "tests/hf/test_compile.py"
 
 # -- kernels -----------------------------------------------------------------------------------------------------------
