@@ -39,9 +39,8 @@ def settle(
     new_logits,  # [B, H, G] float32: the new token's
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D], or heads of other lengths one behind the other
-    values,  # [B, H, N, E], likewise
-    first_rows,  # [B, H] int64: rows of `keys` and `values` before the head's
+    keys,  # [B, H, N, D]
+    values,  # [B, H, N, E]
     position,  # [B, H, N] int32
     columns,  # [1, B, H, N] float32: the state columns
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
@@ -91,7 +90,7 @@ def settle(
     d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
     value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    at = tl.load(first_rows + pair) + slot
+    at = pair * slots + slot
     tl.store(keys + at * D + d, key, mask=d < D)
     tl.store(values + at * E + e, value, mask=e < E)
     tl.store(position + slot, now)

@@ -38,9 +38,8 @@ def settle(
     held,  # [B, H, S] int32: how many tokens it holds
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D], or heads of other lengths one behind the other
-    values,  # [B, H, N, E], likewise
-    first_rows,  # [B, H] int64: rows of `keys` and `values` before the head's
+    keys,  # [B, H, N, D]
+    values,  # [B, H, N, E]
     position,  # [B, H, N] int32
     rank,  # [B, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
     length,  # [B, H] int32: gets how many tokens the head holds
@@ -90,7 +89,7 @@ def settle(
     d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
     value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    at = tl.load(first_rows + pair) + slot
+    at = pair * slots + slot
     tl.store(keys + at * D + d, key, mask=d < D)
     tl.store(values + at * E + e, value, mask=e < E)
     tl.store(position + slot, now)

@@ -214,6 +214,7 @@ class TritonPlan:
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
         agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
+        shares: whether they share a budget, so that some may have more slots than others.
     """
 
     args: tuple[str, ...]
@@ -234,6 +235,7 @@ class TritonPlan:
     select: TritonSelect | None
     compact: bool
     agrees: bool
+    shares: bool
 
     @property
     def draws(self) -> bool:
@@ -290,6 +292,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         tops=tops,
         select=select,
         compact=policy.positions == "compact",
+        shares=policy.across is not None,
         agrees=settles and policy.victims == "heads",
     )
 

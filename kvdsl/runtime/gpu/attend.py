@@ -72,6 +72,8 @@ def attend(
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
     begin = tl.load(first_rows + pair)
+    keys += begin * D
+    values += begin * E
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)
@@ -103,7 +105,7 @@ def attend(
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
-        at = begin + i
+        at = i.to(tl.int64)
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=visible, other=0), visible, evicted)
             k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
