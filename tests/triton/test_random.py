@@ -23,7 +23,7 @@ from tests.differential.traces import random_trace, run_policy, spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-FEW, MANY = 1, 60
+FEW, MANY = 1, 16
 SOURCE = "kernels_triton.py"
 
 
