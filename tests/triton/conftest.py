@@ -5,6 +5,7 @@ process of their own, with TRITON_INTERPRET=1. What compiles kernels ahead of ti
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import pytest
 
@@ -18,6 +19,24 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if parent == __name__.rpartition(".")[0] and (module in COMPILING) == INTERPRETED:
             asked = "not 1" if INTERPRETED else "1"
             item.add_marker(pytest.mark.skip(reason=f"`make test` runs this in a process where TRITON_INTERPRET is {asked}"))
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def equal_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A product is the same wherever it lies in a tile, as it is on a GPU.
+
+    The interpreter's `tl.dot` is NumPy's product in the dtype of the result, whose last bit depends on the row and the column. Two
+    kernels that give a slot different places then see different scores, and the only slot of a one-token prompt lies above its own
+    mean. Taken in float64 and rounded once, it is the same everywhere.
+    """
+    import numpy as np
+    from triton.runtime import interpreter
+
+    def create_dot(_builder: Any, left: Any, right: Any, total: Any, *_how: Any) -> Any:
+        product = np.matmul(left.data, right.data, dtype=np.float64).astype(total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
 @pytest.fixture

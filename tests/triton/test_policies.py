@@ -8,13 +8,9 @@ import pytest
 import torch
 
 from tests.differential.harness import Case, Tally, compare
-from tests.differential.test_random import POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
+from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement
-
-# Of so few head-steps. The interpreter's products differ in the last bit from one place in a tile to another, so that the only slot
-# of a one-token prompt may lie above its own mean: then every head of the trace meets it, and 3 of 278 head-steps were once near.
-NEAR_SHARE = 0.05
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
