@@ -1,7 +1,8 @@
 #!/usr/bin/env python
 """Runs random policies on random traces, step by step beside the reference interpreter.
 
-Policy N of a seed is always the same one. On the C++ backend many policies share a translation unit. Differences that float32's
+Policy N of a seed is always the same one. On the C++ backend many policies share a translation unit; Triton's kernels run in its
+interpreter, where a policy takes seconds. Differences that float32's
 precision explains are counted as near (tests/differential/traces.py says how); the exit code is 1 if there are others.
 """
 
@@ -11,9 +12,11 @@ import json
 import multiprocessing
 import os
 import sys
+import tempfile
 import threading
 import time
 import traceback
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
@@ -25,7 +28,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
-CHUNK = {"torch": 100, "cpu": 40}
+CHUNK = {"torch": 100, "cpu": 40, "triton": 10}
 CHECK_EVERY = 20
 SHOWN = 5
 
@@ -143,6 +146,7 @@ def run_chunk(job: Job) -> tuple[int, dict[str, Any]]:
     """The policies `first` and following: that number, and what came of them."""
     backend, seed, first, count, shrink = job
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    os.environ["TRITON_INTERPRET"] = "1"  # read when Triton is imported
     import torch
 
     torch.set_num_threads(1)
@@ -188,6 +192,9 @@ def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[in
             trace = random_trace(policy, f"{seed}-{number}")
             yield number, policy, trace, lambda p, t, **more: run_policy(p, TorchBackend(), t, **more)
         return
+    if backend == "triton":
+        yield from _interpreted(seed, first, count)
+        return
     unit = dict(_fused(seed, first, count))
     backends = _built(unit)
     for offset, (stem, (policy, trace, _, spec)) in enumerate(unit.items()):
@@ -198,6 +205,35 @@ def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[in
             return run_policy(p, kernels, t, spec=spec, **more)
 
         yield first + offset, policy, trace, run
+
+
+def _interpreted(seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
+    """Policies that have Triton kernels, as `_cases` gives them."""
+    import pytest
+    import torch
+
+    from kvdsl.runtime.gpu.backend import TritonBackend
+    from tests.differential.random_policies import policy_of
+    from tests.differential.traces import random_trace, run_policy
+    from tests.triton.interpreter import defined, make_blocks_small, make_places_equal, with_kernels
+
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of NaN and infinities
+    found = draw = 0
+    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+        make_places_equal(patch)
+        make_blocks_small(patch)
+        while found < count:
+            name, draw = f"triton-{seed}-{first}-{draw}", draw + 1
+            policy = policy_of(name, f"p{draw}")
+            spec = with_kernels(policy, Path(folder))
+            if spec is None:
+                continue
+
+            def run(p: Any, t: Any, spec: Any = spec, **more: bool) -> Any:
+                return run_policy(p, TritonBackend(spec, torch.device("cpu"), t.dtype), t, spec=spec, **more)
+
+            yield first + found, policy, defined(random_trace(policy, name)), run
+            found += 1
 
 
 def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, Any, Any, Any]]]:

@@ -5,7 +5,6 @@ process of their own, with TRITON_INTERPRET=1. What compiles kernels ahead of ti
 from __future__ import annotations
 
 import os
-from typing import Any
 
 import pytest
 
@@ -23,29 +22,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=INTERPRETED)
 def equal_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A product is the same wherever it lies in a tile, as it is on a GPU.
+    from .interpreter import make_places_equal
 
-    The interpreter's `tl.dot` is NumPy's product in the dtype of the result, whose last bit depends on the row and the column. Two
-    kernels that give a slot different places then see different scores, and the only slot of a one-token prompt lies above its own
-    mean. Taken in float64 and rounded once, it is the same everywhere.
-    """
-    import numpy as np
-    from triton.runtime import interpreter
-
-    def create_dot(_builder: Any, left: Any, right: Any, total: Any, *_how: Any) -> Any:
-        product = np.matmul(left.data, right.data, dtype=np.float64).astype(total.data.dtype)
-        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
-
-    monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+    make_places_equal(monkeypatch)
 
 
 @pytest.fixture
 def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks of 16 slots, so that a few slots are several blocks, the last of them not full."""
-    from kvdsl.runtime.gpu.sizes import Sizes
+    from .interpreter import make_blocks_small
 
-    monkeypatch.setattr(Sizes, "attend_block", 16)
-    monkeypatch.setattr(Sizes, "settle_block", 16)
-    monkeypatch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
-    monkeypatch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
-    monkeypatch.setattr("kvdsl.runtime.slots._GROWTH", 32)
+    make_blocks_small(monkeypatch)

@@ -1,0 +1,60 @@
+"""Triton's interpreter as the tests want it, and kernels of policies that no package was written for."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from kvdsl.emit.package import package
+from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
+from kvdsl.runtime.gpu.sizes import Sizes
+from kvdsl.runtime.spec import PolicySpec
+from tests.differential.traces import Trace, spec_of
+
+SOURCE = "kernels_triton.py"
+
+
+def make_places_equal(patch: pytest.MonkeyPatch) -> None:
+    """A product is the same wherever it lies in a tile, as it is on a GPU.
+
+    The interpreter's `tl.dot` is NumPy's product in the dtype of the result, whose last bit depends on the row and the column. Two
+    kernels that give a slot different places then see different scores, and the only slot of a one-token prompt lies above its own
+    mean. Taken in float64 and rounded once, it is the same everywhere.
+    """
+    from triton.runtime import interpreter
+
+    def create_dot(_builder: Any, left: Any, right: Any, total: Any, *_how: Any) -> Any:
+        product = np.matmul(left.data, right.data, dtype=np.float64).astype(total.data.dtype)
+        return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
+
+    patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
+    """Blocks of 16 slots, so that a few slots are several blocks, the last of them not full."""
+    patch.setattr(Sizes, "attend_block", 16)
+    patch.setattr(Sizes, "settle_block", 16)
+    patch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
+    patch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
+    patch.setattr("kvdsl.runtime.slots._GROWTH", 32)
+
+
+def with_kernels(policy: Policy, folder: Path) -> PolicySpec | None:
+    """What kvdsl compiles a policy to, with its Triton kernels written into `folder`; None if it has none."""
+    files = package(policy, print_policy(policy))
+    if SOURCE not in files:
+        return None
+    source = folder / policy.stem / SOURCE
+    source.parent.mkdir(parents=True)
+    source.write_text(files[SOURCE], encoding="utf-8")
+    return replace(spec_of(policy, files), triton_source=source)
+
+
+def defined(trace: Trace) -> Trace:
+    """The trace without infinities: what remains of an infinite vector after a turn is not defined."""
+    return replace(trace, inputs="nan") if trace.inputs == "inf" else trace
