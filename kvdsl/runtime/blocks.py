@@ -77,7 +77,8 @@ class BlockState(PooledState):
     def _lay_out(self, dense: dict[str, Tensor]) -> None:
         """See `PooledState._lay_out`: pools with the blocks in use, in place of older ones of that size."""
         batch, heads, slots = self.position.shape
-        size = min(int(self.named(self.numbers)["block"].max()), max(1, slots))
+        size = int(self.named(self.numbers)["block"].max())
+        size = size if self.grows else min(size, max(1, slots))
         self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
         wanted = int((self._blocks_of(self.position >= 0, size) if self.grows else self._most_blocks(size)).sum())
         for name, pool in POOLS.items():

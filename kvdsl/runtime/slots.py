@@ -285,12 +285,12 @@ class SlotState:
         return numbers
 
     def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
-        """Whether the cache grows, and the slots to allocate: what a settle keeps and what may come in before the next.
+        """Whether the cache grows, and the slots to allocate: what is there, or what a settle keeps and what comes in before the next.
 
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
         if not self.evicts or (not self.spec.hard_cap and self._never_settles(numbers)):
-            return True, _grown(self.filled + 1)
+            return True, max(1, self.filled)  # just that, while later layers read the prompt; the first token makes it grow
         most = _whole(float(self.most_while_attending(numbers).max()))
         return False, max(most, self.filled if self.spec.hard_cap else self.filled + 1)
 

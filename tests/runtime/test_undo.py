@@ -122,12 +122,12 @@ def test_slots_that_have_grown_since(backend: str) -> None:
     for seed in range(1, 17):
         log.note(run.state)
         run.step(seed)
-    assert (before["position"].shape[-1], run.state.slots) == (64, 128)
+    assert (before["position"].shape[-1], run.state.slots) == (50, 128)
     log.take_back(run.state, 16)
     found = run.content()
-    assert (found["position"][..., 64:] == -1).all()
+    assert (found["position"][..., 50:] == -1).all()
     for name in ("position", "keys", "values"):
-        assert torch.equal(found[name][:, :, :64], before[name])
+        assert torch.equal(found[name][:, :, :50], before[name])
     assert run.state.filled == 50
 
 
