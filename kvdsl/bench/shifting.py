@@ -184,7 +184,7 @@ class _Layer(CacheLayerMixin):
     def _lap(self, name: str) -> Iterator[None]:
         begun = time.perf_counter()
         yield
-        self.seconds[name] += time.perf_counter() - begun
+        self.seconds.update({name: time.perf_counter() - begun})  # type: ignore[dict-item]
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor | None = None) -> None:
         """Nothing is cached yet."""
