@@ -39,7 +39,7 @@ class ShiftAndAppend(Cache):
     def __init__(self, model: PreTrainedModel, *, budget: int, sinks: int | None = None, recent: int | None = None) -> None:
         if (sinks is None) == (recent is None):
             raise KvdslError("give either `sinks`, for StreamingLLM, or `recent`, for H2O")
-        self._model, self._rotary = model, _Rotary(model)
+        self._model, self._rotary = model, Rotary(model)
         self._attention = [layer.self_attn for layer in model.base_model.layers]
         self._hooks: list[Any] = []
         super().__init__(layers=[_Layer(self._rotary, budget, sinks, recent) for _ in self._attention])
@@ -64,7 +64,7 @@ class ShiftAndAppend(Cache):
         return args, {**kwargs, "position_ids": torch.arange(first, first + tokens)[None]}
 
 
-class _Rotary:
+class Rotary:
     """The model's own rotation, there and back."""
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -78,13 +78,23 @@ class _Rotary:
             ) from error
         if getattr(self._angles, "attention_scaling", 1.0) != 1.0:
             raise KvdslError(f"{type(model).__name__} scales what it rotates: its keys cannot be rotated back")
+        self._known: dict[bool, tuple[tuple[Any, ...], tuple[Tensor, Tensor]]] = {}
 
     def __call__(self, keys: Tensor, first: int, *, back: bool = False) -> Tensor:
         """Keys [batch, kv_heads, tokens, dim] rotated for the places from `first` on, or back from there."""
-        places = torch.arange(first, first + keys.shape[2], device=keys.device)[None]
-        cos, sin = self._angles(keys, places)
-        rotated: Tensor = self._apply(keys, keys, cos, -sin if back else sin)[1]
+        cos, sin = self.tables(keys, first)
+        rotated: Tensor = self._apply(keys[:1, :1], keys, cos[None], -sin[None] if back else sin[None])[1]
         return rotated
+
+    def tables(self, keys: Tensor, first: int = 0) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for as many places as there are keys, [tokens, any]; the last are kept, of those from 0 and others."""
+        wanted = (first, keys.shape[2], keys.dtype, keys.device)
+        known, tables = self._known.get(first == 0, ((), None))
+        if known != wanted or tables is None:
+            cos, sin = self._angles(keys, torch.arange(first, first + keys.shape[2], device=keys.device)[None])
+            tables = cos[0], sin[0]
+            self._known[first == 0] = wanted, tables
+        return tables
 
 
 class _Layer(CacheLayerMixin):
@@ -95,7 +105,7 @@ class _Layer(CacheLayerMixin):
         sums: float32 [batch, kv_heads, kept], of the probabilities that queries gave, the mean of a group's heads.
     """
 
-    def __init__(self, rotary: _Rotary, budget: int, sinks: int | None, recent: int | None) -> None:
+    def __init__(self, rotary: Rotary, budget: int, sinks: int | None, recent: int | None) -> None:
         super().__init__()
         self._rotary, self._budget, self._sinks, self._recent = rotary, budget, sinks, recent
         self._seen = 0

@@ -12,13 +12,15 @@ from kvdsl.cli.common import json_option, print_json, set_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
 if TYPE_CHECKING:
+    from rich.table import Table
     from torch import Tensor
 
 
 @click.command()
 @click.option(
     "--policies", default="transformers,full,h2o,roco", show_default=True, metavar="A,B",
-    help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one.",
+    help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one, `shift:h2o` "
+    "for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` for the same as published code has it.",
 )  # fmt: skip
 @click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
 @set_option
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate after it.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--share-prompt", is_flag=True,
+              help="All rows share one prompt, which is read once; each goes on with another of its likeliest tokens.")  # fmt: skip
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
 @click.option(
@@ -41,19 +45,25 @@ if TYPE_CHECKING:
 @json_option
 def generate(
     policies: str, budgets: str, settings: dict[str, str], model: str | None, shape: str | None, text: Path | None,
-    prompt_tokens: int, new_tokens: int, batch: int, backend: str, threads: int | None, repeats: int, warmup: int, seed: int,
-    dtype: str | None, as_json: bool,
+    prompt_tokens: int, new_tokens: int, batch: int, share_prompt: bool, backend: str, threads: int | None, repeats: int,
+    warmup: int, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """A whole model: the prompt, then token by token, and the memory that it takes.
 
     All generate from the same prompts with the same weights, in turns, token by token; before that each generates once alone, which
-    warms it up and shows by how much its memory grows at most. Tokens a second are those of all rows, after the first token.
+    warms it up and shows by how much its memory grows at most, and which shares of a token's time go to attention and to the cache's
+    update (appending, moving, evicting, the statistics that decide). Tokens a second are those of all rows, after the first token;
+    `as fast` compares with whoever is named first.
+
+    Shift and append, what in-place updates replace, is there for h2o, equip_h2o, streaming_llm and equip_streaming. From a prompt that
+    fills the budget on, every token evicts one.
 
     \b
     Examples:
       kvdsl bench generate --policies transformers,full,h2o,roco --budgets 128,256 --prompt-tokens 1024
       kvdsl bench generate --policies full,sparcas --set tokens=128 --model path/to/model --prompt-tokens 8192
       kvdsl bench generate --policies full,streaming_llm --shape llama-2-7b:2 --batch 8 --dtype bf16
+      kvdsl bench generate --policies shift:equip_h2o,equip_h2o --shape llama-2-7b:2 --batch 8 --share-prompt --prompt-tokens 256
     """
     refuse_triton(backend)
     if model is not None and shape is not None:
@@ -70,15 +80,19 @@ def generate(
     if threads:
         torch.set_num_threads(threads)
     sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
+    prompts = 1 if share_prompt else batch
     loaded, ids = (
-        _random(shape, dtype, batch, prompt_tokens, seed) if shape else _read(model, text, dtype, batch, prompt_tokens)
+        _random(shape, dtype, prompts, prompt_tokens, seed) if shape else _read(model, text, dtype, prompts, prompt_tokens)
     )
     check_length(loaded, prompt_tokens + new_tokens)
     wanted = contenders(names, settings, sizes, loaded, backend)
     with progress("generate", steps(wanted, repeats, warmup)) as tick:
-        rows = bench_generate(loaded, ids, new_tokens, wanted, repeats=repeats, warmup=warmup, tick=tick)
+        rows = bench_generate(
+            loaded, ids, new_tokens, wanted, rows=batch if share_prompt else None, repeats=repeats, warmup=warmup, tick=tick
+        )
     facts = {
-        "model": shape or model or "the reference model", "repeats": repeats, "warmup": warmup, "threads": torch.get_num_threads(),
+        "model": shape or model or "the reference model", "share_prompt": share_prompt, "repeats": repeats, "warmup": warmup,
+        "threads": torch.get_num_threads(),
     }  # fmt: skip
     kind = str(loaded.dtype).removeprefix("torch.")
     if as_json:
@@ -127,3 +141,22 @@ def _show(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
             "" if row["peak_bytes"] is None else size(row["peak_bytes"]), size(row["cache_bytes"]),
         )  # fmt: skip
     console.print(table, markup=False)
+    if any(share is not None for row in rows for share in row["shares"].values()):
+        console.print(_shares(rows), markup=False)
+
+
+_SHARES = {"attention": "attention", "rotation": "turning keys", "update": "cache's update", "head": "model's head"}
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Where a token's time goes; nothing where it cannot be told."""
+    from rich.table import Table
+
+    table = Table(title="\nof a token's time, %", title_justify="left", box=None, pad_edge=False)
+    for header in ("policy", "budget", *_SHARES.values()):
+        table.add_column(header, justify="left" if header == "policy" else "right", no_wrap=True)
+    for row in rows:
+        shares = [row["shares"][name] for name in _SHARES]
+        cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
+        table.add_row(row["policy"], "" if row["budget"] is None else f"{row['budget']:g}", *cells)
+    return table

@@ -119,6 +119,8 @@ def cache_bytes(cache: Any) -> int:
 
 def full_cache_bytes(cache: Any) -> int:
     """What keys and values of every token that the model has seen occupy where nothing is evicted."""
+    if hasattr(cache, "full_bytes"):
+        return int(cache.full_bytes())
     return sum(_layer_bytes(layer) for layer in cache.layers)
 
 

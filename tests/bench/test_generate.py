@@ -93,8 +93,52 @@ def test_contenders_take_turns_token_by_token(model: Any, ids: torch.Tensor, mon
     monkeypatch.setattr(Text, "read", noting)
     wanted = [generate.Contender(str(index), None, lambda cache=cache: cache) for index, cache in enumerate(caches)]
     with torch.inference_mode():
-        generate._round(model, ids, 4, wanted, [Times(), Times()], turn=1)
+        generate.Race(model, ids, 4, wanted).round([Times(), Times()], turn=1)
     assert order == [(1, 40), (0, 40), (0, 1), (1, 1), (1, 1), (0, 1), (0, 1), (1, 1)]
+
+
+RACE = ["shift:equip_h2o", "fresh:equip_h2o", "equip_h2o", "shift:streaming_llm", NATIVE, generate.RECOMPUTE]
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_shares_of_a_tokens_time(model: Any, ids: torch.Tensor, backend: str) -> None:
+    wanted = contenders(RACE, {}, [16], model, backend)
+    rows = bench_generate(model, ids, 6, wanted, repeats=1)
+    shares = {row["policy"]: row["shares"] for row in rows}
+    known = {name: {share for share, value in found.items() if value is not None} for name, found in shares.items()}
+    for found in shares.values():
+        given = [share for share in found.values() if share is not None]
+        assert all(0 < share < 1 for share in given) and sum(given) <= 1
+    in_place = {"attention", "head"} | ({"update"} if backend == "cpu" else set())
+    assert known == {
+        "shift:equip_h2o": {"attention", "update", "rotation", "head"},
+        "fresh:equip_h2o": {"attention", "update", "rotation", "head"},
+        "equip_h2o": in_place,
+        "shift:streaming_llm": {"attention", "update", "rotation", "head"},
+        NATIVE: {"attention", "update", "head"},
+        generate.RECOMPUTE: {"attention", "head"},
+    }
+    assert not any(module._forward_hooks for module in model.modules()), "hooks should be gone"
+
+
+def test_rows_share_a_prompt(model: Any, ids: torch.Tensor) -> None:
+    """Each goes on with another token, as if it had read the prompt itself."""
+    for one in contenders([*RACE, "streaming_llm"], {}, [16], model, "torch"):
+        with torch.inference_mode():
+            shared, own = one.begin(model), one.begin(model)
+            shared.read(ids[:1])
+            shared.share(3)
+            own.read(ids[:1].expand(3, -1))
+            assert len(set(shared.newest.flatten().tolist())) == 3 and torch.equal(shared.newest[:1], own.newest[:1])
+            own.newest = shared.newest
+            for _ in range(5):
+                shared.go_on()
+                own.go_on()
+                torch.testing.assert_close(shared._logits, own._logits, atol=1e-4, rtol=1e-4)
+    rows = bench_generate(model, ids[:1], 3, contenders(["h2o", "shift:h2o"], {}, [16], model, "torch"), rows=4, repeats=1)
+    assert [row["batch"] for row in rows] == [4, 4]
+    kept = 2 * 2 * 4 * 2 * 16 * 4  # keys and values, layers, rows, KV heads, head size, float32
+    assert all(row["full_cache_bytes"] == kept * 42 for row in rows)
 
 
 def test_a_setting_goes_to_the_policies_that_have_it() -> None:
@@ -127,7 +171,8 @@ COMMAND = ("bench", "generate", "--shape", "tiny:2", "--prompt-tokens", "24", "-
 
 
 def test_command(capsys: pytest.CaptureFixture[str]) -> None:
-    words = (*COMMAND, "--policies", "transformers,h2o", "--set", "budget=8", "--batch", "2", "--backend", "torch")
+    policies = ("--policies", "transformers,h2o,shift:h2o", "--set", "budget=8")
+    words = (*COMMAND, *policies, "--batch", "2", "--share-prompt", "--backend", "torch")
     assert main([*words, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["format_version"] == "1.0" and found["environment"]["dtype"] == "float32"
@@ -139,13 +184,14 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         "tpot_ms",
         "tpot_ms_q3",
         "tokens_per_s",
+        "shares",
         "peak_bytes",
         "cache_bytes",
     }
     assert all(keys <= set(row) for row in found["rows"]) and found["rows"][1]["budget"] == 8
     assert main(list(words)) == 0
     shown = capsys.readouterr().out
-    assert "tiny:2 in float32" in shown and "transformers" in shown
+    assert "tiny:2 in float32" in shown and "shift:h2o" in shown and "of a token's time" in shown
 
 
 @pytest.mark.parametrize(
@@ -156,6 +202,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--shape", "tiny", "--text", __file__), "random tokens"),
         (("--shape", "tiny", "--prompt-tokens", "5000"), "more than the 4096"),
         (("--shape", "tiny", "--policies", ","), "no policy is named"),
+        (("--shape", "tiny", "--policies", "roco,shift:roco"), "written for h2o, equip_h2o"),
+        (("--shape", "tiny", "--policies", "fresh:nothing"), "not for `nothing`"),
     ],
 )
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:

@@ -16,6 +16,9 @@ from kvdsl.cli import main
 from kvdsl.runtime.backends import choose
 
 SHAPE = Shape(batch=2, heads=3, head_dim=16, live=40, evict=7, dtype="fp32")
+LARGE = Shape(batch=1, heads=48, head_dim=64, live=400, evict=7, dtype="fp32")
+"""More than a core's cache holds, which C++ writes past."""
+
 BACKENDS = ("torch", "cpu")
 
 
@@ -32,9 +35,10 @@ def a_cache() -> tuple[Tensor, Tensor]:
 def compacted(x: Tensor, leaving: Tensor, new: Tensor) -> Tensor:
     """Head by head and token by token: what stays, then what is new."""
     made = torch.empty_like(x)
-    for b in range(SHAPE.batch):
-        for h in range(SHAPE.heads):
-            stays = [x[b, h, i] for i in range(SHAPE.live) if i not in leaving[b, h].tolist()]
+    for b in range(x.shape[0]):
+        for h in range(x.shape[1]):
+            gone = set(leaving[b, h].tolist())
+            stays = [x[b, h, i] for i in range(x.shape[2]) if i not in gone]
             made[b, h] = torch.stack([*stays, *new[b, h]])
     return made
 
@@ -63,23 +67,23 @@ def test_shifting_moves_what_stays_together(policy: str) -> None:
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(shifting.content(), expected, strict=True))
 
 
+@pytest.mark.parametrize("shape", [SHAPE, LARGE], ids=["small", "large"])
 @pytest.mark.parametrize("name", BACKENDS)
 @pytest.mark.parametrize("policy", ["h2o", "streaming_llm", "equip_h2o"])
-def test_in_place_holds_what_shifting_holds(policy: str, name: str) -> None:
+def test_in_place_holds_what_shifting_holds(policy: str, name: str, shape: Shape) -> None:
     """The same tokens, in the order of their positions."""
     spec = kvdsl.load(policy).spec
-    state, leaving = update.full_cache(spec, SHAPE, 0), update.victims(spec, SHAPE, 0)[:1]
-    live = slice(0, SHAPE.live)
+    state, leaving = update.full_cache(spec, shape, 0), update.victims(spec, shape, 0)[:1]
+    live, given = slice(0, shape.live), update.new_tokens(shape, 0)
     wanted = [
-        compacted(x[:, :, live], leaving[0].places, new)
-        for x, new in zip((state.keys, state.values), tokens()[0], strict=True)
+        compacted(x[:, :, live], leaving[0].places, new) for x, new in zip((state.keys, state.values), given[0], strict=True)
     ]
     backend = choose(spec, name, torch.device("cpu"), torch.float32)
     where = state.keys.data_ptr()
-    update.in_place(backend, state, leaving, tokens()[:1])()
+    update.in_place(backend, state, leaving, given[:1])()
     assert state.keys.data_ptr() == where
-    assert bool(((state.position >= 0).sum(-1) == SHAPE.live).all())
-    order = state.position[:, :, live].argsort(-1)[..., None].expand(-1, -1, -1, SHAPE.head_dim)
+    assert bool(((state.position >= 0).sum(-1) == shape.live).all())
+    order = state.position[:, :, live].argsort(-1)[..., None].expand(-1, -1, -1, shape.head_dim)
     for x, expected in zip((state.keys, state.values), wanted, strict=True):
         assert torch.equal(x[:, :, live].gather(2, order), expected)
 

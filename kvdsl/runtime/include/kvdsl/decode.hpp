@@ -20,6 +20,7 @@
 #include "laps.hpp"
 #include "select.hpp"
 #include "simd.hpp"
+#include "stream.hpp"
 #include "types.hpp"
 
 namespace kvdsl {
@@ -267,7 +268,9 @@ class Unit {
   }
 
   // The tokens in these slots leave and the new ones take their places, one for one.
-  void replace(const int32_t* slots) {
+  //
+  // past_caches: whether keys and values are written past the core's caches.
+  void replace(const int32_t* slots, bool past_caches) {
     if (rank_) {
       for (int t = 0; t < args_.tokens; ++t) {
         if (real(t)) position_[slots[t]] = -1;
@@ -277,12 +280,13 @@ class Unit {
     }
     constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
     for (int t = 0; t < args_.tokens; ++t) {
-      if (t + early < args_.tokens) {
+      if (t + early < args_.tokens && !past_caches) {
         fetch_row(keys_, slots[t + early]);
         fetch_row(values_, slots[t + early]);
       }
-      if (real(t)) write(t, slots[t]);
+      if (real(t)) write(t, slots[t], past_caches);
     }
+    if (past_caches) end_stream();
   }
 
   // First pass over a chunk: its scores and their maxima.
@@ -402,15 +406,20 @@ class Unit {
   bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
 
   // Token t into a free slot.
-  void write(int t, int slot) {
+  void write(int t, int slot, bool past_caches = false) {
     newest_ = next_++;
     position_[slot] = newest_;
     if (rank_) rank_[slot] = live_;
     ++live_;
     const char* const k = token(args_.key, args_.key_stride, head_, t);
     const char* const v = token(args_.value, args_.value_stride, head_, t);
-    std::memcpy(keys_.row(slot), k, static_cast<std::size_t>(size(args_.key_dim)));
-    std::memcpy(values_.row(slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    if (past_caches) {
+      stream(keys_.row(slot), k, size(args_.key_dim));
+      stream(values_.row(slot), v, size(args_.value_dim));
+    } else {
+      std::memcpy(keys_.row(slot), k, static_cast<std::size_t>(size(args_.key_dim)));
+      std::memcpy(values_.row(slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    }
     if (args_.half_keys) steps_.dtype.turn_quarter(k, rope(), half_keys_.row(slot));
     for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
     if (!steps_.place) return;
@@ -783,19 +792,26 @@ inline bool all_live(int32_t* position, int slots, const int32_t* given, int cou
   return n == count;
 }
 
+// Bytes of a layer's keys and values from which on no core's own cache holds what was written until somebody attends.
+constexpr int64_t cached_bytes = int64_t{8} << 20;
+
 // What every row and KV head has in the given slots [batch, kv_heads, tokens] leaves for the new tokens. Nobody attends.
 // Changes nothing if one of the slots is free, or given twice.
 inline int replace(const DecodeArgs& args, const int32_t* slots, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int64_t workspace = Workspace::bytes(args, steps);
+  const int threads = args.threads > 1 ? args.threads : 1;
+  const bool past_caches = steps.dtype.size * (args.key_dim + args.value_dim) * int64_t{args.slots} * units > cached_bytes;
   int status = ok;
+#pragma omp parallel for num_threads(threads) reduction(| : status)
   for (int64_t u = 0; u < units; ++u) {
-    if (!all_live(args.position + u * args.slots, args.slots, slots + u * args.tokens, args.tokens)) return not_live;
+    if (!all_live(args.position + u * args.slots, args.slots, slots + u * args.tokens, args.tokens)) status |= not_live;
   }
-#pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
+  if (status) return status;
+#pragma omp parallel for num_threads(threads) reduction(| : status)
   for (int u = 0; u < units; ++u) {
     char* const memory = thread_buffer().reserve(workspace);
-    if (memory) Unit(args, steps, u, memory).replace(slots + int64_t{u} * args.tokens);
+    if (memory) Unit(args, steps, u, memory).replace(slots + int64_t{u} * args.tokens, past_caches);
     else status |= out_of_memory;
   }
   advance(args);

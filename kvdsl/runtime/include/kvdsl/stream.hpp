@@ -1,0 +1,33 @@
+// Copies that go past the core's caches: what they overwrite is not fetched first, and nothing else is driven out.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#endif
+
+namespace kvdsl {
+
+// Where whole lines are written; otherwise, and where there is no such store, an ordinary copy.
+inline void stream(char* to, const char* from, int64_t bytes) {
+#if defined(__SSE2__)
+  if ((reinterpret_cast<std::uintptr_t>(to) | static_cast<std::uintptr_t>(bytes)) % 64 == 0) {
+    for (int64_t i = 0; i < bytes; i += 16) {
+      _mm_stream_si128(reinterpret_cast<__m128i*>(to + i), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from + i)));
+    }
+    return;
+  }
+#endif
+  std::memcpy(to, from, static_cast<std::size_t>(bytes));
+}
+
+// Before another thread may read what was streamed.
+inline void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+}  // namespace kvdsl
