@@ -319,7 +319,10 @@ class _Moved(_Layer):
             return
         some = torch.randn(1, 1, 3, key_states.shape[-1], dtype=key_states.dtype, device=key_states.device)
         cos, sin = self._rotary.tables(some)
-        if cos.shape[-1] != some.shape[-1] or not torch.allclose(_turn(some, cos, sin), self._rotary(some, 0), atol=1e-2):
+        rounding = 8 * torch.finfo(some.dtype).eps * float(some.abs().max())
+        if cos.shape[-1] != some.shape[-1] or not torch.allclose(
+            _turn(some, cos, sin), self._rotary(some, 0), rtol=0, atol=rounding
+        ):
             raise KvdslError(
                 "`shift` turns whole heads by halves, as Llama does, and this model does not: race `fresh` instead"
             )
