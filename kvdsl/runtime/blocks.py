@@ -7,9 +7,6 @@ lengths, or with different budgets, take what they use and not what the largest 
 
 Under a policy that evicts while it decodes, the pool is allocated once, at the end of the prompt, with as many blocks as each row
 can ever need by its own budget: it never moves, and no step waits for the host to enlarge it. Where the cache grows, so does the pool.
-
-Positions, columns and ranks stay by slot: they are small, and who leaves does not depend on where things lie. So do the rotated halves
-of `rope cached`.
 """
 
 from __future__ import annotations
@@ -17,28 +14,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.slots import FREE, SlotState, allocated, taken
-
-POOLS = {"keys": "key_pool", "values": "value_pool"}
-"""What lies in blocks, and the name of its pool."""
+from kvdsl.runtime.pooled import POOLS, PooledState
+from kvdsl.runtime.slots import FREE, allocated
 
 
-class BlockState(SlotState):
-    """`SlotState` with keys and values in blocks.
+class BlockState(PooledState):
+    """`PooledState` with keys and values in blocks.
 
     Tensors beside the others:
         key_pool [kv_heads, blocks, size, key_dim], value_pool [kv_heads, blocks, size, value_dim]: the model's dtype. A head's blocks
             lie together, so that those that a row was given one after the other can be read in one go.
         table [batch, blocks of a row] int64: where each block of a row's slots lies in the pools; -1 where it has none.
-
-    Reading `keys` or `values` gathers all slots; those without a block show what others keep, as free slots may.
     """
 
-    TENSORS = ("key_pool", "value_pool", "table", "position", "columns", "seen", "numbers")
-    PLAIN = ("position", "columns")
+    TENSORS = (*PooledState.TENSORS, "table")
 
-    key_pool: Tensor
-    value_pool: Tensor
     table: Tensor
 
     @property
@@ -50,21 +40,6 @@ class BlockState(SlotState):
     def blocks(self) -> int:
         """Blocks in the pool."""
         return self.key_pool.shape[1]
-
-    @property
-    def keys(self) -> Tensor:  # type: ignore[override]
-        """[batch, kv_heads, slots, key_dim]; a copy."""
-        return self._gathered(self.key_pool)
-
-    @property
-    def values(self) -> Tensor:  # type: ignore[override]
-        """[batch, kv_heads, slots, value_dim]; a copy."""
-        return self._gathered(self.value_pool)
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """See `SlotState.stored`: the pools."""
-        return self.key_pool, self.value_pool
 
     @property
     def used(self) -> Tensor:
@@ -92,37 +67,15 @@ class BlockState(SlotState):
         """Give back the blocks in which nothing is left."""
         self.table.masked_fill_(~self.used, FREE)
 
-    def select_rows(self, rows: Tensor) -> None:
-        """See `SlotState.select_rows`; the rows' blocks are copied."""
-        if not self.allocated:
-            return
-        rows = rows.to(self.table.device)
-        dense = {name: getattr(self, name).index_select(0, rows) for name in POOLS}
-        super().select_rows(rows)
-        self._lay_out(dense)
-
-    def batch_dim(self, name: str) -> int | None:
-        """See `SlotState.batch_dim`; pools belong to no row."""
-        return None if name in POOLS.values() else super().batch_dim(name)
-
     # -- blocks --------------------------------------------------------------------------------------------------------
 
-    def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
-        super()._allocate(kept, order, slots)
-        if order is None:  # more slots: their blocks will come
-            more = -(-slots // self.size) - self.table.shape[1]
-            self.table = torch.nn.functional.pad(self.table, (0, more), value=FREE)
-        else:
-            self._lay_out({name: taken(name, kept[name], order) for name in POOLS})
-            self.forget_copies()
-
-    def forget_copies(self) -> None:
-        """See `SlotState.forget_copies`."""
-        if "key_pool" in self.__dict__:  # else they are still to come
-            super().forget_copies()
+    def _grow(self, held: Tensor) -> None:
+        """See `PooledState._grow`: their blocks will come."""
+        more = -(-self.position.shape[2] // self.size) - self.table.shape[1]
+        self.table = torch.nn.functional.pad(self.table, (0, more), value=FREE)
 
     def _lay_out(self, dense: dict[str, Tensor]) -> None:
-        """Pools with the blocks in use of the first slots, [batch, kv_heads, any, dim]; in place of older ones of that size."""
+        """See `PooledState._lay_out`: pools with the blocks in use, in place of older ones of that size."""
         batch, heads, slots = self.position.shape
         size = min(int(self.named(self.numbers)["block"].max()), max(1, slots))
         self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
@@ -185,7 +138,7 @@ class BlockState(SlotState):
                 setattr(self, pool, torch.cat([old, allocated(old, (len(old), more, *old.shape[2:]), 0)], 1))
 
     def _gathered(self, pool: Tensor) -> Tensor:
-        """[batch, kv_heads, slots, dim], slot after slot in memory as where there are no blocks."""
+        """See `PooledState._gathered`; slots without a block show what others keep."""
         slot = torch.arange(self.position.shape[2], device=pool.device)
         heads = torch.arange(len(pool), device=pool.device)
         physical = self.table.clamp(min=0)[:, slot // self.size]

@@ -329,8 +329,12 @@ class SlotState:
             setattr(self, name, new)
         if self.spec.compact:
             self.rank = ranks(self.position)
+        self._place(kept, order)
         self.forget_copies()
         self.forget_halves()
+
+    def _place(self, kept: dict[str, Tensor], order: Tensor | None) -> None:
+        """Place what is not `PLAIN`; the arguments are those of `_allocate`, which has placed everything else."""
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
@@ -398,7 +402,7 @@ class SlotState:
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie in memory, [any, any, any, dim] each; to be read, or written in place."""
+        """Keys and values as they lie in memory, [..., dim] each; to be read, or written in place."""
         return self.keys, self.values
 
     @property

@@ -66,7 +66,7 @@ def assert_same(flat: Run, padded: Run) -> None:
 
 def rows(state: SlotState) -> int:
     assert isinstance(state, FlatState)
-    return len(state.flat_keys)
+    return len(state.key_pool)
 
 
 BACKENDS = ("torch", "cpu")
@@ -94,10 +94,10 @@ def test_what_heads_do_not_keep_takes_no_memory() -> None:
 
 def test_nothing_moves_while_there_is_room() -> None:
     flat, _ = pair("cpu")
-    where = flat.state.flat_keys.data_ptr()
+    where = flat.state.key_pool.data_ptr()
     live = int((flat.state.position >= 0).sum(-1).max())
     flat.steps(*range(1, flat.state.slots - live + 1))
-    assert flat.state.flat_keys.data_ptr() == where
+    assert flat.state.key_pool.data_ptr() == where
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
