@@ -1,8 +1,8 @@
 """Every diagnostic that kvdsl can give: its code, a title, an explanation, and a small example that fails with it.
 
 KV01 reading and syntax · KV02 names, imports, inheritance · KV03 expressions and their axes · KV04 policies as a whole ·
-KV05 not available yet · KV06 tests. A code keeps its meaning for ever; a retired one is not used again: KV0501, "not available in
-this version", was of the version that could not compile the whole language.
+KV06 tests. A code keeps its meaning for ever; a retired one is not used again: KV0501, "not available in this version", was of the
+version that could not compile the whole language; KV0502, "layout that kernels do not have", of those without tables in Triton.
 """
 
 from __future__ import annotations
@@ -523,18 +523,6 @@ HISTORY = _code(
     "`over last N queries` has to remember N numbers of 4 bytes for each cached token. Beyond 128 queries that is more than the "
     "token's key and value take, with heads of 128 dims in 16 bits: a cache that is twice as large would cost less.",
     _policy(_BUDGET, "score sum(attn over last 400 queries)"),
-    severity="warning",
-)
-
-# -- KV05: not available everywhere ----------------------------------------------------------------------------------
-
-LAYOUT = _code(
-    "KV0502",
-    "layout that kernels do not have",
-    "What a policy computes does not depend on how the cache is laid out. `storage blocks` and `rope cached` are there in C++ and on the "
-    "torch backend. No Triton kernels read blocks through a table, so the torch backend serves such a policy on GPUs; and "
-    "Triton kernels turn keys as they read them instead of keeping rotated halves, which takes no memory.",
-    _policy(_BUDGET, "score sum(attn)", "storage blocks 16"),
     severity="warning",
 )
 

@@ -41,9 +41,10 @@ from kvdsl.bench.selecting import period  # noqa: E402
 from kvdsl.runtime.backends import Backend, choose  # noqa: E402
 from kvdsl.runtime.slots import AttentionCall, SlotState  # noqa: E402
 from kvdsl.runtime.spec import PolicySpec  # noqa: E402
+from kvdsl.runtime.storage import slot_state  # noqa: E402
 from kvdsl.runtime.torch_backend import TorchBackend  # noqa: E402
 
-POLICIES = ("roco", "h2o", "tova", "streaming_llm", "sparcas")
+POLICIES = ("roco", "h2o", "tova", "streaming_llm", "equip_blocks", "sparcas")
 SELECTED = {"tokens": 512.0, "dims": 16.0}
 """What a policy that selects is timed with: the T and D of the CPU's figures."""
 COLUMN_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
@@ -242,7 +243,7 @@ def prompted(spec: PolicySpec, plan: Plan) -> Iterator[str]:
     if not spec.reads_attention:
         return
     for shape in plan.checked_prompts:
-        state, tensors = SlotState(spec, {"budget": shape.length}), on_device(shape, plan)
+        state, tensors = slot_state(spec, {"budget": shape.length}), on_device(shape, plan)
         backend = choose(spec, "triton", torch.device(plan.device), tensors[0].dtype)
         backend.prefill(state, AttentionCall(*tensors, real=None, scaling=shape.head_dim**-0.5))
         expected = statistics_of(*tensors[:2])

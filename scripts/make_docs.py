@@ -38,7 +38,6 @@ CHAPTERS = {
     "KV02": "Names, imports, inheritance",
     "KV03": "Expressions and their axes",
     "KV04": "Policies as a whole",
-    "KV05": "Not available yet",
     "KV06": "Tests",
 }
 

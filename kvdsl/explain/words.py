@@ -188,10 +188,7 @@ def _costs(found: Facts) -> Iterator[str]:
             yield f"of them {column.bytes_per_slot or f'4 * {column.size}'} for {column.name}"
     if found.rotated_half:
         times = 1 + found.rotated_half / found.key_and_value
-        yield (
-            f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value); "
-            f"Triton kernels turn keys as they read them, and keep nothing"
-        )
+        yield f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value)"
 
 
 def _peak(found: Facts) -> Iterator[str]:

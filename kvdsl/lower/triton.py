@@ -215,6 +215,8 @@ class TritonPlan:
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
         agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
         shares: whether they share a budget, so that some may have more slots than others.
+        blocks: whether keys and values lie in blocks, found through tables.
+        halves: whether the keys' rotated halves are kept beside them.
     """
 
     args: tuple[str, ...]
@@ -236,6 +238,8 @@ class TritonPlan:
     compact: bool
     agrees: bool
     shares: bool
+    blocks: bool
+    halves: bool
 
     @property
     def draws(self) -> bool:
@@ -293,16 +297,17 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         select=select,
         compact=policy.positions == "compact",
         shares=policy.across is not None,
+        blocks=policy.storage == "blocks",
+        halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",
     )
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a launch sees one layer, and its keys in one piece."""
+    """The statements that the kernels do not know: a launch sees one layer."""
     refused = {
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         "`victims shared by layers`": policy.victims == "layers",
-        "`storage blocks`": policy.storage == "blocks",
     }
     found = [statement for statement, stated in refused.items() if stated]
     if found:

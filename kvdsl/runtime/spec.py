@@ -47,7 +47,7 @@ class PolicySpec:
         selects: whether a decoded token attends to a selection only.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
-        rope_cached: whether a key's rotated half is kept beside it, by the torch and C++ backends; Triton turns keys as it reads them.
+        rope_cached: whether a key's rotated half is kept beside it.
         abi: the runtime interface that the package was generated for.
     """
 

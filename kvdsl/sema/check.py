@@ -46,14 +46,12 @@ class Checker:
         self._define()
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
-        combinations = Combinations(self.flat, self.params, parts, self.sink)
-        combinations.check()
+        Combinations(self.flat, self.params, parts, self.sink).check()
         self._unused(parts)
         if not self.sink.failed():
             self._statics(parts)
         if self.sink.failed():
             return None
-        combinations.warn_of_layouts()
         return self._policy(parts)
 
     # -- names -------------------------------------------------------------------------------------------------------

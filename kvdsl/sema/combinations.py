@@ -175,17 +175,6 @@ class Combinations:
         if not self.flat.broken and not self.sink.failed():
             self._refuse(codes.NEVER_READ, keyword, f"nothing reads what `{keyword}` finds", help)
 
-    # -- layouts -----------------------------------------------------------------------------------------------------
-
-    def warn_of_layouts(self) -> None:
-        """Warns of layouts that kernels do not have."""
-        if self._is("storage", "blocks"):
-            message = "`storage blocks` has no Triton kernels: on a GPU the torch backend serves the policy"
-            self._refuse(codes.LAYOUT, "storage", message, "`storage in_place`, the default, computes the same")
-        if self._is("rope", "cached"):
-            message = "`rope cached` has no Triton kernels: they turn keys as they read them"
-            self._refuse(codes.LAYOUT, "rope", message, "`rope fused`, the default, computes the same")
-
 
 def _reads_input(part: Part, name: str) -> bool:
     return any(isinstance(one, Input) and one.name == name for one in walk(part.expr))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
-
-from acceptance.registry import Counts, Measured, NotMeasured, all_pass, criterion, kvdsl_json, run, tests
+from acceptance.registry import Measured, NotMeasured, all_pass, criterion, interpreted, kvdsl_json, tests
 
 GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 POLICIES = ("full", "h2o", "roco", "scissorhands", "sparcas", "streaming_llm", "tova", "vatp_h2o")
@@ -22,18 +20,11 @@ def _ahead() -> Measured:
     return value, "5 targets, 0 spills, < 256 registers", targets == 5 and spills == 0 and registers < 256
 
 
-def interpreted() -> Counts:
-    """How the tests of kernels ended in Triton's interpreter, which needs a process of their own."""
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/triton", env={"TRITON_INTERPRET": "1"}, timeout=3600)
-    found = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout[-300:])}
-    return Counts(found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0))
-
-
 @criterion(
     5, "kernels of every policy against the reference interpreter, in Triton's interpreter; bytes and launches of a step"
 )
 def _kernels() -> Measured:
-    return all_pass(interpreted(), 100)
+    return all_pass(interpreted("tests/triton"), 100)
 
 
 @criterion(5, "building for GPUs that are not there: tests")

@@ -8,11 +8,13 @@ from pathlib import Path
 from statistics import geometric_mean
 from typing import Any
 
-from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, kvdsl_json, tests
+from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, interpreted, kvdsl_json, tests
 
 STREAMED = REPO / "benchmarks/results/cpu/ppl_streaming_20000.json"
 STABLE = 1.1
 """How far the perplexity of a later stretch of 2,000 tokens may lie above that of the first: stretches of a book differ by themselves."""
+
+GPUS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942"
 
 SPR = {
     "h2o": (11.62, 27.32, 19.36, 35.73, 38.12, 39.90, 39.75, 31.43),
@@ -61,6 +63,19 @@ def _rope_modes() -> Measured:
 )
 def _blocks() -> Measured:
     return all_pass(tests("tests/runtime", "test_blocks."), 40)
+
+
+@criterion(6, "Triton: `storage blocks` is `storage in_place` to the bit, `rope cached` is `rope fused`; in its interpreter")
+def _triton() -> Measured:
+    return all_pass(interpreted("tests/triton/test_blocks.py", "tests/triton/test_rope_cached.py"), 15)
+
+
+@criterion(6, "Triton, ahead of time: kernels of blocks and rotated halves on five targets spill nothing")
+def _ahead() -> Measured:
+    policies = ("equip_h2o", "equip_streaming", "benchmarks/policies/equip_blocks.kv")
+    rows = kvdsl_json("build", *policies, "--target", GPUS)["rows"]
+    spills, targets = sum(row["spills"] for row in rows), len({row["target"] for row in rows})
+    return f"{len(rows)} kernels, {targets} targets, {spills} spills", "5 targets, 0 spills", targets == 5 and spills == 0
 
 
 # -- several at once ---------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -178,6 +179,13 @@ def tests(path: str, named: str = "") -> Counts:
     words = named.split("|")
     outcomes = [case.outcome for case in test_cases(path) if any(word in case.name for word in words)]
     return Counts(*(outcomes.count(kind) for kind in ("passed", "failed", "skipped")))
+
+
+def interpreted(*paths: str) -> Counts:
+    """How the tests of kernels under these paths ended in Triton's interpreter, which needs a process of their own."""
+    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, env={"TRITON_INTERPRET": "1"}, timeout=3600)
+    found = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout[-300:])}
+    return Counts(found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0))
 
 
 def all_pass(counts: Counts, least: int = 1) -> Measured:

@@ -380,6 +380,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
     if maker.pages:
         made["pages"] = maker.count(5, 1)
+    if not fused and maker.rarely():
+        made |= {"storage": "blocks", "block": maker.count(6, 1)}
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
     return policy.model_copy(update={"keeps": kept})

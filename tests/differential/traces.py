@@ -33,8 +33,9 @@ from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.eviction import Together
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.slots import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.storage import slot_state
 
 from .harness import INPUTS, OUT_TOLERANCE
 from .precision import FUSED_16_BITS, Range, choose, exactly, widened
@@ -199,7 +200,7 @@ class Run:
         self.given = {} if trace.budget is None else {"budget": trace.budget}
         given = {name: self.given.get(name) for name in spec.params}
         self.states = [
-            SlotState(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)
+            slot_state(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)
             for layer in trace.layers
         ]
         if policy.victims == "layers":

@@ -399,7 +399,6 @@ def test_a_condition_for_all_slots_joins_those_over_slots() -> None:
         ),
         ("param budget = 8\nscore sum(attn)\nvictims shared by layers", "`victims shared by layers`"),
         ("param budget = 8\nscore max_pool(sum(attn), 3)", "`max_pool`"),
-        ("param budget = 8\nscore sum(attn)\nstorage blocks 4", "`storage blocks`"),
     ],
 )
 def test_what_triton_refuses(statements: str, refusal: str) -> None:

@@ -38,10 +38,12 @@ GIVEN: dict[str, dict[str, float]] = {
     "quest": {"tokens": 32},
     "capped": {"budget": 12},
     "agreeing": {"budget": 12},
+    "staged": {"budget": 12},
 }
 WRITTEN = {
     "capped": "param budget = 12\nscore sum(attn * norm1(v)) + last(dot(q, k))\nslack 8\nmax_drop 8\ncap hard",
     "agreeing": "param budget = 12\nscore sum(attn)\nvictims shared by heads",
+    "staged": "param budget = 12\nscore sum(attn)\nslack 3\nmax_drop 3\ncap hard",
 }
 
 
@@ -74,17 +76,25 @@ def classes(folder: Path, name: str) -> tuple[Any, Any]:
 class Run:
     """Rows of different lengths: a prompt, and tokens after it, some of them padding."""
 
-    def __init__(self, spec: PolicySpec, given: dict[str, float], backend: str = "torch") -> None:
+    def __init__(
+        self,
+        spec: PolicySpec,
+        given: dict[str, float],
+        backend: str = "torch",
+        prompt: int = 40,
+        padding: tuple[int, ...] = PADDING,
+    ) -> None:
+        self.rows = len(padding)
         self.state = slot_state(spec, given, layer=2, layers=4)
         self.backend = choose(spec, backend, torch.device("cpu"), torch.float32)
         self.rope = Rope(100.0 ** -(torch.arange(DIM // 2, dtype=torch.float64) / (DIM // 2)), "half")
-        real = torch.arange(40) >= torch.tensor(PADDING)[:, None]
-        self.out = [self.backend.prefill(self.state, self.call(40, 0, real))]
+        real = torch.arange(prompt) >= torch.tensor(padding)[:, None]
+        self.out = [self.backend.prefill(self.state, self.call(prompt, 0, real))]
         self.state.decoding = True
 
     def call(self, tokens: int, seed: int, real: Tensor | None = None) -> AttentionCall:
         make = torch.Generator().manual_seed(seed)
-        rows = len(self.state.seen) if self.state.allocated else len(PADDING)
+        rows = len(self.state.seen) if self.state.allocated else self.rows
         key, value = torch.randn(2, rows, HEADS, tokens, DIM, generator=make)
         query = torch.randn(rows, HEADS * 2, tokens, DIM, generator=make)
         return AttentionCall(query, key, value, real, 0.25, rope=self.rope)
@@ -96,12 +106,12 @@ class Run:
 
 
 def runs(
-    folder: Path, name: str, size: int, backend: str = "torch", given: dict[str, float] | None = None
+    folder: Path, name: str, size: int, backend: str = "torch", given: dict[str, float] | None = None, **shape: Any
 ) -> tuple[Run, Run, BlockState]:
     """In one piece, in blocks of this size, and the state of the latter."""
     given = GIVEN[name] if given is None else given
     plain, blocks = classes(folder, name)
-    made = Run(plain.spec, given, backend), Run(blocks.spec, {**given, "block": size}, backend)
+    made = Run(plain.spec, given, backend, **shape), Run(blocks.spec, {**given, "block": size}, backend, **shape)
     assert isinstance(made[1].state, BlockState)
     return *made, made[1].state
 

@@ -84,7 +84,7 @@ policy RoCoEasyKV extends RoCo {
 """
 
 TEXTS = {text.split()[0]: "policy " + text.rstrip() + "\n" for text in POLICIES.split("\npolicy ")[1:]}
-WARNINGS = {"ScissorHandsWindow": ["KV0422"], "EQUIP_H2O": ["KV0502"]}
+WARNINGS = {"ScissorHandsWindow": ["KV0422"]}
 
 
 @pytest.fixture

@@ -80,8 +80,6 @@ def test_ir(stem: str) -> None:
 
 
 WARNINGS = {
-    "equip_h2o": ["KV0502"],
-    "equip_streaming": ["KV0502"],
     "scissorhands_window": ["KV0422"],
     "vatp_scissorhands": ["KV0422"],
 }

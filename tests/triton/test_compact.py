@@ -123,7 +123,21 @@ def _scores(out, q, k, by, angles, D: tl.constexpr, DOT: tl.constexpr):
     q_first, q_second, q_other = rotate.parts(q, i, i < 16, D, D // 2, D // 2, 0, 0, False)
     k_first, k_second, k_other = rotate.parts(k, i, i < 16, D, D // 2, D // 2, 0, 0, False)
     found = rotate.scores(
-        q_first, q_second, q_other, k_first, k_second, k_other, tl.load(by + i), angles, D // 2, D // 2, 0, DOT
+        q_first,
+        q_second,
+        q_other,
+        k_first,
+        k_second,
+        k_other,
+        i,
+        tl.load(by + i),
+        angles,
+        D // 2,
+        D // 2,
+        0,
+        False,
+        False,
+        DOT,
     )
     tl.store(out + i[:, None] * 16 + i[None, :], found)
 

@@ -41,12 +41,13 @@ def test_toy_run(tmp_path: Path) -> None:
         ("h2o", "triton"),
         ("tova", "triton"),
         ("streaming_llm", "triton"),
+        ("equip_blocks", "triton"),
     ]
     assert all(row["ms"] > 0 and row["copy_gbps"] > 0 for row in rows)
     assert [(row["policy"], row["backend"]) for row in results["selecting"]] == [("sparcas", "triton")]
     assert all(row["ms"] > 0 and row["dense_ms"] > 0 and row["vs_best_dense"] > 0 for row in results["selecting"])
     prompts = json.loads((tmp_path / "interpreter" / "prefill.json").read_text())["rows"]
-    assert [row["policy"] for row in prompts] == ["roco", "h2o", "tova"]
+    assert [row["policy"] for row in prompts] == ["roco", "h2o", "tova", "equip_blocks"]
     assert all(row["ms"] > 0 and row["ratio"] > 0 for row in prompts)
 
 

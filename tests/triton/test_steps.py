@@ -148,10 +148,10 @@ def test_who_is_served(tmp_path: Path) -> None:
     assert choose(roco, "auto", CPU, torch.bfloat16).name == "cpu"
     with pytest.raises(KvdslError, match="float32, bfloat16 and float16"):
         choose(roco, "triton", CPU, torch.float64)
-    blocks = tmp_path / "p.kv"
-    blocks.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nstorage blocks 4\n}\n')
+    layers = tmp_path / "p.kv"
+    layers.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nvictims shared by layers\n}\n')
     with pytest.raises(KvdslError, match="no Triton kernels"):
-        choose(kvdsl.load(blocks).spec, "triton", CPU, torch.float32)
+        choose(kvdsl.load(layers).spec, "triton", CPU, torch.float32)
     state = steady_state(roco, SHAPE)
     query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
     with pytest.raises(KvdslError, match="another dtype"):

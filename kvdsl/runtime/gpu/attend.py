@@ -11,6 +11,8 @@ follows (`settle`, generated per policy) puts it into a slot. What the programs 
 Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
 
 Under compact positions (TURNS) keys are turned as they are read, pairs of dims at a time; see `kvdsl.runtime.gpu.rotate`.
+
+With SIZE, keys and values lie in blocks of so many slots; see `kvdsl.runtime.gpu.layout`.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import rotate
+from kvdsl.runtime.gpu import layout, rotate
 
 
 @triton.jit
@@ -26,9 +28,10 @@ def attend(
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D], or heads of other lengths one behind the other
+    keys,  # [B, H, N, D], or heads of other lengths one behind the other, or blocks of a pool
     values,  # [B, H, N, E], likewise
     first_rows,  # [B, H] int64: rows of `keys` and `values` before the head's
+    table,  # [B, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind the head's first row
     position,  # [B, H, N] int32, below 0: free
     seen,  # [B] int32: the new token's position
     newest,  # [B] int32: gets `seen`, for the second launch
@@ -44,12 +47,14 @@ def attend(
     new_logits,  # [B, H, G] float32: gets the new token's
     rank,  # [B, H, N] int32: if TURNS, how many live slots hold an earlier token
     length,  # [B, H] int32: how many tokens the head holds
+    half_keys,  # [B, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
     angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
     per_split,  # slots per split, a multiple of BLOCK
     scaling,
     softcap,  # 0: none
     window,  # queries see this many tokens; 2**30: all
+    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,
     D: tl.constexpr,
@@ -60,6 +65,7 @@ def attend(
     LOGITS: tl.constexpr,
     SELECTS: tl.constexpr,
     TURNS: tl.constexpr,
+    HALVES: tl.constexpr,
     PAIRS: tl.constexpr,  # that turn, from dim OFFSET on
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,  # dims that do not; 0 for none
@@ -74,6 +80,7 @@ def attend(
     begin = tl.load(first_rows + pair)
     keys += begin * D
     values += begin * E
+    table = layout.table_of(table, row, slots, SIZE)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)
@@ -105,12 +112,27 @@ def attend(
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
-        at = i.to(tl.int64)
+        at = layout.rows(i, visible, table, SIZE)
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=visible, other=0), visible, evicted)
             k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+            halves = half_keys + (pair * slots + i) * (2 * PAIRS)
             score = rotate.scores(
-                q_first, q_second, q_other, k_first, k_second, k_other, by, angles, PAIRS, P_PAD, R_PAD, DOT
+                q_first,
+                q_second,
+                q_other,
+                k_first,
+                k_second,
+                k_other,
+                halves,
+                by,
+                angles,
+                PAIRS,
+                P_PAD,
+                R_PAD,
+                INTERLEAVED,
+                HALVES,
+                DOT,
             )
         else:
             k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)

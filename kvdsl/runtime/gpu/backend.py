@@ -1,6 +1,6 @@
 """The Triton backend: two launches a layer and token, two more where the token attends to a selection, one more under a hard cap,
-and one (with a hard cap two) where the layer's heads agree on who leaves. Of a prompt torch's attention, and one launch or two for
-its statistics.
+one (with a hard cap two) where the layer's heads agree on who leaves, and where slots lie in blocks one, or two if any leave. Of a
+prompt torch's attention, and one launch or two for its statistics.
 
 In a step nothing waits for the device, and everything that the kernels work in is allocated once, so that it can be captured in a
 CUDA graph.
@@ -20,11 +20,22 @@ import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime.angles import digits
+from kvdsl.runtime.blocks import BlockState
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch
+from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prompt import observe
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, EVERYTHING, LOOK_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import (
+    ATTEND_OPTIONS,
+    CHOOSE_OPTIONS,
+    EVERYTHING,
+    GIVE_BACK_OPTIONS,
+    LOOK_OPTIONS,
+    SETTLE_OPTIONS,
+    TAKE_OPTIONS,
+    Sizes,
+)
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.prefill import prefill
 from kvdsl.runtime.prompt import Prompt
@@ -69,6 +80,7 @@ class TritonBackend:
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
                 stays_where_it_is(state.keep_length())
+            state.keep_halves(call.rope)
             if (rope := _turns(state, call)) is not None:
                 digits(rope, state.position.device)
         return out
@@ -92,8 +104,8 @@ class TritonBackend:
             raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
         tokens = call.query.shape[2]
         state.make_room(tokens)
+        state.keep_halves(call.rope)
         if state.spec.compact:
-            state.forget_halves()  # of another backend's steps; the kernel turns keys as it reads them
             state.keep_length()
         steps = [self._decode_one(state, call, t) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
@@ -106,15 +118,18 @@ class TritonBackend:
         anew = state.keep_copies(1)
         rope = _turns(state, call)
         keys, values = state.stored
+        block_size, blocks = (state.size, state.blocks) if isinstance(state, BlockState) else (0, 0)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": out if call.sinks is None else call.sinks.contiguous(),
             "rank": state.position, "length": state.position,  # not read unless keys turn
+            "half_keys": state.position,  # not read unless they are kept
             "angles": state.position if rope is None else digits(rope, key.device),
+            "table": state.position,  # not read unless there are blocks
             **{name: getattr(state, name) for name in state.TENSORS}, "keys": keys, "values": values,
-            "anew": int(anew), "SELECTS": state.selects,
+            "anew": int(anew), "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
@@ -126,25 +141,41 @@ class TritonBackend:
             self._agree(given | sizes.settle(work.splits), before=True)
         if state.selects:
             dims = work.width or sizes.key_dim
-            launch(self.kernels.look, (work.splits, heads, batch), given | sizes.look(dims), LOOK_OPTIONS)
+            launch(
+                self.kernels.look,
+                (work.splits, heads, batch),
+                given | sizes.look(dims, in_blocks=block_size > 0),
+                LOOK_OPTIONS,
+            )
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
             launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
-        launch(attend, (work.splits, heads, batch), given | sizes.attend(rope), ATTEND_OPTIONS)
-        launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width), SETTLE_OPTIONS)
+        halves = {"HALVES": state.spec.rope_cached and rope is not None}
+        launch(attend, (work.splits, heads, batch), given | halves | sizes.attend(rope), ATTEND_OPTIONS)
+        if block_size:
+            launch(take, (1,), given | sizes.take(work.splits), TAKE_OPTIONS)
+        launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width, rope), SETTLE_OPTIONS)
         if state.evicts:
             self._agree(given | sizes.settle(work.splits), before=False)
+        if block_size and state.evicts:
+            launch(give_back, (given["table"].shape[1], batch), given | sizes.give_back(block_size), GIVE_BACK_OPTIONS)
         return out
 
     def _agree(self, given: dict[str, Any], *, before: bool) -> None:
         """Evict what the layer's heads agree on, if they must. `before`: before the token is placed, under a hard cap."""
         if hasattr(self.kernels, "agree"):
-            batch, heads, _ = given["position"].shape
-            launch(self.kernels.agree, (batch,), given | {"heads": heads, "BEFORE": before}, SETTLE_OPTIONS)
+            launch(self.kernels.agree, (given["batch"],), given | {"BEFORE": before}, SETTLE_OPTIONS)
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
     """How attention turns keys; None where it sees them where they stood in the text."""
     return call.rope if state.spec.compact else None
+
+
+def _first_rows(state: SlotState) -> Tensor:
+    """How many rows of the stored keys lie before each head's first, int64 [batch, kv_heads]; what a flat array has itself."""
+    batch, heads, slots = state.position.shape
+    pair = torch.arange(batch * heads, device=state.position.device).view(batch, heads)
+    return pair % heads * (state.blocks * state.size) if isinstance(state, BlockState) else pair * slots
 
 
 def _sizes(call: AttentionCall) -> Sizes:
@@ -195,7 +226,8 @@ class Workspace:
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
     width = state.sketch.shape[-1] if state.spec.sketches else 0
-    fits = (state.position.shape, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
+    shapes = (state.position.shape, state.stored[0].shape)
+    fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
         batch, heads, slots = state.position.shape
         splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
@@ -216,7 +248,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         return state.position.new_empty(batch, heads, *shape)
 
     tensors = {
-        "first_rows": torch.arange(batch * heads, device=state.position.device) * slots,
+        "first_rows": _first_rows(state),
         "part": floats(splits, sizes.group, sizes.value_dim),
         "top": floats(splits, sizes.group),
         "total": floats(splits, sizes.group),
@@ -236,6 +268,9 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
+    if isinstance(state, BlockState):
+        tensors["wanted"] = torch.empty_like(state.table, dtype=torch.int32)
+        tensors |= {name: state.position.new_empty(state.blocks) for name in ("owned", "free")}
     return tensors
 
 

@@ -20,7 +20,17 @@ from triton.compiler import ASTSource
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
-from kvdsl.runtime.gpu.sizes import ATTEND_OPTIONS, CHOOSE_OPTIONS, LOOK_OPTIONS, OBSERVE_OPTIONS, SETTLE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.layout import give_back, take
+from kvdsl.runtime.gpu.sizes import (
+    ATTEND_OPTIONS,
+    CHOOSE_OPTIONS,
+    GIVE_BACK_OPTIONS,
+    LOOK_OPTIONS,
+    OBSERVE_OPTIONS,
+    SETTLE_OPTIONS,
+    TAKE_OPTIONS,
+    Sizes,
+)
 from kvdsl.runtime.rope import Rope
 
 DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
@@ -31,6 +41,9 @@ SPLITS = 32
 
 SKETCHED = 16
 """Dims of a sketch there."""
+
+SLOTS_OF_A_BLOCK = 16
+"""Under `storage blocks` there."""
 
 WHOLLY = Rope(torch.zeros(DEFAULT.key_dim // 2), "half")
 """Under compact positions all of a key turns there, its first half with its second."""
@@ -45,21 +58,22 @@ STRIDES = tuple(
 _MODEL = "*bf16"
 _TYPES = {
     **dict.fromkeys(
-        ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds"), _MODEL
+        ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds", "half_keys"),
+        _MODEL,
     ),
     **dict.fromkeys(
         ("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"
     ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
-    **dict.fromkeys(("rank", "length", "gaps"), "*i32"),
+    **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
         ("slots", "heads", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
     ),
-    **dict.fromkeys(("tokens", *STRIDES), "i32"),
+    **dict.fromkeys(("tokens", "batch", "blocks", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
-    "first_rows": "*i64",
+    **dict.fromkeys(("first_rows", "table"), "*i64"),
     "kept": "*i8",
     "taken": "*i8",
     "real": "*i1",
@@ -74,8 +88,8 @@ class Row:
 
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            under a hard cap `make_room`, and `agree` where heads do; for prompts `observe`, and `over_slots` before it where values
-            over slots are reduced.
+            under a hard cap `make_room`, `agree` where heads do, and `take` and `give_back` where slots lie in blocks; for prompts
+            `observe`, and `over_slots` before it where values over slots are reduced.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -116,24 +130,29 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     kernels = kernels_of(source)
-    logits, selects = "logits" in kernels.settle.arg_names, "SELECTS" in kernels.settle.arg_names
-    constants = {"LOGITS": logits, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
-    rope = WHOLLY if "rank" in kernels.settle.arg_names else None
-    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False}
-    width = SKETCHED if "W_PAD" in kernels.settle.arg_names else 0
+    given = kernels.settle.arg_names
+    selects, block = "SELECTS" in given, SLOTS_OF_A_BLOCK if "table" in given else 0
+    constants = {"LOGITS": "logits" in given, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in given}
+    rope = WHOLLY if "rank" in given else None
+    width = SKETCHED if "W_PAD" in given else 0
     wanted = [
         ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
-        ("settle", kernels.settle, DEFAULT.settle(SPLITS, width), SETTLE_OPTIONS),
+        ("settle", kernels.settle, DEFAULT.settle(SPLITS, width, rope), SETTLE_OPTIONS),
     ]
+    if block:
+        wanted.insert(1, ("take", take, DEFAULT.take(SPLITS), TAKE_OPTIONS))
     if selects:
         wanted[:0] = [
-            ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim), LOOK_OPTIONS),
-            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in kernels.settle.arg_names), CHOOSE_OPTIONS),
+            ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim, in_blocks=block > 0), LOOK_OPTIONS),
+            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in given), CHOOSE_OPTIONS),
         ]
     if hasattr(kernels, "make_room"):
         wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
     if hasattr(kernels, "agree"):
         wanted.append(("agree", kernels.agree, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
+    if block:
+        wanted.append(("give_back", give_back, DEFAULT.give_back(block), GIVE_BACK_OPTIONS))
     for kernel, sizes in (("over_slots", DEFAULT.over_slots()), ("observe", DEFAULT.observe())):
         if hasattr(kernels, kernel):
             wanted.append((kernel, getattr(kernels, kernel), sizes, OBSERVE_OPTIONS))

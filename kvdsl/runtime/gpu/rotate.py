@@ -44,21 +44,41 @@ def parts(
     dims, [rows, R_PAD].
     """
     start = x + rows[:, None] * D
-    if INTERLEAVED:
-        both = tl.arange(0, 2 * P_PAD)[None, :]
-        found = tl.load(start + OFFSET + both, mask=held[:, None] & (both < 2 * PAIRS), other=0.0)
-        first, second = tl.split(tl.reshape(found, [rows.shape[0], P_PAD, 2]))
-    else:
-        j = tl.arange(0, P_PAD)[None, :]
-        there = held[:, None] & (j < PAIRS)
-        first = tl.load(start + OFFSET + j, mask=there, other=0.0)
-        second = tl.load(start + OFFSET + PAIRS + j, mask=there, other=0.0)
+    first, second = _pairs(start + OFFSET, held, PAIRS, P_PAD, INTERLEAVED)
     other = first
     if R_PAD > 0:
         r = tl.arange(0, R_PAD)[None, :]
         dims = tl.where(r < OFFSET, r, r + 2 * PAIRS)
         other = tl.load(start + dims, mask=held[:, None] & (dims < D), other=0.0)
     return first, second, other
+
+
+@triton.jit
+def _pairs(start, held, PAIRS: tl.constexpr, P_PAD: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The first and the second dims of the pairs of vectors whose rotated dims begin at `start`, [rows, 1]; [rows, P_PAD] each."""
+    if INTERLEAVED:
+        both = tl.arange(0, 2 * P_PAD)[None, :]
+        found = tl.load(start + both, mask=held[:, None] & (both < 2 * PAIRS), other=0.0)
+        first, second = tl.split(tl.reshape(found, [held.shape[0], P_PAD, 2]))
+    else:
+        j = tl.arange(0, P_PAD)[None, :]
+        there = held[:, None] & (j < PAIRS)
+        first = tl.load(start + j, mask=there, other=0.0)
+        second = tl.load(start + PAIRS + j, mask=there, other=0.0)
+    return first, second
+
+
+@triton.jit
+def place_half(half, key, PAIRS: tl.constexpr, P_PAD: tl.constexpr, OFFSET: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """Write the rotated half of a key: a pair (a, b) becomes (-b, a), as `Rope.rotate_half` has it. Both are one vector's."""
+    j = tl.arange(0, 2 * P_PAD)
+    if INTERLEAVED:
+        first, partner = j % 2 == 0, j ^ 1
+    else:
+        first = j < PAIRS
+        partner = tl.where(first, j + PAIRS, j - PAIRS)
+    x = tl.load(key + OFFSET + partner, mask=j < 2 * PAIRS, other=0.0).to(tl.float32)
+    tl.store(half + j, tl.where(first, -x, x).to(half.dtype.element_ty), mask=j < 2 * PAIRS)
 
 
 @triton.jit
@@ -69,18 +89,27 @@ def scores(
     k_first,  # [BLOCK, P_PAD], and of the keys
     k_second,
     k_other,
+    halves,  # [BLOCK]: where each key's rotated half begins, if HALVES; they are read instead of made
     by,
     angles,
     PAIRS: tl.constexpr,
     P_PAD: tl.constexpr,
     R_PAD: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    HALVES: tl.constexpr,
     DOT: tl.constexpr,
 ):
     """dot(q, k) of the group's queries and a block of keys, each turned by its number of positions; [G_PAD, BLOCK]."""
     k_first, k_second = k_first.to(DOT), k_second.to(DOT)
     score = tl.zeros([q_first.shape[0], by.shape[0]], tl.float32)
     if tl.max(by, 0) > 0:
-        turned_first, turned_second = _turned(k_first, k_second, by, angles, PAIRS, P_PAD)
+        if HALVES:
+            half_first, half_second = _pairs(halves[:, None], by > 0, PAIRS, P_PAD, INTERLEAVED)
+        else:
+            half_first, half_second = -k_second.to(tl.float32), k_first
+        cos, sin = _cos_and_sin(by, angles, PAIRS, P_PAD)
+        turned_first = k_first.to(tl.float32) * cos + half_first.to(tl.float32) * sin
+        turned_second = k_second.to(tl.float32) * cos + half_second.to(tl.float32) * sin
         k_first, k_second = turned_first.to(DOT), turned_second.to(DOT)
         if k_first.dtype != tl.float32:  # what rounding took counts as well
             score += _product(q_first, turned_first - k_first.to(tl.float32), DOT)
@@ -92,16 +121,15 @@ def scores(
 
 
 @triton.jit
-def _turned(a, b, by, angles, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
-    """The pairs (a, b) turned by so many positions, in float32."""
+def _cos_and_sin(by, angles, PAIRS: tl.constexpr, P_PAD: tl.constexpr):
+    """Of the angles of turns by so many positions, [rows, P_PAD] each, float32."""
     cos, sin = _angle(angles, by % NEAR, by > 0, PAIRS, P_PAD)
     far_cos, far_sin = _angle(angles, by // NEAR % FAR + NEAR, by >= NEAR, PAIRS, P_PAD)
     cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
     if tl.max(by, 0) >= NEAR * FAR:
         far_cos, far_sin = _angle(angles, by // (NEAR * FAR) + (NEAR + FAR), by >= NEAR * FAR, PAIRS, P_PAD)
         cos, sin = cos * far_cos - sin * far_sin, sin * far_cos + cos * far_sin
-    a, b = a.to(tl.float32), b.to(tl.float32)
-    return a * cos - b * sin, a * sin + b * cos
+    return cos, sin
 
 
 @triton.jit

@@ -16,7 +16,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops
+from kvdsl.runtime.gpu import layout, ops
 
 UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # ranks that no number has
 SIGN = tl.constexpr(-(2**31))
@@ -52,12 +52,13 @@ def over_dims(x, dims):
 
 
 @triton.jit
-def sketched_keys(keys, sketch_keys, at, held, dims, j, width, anew, D: tl.constexpr):
+def sketched_keys(keys, sketch_keys, at, held, dims, j, width, anew, D: tl.constexpr, table=None, SIZE: tl.constexpr = 0):
     """The keys of these slots over the sketch's dims, [n, W_PAD]; gathered from the keys where the sketch is new."""
     there = held[:, None] & (dims >= 0)[None, :]
     compact = sketch_keys + at[:, None] * width + j[None, :]
     if anew:
-        k = tl.load(keys + at[:, None] * D + dims[None, :], mask=there, other=0.0)
+        rows = layout.rows(at, held, table, SIZE)
+        k = tl.load(keys + rows[:, None] * D + dims[None, :], mask=there, other=0.0)
         tl.store(compact, k, mask=there)
     else:
         k = tl.load(compact, mask=there, other=0.0)
@@ -116,6 +117,8 @@ def look_at_pages(
     D_PAD: tl.constexpr,
     HOW: tl.constexpr,
     BLOCK: tl.constexpr,
+    table=None,  # [blocks of a row] int64, if SIZE
+    SIZE: tl.constexpr = 0,
 ):
     """Rank one split's pages by what a key in them can score at most. The token at position p is in slot p."""
     pages = now // size + 1
@@ -131,14 +134,14 @@ def look_at_pages(
         low_at = page_bounds + page.to(tl.int64)[:, None] * 2 * D + d[None, :]
         there = (mine & (begins < now))[:, None] & (d < D)[None, :]
         if anew:
-            low, high = _bounds(keys, begins, mine, size, 0, now, D, D_PAD, BLOCK)
+            low, high = _bounds(keys, begins, mine, size, 0, now, table, SIZE, D, D_PAD, BLOCK)
             tl.store(low_at, low.to(page_bounds.dtype.element_ty), mask=there)
             tl.store(low_at + D, high.to(page_bounds.dtype.element_ty), mask=there)
         else:
             low = tl.load(low_at, mask=there, other=float("inf")).to(tl.float32)
             high = tl.load(low_at + D, mask=there, other=float("-inf")).to(tl.float32)
         if (start * size < oldest) & ((start + BLOCK) * size > oldest):  # a page has left the window in part
-            rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, D, D_PAD, BLOCK)
+            rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, table, SIZE, D, D_PAD, BLOCK)
             cut = (begins < oldest)[:, None]
             low, high = tl.where(cut, rest_low, low), tl.where(cut, rest_high, high)
         newest = (page == pages - 1)[:, None]
@@ -149,15 +152,29 @@ def look_at_pages(
 
 
 @triton.jit
-def _bounds(keys, begins, mine, size, oldest, now, D: tl.constexpr, D_PAD: tl.constexpr, BLOCK: tl.constexpr):
+def _bounds(
+    keys,
+    begins,
+    mine,
+    size,
+    oldest,
+    now,
+    table,
+    SIZE: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The smallest and the largest of the keys of pages, from position `oldest` on; dim by dim, [BLOCK, D_PAD] each."""
     d = tl.arange(0, D_PAD)
     low = tl.full([BLOCK, D_PAD], float("inf"), tl.float32)
     high = tl.full([BLOCK, D_PAD], float("-inf"), tl.float32)
     for t in range(size):
         slot = begins + t
-        there = (mine & (slot >= oldest) & (slot < now))[:, None] & (d < D)[None, :]
-        k = tl.load(keys + slot.to(tl.int64)[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
+        counts = mine & (slot >= oldest) & (slot < now)
+        there = counts[:, None] & (d < D)[None, :]
+        rows = layout.rows(slot, counts, table, SIZE)
+        k = tl.load(keys + rows[:, None] * D + d[None, :], mask=there, other=0.0).to(tl.float32)
         low, high = tl.where(there, ops.minimum(low, k), low), tl.where(there, ops.maximum(high, k), high)
     return low, high
 

@@ -27,6 +27,8 @@ SETTLE_OPTIONS = {"num_warps": 16, "num_stages": 1}
 LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2}
 CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1}
 OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
+TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
+GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
 """What Triton compiles with."""
 
 EVERYTHING = 2**30
@@ -94,9 +96,9 @@ class Sizes:
             "INTERLEAVED": layout == "interleaved",
         }
 
-    def settle(self, splits: int, width: int = 0) -> dict[str, Any]:
-        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch."""
-        return {
+    def settle(self, splits: int, width: int = 0, rope: Rope | None = None) -> dict[str, Any]:
+        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch. `rope`: how keys turn, if their halves are kept."""
+        return self._pairs(rope) | {
             "G": self.group,
             "G_PAD": _power_of_two(self.group),
             "D": self.key_dim,
@@ -108,17 +110,27 @@ class Sizes:
             "BLOCK": self.settle_block,
         }
 
-    def look(self, dims: int) -> dict[str, Any]:
+    def look(self, dims: int, *, in_blocks: bool = False) -> dict[str, Any]:
         """Constants of `look` that follow from the sizes.
 
         Args:
             dims: numbers of a key that are looked at.
+            in_blocks: whether keys lie in blocks, so that addresses take registers.
         """
-        return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": self.look_block(dims)}
+        slots = self.look_block(dims)
+        return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": max(16, slots // 2) if in_blocks else slots}
 
     def choose(self, splits: int, *, pages: bool) -> dict[str, Any]:
         """Constants of `choose` that follow from the sizes; `pages`: whether those are what it chooses."""
         return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block(pages=pages)}
+
+    def take(self, splits: int) -> dict[str, Any]:
+        """Constants of `take`."""
+        return {"S_PAD": _power_of_two(splits), "BLOCK": 1024, "PAIRS": max(1, 2048 // _power_of_two(splits))}
+
+    def give_back(self, block: int) -> dict[str, Any]:
+        """Constants of `give_back`, for blocks of so many slots."""
+        return {"BLOCK": max(32, min(512, _power_of_two(block)))}
 
     @property
     def observe_slots(self) -> int:

@@ -1,0 +1,76 @@
+"""EQUIPBlocks: a KV cache for transformers.
+
+Made by kvdsl 0.1.0 from equip_blocks.kv (0153a53bb0b7). Do not edit: run `kvdsl compile equip_blocks.kv`.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl.runtime.given import Given
+from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.spec import PolicySpec
+
+from . import kernels_torch
+
+
+def resolve(given: Given) -> dict[str, Tensor]:
+    """The numbers that the kernels read, float64 [batch] each."""
+    budget = given.tokens("budget", 512)
+    capacity = given.count(budget)
+    recent = given.number("recent", capacity / 2)
+    block_ = given.number("block", 16)
+    given.check_fits(given.largest(), given.largest(recent), capacity, "keep last recent")
+    return {"recent": recent, "capacity": capacity, "block": given.count(block_, low=1)}
+
+
+class EQUIPBlocksCache(KVCache):
+    """EQUIP_H2O in blocks: every layout of the language that kernels have.
+
+    "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
+    are kept, and a new token is written at block and offset.
+
+    Usage: `model.generate(**inputs, past_key_values=EQUIPBlocksCache(model))`.
+
+    Args:
+        model: a transformers model; its attention is prepared to serve this cache.
+        budget: default 512; below 1 it is a rate of the prompt.
+        recent: default budget / 2.
+        block: default 16.
+        backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
+        seed: of `random()`.
+    """
+
+    spec = PolicySpec(
+        name="EQUIPBlocks",
+        stem="equip_blocks",
+        params=("budget", "recent", "block"),
+        numbers=("recent", "capacity", "block"),
+        resolve=resolve,
+        columns=("sum_attn",),
+        column_rules=("sum",),
+        bounded=True,
+        group="mean",
+        reads_attention=True,
+        torch_kernels=kernels_torch,
+        cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
+        triton_source=Path(__file__).with_name("kernels_triton.py"),
+        compact=True,
+        rope_cached=True,
+        abi=3,
+    )
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        budget: float = 512,
+        recent: float | None = None,
+        block: float = 16,
+        backend: str = "auto",
+        seed: int = 0,
+    ) -> None:
+        super().__init__(model, {"budget": budget, "recent": recent, "block": block}, backend=backend, seed=seed)

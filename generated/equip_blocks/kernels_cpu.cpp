@@ -1,0 +1,82 @@
+// EQUIPBlocks: one decode step on the CPU.
+//
+// Made by kvdsl 0.1.0 from equip_blocks.kv (0153a53bb0b7). Do not edit: run `kvdsl compile equip_blocks.kv`.
+//
+// EQUIP_H2O in blocks: every layout of the language that kernels have.
+//
+// "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
+// are kept, and a new token is written at block and offset.
+//
+// The lowest leaves first: sum(attn)
+// keep last recent
+#include <kvdsl/decode.hpp>
+#include <kvdsl/prompt.hpp>
+
+namespace {
+
+struct EQUIPBlocksPolicy : kvdsl::Policy {
+  struct Column {
+    enum {
+      sum_attn,  // sum of attn
+    };
+  };
+  static constexpr int columns = 1;
+  struct Number {
+    enum { recent, capacity, block };
+  };
+  static constexpr int scratch_columns = 1;
+  static constexpr kvdsl::Group group = kvdsl::Group::mean;
+  static constexpr bool needs_attn = true;
+
+  static void observe(const kvdsl::Query& row) {
+    float* const sum_attn = row.column(Column::sum_attn);
+#pragma omp simd
+    for (int i = 0; i < row.slots; ++i) {
+      const bool seen = row.visible(i);
+      sum_attn[i] += seen ? row.attn[i] : 0.0f;
+    }
+  }
+
+  static void settle(kvdsl::Head& head) {
+    const int leaving = head.overflow(kvdsl::count(head.param(Number::capacity)));
+    if (leaving == 0) return;
+    const float* const sum_attn = head.column(Column::sum_attn);
+    float* const score = head.scratch(0);
+#pragma omp simd
+    for (int i = 0; i < head.slots; ++i) {
+      score[i] = sum_attn[i];
+    }
+    head.protect_last(kvdsl::count(head.param(Number::recent)));
+    head.evict(score, leaving);
+  }
+};
+
+}  // namespace
+
+extern "C" {
+int KVDSL_ENTRY(decode_f32)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<float, EQUIPBlocksPolicy>(*args); }
+int KVDSL_ENTRY(decode_bf16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::bf16, EQUIPBlocksPolicy>(*args); }
+int KVDSL_ENTRY(decode_f16)(const kvdsl::DecodeArgs* args) { return kvdsl::decode<kvdsl::f16, EQUIPBlocksPolicy>(*args); }
+int KVDSL_ENTRY(replace_f32)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<float, EQUIPBlocksPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::bf16, EQUIPBlocksPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
+  return kvdsl::replace<kvdsl::f16, EQUIPBlocksPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(observe_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<float, EQUIPBlocksPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::bf16, EQUIPBlocksPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(observe_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::observe<kvdsl::f16, EQUIPBlocksPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
+  return kvdsl::settle<EQUIPBlocksPolicy>(*args, attn);
+}
+int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
+}

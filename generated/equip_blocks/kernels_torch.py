@@ -1,0 +1,29 @@
+"""EQUIPBlocks in torch: what is remembered of every query, and who leaves.
+
+Made by kvdsl 0.1.0 from equip_blocks.kv (0153a53bb0b7). Do not edit: run `kvdsl compile equip_blocks.kv`.
+
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from kvdsl.runtime.settle import Protection
+from kvdsl.runtime.view import Columns, View
+
+
+def observe(row: View, columns: Columns) -> None:
+    """Fold what a block of queries gave the slots into the state columns."""
+    columns.sum("sum_attn", row.attn)
+
+
+def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
+    """What may not leave."""
+    keep.last(numbers["recent"])
+
+
+def score(slots: View) -> Tensor | float:
+    """The lowest leaves first: sum(attn)."""
+    sum_attn = slots.column("sum_attn")
+    return sum_attn

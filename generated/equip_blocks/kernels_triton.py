@@ -1,0 +1,211 @@
+"""EQUIPBlocks on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
+
+Made by kvdsl 0.1.0 from equip_blocks.kv (0153a53bb0b7). Do not edit: run `kvdsl compile equip_blocks.kv`.
+
+EQUIP_H2O in blocks: every layout of the language that kernels have.
+
+"EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
+are kept, and a new token is written at block and offset.
+
+The lowest leaves first: sum(attn)
+keep last recent
+
+Legend:
+    One program serves one KV head of one row. It combines what `attend` found,
+    puts the new token into a free slot, lets its query be observed, and frees the slots of those that must leave.
+    B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
+    SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one.
+    rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
+    sum_attn: sum of attn
+"""
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.gpu import layout, observing, ops, rotate
+
+SCORES = 1  # rows of `work`
+
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def settle(
+    out,  # [B, H * G, E]: gets the attention's output
+    part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
+    top,  # [B, H, S, G] float32
+    total,  # [B, H, S, G] float32
+    sinks,  # [H * G]: logits that join the softmax; not read unless SINKS
+    first_free,  # [B, H, S] int32: the split's first free slot
+    held,  # [B, H, S] int32: how many tokens it holds
+    logits,  # [B, H, G, N] float32: scores before softmax
+    new_logits,  # [B, H, G] float32: the new token's
+    new_key,  # [B, H, D]
+    new_value,  # [B, H, E]
+    keys,  # [H, blocks, SIZE, D]
+    values,  # [H, blocks, SIZE, E]
+    first_rows,  # [B, H] int64: rows of the pool before the head's
+    table,  # [B, blocks of a row] int64: where each block of a row's slots lies behind those
+    position,  # [B, H, N] int32
+    rank,  # [B, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
+    length,  # [B, H] int32: gets how many tokens the head holds
+    gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
+    half_keys,  # [B, H, N, 2 * PAIRS]: the keys' rotated halves
+    columns,  # [1, B, H, N] float32: the state columns
+    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
+    kept,  # [B, H, N] int8: gets what is protected
+    newest,  # [B] int32: the new token's position
+    seen,  # [B] int32: gets the next token's
+    real,  # [B] bool: False for padding, of which nothing comes but zeros
+    numbers,  # [B, 3] float64
+    slots,
+    splits,
+    window,  # queries see this many tokens; 2**30: all
+    SIZE: tl.constexpr,  # slots of a block
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,  # sizes as powers of two
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on; 0: none
+    P_PAD: tl.constexpr,
+    OFFSET: tl.constexpr,
+    INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
+    SINKS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Combine, place, observe, settle; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        return
+    now = tl.load(newest + row)
+    if head == 0:
+        tl.store(seen + row, now + 1)
+    position += pair * slots
+    logits += pair * G * slots
+    rank += pair * slots
+    gaps += pair * slots
+    work += pair * slots
+    kept += pair * slots
+    column_stride = tl.num_programs(1).to(tl.int64) * heads * slots
+    sum_attn_at = columns + pair * slots
+    number_recent = tl.load(numbers + row * 3)
+    number_capacity = tl.load(numbers + row * 3 + 1)
+
+    # Its place, before anything else: who looks at a table later runs out of registers.
+    slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
+    live += 1
+    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+    at = tl.load(first_rows + pair) + layout.rows(slot, True, layout.table_of(table, row, slots, SIZE), SIZE)
+    tl.store(keys + at * D + d, key, mask=d < D)
+    tl.store(values + at * E + e, value, mask=e < E)
+
+    # What the new token attended to.
+    lse = ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+    tl.store(position + slot, now)
+    tl.store(rank + slot, live - 1)
+    if PAIRS > 0:
+        rotate.place_half(half_keys + (pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
+    ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
+    tl.store(sum_attn_at + slot, 0.0)
+    tl.debug_barrier()
+
+    # What its query says of the slots that it saw.
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + i, mask=inside, other=-1)
+        visible = (pos >= 0) & (now - pos < window)
+        attn = ops.attn(logits, lse, i, slots, G, G_PAD, "mean")
+        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
+        tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
+    tl.debug_barrier()
+
+    # Who leaves.
+    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    tl.store(length + pair, live - leaving)
+    if leaving == 0:
+        return
+    last = ops.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + i, mask=inside, other=-1)
+        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
+        tl.store(work + i, sum_attn, mask=inside)
+        tl.store(kept + i, pos >= last, mask=inside)
+    tl.debug_barrier()
+    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    tl.debug_barrier()
+    ops.close_gaps(position, rank, gaps, slots, BLOCK)
+
+
+@triton.jit(do_not_specialize=["tokens", "slots"])
+def observe(
+    query,  # [B, H * G, T, D]
+    keys,  # [B, H, N, D], those of the T new tokens last
+    position,  # [B, H, N] int32, below 0: free
+    lse,  # [B, H, G, T] float32: of every query's logits
+    columns,  # [1, B, H, N] float32: the state columns
+    first_new,  # [B] int32: the position of the row's first new token
+    first_asked,  # [B] int32: of the first query that counts
+    behind,  # [B] int32: behind the last one's
+    order,  # [B, T] int32: where the row's new tokens stand among the queries; not read unless PADDED
+    tokens,
+    slots,
+    scaling,
+    softcap,  # not read unless CAPPED
+    window,  # queries see this many tokens; 2**30: all
+    query_row,  # strides
+    query_head,
+    query_token,
+    key_row,
+    key_head,
+    key_slot,
+    G: tl.constexpr,
+    D: tl.constexpr,
+    D_PAD: tl.constexpr,  # the size as a power of two
+    SLOTS: tl.constexpr,
+    QUERIES: tl.constexpr,
+    PADDED: tl.constexpr,
+    CAPPED: tl.constexpr,
+    DOT: tl.constexpr,  # what matrices are multiplied in
+):
+    """Fold what the queries of a prompt give the slots into the columns; the grid is (H, B, blocks of SLOTS)."""
+    head, row, block = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    first, begin, end = tl.load(first_new + row), tl.load(first_asked + row), tl.load(behind + row)
+    order += row * tokens
+    query += row.to(tl.int64) * query_row + (head * G).to(tl.int64) * query_head
+    keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
+    position += pair * slots
+    lse += pair * G * tokens
+    column_stride = tl.num_programs(1).to(tl.int64) * heads * slots
+    sum_attn_at = columns + pair * slots
+
+    i = block * SLOTS + tl.arange(0, SLOTS)[:, None]
+    inside = i < slots
+    pos = tl.load(position + i, mask=inside, other=-1)
+    since, until = observing.interval(pos, begin, end, window)
+    seen = since <= until
+    d = tl.arange(0, D_PAD)[None, :]
+    k = tl.load(keys + i.to(tl.int64) * key_slot + d, mask=inside & (d < D), other=0.0).to(DOT)
+    sum_attn = tl.zeros([SLOTS, 1], tl.float32)
+    # From the last query back: so all programs read the same queries at the same time.
+    low, high = tl.min(since), tl.max(until)
+    for back in range(0, high - low + 1, QUERIES):
+        now = high - back - tl.arange(0, QUERIES)
+        asked = now >= first
+        t = observing.place(order, now, first, asked, PADDED)
+        now = now[None, :]
+        visible = (since <= now) & (now <= until)
+        attn, logit = observing.given(query, lse, k, t, asked, tokens, scaling, softcap, query_head, query_token, ATTN=True, LOGIT=False, HOW="mean", G=G, D=D, CAPPED=CAPPED)
+        sum_attn += observing.total(attn, visible)
+    tl.store(sum_attn_at + i, tl.load(sum_attn_at + i, mask=seen, other=0.0) + sum_attn, mask=seen)

@@ -1,0 +1,153 @@
+"""Where the slots of a KV head lie: one after the other, or in blocks of a pool that all rows of the batch share, found through the
+row's table (see `kvdsl.runtime.blocks`). `take` and `give_back` are the launches that keep the tables.
+
+Legend:
+    B, H, N: rows, KV heads, slots per KV head. S: splits of `attend`. SIZE: slots of a block; 0 where there are no blocks.
+    T: blocks of a row, N / SIZE rounded up. P: blocks of the pool.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.gpu import ops
+
+
+@triton.jit
+def table_of(table, row, slots, SIZE: tl.constexpr):
+    """The table of one row of the batch, [T], of all of them, [B, T]."""
+    if SIZE > 0:
+        table += row.to(tl.int64) * tl.cdiv(slots, SIZE)
+    return table
+
+
+@triton.jit
+def rows(slot, held, table, SIZE: tl.constexpr):
+    """By how many rows of keys and values these slots lie behind their head's first row, int64; anything for those not held."""
+    at = slot.to(tl.int64)
+    if SIZE > 0:
+        slot = slot.to(tl.int32)
+        at = tl.load(table + slot // SIZE, mask=held, other=0) * SIZE + slot % SIZE
+    return at
+
+
+# -- the tables --------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def take(
+    table,  # [B, T] int64: which block of the pool, -1 for none
+    first_free,  # [B, H, S] int32: the split's first free slot
+    real,  # [B] bool: False for padding, which needs no slot
+    wanted,  # [B, T] int32, to work in: 1 for blocks that a row lacks
+    owned,  # [P] int32, likewise: 1 for blocks that are some row's
+    free,  # [P] int32, likewise: those that are not
+    batch,
+    heads,
+    slots,
+    splits,
+    blocks,  # P
+    SIZE: tl.constexpr,
+    S_PAD: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,  # KV heads that are looked at together
+):
+    """Give every row the blocks into which its new token goes, the lowest that are no row's first; the grid is (1,).
+
+    That is the order of `BlockState._take`. Mostly all are there.
+    """
+    heads_of_all, entries = batch * heads, batch * tl.cdiv(slots, SIZE)
+    short = tl.zeros([PAIRS], tl.int32)
+    for start in range(0, heads_of_all, PAIRS):
+        _, lacks = _lacking(table, first_free, real, start, heads_of_all, heads, slots, splits, SIZE, S_PAD, PAIRS)
+        short = short | lacks.to(tl.int32)
+    if tl.max(short, 0) == 0:
+        return
+    _clear(wanted, entries, BLOCK)
+    _clear(owned, blocks, BLOCK)
+    tl.debug_barrier()
+    for start in range(0, heads_of_all, PAIRS):
+        entry, lacks = _lacking(table, first_free, real, start, heads_of_all, heads, slots, splits, SIZE, S_PAD, PAIRS)
+        tl.store(wanted + entry, 1, mask=lacks)
+    for start in range(0, entries, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        block = tl.load(table + i, mask=i < entries, other=-1)
+        tl.store(owned + block, 1, mask=block >= 0)
+    tl.debug_barrier()
+    count = 0
+    for start in range(0, blocks, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        is_free = tl.load(owned + i, mask=i < blocks, other=1) == 0
+        tl.store(free + count + tl.cumsum(is_free.to(tl.int32), 0) - 1, i, mask=is_free)
+        count += tl.sum(is_free.to(tl.int32), 0)
+    tl.debug_barrier()
+    given = 0
+    for start in range(0, entries, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        gets = tl.load(wanted + i, mask=i < entries, other=0) != 0
+        nth = given + tl.cumsum(gets.to(tl.int32), 0) - 1
+        # There always is one, unless somebody wrote into the cache's tensors; then at least take nothing beyond the pool.
+        block = tl.load(free + nth, mask=gets & (nth < count), other=0)
+        tl.store(table + i, block.to(tl.int64), mask=gets)
+        given += tl.sum(gets.to(tl.int32), 0)
+
+
+@triton.jit
+def _lacking(
+    table,
+    first_free,
+    real,
+    start,
+    heads_of_all,
+    heads,
+    slots,
+    splits,
+    SIZE: tl.constexpr,
+    S_PAD: tl.constexpr,
+    PAIRS: tl.constexpr,
+):
+    """The table's entries for the first free slots of so many heads, from `start` on, and whether there is no block yet; [PAIRS]."""
+    pair, s = start + tl.arange(0, PAIRS), tl.arange(0, S_PAD)
+    inside = pair < heads_of_all
+    found = tl.load(
+        first_free + pair[:, None] * splits + s[None, :], mask=inside[:, None] & (s < splits)[None, :], other=ops.INT_MAX
+    )
+    slot = tl.minimum(tl.min(found, 1), slots - 1)
+    row = pair // heads
+    entry = row.to(tl.int64) * tl.cdiv(slots, SIZE) + slot // SIZE
+    comes = inside & (tl.load(real + row, mask=inside, other=0) != 0)
+    return entry, comes & (tl.load(table + entry, mask=comes, other=0) < 0)
+
+
+@triton.jit
+def _clear(x, count, BLOCK: tl.constexpr):
+    for start in range(0, count, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(x + i, 0, mask=i < count)
+
+
+@triton.jit
+def give_back(
+    table,  # [B, T] int64
+    position,  # [B, H, N] int32, below 0: free
+    heads,
+    slots,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Take a block from its row if no head holds a token in it any more; the grid is (T, B)."""
+    number, row = tl.program_id(0), tl.program_id(1)
+    entry = table_of(table, row, slots, SIZE) + number
+    if tl.load(entry) < 0:
+        return
+    position += row.to(tl.int64) * heads * slots
+    first = number * SIZE
+    end = tl.minimum(first + SIZE, slots)
+    held = tl.zeros([BLOCK], tl.int32)
+    for head in range(heads):
+        for start in range(first, end, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            held += (tl.load(position + head * slots + i, mask=i < end, other=-1) >= 0).to(tl.int32)
+    if tl.sum(held, 0) == 0:
+        tl.store(entry, tl.full([], -1, tl.int64))
