@@ -1,7 +1,7 @@
 """EQUIP: what it saves that a new token overwrites the evicted one, where others move the whole cache together.
 
 Layers are of published shapes with random weights, and everything runs where the user is: the paper's servers and GPUs stand beside the
-figures for comparison. Not here: table 3 (128 rows of 512 tokens on a GPU), table 4 (the update without rotation is table 5's), and
+figures for comparison. Table 3's figures, attention alone, are columns of figure 7's. Not here: table 4, whose models do not rotate, and
 several instances side by side.
 """
 

@@ -2,7 +2,7 @@
 
 Two baselines stand beside it: shift and append done well, and as published code writes it, which makes new tensors for every token.
 Two decoder layers with their whole embeddings, random weights; all rows of a batch share one prompt as long as the budget, so that
-every token evicts one.
+every token evicts one. GPT-NeoX runs H2O at the positions of the text, for its keys cannot be turned anew from outside.
 """
 
 from __future__ import annotations
@@ -24,41 +24,38 @@ TOY = "tiny:2"
 
 
 def _race(setup: Setup, policy: str, shape: str, batch: int, budget: int, threads: int | None = None) -> list[Row]:
-    """A token's time in place and with both baselines (GPT-NeoX: as published only, see `kvdsl.bench.shifting`); shares of it."""
+    """A token's time in place and with both baselines; shares of it."""
     import torch
 
     from kvdsl.bench.generate import FRESH, SHIFT, bench_generate, contenders
 
     model, new = layers(setup, shape), setup.size(12, 4)
-    names = [policy, FRESH + policy] + ([SHIFT + policy] if model.config.model_type == "llama" else [])
-    wanted = contenders(names, {}, [budget], model, setup.backend)
+    wanted = contenders([policy, SHIFT + policy, FRESH + policy], {}, [budget], model, setup.backend)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
     try:
-        ours, fresh, *rest = bench_generate(model, prompt(setup, model, budget), new, wanted, rows=batch, repeats=1)
+        ours, shift, fresh = bench_generate(model, prompt(setup, model, budget), new, wanted, rows=batch, repeats=1)
     finally:
         torch.set_num_threads(before)
-    shift = rest[0] if rest else None
     return [{
         "policy": policy, "model": shape, "batch": batch, "budget": budget, "threads": threads or before,
         **{name: ours[name] for name in ("tpot_ms", "tpot_ms_q1", "tpot_ms_q3")},
-        **_beside("shift", shift, ours), **_beside("published", fresh, ours), **_shares("", ours),
+        **_beside("shift", shift), **_beside("published", fresh), **_shares("", ours),
     }]  # fmt: skip
 
 
-def _beside(name: str, other: Row | None, ours: Row) -> Row:
+def _beside(name: str, other: Row) -> Row:
     """A baseline's time, how many times as fast in place is (quartiles by those of the ratio, token by token), and its shares."""
-    slower = {f"over_{name}{end}": 1 / other["vs_first" + of] if other else None for end, of in _ENDS.items()}
-    times = {f"{name}_ms": other["tpot_ms"] if other else None, **{key: x and round(x, 4) for key, x in slower.items()}}
-    return times | _shares(f"{name}_", other)
+    slower = {f"over_{name}{end}": round(1 / other["vs_first" + of], 4) for end, of in _ENDS.items()}
+    return {f"{name}_ms": other["tpot_ms"], **slower, **_shares(f"{name}_", other)}
 
 
 _ENDS = {"": "", "_q1": "_q3", "_q3": "_q1"}
 """The quartiles of a ratio and of its inverse."""
 
 
-def _shares(prefix: str, row: Row | None) -> Row:
-    return {f"{prefix}{name}": row and row["shares"][name] for name in ("attention", "update", "rotation")}
+def _shares(prefix: str, row: Row) -> Row:
+    return {f"{prefix}{name}": row["shares"][name] for name in ("attention", "update", "rotation")}
 
 
 def _cell(policy: str, shape: str, batch: int, budget: int, threads: int | None = None) -> Cell:
@@ -67,11 +64,32 @@ def _cell(policy: str, shape: str, batch: int, budget: int, threads: int | None 
 
 
 def _table(rows: Sequence[Row]) -> list[Row]:
+    """With how many times as fast attention alone is, its update and the turning of keys included (table 3)."""
     columns = (
         "policy", "model", "batch", "budget", "threads", "tpot_ms", "shift_ms", "over_shift", "over_shift_q1", "over_shift_q3",
         "published_ms", "over_published", "over_published_q1", "over_published_q3",
     )  # fmt: skip
-    return [{name: row[name] for name in columns} | {"policy": NAMES[row["policy"]]} for row in rows]
+    return [
+        {name: row[name] for name in columns}
+        | {"policy": NAMES[row["policy"]]}
+        | {f"attention_over_{name}": _attention_over(row, name) for name in ("shift", "published")}
+        for row in rows
+    ]
+
+
+def _attention_over(row: Row, name: str) -> float:
+    ours, theirs = (sum(_share(row, prefix, part) for part in _PARTS) for prefix in ("", f"{name}_"))
+    return round(theirs * row[f"{name}_ms"] / (ours * row["tpot_ms"]), 4)
+
+
+_PARTS = ("update", "rotation", "attention")
+
+
+def _share(row: Row, prefix: str, name: str) -> float:
+    """A share of a token's time, or what the parts leave; in place, turning keys is part of attention."""
+    if name == "rest":
+        return round(1 - sum(_share(row, prefix, one) for one in _PARTS), 4)
+    return float(row[f"{prefix}{name}"] or 0.0)
 
 
 def _mean(rows: Sequence[Row], name: str) -> float:
@@ -84,7 +102,7 @@ def _findings(rows: Sequence[Row], bounds: dict[str, float]) -> list[Finding]:
     for policy, bound in bounds.items():
         own = [row for row in rows if row["policy"] == policy]
         ways = {"over_shift": "shift done well", "over_published": "shift as published"}
-        means = {way: _mean(own, name) for name, way in ways.items() if own[0][name] is not None}
+        means = {way: _mean(own, name) for name, way in ways.items()}
         told = ", ".join(f"{mean:.3g}x over {way}" for way, mean in means.items())
         share = sum(row["update"] + row["attention"] for row in own) / len(own)
         told += f"; attention and update are {share:.0%} of a token's time in place"
@@ -125,17 +143,10 @@ def _share_cells(setup: Setup) -> Iterator[Cell]:
 
 def _share_table(rows: Sequence[Row]) -> list[Row]:
     return [
-        {"way": way, **{name: _share(row, prefix, name) for name in ("update", "rotation", "attention", "rest")}}
+        {"way": way, **{name: _share(row, prefix, name) for name in (*_PARTS, "rest")}}
         for row in rows
         for prefix, way in _WAYS.items()
     ]
-
-
-def _share(row: Row, prefix: str, name: str) -> float:
-    """A share of a token's time; turning keys is part of attention in place."""
-    if name == "rest":
-        return round(1 - sum(_share(row, prefix, one) for one in ("update", "rotation", "attention")), 4)
-    return float(row[f"{prefix}{name}"] or 0.0)
 
 
 def _share_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -148,9 +159,7 @@ def _share_findings(rows: Sequence[Row]) -> list[Finding]:
 
 def _share_plot(figure: Figure, rows: Sequence[Row]) -> None:
     shown = [
-        {"way": one["way"], "part": name, "share": one[name]}
-        for one in _share_table(rows)
-        for name in ("update", "rotation", "attention", "rest")
+        {"way": one["way"], "part": name, "share": one[name]} for one in _share_table(rows) for name in (*_PARTS, "rest")
     ]
     plots.bars(figure.subplots(), shown, x="way", y="share", by="part")
 
@@ -179,13 +188,13 @@ TABLE1 = Experiment(
 
 def _neox_cells(setup: Setup) -> Iterator[Cell]:
     for budget in setup.size((512, 768), (16,)):
-        yield _cell("equip_h2o", *setup.size((NEOX, 8), (TOY, 2)), budget)
+        yield _cell("h2o", *setup.size((NEOX, 8), (TOY, 2)), budget)
 
 
 TABLE2 = Experiment(
     "table2", "H2O in place, in GPT-NeoX", "Table 2", _neox_cells,
     says="1.27 to 1.43 times as fast for GPT-NeoX 20B; GPT-J, its other model, has an attention that no cache can reach.",
-    findings=partial(_findings, bounds={"equip_h2o": 1.27}), table=_table,
+    findings=partial(_findings, bounds={"h2o": 1.27}), table=_table,
 )  # fmt: skip
 
 # -- D.3 ---------------------------------------------------------------------------------------------------------------

@@ -1,0 +1,62 @@
+// The slots of a head as they are taken and freed: places, ranks and blocks.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include "args.hpp"
+#include "layout.hpp"
+
+namespace kvdsl {
+
+// The lowest free slot, or INT_MAX; counts the held ones on the way.
+[[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {
+  int live = 0, first = INT_MAX;
+#pragma omp simd reduction(+ : live) reduction(min : first)
+  for (int i = 0; i < slots; ++i) {
+    const int free_slot = position[i] < 0 ? i : INT_MAX;
+    first = free_slot < first ? free_slot : first;
+    live += position[i] >= 0;
+  }
+  held = live;
+  return first;
+}
+
+// After slots were freed, the tokens behind each gap move up. `moved` has room for as many numbers as there are slots.
+[[gnu::noinline]] inline void close_gaps(const int32_t* position, int32_t* rank, int slots, int32_t* moved) {
+  int gaps = 0, last = -1;
+#pragma omp simd reduction(+ : gaps) reduction(max : last)
+  for (int i = 0; i < slots; ++i) {
+    const int freed = (position[i] < 0) & (rank[i] >= 0);
+    gaps += freed;
+    last = freed && rank[i] > last ? rank[i] : last;
+  }
+  if (gaps == 0) return;
+  if (gaps > 1) {
+    for (int r = 0; r < slots; ++r) moved[r] = 0;
+    for (int i = 0; i < slots; ++i) {
+      if (position[i] < 0 && rank[i] >= 0) moved[rank[i]] = 1;
+    }
+    for (int r = 1; r < slots; ++r) moved[r] += moved[r - 1];
+  }
+#pragma omp simd
+  for (int i = 0; i < slots; ++i) {
+    const int by = gaps == 1 ? rank[i] > last : moved[rank[i] > 0 ? rank[i] : 0];
+    rank[i] = position[i] < 0 ? -1 : rank[i] - by;
+  }
+}
+
+inline int blocks_of_row(const DecodeArgs& args) { return (args.slots + args.block_size - 1) / args.block_size; }
+
+inline Pool pool(const DecodeArgs& args) { return {args.table, args.batch, blocks_of_row(args), args.blocks}; }
+
+// Blocks in which no head of a row holds a token any more go back to the pool.
+inline void give_blocks_back(const DecodeArgs& args) {
+  if (!args.table) return;
+  const int64_t of_a_row = int64_t{args.kv_heads} * args.slots;
+  for (int64_t b = 0; b < args.batch; ++b) {
+    pool(args).give_back(b, args.position + b * of_a_row, args.kv_heads, args.slots, args.block_size);
+  }
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,494 @@
+// A decode step of one KV head of one row: place, choose, attend, observe, settle.
+//
+// A chunk is a run of slots whose partial results are kept apart and combined in order, so that the result does not depend on the
+// number of threads.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "arena.hpp"
+#include "args.hpp"
+#include "attend.hpp"
+#include "head.hpp"
+#include "layout.hpp"
+#include "rotate.hpp"
+#include "select.hpp"
+#include "simd.hpp"
+#include "slots.hpp"
+#include "steps.hpp"
+#include "stream.hpp"
+#include "types.hpp"
+#include "workspace.hpp"
+
+namespace kvdsl {
+
+enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4, no_free_block = 8 };  // may be combined
+
+// One KV head of one row.
+class Unit {
+ public:
+  Unit(const DecodeArgs& args, const Steps& steps, int number, char* workspace)
+      : Unit(args, steps, number, Arena(workspace)) {}
+
+  int chunks() const { return work_.chunks; }
+  int row_chunks() const { return row_chunks_; }
+  bool placed() const { return placed_; }
+  bool renewing() const { return placed_ && steps_.selecting.selects() && choice_.renewing(); }
+  bool choosing() const { return placed_ && choosing_; }
+  int status() const { return status_; }
+
+  // Puts token t into the first free slot. False if there is nothing to attend with: the token is padding, or no slot
+  // is free.
+  [[gnu::noinline]] bool place(int t) {
+    placed_ = false;
+    if (!real(t)) return false;
+    if (steps_.hard_cap) make_room();
+    const int slot = find_free_slot(position_, args_.slots, live_);
+    if (slot == INT_MAX) {
+      status_ |= no_free_slot;
+      return false;
+    }
+    if (args_.table && !pool(args_).have(row_, slot / args_.block_size)) {
+      status_ |= no_free_block;
+      return false;
+    }
+    write(t, slot);
+    oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
+    for (int g = 0; g < args_.group; ++g) {
+      steps_.dtype.read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
+                        work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
+      if (args_.near) dtype<float>.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
+    }
+    attend_to_all();
+    if (steps_.selecting.selects()) begin_choice(slot, t == 0 && args_.anew);
+    return placed_ = true;
+  }
+
+  void renew(int chunk) { choice_.renew(chunk); }
+  void look(int chunk) { choice_.look(chunk); }
+
+  // Chooses what the query attends to, once every chunk was looked at.
+  [[gnu::noinline]] void choose() {
+    choice_.choose();
+    rows_ = choice_.count();
+    chosen_ = choice_.chosen();
+    // Far fewer than there are slots: chunks of their own, not more of them.
+    row_chunk_ = static_cast<int>(round_up((rows_ + work_.chunks - 1) / work_.chunks, 4 * block));
+    row_chunks_ = (rows_ + row_chunk_ - 1) / row_chunk_;
+  }
+
+  // The tokens in these slots leave and the new ones take their places, one for one.
+  //
+  // past_caches: whether keys and values are written past the core's caches.
+  void replace(const int32_t* slots, bool past_caches) {
+    if (rank_) {
+      for (int t = 0; t < args_.tokens; ++t) {
+        if (real(t)) position_[slots[t]] = -1;
+      }
+      find_free_slot(position_, args_.slots, live_);
+      close_gaps(position_, rank_, args_.slots, work_.ranks);
+    }
+    constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
+    for (int t = 0; t < args_.tokens; ++t) {
+      if (t + early < args_.tokens && !past_caches) {
+        fetch_row(keys_, slots[t + early]);
+        fetch_row(values_, slots[t + early]);
+      }
+      if (real(t)) write(t, slots[t], past_caches);
+    }
+    if (past_caches) end_stream();
+  }
+
+  // First pass over a chunk: its scores and their maxima.
+  [[gnu::noinline]] void score(int chunk) {
+    float* const tops = work_.tops + int64_t{chunk} * args_.group;
+    for (int g = 0; g < args_.group; ++g) tops[g] = -INFINITY;
+    for (int from = chunk * row_chunk_; from < end_of(chunk); from += block) {
+      const Rows rows = rows_of(keys_, from);
+      if (rows.any) dot(chunk, from, rows);
+      for (int g = 0; g < args_.group; ++g) {
+        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
+                                tops[g]);
+      }
+    }
+  }
+
+  // Second pass, once every chunk has its scores: the exponentials (relative to the maximum of all), their sum, and the
+  // values weighted by them.
+  [[gnu::noinline]] void weigh(int chunk) {
+    const int from = chunk * row_chunk_, to = end_of(chunk);
+    if (steps_.needs_logit) {
+      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
+    }
+    for (int g = 0; g < args_.group; ++g) {
+      float* const scores = work_.weights + g * work_.slot_stride + from;
+      work_.totals[int64_t{chunk} * args_.group + g] = exponentiate(scores, to - from, top_of(g));
+    }
+    float* const sums = work_.sums + chunk * args_.group * work_.out_stride;
+    for (int64_t i = 0; i < args_.group * work_.out_stride; ++i) sums[i] = 0.0f;
+    for (int i = from; i < to; i += block) {
+      const Rows rows = rows_of(values_, i);
+      if (!rows.any) continue;
+      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
+                       work_.out_stride);
+    }
+  }
+
+  // Combines the chunks into the output, then lets the policy observe and settle.
+  [[gnu::noinline]] void finish(int t) {
+    char* const out = static_cast<char*>(args_.out) +
+                      size(((int64_t{row_} * args_.tokens + t) * args_.kv_heads + head_) * args_.group * args_.value_dim);
+    if (!placed_) {
+      std::memset(out, 0, static_cast<std::size_t>(size(int64_t{args_.group} * args_.value_dim)));
+      return;
+    }
+    for (int g = 0; g < args_.group; ++g) {
+      float total = args_.sinks ? exp(args_.sinks[head_ * args_.group + g] - top_of(g)) : 0.0f;
+      for (int c = 0; c < row_chunks_; ++c) total += work_.totals[int64_t{c} * args_.group + g];
+      const float inverse = work_.inverses[g] = 1.0f / total;
+      float* const first = work_.sums + g * work_.out_stride;
+      for (int c = 1; c < row_chunks_; ++c) {
+        const float* const other = first + c * args_.group * work_.out_stride;
+        for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
+      }
+      steps_.dtype.write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
+    }
+    if (steps_.needs_attn) find_attn();
+    observe();
+    settle();
+  }
+
+  // For a call without a query: the newest token is the last one seen, attn [slots] what it attended to, or null.
+  void settle_given(const float* attn) {
+    find_free_slot(position_, args_.slots, live_);
+    newest_ = next_ - 1;
+    oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
+    if (live_ == 0) return;
+    if (attn && steps_.needs_attn) {
+      std::memcpy(work_.attn, attn, sizeof(float) * static_cast<std::size_t>(args_.slots));
+      observe();
+    }
+    settle();
+  }
+
+ private:
+  // A block of rows to stream over.
+  struct Rows {
+    const void* row[block];
+    int32_t visible[block];  // a mask: 0 or -1
+    Next next;               // unless the rows were chosen
+    bool any;
+  };
+
+  Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
+      : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
+        head_(number % args.kv_heads), choice_(args, steps.selecting, steps.dtype, work_.choice, work_.ones, number) {
+    const int64_t first = int64_t{number} * args.slots;
+    keys_ = layout(args.keys, args.key_dim, number);
+    values_ = layout(args.values, args.value_dim, number);
+    if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, 2 * args.rope_pairs, number);
+    position_ = args.position + first;
+    state_ = args.state ? args.state + first : nullptr;
+    rank_ = args.rank ? args.rank + first : nullptr;
+    column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
+    next_ = args.seen[row_];
+  }
+
+  int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
+
+  Layout layout(void* base, int dim, int number) const {
+    if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * size(dim), size(dim)};
+    if (!args_.table) return in_one_piece(base, dim, number);
+    const int64_t of_a_block = args_.block_size * size(dim);
+    return {static_cast<char*>(base) + head_ * args_.blocks * of_a_block, size(dim), of_a_block, args_.block_size,
+            args_.table + int64_t{row_} * blocks_of_row(args_)};
+  }
+
+  Layout in_one_piece(void* base, int dim, int number) const {
+    return {static_cast<char*>(base) + int64_t{number} * args_.slots * size(dim), size(dim)};
+  }
+
+  static void fetch_row(const Layout& layout, int slot) {
+    const char* const row = layout.row(slot);
+    for (int64_t i = 0; i < layout.row_bytes; i += 64) __builtin_prefetch(row + i, 1);
+  }
+
+  bool real(int t) const { return !args_.real || args_.real[int64_t{row_} * args_.tokens + t]; }
+
+  // Token t into a free slot.
+  void write(int t, int slot, bool past_caches = false) {
+    newest_ = next_++;
+    position_[slot] = newest_;
+    if (rank_) rank_[slot] = live_;
+    ++live_;
+    const char* const k = token(args_.key, args_.key_stride, head_, t);
+    const char* const v = token(args_.value, args_.value_stride, head_, t);
+    if (past_caches) {
+      stream(keys_.row(slot), k, size(args_.key_dim));
+      stream(values_.row(slot), v, size(args_.value_dim));
+    } else {
+      std::memcpy(keys_.row(slot), k, static_cast<std::size_t>(size(args_.key_dim)));
+      std::memcpy(values_.row(slot), v, static_cast<std::size_t>(size(args_.value_dim)));
+    }
+    if (args_.half_keys) steps_.dtype.turn_quarter(k, rope(), half_keys_.row(slot));
+    for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
+    if (!steps_.place) return;
+    steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
+    steps_.dtype.read(v, args_.value_dim, work_.plain_value, work_.pairs);
+    steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
+                      column_stride_, params()});
+  }
+
+  const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {
+    return static_cast<const char*>(base) + size(row_ * stride[0] + head * stride[1] + t * stride[2]);
+  }
+
+  const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
+
+  void attend_to_all() {
+    choosing_ = false;
+    chosen_ = nullptr;
+    rows_ = args_.slots;
+    row_chunk_ = work_.chunk;
+    row_chunks_ = work_.chunks;
+  }
+
+  void begin_choice(int slot, bool anew) {
+    const Query query = query_of();
+    choice_.begin(query, work_.query, slot, anew);
+    choosing_ = choice_.choosing();
+    if (!choosing_) return;
+    Slots held = query;
+    held.oldest = 0;
+    Head head(held, position_, work_.ranks, false);
+    choice_.always(head);
+  }
+
+  // Chosen rows are fetched when they are found.
+  const Next* next_of(const Rows& rows) const { return chosen_ ? nullptr : &rows.next; }
+
+  // What every slot is given, reduced over the group; what was not chosen gets nothing.
+  void find_attn() const {
+    if (!chosen_) {
+      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
+      return;
+    }
+    float* const given = choice_.spare();
+    steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, given);
+    std::memset(work_.attn, 0, sizeof(float) * static_cast<std::size_t>(args_.slots));
+    for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = given[i];
+  }
+
+  // The scores of a block of rows.
+  void dot(int chunk, int from, const Rows& rows) const {
+    float* const scores = work_.weights + from;
+    const int64_t stride = work_.query_stride, to = work_.slot_stride;
+    const auto as_they_are = [&] {
+      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+    };
+    if (!args_.near) return as_they_are();
+    const Turns turns = turns_of(from, rows);
+    if (turns.most == 0) return as_they_are();
+    if (!turns.differ) {
+      const float* const query = query_turned_back(chunk, turns.most);
+      steps_.dtype.dot(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+    } else {
+      float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
+      const void* row[block];
+      for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
+      Rows halves;
+      if (args_.half_keys) halves = rows_of(half_keys_, from);
+      steps_.dtype.turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
+                        work_.half_key + chunk * stride, keys, stride);
+      dtype<float>.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
+    }
+  }
+
+  // By how many positions the visible keys of a block must come nearer: those that were evicted between them and the
+  // query. They are the same for tokens that are still together; most often none.
+  struct Turns {
+    int32_t by[block];
+    int32_t most;
+    bool differ;
+  };
+
+  Turns turns_of(int from, const Rows& rows) const {
+    Turns turns;
+    const int n = rows_ - from < block ? rows_ - from : block;
+    const int between = newest_ - (live_ - 1);  // evicted before the query's token
+    int32_t found[2][block];
+    for (int i = 0; chosen_ && i < n; ++i) found[0][i] = position_[chosen_[from + i]], found[1][i] = rank_[chosen_[from + i]];
+    const int32_t* const position = chosen_ ? found[0] : position_ + from;
+    const int32_t* const rank = chosen_ ? found[1] : rank_ + from;
+    const int32_t* const visible = rows.visible;
+    int32_t* const by = turns.by;
+    int32_t most = 0, least = INT_MAX;
+    for (int i = n; i < block; ++i) by[i] = 0;
+#pragma omp simd reduction(max : most) reduction(min : least)
+    for (int i = 0; i < n; ++i) {
+      const int32_t turn = between - (position[i] - rank[i]);
+      by[i] = turn & visible[i];  // a mask
+      most = by[i] > most ? by[i] : most;
+      const int32_t low = visible[i] ? turn : INT_MAX;
+      least = low < least ? low : least;
+    }
+    turns.most = most;
+    turns.differ = least != most;
+    return turns;
+  }
+
+  const float* query_turned_back(int chunk, int by) const {
+    float* const turned = work_.turned_query + int64_t{chunk} * args_.group * work_.query_stride;
+    float* const plain = work_.turned_keys + int64_t{chunk} * block * work_.query_stride;
+    for (int g = 0; g < args_.group; ++g) {
+      std::memcpy(plain, ordered_query(g), sizeof(float) * static_cast<std::size_t>(args_.key_dim));
+      turn(plain, by, -1.0f, rope());
+      steps_.dtype.pack(plain, args_.key_dim, turned + g * work_.query_stride);
+    }
+    return turned;
+  }
+
+  Rope rope() const {
+    return {args_.near, args_.far, args_.rope_pairs, args_.rope_offset, args_.rope_interleaved != 0};
+  }
+
+  float* ordered_query(int g) const { return work_.ordered + g * work_.query_stride; }
+
+  // Behind the last row the arrays go on to a whole block.
+  int end_of(int chunk) const {
+    const int end = (chunk + 1) * row_chunk_;
+    return end < rows_ ? end : static_cast<int>(round_up(rows_, block));
+  }
+
+  Rows rows_of(const Layout& layout, int from) const {
+    Rows rows;
+    if (chosen_) return chosen_rows_of(layout, from);
+    if (layout.table) return rows_in_blocks_of(layout, from);
+    const char* const first = layout.row(from);
+    const int n = args_.slots - from < block ? args_.slots - from : block;
+    int any = 0;
+    for (int i = 0; i < block; ++i) {
+      const bool seen = i < n && position_[from + i] >= oldest_;
+      rows.row[i] = seen ? first + i * layout.row_bytes : work_.zeros;
+      rows.visible[i] = -static_cast<int32_t>(seen);
+      any |= seen;
+    }
+    find_next(layout, from, args_.slots, rows.next);
+    rows.any = any != 0;
+    return rows;
+  }
+
+  // The same of the rows that were chosen; the next block's are fetched.
+  Rows chosen_rows_of(const Layout& layout, int from) const {
+    Rows rows;
+    for (int i = 0; i < block; ++i) {
+      const bool any = from + i < rows_;
+      rows.row[i] = any ? layout.row(chosen_[from + i]) : work_.zeros;
+      rows.visible[i] = -static_cast<int32_t>(any);
+    }
+    for (int i = from + block; i < from + 2 * block && i < rows_; ++i) {
+      const char* const next = layout.row(chosen_[i]);
+      for (int64_t byte = 0; byte < layout.row_bytes; byte += 64) __builtin_prefetch(next + byte);
+    }
+    rows.any = true;
+    return rows;
+  }
+
+  // The same through the row's table.
+  Rows rows_in_blocks_of(const Layout& layout, int from) const {
+    Rows rows;
+    const int end = args_.slots - from < block ? args_.slots : from + block;
+    int any = 0;
+    layout.runs(from, end, [&](int slot, int to, const char* row) {
+      for (; slot < to; ++slot, row += layout.row_bytes) {
+        const bool seen = position_[slot] >= oldest_;
+        rows.row[slot - from] = seen ? row : work_.zeros;
+        rows.visible[slot - from] = -static_cast<int32_t>(seen);
+        any |= seen;
+      }
+    });
+    for (int i = end - from; i < block; ++i) rows.row[i] = work_.zeros, rows.visible[i] = 0;
+    find_next(layout, from, args_.slots, rows.next);
+    rows.any = any != 0;
+    return rows;
+  }
+
+  // The maximum over all slots and the sink.
+  float top_of(int g) const {
+    float top = args_.sinks ? args_.sinks[head_ * args_.group + g] : -INFINITY;
+    for (int c = 0; c < row_chunks_; ++c) {
+      const float other = work_.tops[int64_t{c} * args_.group + g];
+      top = other > top ? other : top;
+    }
+    return top;
+  }
+
+  void fill(Slots& slots, int oldest) const {
+    slots.slots = args_.slots;
+    slots.position = position_;
+    slots.newest = newest_;
+    slots.oldest = oldest;
+    slots.window = args_.window;
+    slots.live = live_;
+    slots.state = state_;
+    slots.ring_rows = args_.ring_rows;
+    slots.column_stride = column_stride_;
+    slots.work = work_.scratch;
+    slots.work_stride = work_.slot_stride;
+    slots.params = params();
+    slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
+  }
+
+  Query query_of() const {
+    Query query{};
+    fill(query, oldest_);
+    query.attn = work_.attn;
+    query.logit = work_.logit;
+    query.query = work_.plain_query;
+    query.group = args_.group;
+    query.key_dim = args_.key_dim;
+    query.value_dim = args_.value_dim;
+    query.keys = keys_;
+    query.values = values_;
+    return query;
+  }
+
+  void observe() const { steps_.observe(query_of()); }
+
+  // Under a hard cap, what one more token would exceed leaves before it is placed.
+  void make_room() {
+    find_free_slot(position_, args_.slots, live_);
+    newest_ = next_ - 1;
+    if (live_ > 0) settle(true);
+  }
+
+  void settle(bool before_placing = false) {
+    Slots slots;
+    fill(slots, 0);
+    Head head(slots, position_, work_.ranks, before_placing);
+    steps_.settle(head);
+    if (rank_) close_gaps(position_, rank_, args_.slots, work_.ranks);
+  }
+
+  const DecodeArgs& args_;
+  const Steps& steps_;
+  Workspace work_;
+  int row_, head_;
+  Choice choice_;
+  Layout keys_, values_, half_keys_{};
+  int32_t* position_;
+  float* state_;
+  int32_t* rank_;
+  int64_t column_stride_;
+  int next_;  // the position of the row's next token
+  int newest_ = -1, oldest_ = 0, live_ = 0;
+  bool placed_ = false, choosing_ = false;
+  const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
+  int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
+  int status_ = ok;
+};
+
+}  // namespace kvdsl

@@ -1,0 +1,88 @@
+// What one unit computes in.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "arena.hpp"
+#include "args.hpp"
+#include "head.hpp"
+#include "select.hpp"
+#include "simd.hpp"
+#include "steps.hpp"
+#include "types.hpp"
+
+namespace kvdsl {
+
+// Rows of slots are padded to whole blocks, rows of dims to whole pairs (and stored in pairs,
+// see simd.hpp).
+struct Workspace {
+  int chunk, chunks;  // slots of a chunk, and how many chunks
+  int64_t slot_stride, query_stride, out_stride;
+  float* query;        // [group, query_stride]
+  float* plain_query;  // [group, key_dim] the same, in order
+  float* plain_key;    // [key_dim] the new token's
+  float* plain_value;  // [value_dim]
+  float* pairs;        // [longest dim]
+  float* weights;      // [group, slot_stride] scores, then their exponentials
+  float* attn;         // [slot_stride]
+  float* logit;        // [slot_stride]
+  float* scratch;      // [scratch_columns, slot_stride]
+  Rank* ranks;         // [Head::rank_rows, slot_stride]
+  float* tops;         // [chunks, group] the maxima of the scores
+  float* totals;       // [chunks, group] the sums of the exponentials
+  float* inverses;     // [group] 1 / the sum of all exponentials
+  float* ones;         // [group]
+  float* sums;         // [chunks, group, out_stride] the weighted sums of the values
+  char* zeros;         // stands for the row of a slot that is not visible
+  float* ordered;      // [group, query_stride] the query as floats in order, with zeros behind
+  float* turned_query; // [chunks, group, query_stride]
+  float* turned_keys;  // [chunks, block, query_stride]
+  float* half_key;     // [chunks, query_stride]
+  ChoiceWork choice;
+
+  // Few enough chunks to combine cheaply, small enough to share.
+  static int chunk_of(int slots) { return static_cast<int>(round_up((int64_t{slots} + 63) / 64, 256)); }
+
+  [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena)
+      : chunk(chunk_of(args.slots)), chunks((args.slots + chunk - 1) / chunk),
+        choice(args, steps.selecting, chunk, chunks, steps.dtype.size, arena) {
+    // Whole powers of two would put every head's row into the same sets of the cache.
+    slot_stride = round_up(args.slots, block) + width;
+    query_stride = round_up(args.key_dim, pair);
+    out_stride = round_up(args.value_dim, pair);
+    const int64_t longest = query_stride > out_stride ? query_stride : out_stride;
+    query = arena.take<float>(args.group * query_stride);
+    plain_query = arena.take<float>(args.group * args.key_dim);
+    plain_key = arena.take<float>(args.key_dim);
+    plain_value = arena.take<float>(args.value_dim);
+    pairs = arena.take<float>(longest);
+    weights = arena.take<float>(args.group * slot_stride);
+    attn = arena.take<float>(steps.needs_attn ? slot_stride : 0);
+    logit = arena.take<float>(steps.needs_logit ? slot_stride : 0);
+    scratch = arena.take<float>(steps.scratch_columns * slot_stride);
+    ranks = arena.take<Rank>(Head::rank_rows * slot_stride);
+    tops = arena.take<float>(chunks * args.group);
+    totals = arena.take<float>(chunks * args.group);
+    inverses = arena.take<float>(args.group);
+    ones = arena.take<float>(args.group);
+    sums = arena.take<float>(chunks * args.group * out_stride);
+    const int turning = args.near ? chunks : 0;
+    ordered = arena.take<float>((turning ? args.group : 0) * query_stride);
+    turned_query = arena.take<float>(turning * args.group * query_stride);
+    turned_keys = arena.take<float>(turning * block * query_stride);
+    half_key = arena.take<float>((args.half_keys ? turning : 0) * query_stride);
+    zeros = arena.take<char>(longest * steps.dtype.size);
+    if (!zeros) return;
+    std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype.size));
+    for (int g = 0; g < args.group; ++g) ones[g] = 1.0f;
+  }
+
+  static int64_t bytes(const DecodeArgs& args, const Steps& steps) {
+    Arena arena(nullptr);
+    Workspace(args, steps, arena);
+    return arena.used();
+  }
+};
+
+}  // namespace kvdsl
