@@ -143,6 +143,9 @@ class Room:
 
 
 _TURNED = ("nan",)  # what remains of an infinite vector after a turn is not defined
+_AVERAGED = (
+    "nan",
+)  # kernels take the mean of a group's queries: an infinite key may be NaN to the mean of their products only
 _OBSERVED = Room((32, 33, 40, 64), (1, 9, 36, 50))  # the last 32 queries observe, and their tokens stay
 
 ROOM = {
@@ -163,8 +166,10 @@ ROOM = {
     "snapkv": _OBSERVED,
     "adakv": _OBSERVED,
     "pyramidkv": Room((48, 60), (1, 36, 70, 100), layers=(0, 1, 2)),  # the last layer gets a twentieth
-    "sparcas": Room(prompts=(1, 9, 30), given={"tokens": (1, 4, 9), "dims": (1, 4, 30)}),
-    "roco_sparcas": Room((12, 20), (1, 9, 30), {"protect": (2, 5), "tokens": (1, 4, 9), "dims": (1, 4, 30)}),
+    "sparcas": Room(prompts=(1, 9, 30), given={"tokens": (1, 4, 9), "dims": (1, 4, 30)}, infinite=_AVERAGED),
+    "roco_sparcas": Room(
+        (12, 20), (1, 9, 30), {"protect": (2, 5), "tokens": (1, 4, 9), "dims": (1, 4, 30)}, infinite=_AVERAGED
+    ),
     "quest": Room(prompts=(1, 30, 60), given={"tokens": (16, 32, 40)}),
 }
 

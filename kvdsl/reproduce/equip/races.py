@@ -77,7 +77,9 @@ def _table(rows: Sequence[Row]) -> list[Row]:
     ]
 
 
-def _attention_over(row: Row, name: str) -> float:
+def _attention_over(row: Row, name: str) -> float | None:
+    if row["attention"] is None:  # on a GPU the parts cannot be told apart
+        return None
     ours, theirs = (sum(_share(row, prefix, part) for part in _PARTS) for prefix in ("", f"{name}_"))
     return round(theirs * row[f"{name}_ms"] / (ours * row["tpot_ms"]), 4)
 
@@ -104,7 +106,7 @@ def _findings(rows: Sequence[Row], bounds: dict[str, float]) -> list[Finding]:
         ways = {"over_shift": "shift done well", "over_published": "shift as published"}
         means = {way: _mean(own, name) for name, way in ways.items()}
         told = ", ".join(f"{mean:.3g}x over {way}" for way, mean in means.items())
-        share = sum(row["update"] + row["attention"] for row in own) / len(own)
+        share = sum(_share(row, "", part) for row in own for part in _PARTS) / len(own)
         told += f"; attention and update are {share:.0%} of a token's time in place"
         claim = f"{NAMES[policy]}: in place is {bound:g} times as fast as shift and append (geometric mean)"
         found.append(Finding(claim, min(means.values()) >= bound if own[0]["model"] != TOY else None, told))
