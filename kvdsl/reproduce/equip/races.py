@@ -81,7 +81,7 @@ def _attention_over(row: Row, name: str) -> float | None:
     if row["attention"] is None:  # on a GPU the parts cannot be told apart
         return None
     ours, theirs = (sum(_share(row, prefix, part) for part in _PARTS) for prefix in ("", f"{name}_"))
-    return round(theirs * row[f"{name}_ms"] / (ours * row["tpot_ms"]), 4)
+    return round(float(theirs * row[f"{name}_ms"] / (ours * row["tpot_ms"])), 4)
 
 
 _PARTS = ("update", "rotation", "attention")
