@@ -1,7 +1,9 @@
 """Shift and append for whole models: what an in-place update is raced against.
 
 A policy's rule, without its in-place update: what stays is moved together and the new token is appended behind it, in every layer and for
-every token. Under compact positions all keys are rotated anew for the places 0 to n - 1. There are two of them:
+every token. Under compact positions all keys are rotated anew for the places 0 to n - 1, by the model's own function (Xiao et al. 2023,
+"Efficient Streaming Language Models with Attention Sinks", section 3.2). Of kvdsl's runtime nothing serves here but the policy's numbers.
+There are two of them:
 
 - `shift`, done as well as torch allows. What stays is moved between two buffers that are allocated once, together with the append,
   each row once: slices for all heads at once where the same token leaves everywhere, otherwise one `index_select` of whole rows. Keys
@@ -33,7 +35,7 @@ from transformers.masking_utils import AttentionMaskInterface
 from transformers.modeling_utils import AttentionInterface
 
 from kvdsl.bench import baselines
-from kvdsl.bench.shifted import Rotary
+from kvdsl.bench.rotary import Rotary
 from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.hf.versions import native_layers, text_config, token_count
 from kvdsl.runtime.spec import PolicySpec

@@ -33,7 +33,7 @@ def _permuted() -> Measured:
 
 @criterion(
     6,
-    "generate says what it says from a shift-and-append cache: reference model, 500 steps, EQUIP's two policies and blocks, C++ and "
+    "generate says what the model says with a shift-and-append cache: reference model, 500 steps, EQUIP's two policies and blocks, C++ and "
     "torch; a divergence counts where the top two logits differ by more than 1e-4",
 )
 def _five_hundred() -> Measured:

@@ -1,7 +1,10 @@
-"""Caches that are shifted for every token keep what the policy keeps in place, done well and as published."""
+"""Caches that are shifted for every token keep what the policy keeps in place, done well and as published; and a policy in place
+generates what a model with such a cache would say (EQUIP, theorem 1 and figure 18).
+"""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import pytest
@@ -9,16 +12,25 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.assets import load_reference_model
 from kvdsl.bench import shifting
 from kvdsl.bench.shifting import ShiftedCache, rule, twin
+from kvdsl.eval.models import encode, page
 from kvdsl.runtime.errors import KvdslError
 from tests.hf import policies, zoo
 
 BUDGET = 12
 
 
-def shifted(model: Any, policy: str, *, fresh: bool, budget: int = BUDGET) -> ShiftedCache:
-    return ShiftedCache(model, kvdsl.load(policy).spec, {"budget": budget}, fresh=fresh)
+RULES = {"equip_streaming": {"sinks": 4}, "equip_h2o": {"recent": 48}, "paged": {"recent": 48}}
+"""What a policy is told beside the budget of 128."""
+
+CLEAR = 1e-4
+"""Logits that differ by less are as good as equal: either token may follow."""
+
+
+def shifted(model: Any, policy: str, *, fresh: bool, budget: int = BUDGET, **given: int) -> ShiftedCache:
+    return ShiftedCache(model, kvdsl.load(policy).spec, {"budget": budget, **given}, fresh=fresh)
 
 
 def logits(model: Any, cache: Any, prompt: Tensor, tokens: Tensor) -> Tensor:
@@ -40,6 +52,65 @@ def test_it_says_what_the_policy_says_in_place(policy: str, length: int) -> None
         assert all(layer.keys.shape[2] == BUDGET + 1 and layer.seen == length + 25 for layer in cache.layers)
     more = logits(other, shifted(other, policy, fresh=False, budget=BUDGET + 1), prompt, tokens)
     assert not torch.allclose(more, expected, atol=1e-4, rtol=1e-4), "another budget should be noticed"
+
+
+def divergences(model: Any, other: Any, ids: Tensor, steps: int, ours: Any, theirs: ShiftedCache) -> list[str]:
+    """Where one cache generates a token that the other, given the same text so far, clearly would not."""
+    options = {"max_new_tokens": steps, "do_sample": False, "use_cache": True}
+    said = model.generate(ids, **options, past_key_values=ours)[:, ids.shape[1] :]
+    assert said.shape[1] == steps
+    found = []
+    for step, here in enumerate(logits(other, theirs, ids, said[:, :-1])):
+        best, second = here.topk(2, -1).values.unbind(-1)
+        other_token = (here.argmax(-1) != said[:, step]) & (best - second > CLEAR)
+        found += [
+            f"row {row}, step {step}: {float((best - second)[row]):.1e}" for row in other_token.nonzero()[:, 0].tolist()
+        ]
+    return found
+
+
+@cache
+def reference() -> tuple[Any, Any, Tensor]:
+    """The model for our caches; a twin of one that no cache of ours ever changed; two stretches of the book, [2, 200]."""
+    model, tokenizer = load_reference_model()
+    text = torch.tensor([encode(tokenizer, page(number))[:200] for number in (3, 7)])
+    return model, twin(load_reference_model()[0]), text
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+@pytest.mark.parametrize("policy", RULES)
+def test_in_place_says_what_shift_and_append_says_for_500_steps(policy: str, backend: str) -> None:
+    model, other, text = reference()
+    ours = policies.make(policy, model, budget=128, backend=backend, **RULES[policy])
+    rule_of = "equip_h2o" if policy == "paged" else policy
+    theirs = shifted(other, rule_of, fresh=True, budget=128, **RULES[policy])
+    assert divergences(model, other, text, 500, ours, theirs) == []
+
+
+@pytest.mark.parametrize("policy", ["equip_streaming", "equip_h2o"])
+def test_in_place_says_what_shift_and_append_says(policy: str) -> None:
+    """Grouped heads, and a model whose attention is far from uniform."""
+    model, other = zoo.make("Llama"), twin(zoo.make("Llama"))
+    given = {"sinks": 2} if policy == "equip_streaming" else {"recent": 5}
+    ours = policies.make(policy, model, budget=BUDGET, backend="torch", **given)
+    assert divergences(model, other, zoo.prompt(2, 30), 40, ours, shifted(other, policy, fresh=True, **given)) == []
+
+
+def test_another_rule_is_noticed() -> None:
+    """The comparison can fail: with other tokens kept, other tokens come."""
+    model, other = zoo.make("Llama"), twin(zoo.make("Llama"))
+    ours = policies.make("equip_streaming", model, budget=BUDGET, sinks=2, backend="torch")
+    assert divergences(model, other, zoo.prompt(2, 30), 40, ours, shifted(other, "equip_streaming", fresh=True, sinks=4))
+
+
+def test_it_is_the_model_itself_while_nothing_leaves() -> None:
+    model = zoo.make("Llama")
+    ids, options = zoo.prompt(2, 9), {"max_new_tokens": 12, "do_sample": False}
+    said = model.generate(ids, **options)[:, 9:]
+    other = twin(model)
+    theirs = logits(other, shifted(other, "equip_streaming", fresh=True, budget=64), ids, said[:, :-1])
+    assert torch.equal(theirs.argmax(-1).T, said)
 
 
 def test_done_well_it_moves_into_the_same_memory() -> None:
