@@ -18,19 +18,18 @@ pipeline_tag: text-generation
 
 A causal language model of {parameters:.2f} million parameters that comes with kvdsl, so that a cache
 policy can be tried before anything has been downloaded. It is a measuring instrument, not a chat model:
-it writes old-fashioned prose that makes little sense. Made by `scripts/train_reference_model.py` (preset
-`{name}`); every figure below is also in `training.json`.
+it writes old-fashioned prose that makes little sense. Made by `scripts/train_reference_model.py` ({presets}); every
+figure below is also in `training.json`.
 
 ## Data
 
 - 306 books published up to 1922, in the public domain, from a public collection of classics
   (mlschmitt/classic-books-markdown): 150 million characters, {corpus_tokens:.1f} million tokens. No
   author stands both in these and in the 14 books it is evaluated on.
-- Some training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`: {shares} of the time
-  on. Windows of less than 96 tokens repeat a string of unrelated tokens. In longer ones the task is a
-  pass-key of five different digits, hidden in book text and asked for at the end (35 %); up to 16 named
-  numbers of four digits, asked for in another order (35 %); a repeated string (15 %); a passage of a book
-  that recurs (15 %). The loss is taken on all tokens.
+- Some training windows hold a retrieval task made by `kvdsl/assets/retrieval.py`. Windows of less than 96 tokens
+  repeat a string of unrelated tokens. In longer ones the task is a pass-key of five different digits, hidden in book
+  text and asked for at the end (35 %); up to 16 named numbers of four digits, asked for in another order (35 %); a
+  repeated string (15 %); a passage of a book that recurs (15 %). The loss is taken on all tokens.
 
 ## Model
 
@@ -40,14 +39,16 @@ positions. Byte-level BPE of {vocab:,} entries, every digit a token of its own; 
 every window, which the tokenizer adds. No end-of-text token. Weights in bfloat16.
 
 ## Training
+"""
 
-{tokens:.1f} million tokens in {steps} steps and {minutes:.0f} minutes of computing ({machine}; torch
+STAGE = """
+{begins}{tokens:.1f} million tokens in {steps} steps and {minutes:.0f} minutes of computing ({machine}; torch
 {torch}, transformers {transformers}; seed {seed}). AdamW (betas 0.9 and 0.95, weight decay
 {weight_decay}, clipping at 1), {batch_tokens:,} tokens a step, learning rate {learning_rate} after a
 warm-up, falling to 0 from {decay_from:.0%} of the time on. Window length by share of the time:
-{phases}.
+{phases}. Windows with a retrieval task: {shares}.
 
-Loss on held-out authors (mean over windows of 512 / 1,024 / 2,048 tokens): {heldout}.
+Loss on held-out authors (mean over windows of {lengths} tokens): {heldout}.
 """
 
 MEASURED = """
@@ -100,29 +101,53 @@ with it say how policies compare on a small model; they do not carry over to lar
 
 def render_card(training: dict[str, Any]) -> str:
     """The model card, from training.json alone."""
-    preset, versions = training["preset"], training["versions"]
-    phases = ", ".join(f"{length:,} from {start:.0%}" for start, length in preset["phases"])
-    shape = {key: value for key, value in preset.items() if key not in ("phases", "minutes", "shares")}
+    stages = _stages(training)
+    shape = {key: training["preset"][key] for key in _SHAPE}
     card = CARD.format(
         **shape,
-        **versions,
-        phases=phases,
-        name=training["name"],
+        presets=", then ".join(f"preset `{stage['name']}`" for stage in stages),
         parameters=training["parameters"] / 1e6,
         corpus_tokens=training["corpus_tokens"] / 1e6,
-        shares=", ".join(f"{share:.0%} from {start:.0%}" for start, share in preset["shares"]),
+    )
+    card += "".join(map(_stage, stages))
+    return card + (_measured(training["evaluation"]) if "evaluation" in training else "") + LIMITS
+
+
+_SHAPE = ("layers", "width", "intermediate", "heads", "kv_heads", "head_dim", "rope_theta", "max_positions", "vocab")
+
+
+def _stages(training: dict[str, Any]) -> list[dict[str, Any]]:
+    """The runs by which the weights came about, the first one first."""
+    before = training.get("before")
+    return [*(_stages(before) if before else ()), training]
+
+
+def _stage(training: dict[str, Any]) -> str:
+    preset = training["preset"]
+    stage = STAGE.format(
+        **training["versions"],
+        begins="Going on from these weights with a new optimiser, preset `{name}`: ".format(**training)
+        if training.get("before")
+        else "",
         tokens=training["tokens"] / 1e6,
         steps=f"{training['steps']:,}",
         minutes=training["active_minutes"],
         machine=training["machine"],
         seed=training["seed"],
+        weight_decay=preset["weight_decay"],
+        batch_tokens=preset["batch_tokens"],
+        learning_rate=preset["learning_rate"],
+        decay_from=preset["decay_from"],
+        phases=", ".join(f"{length:,} from {start:.0%}" for start, length in preset["phases"]),
+        shares=", ".join(f"{share:.0%} from {start:.0%}" for start, share in preset["shares"]),
+        lengths=" / ".join(f"{int(length):,}" for length in training["heldout_loss"]),
         heldout=" / ".join(f"{loss:.3f}" for loss in training["heldout_loss"].values()),
     )
     if training["remark"]:
-        card += f"\n{training['remark']}\n"
+        stage += f"\n{training['remark']}\n"
     if training["fraction"] < 1:
-        card += f"\n**Preliminary: exported after {training['fraction']:.0%} of the training.**\n"
-    return card + (_measured(training["evaluation"]) if "evaluation" in training else "") + LIMITS
+        stage += f"\n**Preliminary: exported after {training['fraction']:.0%} of the training.**\n"
+    return stage
 
 
 def _measured(result: dict[str, Any]) -> str:

@@ -25,7 +25,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -95,9 +95,14 @@ class Preset:
 
 
 PHASES = ((0.0, 64), (0.05, 256), (0.68, 512), (0.75, 1024), (0.85, 2048))
+CPU = Preset(5, 256, 512, 8, 4, 4096, 4096, 60.0, PHASES)
 PRESETS = {
     "gpu": Preset(7, 384, 1024, 8, 4, 131072, 65536, 8.0, PHASES, device="cuda"),
-    "cpu": Preset(5, 256, 512, 8, 4, 4096, 4096, 60.0, PHASES),
+    "cpu": CPU,
+    # What such a model goes on with (`train --start`): nothing but long windows, at a gentler rate.
+    "cpu-long": replace(
+        CPU, minutes=40.0, phases=((0.0, 1024), (0.2, 2048)), learning_rate=1.5e-3, decay_from=0.1, shares=((0.0, 0.15),)
+    ),
     "toy": Preset(2, 64, 128, 2, 1, 512, 512, 0.1, ((0.0, 128), (0.5, 192)), compile=False, head_dim=32, vocab=512),
 }
 
@@ -317,16 +322,33 @@ class Trainer:
         self.loss = loss_function(self.model, preset)
         self.step, self.tokens, self.clock = 0, 0, ActiveClock(0.0, pauses)
         self.curve: list[dict[str, float]] = []
+        self.before: dict[str, Any] | None = None  # training.json of the model this run started with, if not fresh
         self.stopped = False
         if (path := out / "checkpoint.pt").exists():
             self._restore(torch.load(path, map_location=preset.device, weights_only=True))
+
+    def start_from(self, folder: Path) -> None:
+        """Take the weights of an exported model, unless a checkpoint has been restored. The optimiser starts anew."""
+        from safetensors.torch import load_file
+
+        if self.step:
+            return
+        if (folder / "tokenizer.json").read_bytes() != (self.out / "tokenizer.json").read_bytes():
+            raise click.ClickException(f"{folder} has another tokenizer than {self.out}: prepare the corpus of its training")
+        weights = {"lm_head.weight": self.model.lm_head.weight, **load_file(folder / "model.safetensors")}
+        shapes = {name: tensor.shape for name, tensor in self.model.state_dict().items()}
+        if shapes != {name: tensor.shape for name, tensor in weights.items()}:
+            raise click.ClickException(f"{folder} holds a model of another shape than preset {self.name}'s")
+        self.model.load_state_dict(weights)
+        before = json.loads((folder / "training.json").read_text(encoding="utf-8"))
+        self.before = {key: value for key, value in before.items() if key != "evaluation"}
 
     def _restore(self, state: dict[str, Any]) -> None:
         if state["preset"] != json.loads(json.dumps(asdict(self.preset))):
             raise click.ClickException(f"{self.out} holds a checkpoint of another preset: use another --out")
         self.model.load_state_dict(state["model"])
         self.optimiser.load_state_dict(state["optimiser"])
-        self.step, self.tokens, self.curve = state["step"], state["tokens"], state["curve"]
+        self.step, self.tokens, self.curve, self.before = (state[key] for key in ("step", "tokens", "curve", "before"))
         self.clock = ActiveClock(state["seconds"], self.clock.pauses)
         console.print(f"going on from step {self.step}, {self.clock.seconds / 60:.1f} active minutes")
 
@@ -345,6 +367,7 @@ class Trainer:
             "tokens": self.tokens,
             "seconds": self.clock.seconds,
             "curve": self.curve,
+            "before": self.before,
         }
         torch.save(state, self.out / "checkpoint.tmp")
         (self.out / "checkpoint.tmp").replace(self.out / "checkpoint.pt")
@@ -512,6 +535,7 @@ def describe(trainer: Trainer, remark: str) -> dict[str, Any]:
         },
         "heldout_loss": {str(length): round(trainer.heldout_loss(length), 4) for length in lengths},
         "curve": trainer.curve[::-stride][::-1],
+        "before": trainer.before,
     }
 
 
@@ -577,7 +601,8 @@ preset_option = click.option(
     type=click.Choice(list(PRESETS)),
     default="cpu",
     show_default=True,
-    help="gpu: 14 M parameters. cpu: 5 M, about an hour on 2 cores. toy: seconds, for tests.",
+    help="gpu: 14 M parameters. cpu: 5 M, about an hour on 2 cores. cpu-long: what goes on from it (--start), 40 minutes. "
+    "toy: seconds, for tests.",
 )
 
 
@@ -630,6 +655,11 @@ def pack(out: Path, packed: Path) -> None:
     type=click.Path(path_type=Path, exists=True),
     help="A file made by `pack`, instead of a corpus.",
 )
+@click.option(
+    "--start",
+    type=click.Path(path_type=Path, exists=True, file_okay=False),
+    help="Go on from the weights of this exported model instead of fresh ones.",
+)
 @click.option("--minutes", type=float, help="Budget of active minutes over all runs [default: the preset's].")
 @click.option("--seed", type=int, default=20, show_default=True)
 @click.option("--threads", type=int, help="CPU threads [default: all].")
@@ -654,6 +684,7 @@ def train(
     heldout: Path,
     preset: str,
     packed: Path | None,
+    start: Path | None,
     minutes: float | None,
     seed: int,
     threads: int | None,
@@ -675,6 +706,8 @@ def train(
         unpack_data(packed, out)
     prepare_data(out, corpus, heldout, shape.vocab)
     trainer = Trainer(out, shape, preset, minutes or shape.minutes, seed, count_pauses)
+    if start:
+        trainer.start_from(start)
     parameters = sum(p.numel() for p in trainer.model.parameters()) / 1e6
     text = len(trainer.windows.tokens) / 1e6
     console.print(f"preset {preset}: {parameters:.2f} M parameters, {text:.1f} M tokens of text")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import hypothesis
+import pytest
 
 # Kernels that are built once stay between runs. Threads that wait must not spin: other test processes need the cores.
 os.environ.setdefault("KVDSL_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "kvdsl"))
@@ -16,6 +18,19 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 hypothesis.settings.register_profile("kvdsl", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("kvdsl")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--minutes", type=float, metavar="M", help="Skip what has not begun after M minutes, and say so.")
+
+
+BEGUN = time.monotonic()
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    minutes: float | None = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - BEGUN > 60 * minutes:
+        pytest.skip(f"not run: {minutes:g} minutes were over")
 
 
 def pytest_configure() -> None:

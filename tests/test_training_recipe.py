@@ -133,3 +133,26 @@ def test_pauses_count_when_the_run_must_end_in_time():
     for step in [1.0] * 10 + [3600.0]:
         clock.add(step)
     assert clock.seconds == 3610.0
+
+
+def test_a_run_starts_from_an_exported_model(trained: Path, tmp_path: Path):
+    out = tmp_path / "out"
+    shutil.copytree(trained / "out", out, ignore=shutil.ignore_patterns("checkpoint.pt"))
+    common = ("train", "--preset", "toy", "--out", out, "--note-every", 1)
+    run(recipe.main, *common, "--start", trained / "model", "--seed", 4, "--minutes", 0.03)
+    run(recipe.main, "export", "--out", out, tmp_path / "model")
+    first, then = (json.loads((folder / "model/training.json").read_text()) for folder in (trained, tmp_path))
+    assert then["before"] == first and then["seed"] == 4
+    assert then["curve"][0]["heldout"] < first["curve"][0]["heldout"] - 0.3, "fresh weights begin where the first run began"
+    card = (tmp_path / "model/README.md").read_text()
+    assert card.count("tokens a step") == 2 and "preset `toy`, then preset `toy`" in card
+
+
+def test_a_start_that_does_not_fit_is_refused(trained: Path, tmp_path: Path):
+    shutil.copytree(trained / "model", tmp_path / "model")
+    out = tmp_path / "out"
+    shutil.copytree(trained / "out", out, ignore=shutil.ignore_patterns("checkpoint.pt"))
+    (tmp_path / "model/tokenizer.json").write_text("{}")
+    words = ["train", "--preset", "toy", "--out", str(out), "--start", str(tmp_path / "model"), "--minutes", "0.01"]
+    refused = CliRunner().invoke(recipe.main, words)
+    assert refused.exit_code == 1 and "another tokenizer" in refused.output

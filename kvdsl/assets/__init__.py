@@ -44,6 +44,12 @@ def check_digests(folder: Path) -> None:
             )
 
 
+def reference_weights() -> str:
+    """Which weights ship, in eight digits: the start of their SHA-256."""
+    digests: dict[str, str] = json.loads((reference_model_path() / "digest.json").read_text(encoding="utf-8"))
+    return digests["model.safetensors"][:8]
+
+
 def load_reference_model(dtype: Any = None, folder: Path | None = None) -> tuple[Any, Any]:
     """The reference model, ready for inference, and its tokenizer.
 

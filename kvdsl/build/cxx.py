@@ -1,8 +1,9 @@
-"""Build a C++ file into a shared library, once.
+"""Build C++ into shared libraries, once.
 
-A library's name is a digest of everything that decides what is in it: the source, the runtime's headers, the flags, the
-compiler and the processor. It is built in a private folder and published by one rename, so that processes that build the same
-at the same time do not meet; the last one wins with the same bytes.
+What a policy's kernels have in common, the driver, is compiled into objects that all policies are linked with: a policy of its
+own takes a fraction of a second. The name of what is built is a digest of everything that decides what is in it: the source, the
+headers, the flags, the compiler and the processor. It is built in a private folder and published by one rename, so that
+processes that build the same at the same time do not meet; the last one wins with the same bytes.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 
@@ -24,8 +26,9 @@ from kvdsl.build.cache import cache_folder, writable
 from kvdsl.runtime.errors import KvdslError
 
 INCLUDE = Path(__file__).parent.parent / "runtime" / "include"
+DRIVER = Path(__file__).parent.parent / "runtime" / "src"
 FLAGS = (
-    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC", "-shared",
+    "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC",
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
 )  # fmt: skip
 _COMPILERS = ("g++", "clang++", "c++")
@@ -66,13 +69,13 @@ def _processor() -> str:
 @lru_cache
 def _headers() -> bytes:
     digest = hashlib.sha256()
-    for header in sorted(INCLUDE.rglob("*.hpp")):
+    for header in sorted((*INCLUDE.rglob("*.hpp"), *DRIVER.glob("*.hpp"))):
         digest.update(header.name.encode() + b"\0" + header.read_bytes())
     return digest.digest()
 
 
-def shared_library(source: Path, name: str) -> Path:
-    """The library of a C++ source, built now if it is not in the cache; building says so on standard error.
+def kernel_library(source: Path, name: str) -> Path:
+    """The library of a policy's kernels, built now if it is not in the cache; building says so on standard error.
 
     Args:
         source: a file that includes `<kvdsl/decode.hpp>`.
@@ -81,34 +84,70 @@ def shared_library(source: Path, name: str) -> Path:
     Raises:
         KvdslError: without a compiler, without a writable cache folder, or if the compiler refuses the source.
     """
+    return _library(source, name, _driver())
+
+
+def shared_library(source: Path, name: str) -> Path:
+    """The same of a source that needs no driver."""
+    return _library(source, name, {})
+
+
+def driver_objects() -> list[Path]:
+    """The driver's object files, built now as far as they are not in the cache.
+
+    Raises:
+        KvdslError: as in `kernel_library`.
+    """
+    return _build_objects(_driver())
+
+
+def _driver() -> dict[Path, Path]:
+    """Source -> object, whether it is built or not."""
+    return {source: _cached(source, source.stem, ".o", "-c") for source in sorted(DRIVER.glob("*.cpp"))}
+
+
+def _build_objects(objects: dict[Path, Path]) -> list[Path]:
+    missing = [source for source, made in objects.items() if not made.exists()]
+    command = [*compiler(), *FLAGS, "-c"]
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        list(pool.map(lambda source: _build(command, [source], objects[source]), missing))
+    return list(objects.values())
+
+
+def _library(source: Path, name: str, objects: dict[Path, Path]) -> Path:
+    library = _cached(source, name, ".so", "-shared", *(made.name for made in objects.values()))
+    if not library.exists():
+        started = time.perf_counter()
+        _build([*compiler(), *FLAGS, "-shared"], [source, *_build_objects(objects)], library)
+        taken = time.perf_counter() - started
+        print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {library.parent}", file=sys.stderr)
+    return library
+
+
+def _cached(source: Path, name: str, suffix: str, *how: str) -> Path:
+    """Where in the cache a source lies that was built in that way."""
     cxx = compiler()
     digest = hashlib.sha256(_headers())
     for part in (
         source.read_text(encoding="utf-8"),
-        " ".join((*cxx, *FLAGS)),
+        " ".join((*cxx, *FLAGS, *how)),
         compiler_version(*cxx),
         _processor(),
         __version__,
     ):
         digest.update(part.encode() + b"\0")
-    library = cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}.so"
-    if not library.exists():
-        _build(cxx, source, name, library)
-    return library
+    return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}{suffix}"
 
 
-def _build(cxx: list[str], source: Path, name: str, library: Path) -> None:
-    folder = writable(library.parent)
-    started = time.perf_counter()
+def _build(command: list[str], sources: list[Path], made: Path) -> None:
+    folder = writable(made.parent)
     with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as private:
-        made = Path(private) / library.name
-        command = [*cxx, *FLAGS, f"-I{INCLUDE}", str(source), "-o", str(made)]
+        unpublished = Path(private) / made.name
+        command = [*command, f"-I{INCLUDE}", *map(str, sources), "-o", str(unpublished)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
-            raise KvdslError(_refusal(command, done.stderr, folder / f"{name}.log"))
-        os.replace(made, library)
-    taken = time.perf_counter() - started
-    print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {folder}", file=sys.stderr)
+            raise KvdslError(_refusal(command, done.stderr, folder / f"{made.name.rpartition('-')[0]}.log"))
+        os.replace(unpublished, made)
 
 
 def _refusal(command: list[str], output: str, log: Path) -> str:

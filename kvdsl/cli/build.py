@@ -59,13 +59,13 @@ def _build(spec: PolicySpec, targets: list[str]) -> Iterator[Row]:
 
 
 def _cpu(spec: PolicySpec) -> Row:
-    from kvdsl.build.cxx import shared_library
+    from kvdsl.build.cxx import kernel_library
     from kvdsl.runtime.gpu.build import Row
 
     if not spec.cpu_source.exists():
         raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain {spec.stem}` says why)")
     begun = time.perf_counter()
-    shared_library(spec.cpu_source, spec.stem)
+    kernel_library(spec.cpu_source, spec.stem)
     return Row(spec.stem, "decode", "cpu", None, None, None, round((time.perf_counter() - begun) * 1e3, 1))
 
 

@@ -8,6 +8,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from kvdsl.assets import reference_weights
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -70,13 +72,14 @@ class Setup:
             return "float32" if self.model_name is None else None
         return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.dtype]
 
-    def facts(self) -> dict[str, Any]:
-        """What makes a result another one, for JSON."""
-        return {
-            "model": self.model_name or "the reference model",
+    def facts(self, reads_text: bool = True) -> dict[str, Any]:
+        """What makes a result another one, for JSON; the model and its text only if a paper uses them."""
+        read = {
+            "model": self.model_name or f"the reference model ({reference_weights()})",
             "text": "the book that ships with kvdsl" if self.text_file is None else str(self.text_file),
-            "quick": self.quick, "backend": self.backend, "seed": self.seed, "repeats": self.repeats,
-        }  # fmt: skip
+        }
+        own = {"quick": self.quick, "backend": self.backend, "seed": self.seed, "repeats": self.repeats}
+        return (read if reads_text else {}) | own
 
 
 @dataclass(frozen=True)
@@ -131,8 +134,9 @@ class Experiment:
 
 @dataclass(frozen=True)
 class Paper:
-    """A paper's experiments, in the paper's order."""
+    """A paper's experiments, in the paper's order; `reads_text` unless all of them run on shapes alone."""
 
     name: str
     title: str
     experiments: tuple[Experiment, ...]
+    reads_text: bool = True

@@ -64,7 +64,7 @@ def reproduce(
         KvdslError: if a result of before cannot be read.
     """
     path = out / f"{paper.name}.json"
-    head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts()}
+    head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts(paper.reads_text)}
     done = _earlier(path, head, fresh)
     out.mkdir(parents=True, exist_ok=True)
     for experiment, cell in ((one, cell) for one in paper.experiments for cell in one.cells(setup)):

@@ -49,8 +49,13 @@ def _made_with(result: Mapping[str, Any]) -> str:
     """Model, machine and versions, in one sentence."""
     setup, machine = result["setup"], result["environment"]
     sizes = "toy sizes (`--quick`)" if setup["quick"] else "full sizes"
+    read = (
+        f"{setup['model']} in {machine['dtype'] or 'its own dtype'}, {setup['text']}"
+        if "model" in setup
+        else "random weights"
+    )
     return "; ".join((
-        f"{setup['model']} in {machine['dtype'] or 'its own dtype'}, {setup['text']}",
+        read,
         f"{sizes}, seed {setup['seed']}, {setup['repeats']} repeats of every time, backend {setup['backend']}",
         machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads",
         ", ".join(f"{name} {machine[name]}" for name in ("kvdsl", "torch", "transformers")),

@@ -266,15 +266,15 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:
-    from kvdsl.build.cxx import shared_library
+    from kvdsl.build.cxx import kernel_library
 
-    path = shared_library(source, stem)
+    path = kernel_library(source, stem)
     try:
         return _open(path)
     except OSError:
         path.unlink(missing_ok=True)  # a broken file, perhaps of a disk that was full: build it once more
     try:
-        return _open(shared_library(source, stem))
+        return _open(kernel_library(source, stem))
     except OSError as error:
         raise KvdslError(f"the C++ kernels of `{stem}` cannot be loaded ({error}); set KVDSL_CACHE_DIR elsewhere") from error
 

@@ -69,12 +69,12 @@ def _compile_time() -> Measured:
 @criterion(2, "the slowest C++ build of a shipped policy: seconds")
 def _build_time() -> Measured:
     code = (
-        "import json, sys, time, kvdsl; from kvdsl.build.cxx import shared_library\n"
+        "import json, sys, time, kvdsl; from kvdsl.build.cxx import kernel_library\n"
         "times = {}\n"
         "for name in sys.argv[1:]:\n"
         "    spec = kvdsl.load(name).spec\n"
         "    if spec.cpu_source.exists():\n"
-        "        begun = time.perf_counter(); shared_library(spec.cpu_source, spec.stem); times[name] = time.perf_counter() - begun\n"
+        "        begun = time.perf_counter(); kernel_library(spec.cpu_source, spec.stem); times[name] = time.perf_counter() - begun\n"
         "print(json.dumps(times))"
     )
     with tempfile.TemporaryDirectory() as folder:
@@ -87,7 +87,7 @@ def _build_time() -> Measured:
 @criterion(2, "a C++ build says so, once")
 def _build_message() -> Measured:
     code = (
-        "import kvdsl; from kvdsl.build.cxx import shared_library as b; s = kvdsl.load('roco').spec; b(s.cpu_source, s.stem)"
+        "import kvdsl; from kvdsl.build.cxx import kernel_library as b; s = kvdsl.load('roco').spec; b(s.cpu_source, s.stem)"
     )
     with tempfile.TemporaryDirectory() as folder:
         lines = [len(run("-c", code, env={"KVDSL_CACHE_DIR": folder}).stderr.splitlines()) for _ in range(2)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing
+import subprocess
 import sys
 from pathlib import Path
 
@@ -78,3 +79,11 @@ def test_read_only_folder_with_the_library_in_it_serves(source: Path) -> None:
         assert cxx.shared_library(source, "thing") == library
     finally:
         library.parent.chmod(0o700)
+
+
+@pytest.mark.parametrize("source", sorted(cxx.DRIVER.glob("*.cpp")), ids=lambda path: path.stem)
+def test_the_driver_gives_no_warning(source: Path, tmp_path: Path) -> None:
+    flags = ["-O1" if flag.startswith("-O") else flag for flag in cxx.FLAGS]
+    command = [*cxx.compiler(), *flags, "-Werror", "-c", f"-I{cxx.INCLUDE}", str(source), "-o", str(tmp_path / "driver.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

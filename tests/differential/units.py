@@ -17,7 +17,7 @@ from unittest.mock import patch
 
 import torch
 
-from kvdsl.build.cxx import FLAGS, INCLUDE, compiler
+from kvdsl.build.cxx import FLAGS, INCLUDE, compiler, driver_objects
 from kvdsl.runtime.cpu_backend import CpuBackend
 from kvdsl.runtime.spec import PolicySpec
 
@@ -40,8 +40,9 @@ def build(sources: Mapping[str, tuple[str, PolicySpec, torch.dtype]], effort: st
     with tempfile.TemporaryDirectory(prefix="kvdsl-units-") as folder:
         source, library = Path(folder) / "unit.cpp", Path(folder) / "unit.so"
         source.write_text("".join(_part(stem, text, SUFFIX[dtype]) for stem, (text, _, dtype) in sources.items()))
+        files = [str(source), *map(str, driver_objects())]
         flags = [effort if flag.startswith("-O") else flag for flag in FLAGS]
-        command = [*compiler(), *flags, "-Werror", f"-I{INCLUDE}", str(source), "-o", str(library)]
+        command = [*compiler(), *flags, "-shared", "-Werror", f"-I{INCLUDE}", *files, "-o", str(library)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         if done.returncode:
             raise RuntimeError(f"{', '.join(sources)}: {done.stderr[:3000]}")

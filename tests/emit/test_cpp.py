@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.build.cxx import shared_library
+from kvdsl.build.cxx import kernel_library
 from kvdsl.emit.package import compile_file
 from kvdsl.runtime import rings
 from kvdsl.runtime.backends import choose
@@ -98,7 +98,7 @@ def test_many_policies_in_one_library(tmp_path: Path) -> None:
     file = tmp_path / "many.cpp"
     defined = (f"#define KVDSL_ENTRY(name) {prefix}_##name\n{unit}#undef KVDSL_ENTRY\n" for prefix, unit in units.items())
     file.write_text("\n".join(defined), encoding="utf-8")
-    library = ctypes.CDLL(str(shared_library(file, "many")))
+    library = ctypes.CDLL(str(kernel_library(file, "many")))
     assert all(getattr(library, f"{prefix}_abi")() == ABI for prefix in units)
     assert all(hasattr(library, f"{prefix}_decode_{dtype}") for prefix in units for dtype in ("f32", "bf16", "f16"))
     assert not hasattr(library, "kvdsl_abi")

@@ -13,5 +13,5 @@ from kvdsl.reproduce.experiment import Paper
 
 PAPER = Paper(
     "equip", "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning",
-    (FIGURE3, FIGURE4, FIGURE7, CORES, FIGURE10, TABLE1, TABLE2, TABLE5, TABLE6),
+    (FIGURE3, FIGURE4, FIGURE7, CORES, FIGURE10, TABLE1, TABLE2, TABLE5, TABLE6), reads_text=False,
 )  # fmt: skip

@@ -1,24 +1,34 @@
-// A policy as the driver knows it: functions behind pointers, so that the driver is compiled once, whatever the dtype.
+// A policy as the driver knows it: functions behind pointers, so that the driver is compiled once, whatever the policy.
 #pragma once
 
 #include <cstdint>
 
-#include "attend.hpp"
+#include "dtype.hpp"
 #include "head.hpp"
-#include "select.hpp"
-#include "types.hpp"
 
 namespace kvdsl {
 
-// What the driver needs to know of a policy, for the same reason that there is a Dtype.
+// Of a policy that selects.
+struct Selecting {
+  By by;
+  int (*tokens)(const Slots&);
+  int (*page)(const Slots&);
+  int (*sketch_every)(const Slots&);
+  void (*always)(Head&);
+  void (*rank)(const Query&, float* by);
+  void (*sketch)(const Query&, float* by);
+
+  bool selects() const { return by != By::all; }
+};
+
 struct Steps {
-  Dtype dtype;
+  const Dtype* dtype;
+  Group group;
   int columns;
   int scratch_columns;
   bool needs_attn;
   bool needs_logit;
   bool hard_cap;
-  void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
   void (*place)(const Slot&);
   void (*observe)(const Query&);
   void (*settle)(Head&);
@@ -50,27 +60,17 @@ template <class Derived>
 constexpr bool places = &Derived::place != &Policy::place;
 
 template <class T, class Policy>
-constexpr Selecting selecting = {Policy::by,
-                                 Policy::group == Group::max,
-                                 tiles<T>,
-                                 bounds<T>,
-                                 reduce_group<Policy::group>,
-                                 reduce_queries<Policy::group>,
-                                 Policy::tokens,
-                                 Policy::page,
-                                 Policy::sketch_every,
-                                 Policy::always,
-                                 rank_slots<T, Policy>,
-                                 rank_dims<T, Policy>};
+constexpr Selecting selecting = {Policy::by,     Policy::tokens,        Policy::page,        Policy::sketch_every,
+                                 Policy::always, rank_slots<T, Policy>, rank_dims<T, Policy>};
 
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
+                         Policy::group,
                          Policy::columns,
                          Policy::scratch_columns,
                          Policy::needs_attn,
                          Policy::needs_logit,
                          Policy::hard_cap,
-                         reduce_group<Policy::group>,
                          places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
                          Policy::settle,

@@ -3,7 +3,7 @@
 
 #include <omp.h>
 
-#include "args.hpp"
+#include <kvdsl/args.hpp>
 
 namespace kvdsl {
 

@@ -8,7 +8,8 @@
 #include <cmath>
 #include <type_traits>
 
-#include "head.hpp"
+#include <kvdsl/head.hpp>
+
 #include "rotate.hpp"
 #include "simd.hpp"
 
@@ -110,27 +111,6 @@ inline void for_heads(int group, Body&& body) {
   if (g < group) body(g, std::integral_constant<int, 1>{});
 }
 
-// What the driver needs to know of a dtype, so that it is compiled once for all of them.
-struct Dtype {
-  int size;
-  // scores[g][r] = q[g] . rows[r] for a block of rows and all heads of the group. `next`: null where there is nothing to fetch.
-  void (*dot)(const float* q, int64_t q_stride, int group, const void* const* rows, const Next* next, int dim,
-              float* scores, int64_t scores_stride);
-  // out[g] += the sum of weights[g][r] * rows[r] over a block of rows, for all heads of the group.
-  void (*add)(const float* weights, int64_t weights_stride, int group, const void* const* rows, const Next* next,
-              int dim, float* out, int64_t out_stride);
-  // A row of n as floats: in order, and in pairs with zeros behind.
-  void (*read)(const void* row, int n, float* plain, float* pairs);
-  // n floats that are in order, in pairs with zeros behind.
-  void (*pack)(const float* plain, int n, float* pairs);
-  // Rows as floats, in order, turned; and a key's half. See rotate.hpp.
-  void (*turn)(const void* const* rows, const void* const* halves, int count, int n, const int32_t* by, const Rope& rope,
-               float* half, float* to, int64_t stride);
-  void (*turn_quarter)(const void* key, const Rope& rope, void* half);
-  // And back: pairs, scaled, into a row of n.
-  void (*write)(const float* pairs, float scale, int n, void* row);
-};
-
 template <class T>
 void dot_block(const float* q, int64_t q_stride, int group, const void* const* rows, const Next* next, int dim,
                float* scores, int64_t scores_stride) {
@@ -176,10 +156,6 @@ void write_row(const float* pairs, float scale, int n, void* row) {
   for (int d = 0; d < n; ++d) to[d] = from_float<T>(pairs[place_of<T>(d)] * scale);
 }
 
-template <class T>
-constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, pack_row<T>, turn_rows<T>, turn_quarter<T>,
-                            write_row<T>};
-
 // A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
 [[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {
   Floats tops = splat(top);
@@ -206,8 +182,7 @@ constexpr Dtype dtype = {sizeof(T), dot_block<T>, add_block<T>, read_row<T>, pac
 
 // to[i] = mean, maximum or sum over the group's heads of rows[g][i] * factors[g].
 template <Group how>
-[[gnu::noinline]] inline void reduce_group(const float* rows, int64_t stride, int group, const float* factors, int from, int to,
-                         float* reduced) {
+void reduce_group(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced) {
   const float count = how == Group::mean ? static_cast<float>(group) : 1.0f;
   for (int i = from; i < to; i += width) {
     Floats x = load(rows + i) * factors[0];
@@ -217,6 +192,12 @@ template <Group how>
     }
     store(reduced + i, x / count);
   }
+}
+
+using Reduce = void (*)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
+
+inline Reduce reduction(Group how) {
+  return how == Group::max ? reduce_group<Group::max> : how == Group::mean ? reduce_group<Group::mean> : reduce_group<Group::sum>;
 }
 
 }  // namespace kvdsl

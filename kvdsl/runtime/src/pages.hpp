@@ -50,12 +50,4 @@ void bound_scores(const void* bounds, int dim, const float* q, int64_t q_stride,
   }
 }
 
-struct Bounds {
-  void (*add)(const void* key, int dim, bool first, void* bounds);
-  void (*score)(const void* bounds, int dim, const float* q, int64_t q_stride, int group, float* scores, int64_t stride);
-};
-
-template <class T>
-constexpr Bounds bounds = {bound_key<T>, bound_scores<T>};
-
 }  // namespace kvdsl

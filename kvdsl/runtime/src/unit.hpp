@@ -9,23 +9,22 @@
 #include <cstdint>
 #include <cstring>
 
+#include <kvdsl/args.hpp>
+#include <kvdsl/head.hpp>
+#include <kvdsl/layout.hpp>
+#include <kvdsl/steps.hpp>
+#include <kvdsl/types.hpp>
+
 #include "arena.hpp"
-#include "args.hpp"
 #include "attend.hpp"
-#include "head.hpp"
-#include "layout.hpp"
 #include "rotate.hpp"
 #include "select.hpp"
 #include "simd.hpp"
 #include "slots.hpp"
-#include "steps.hpp"
 #include "stream.hpp"
-#include "types.hpp"
 #include "workspace.hpp"
 
 namespace kvdsl {
-
-enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4, no_free_block = 8 };  // may be combined
 
 // One KV head of one row.
 class Unit {
@@ -58,9 +57,9 @@ class Unit {
     write(t, slot);
     oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;
     for (int g = 0; g < args_.group; ++g) {
-      steps_.dtype.read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
+      steps_.dtype->read(token(args_.query, args_.query_stride, head_ * args_.group + g, t), args_.key_dim,
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
-      if (args_.near) dtype<float>.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
+      if (args_.near) float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     attend_to_all();
     if (steps_.selecting.selects()) begin_choice(slot, t == 0 && args_.anew);
@@ -121,7 +120,7 @@ class Unit {
   [[gnu::noinline]] void weigh(int chunk) {
     const int from = chunk * row_chunk_, to = end_of(chunk);
     if (steps_.needs_logit) {
-      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
+      reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.ones, from, to, work_.logit);
     }
     for (int g = 0; g < args_.group; ++g) {
       float* const scores = work_.weights + g * work_.slot_stride + from;
@@ -132,7 +131,7 @@ class Unit {
     for (int i = from; i < to; i += block) {
       const Rows rows = rows_of(values_, i);
       if (!rows.any) continue;
-      steps_.dtype.add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
+      steps_.dtype->add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
                        work_.out_stride);
     }
   }
@@ -154,7 +153,7 @@ class Unit {
         const float* const other = first + c * args_.group * work_.out_stride;
         for (int d = 0; d < work_.out_stride; ++d) first[d] += other[d];
       }
-      steps_.dtype.write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
+      steps_.dtype->write(first, inverse, args_.value_dim, out + size(int64_t{g} * args_.value_dim));
     }
     if (steps_.needs_attn) find_attn();
     observe();
@@ -185,7 +184,7 @@ class Unit {
 
   Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
-        head_(number % args.kv_heads), choice_(args, steps.selecting, steps.dtype, work_.choice, work_.ones, number) {
+        head_(number % args.kv_heads), choice_(args, steps, work_.choice, work_.ones, number) {
     const int64_t first = int64_t{number} * args.slots;
     keys_ = layout(args.keys, args.key_dim, number);
     values_ = layout(args.values, args.value_dim, number);
@@ -197,7 +196,7 @@ class Unit {
     next_ = args.seen[row_];
   }
 
-  int64_t size(int64_t elements) const { return elements * steps_.dtype.size; }
+  int64_t size(int64_t elements) const { return elements * steps_.dtype->size; }
 
   Layout layout(void* base, int dim, int number) const {
     if (args_.first_rows) return {static_cast<char*>(base) + args_.first_rows[number] * size(dim), size(dim)};
@@ -233,11 +232,11 @@ class Unit {
       std::memcpy(keys_.row(slot), k, static_cast<std::size_t>(size(args_.key_dim)));
       std::memcpy(values_.row(slot), v, static_cast<std::size_t>(size(args_.value_dim)));
     }
-    if (args_.half_keys) steps_.dtype.turn_quarter(k, rope(), half_keys_.row(slot));
+    if (args_.half_keys) steps_.dtype->turn_quarter(k, rope(), half_keys_.row(slot));
     for (int c = 0; c < steps_.columns; ++c) state_[c * column_stride_ + slot] = 0.0f;
     if (!steps_.place) return;
-    steps_.dtype.read(k, args_.key_dim, work_.plain_key, work_.pairs);
-    steps_.dtype.read(v, args_.value_dim, work_.plain_value, work_.pairs);
+    steps_.dtype->read(k, args_.key_dim, work_.plain_key, work_.pairs);
+    steps_.dtype->read(v, args_.value_dim, work_.plain_value, work_.pairs);
     steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
                       column_stride_, params()});
   }
@@ -273,11 +272,11 @@ class Unit {
   // What every slot is given, reduced over the group; what was not chosen gets nothing.
   void find_attn() const {
     if (!chosen_) {
-      steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
+      reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
       return;
     }
     float* const given = choice_.spare();
-    steps_.reduce(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, given);
+    reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, given);
     std::memset(work_.attn, 0, sizeof(float) * static_cast<std::size_t>(args_.slots));
     for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = given[i];
   }
@@ -287,23 +286,23 @@ class Unit {
     float* const scores = work_.weights + from;
     const int64_t stride = work_.query_stride, to = work_.slot_stride;
     const auto as_they_are = [&] {
-      steps_.dtype.dot(work_.query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+      steps_.dtype->dot(work_.query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     };
     if (!args_.near) return as_they_are();
     const Turns turns = turns_of(from, rows);
     if (turns.most == 0) return as_they_are();
     if (!turns.differ) {
       const float* const query = query_turned_back(chunk, turns.most);
-      steps_.dtype.dot(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
+      steps_.dtype->dot(query, stride, args_.group, rows.row, next_of(rows), args_.key_dim, scores, to);
     } else {
       float* const keys = work_.turned_keys + int64_t{chunk} * block * stride;
       const void* row[block];
       for (int i = 0; i < block; ++i) row[i] = keys + i * stride;
       Rows halves;
       if (args_.half_keys) halves = rows_of(half_keys_, from);
-      steps_.dtype.turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
+      steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
                         work_.half_key + chunk * stride, keys, stride);
-      dtype<float>.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
+      float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
     }
   }
 
@@ -346,7 +345,7 @@ class Unit {
     for (int g = 0; g < args_.group; ++g) {
       std::memcpy(plain, ordered_query(g), sizeof(float) * static_cast<std::size_t>(args_.key_dim));
       turn(plain, by, -1.0f, rope());
-      steps_.dtype.pack(plain, args_.key_dim, turned + g * work_.query_stride);
+      steps_.dtype->pack(plain, args_.key_dim, turned + g * work_.query_stride);
     }
     return turned;
   }

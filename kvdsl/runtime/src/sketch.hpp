@@ -8,8 +8,9 @@
 
 #include <cstdint>
 
+#include <kvdsl/head.hpp>
+
 #include "attend.hpp"
-#include "head.hpp"
 #include "simd.hpp"
 
 namespace kvdsl {
@@ -61,15 +62,6 @@ void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int
     }
   }
 }
-
-struct Tiles {
-  void (*put)(const void* key, const int32_t* dims, int count, int r, void* tile);
-  void (*fill)(const void* keys, int dim, int first, int end, const int32_t* dims, int count, void* tile);
-  void (*dot)(const void* tile, const float* q, int64_t q_stride, int heads, int count, float* scores);
-};
-
-template <class T>
-constexpr Tiles tiles = {put_in_tile<T>, fill_tile<T>, dot_tile<T>};
 
 // The `count` dims that rank highest, ascending, of equals the lower ones; -1 behind them, up to `width`.
 inline void find_dims(const float* by, int dim, int count, int width_of_sketch, int32_t* dims) {

@@ -4,13 +4,14 @@
 #include <cstdint>
 #include <cstring>
 
+#include <kvdsl/args.hpp>
+#include <kvdsl/head.hpp>
+#include <kvdsl/steps.hpp>
+#include <kvdsl/types.hpp>
+
 #include "arena.hpp"
-#include "args.hpp"
-#include "head.hpp"
 #include "select.hpp"
 #include "simd.hpp"
-#include "steps.hpp"
-#include "types.hpp"
 
 namespace kvdsl {
 
@@ -46,7 +47,7 @@ struct Workspace {
 
   [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena)
       : chunk(chunk_of(args.slots)), chunks((args.slots + chunk - 1) / chunk),
-        choice(args, steps.selecting, chunk, chunks, steps.dtype.size, arena) {
+        choice(args, steps.selecting, chunk, chunks, steps.dtype->size, arena) {
     // Whole powers of two would put every head's row into the same sets of the cache.
     slot_stride = round_up(args.slots, block) + width;
     query_stride = round_up(args.key_dim, pair);
@@ -72,9 +73,9 @@ struct Workspace {
     turned_query = arena.take<float>(turning * args.group * query_stride);
     turned_keys = arena.take<float>(turning * block * query_stride);
     half_key = arena.take<float>((args.half_keys ? turning : 0) * query_stride);
-    zeros = arena.take<char>(longest * steps.dtype.size);
+    zeros = arena.take<char>(longest * steps.dtype->size);
     if (!zeros) return;
-    std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype.size));
+    std::memset(zeros, 0, static_cast<std::size_t>(longest * steps.dtype->size));
     for (int g = 0; g < args.group; ++g) ones[g] = 1.0f;
   }
 

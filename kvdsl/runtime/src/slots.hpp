@@ -4,8 +4,8 @@
 #include <climits>
 #include <cstdint>
 
-#include "args.hpp"
-#include "layout.hpp"
+#include <kvdsl/args.hpp>
+#include <kvdsl/layout.hpp>
 
 namespace kvdsl {
 

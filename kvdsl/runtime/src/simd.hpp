@@ -7,7 +7,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "types.hpp"
+#include <kvdsl/types.hpp>
 
 namespace kvdsl {
 

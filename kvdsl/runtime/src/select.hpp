@@ -5,10 +5,12 @@
 #include <climits>
 #include <cstdint>
 
+#include <kvdsl/args.hpp>
+#include <kvdsl/head.hpp>
+#include <kvdsl/steps.hpp>
+
 #include "arena.hpp"
-#include "args.hpp"
 #include "attend.hpp"
-#include "head.hpp"
 #include "pages.hpp"
 #include "simd.hpp"
 #include "sketch.hpp"
@@ -126,32 +128,13 @@ struct Ballot {
 // -- one head's choice ------------------------------------------------------------------------------------------------
 
 // The sum or mean of a group's queries.
-template <Group how>
-void reduce_queries(const float* queries, int group, int dim, float* reduced) {
+inline void reduce_queries(Group how, const float* queries, int group, int dim, float* reduced) {
   for (int d = 0; d < dim; ++d) {
     float total = queries[d];
     for (int g = 1; g < group; ++g) total += queries[g * dim + d];
     reduced[d] = how == Group::mean ? total / static_cast<float>(group) : total;
   }
 }
-
-// What the driver needs to know of a policy that selects, and of its dtype.
-struct Selecting {
-  By by;
-  bool apart;  // whether the query heads' products are reduced, not their queries
-  Tiles tiles;
-  Bounds bounds;
-  void (*reduce)(const float* rows, int64_t stride, int group, const float* factors, int from, int to, float* reduced);
-  void (*reduce_queries)(const float* queries, int group, int dim, float* reduced);
-  int (*tokens)(const Slots&);
-  int (*page)(const Slots&);
-  int (*sketch_every)(const Slots&);
-  void (*always)(Head&);
-  void (*rank)(const Query&, float* by);
-  void (*sketch)(const Query&, float* by);
-
-  bool selects() const { return by != By::all; }
-};
 
 // What a choice is made in.
 struct ChoiceWork {
@@ -190,8 +173,8 @@ struct ChoiceWork {
 // What one KV head attends to. Between begin() and choose(), every chunk is renewed if that is due, and looked at.
 class Choice {
  public:
-  Choice(const DecodeArgs& args, const Selecting& how, const Dtype& dtype, const ChoiceWork& work, const float* ones, int number)
-      : args_(args), how_(how), dtype_(dtype), work_(work), ones_(ones), number_(number) {
+  Choice(const DecodeArgs& args, const Steps& steps, const ChoiceWork& work, const float* ones, int number)
+      : args_(args), how_(steps.selecting), group_(steps.group), dtype_(*steps.dtype), work_(work), ones_(ones), number_(number) {
     if (args.sketch) sketch_ = args.sketch + int64_t{number} * args.sketch_width;
   }
 
@@ -203,8 +186,8 @@ class Choice {
     anew_ = anew;
     page_ = how_.page(query);
     if (sketch_) refresh();
-    if (args_.sketch_keys && !anew_) how_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
-    if (has_bounds() && !anew_) how_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
+    if (args_.sketch_keys && !anew_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
+    if (has_bounds() && !anew_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
     wanted_ = page_ > 0 ? how_.tokens(query) / page_ : how_.tokens(query);
     if (wanted_ < 1) wanted_ = 1;
     choosing_ = wanted_ < (page_ > 0 ? pages() : query.live);
@@ -230,7 +213,7 @@ class Choice {
       const int end = end_of(chunk);
       for (int from = chunk * work_.chunk; from < end; from += block) {
         query_.keys.runs(from, end - from < block ? end : from + block, [&](int first, int last, const char* row) {
-          how_.tiles.fill(row, args_.key_dim, first - from, last - from, sketch_, query_.dims, tile(from));
+          dtype_.tiles.fill(row, args_.key_dim, first - from, last - from, sketch_, query_.dims, tile(from));
         });
       }
     }
@@ -256,6 +239,9 @@ class Choice {
   }
 
  private:
+  // Whether the query heads' products are reduced, not their queries.
+  bool apart() const { return group_ == Group::max; }
+
   const char* key(int slot) const { return query_.keys.row(slot); }
 
   char* tile(int slot) const {
@@ -291,10 +277,10 @@ class Choice {
 
   // Products are linear: where the group's are added up, its queries may be, before.
   void set_query() {
-    const int heads = how_.apart ? args_.group : 1, dim = args_.key_dim;
+    const int heads = apart() ? args_.group : 1, dim = args_.key_dim;
     for (int h = 0; h < heads; ++h) {
       const float* plain = query_.query + int64_t{h} * dim;
-      if (!how_.apart) how_.reduce_queries(query_.query, args_.group, dim, work_.plain), plain = work_.plain;
+      if (!apart()) reduce_queries(group_, query_.query, args_.group, dim, work_.plain), plain = work_.plain;
       float* const to = work_.query + h * work_.query_stride;
       if (how_.by == By::dot) dtype_.pack(plain, dim, to);
       else for (int j = 0; j < query_.dims; ++j) to[j] = plain[sketch_[j]];
@@ -302,11 +288,11 @@ class Choice {
   }
 
   void look_at_slots(int chunk) {
-    const int heads = how_.apart ? args_.group : 1;
+    const int heads = apart() ? args_.group : 1;
     float* const scores = work_.scores + int64_t{chunk} * args_.group * block;
     for (int from = chunk * work_.chunk; from < end_of(chunk); from += block) {
       if (how_.by == By::sketch_dot) {
-        how_.tiles.dot(tile(from), work_.query, work_.query_stride, heads, query_.dims, scores);
+        dtype_.tiles.dot(tile(from), work_.query, work_.query_stride, heads, query_.dims, scores);
       } else {
         const void* rows[block];
         for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
@@ -325,7 +311,7 @@ class Choice {
     for (int from = first_page(chunk); from < end; from += block) {
       const int n = end - from < block ? end - from : block;
       for (int i = 0; i < n; ++i) {
-        how_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
+        dtype_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
       }
       reduce(scores, args_.group);
       for (int i = 0; i < n; ++i) work_.ballot.ranks[from + i] = rank_of_page(rank(scores[i]), from + i);
@@ -333,7 +319,7 @@ class Choice {
   }
 
   void reduce(float* scores, int heads) const {
-    if (heads > 1) how_.reduce(scores, block, heads, ones_, 0, block, scores);
+    if (heads > 1) reduction(group_)(scores, block, heads, ones_, 0, block, scores);
   }
 
   void rank_slots(const float* by, int from) const {
@@ -356,7 +342,7 @@ class Choice {
 
   void bound(int page, int oldest, char* to) const {
     const int first = page * page_ > oldest ? page * page_ : oldest;
-    for (int slot = first; slot <= last_seen(page); ++slot) how_.bounds.add(key(slot), args_.key_dim, slot == first, to);
+    for (int slot = first; slot <= last_seen(page); ++slot) dtype_.bounds.add(key(slot), args_.key_dim, slot == first, to);
   }
 
   // Of a page that has left the window in part, the bounds of the rest are found now.
@@ -395,6 +381,7 @@ class Choice {
 
   const DecodeArgs& args_;
   const Selecting& how_;
+  Group group_;
   const Dtype& dtype_;
   ChoiceWork work_;
   const float* ones_;

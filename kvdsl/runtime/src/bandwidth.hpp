@@ -1,9 +1,8 @@
 // How fast this machine reads memory: the roofline that decode is measured against.
 #pragma once
 
-#include <omp.h>
-
 #include <cstdint>
+#include <omp.h>
 
 #include "attend.hpp"
 #include "simd.hpp"

@@ -47,4 +47,9 @@ class Buffer {
   int64_t size_ = 0;
 };
 
+inline Buffer& thread_buffer() {
+  static thread_local Buffer buffer;
+  return buffer;
+}
+
 }  // namespace kvdsl

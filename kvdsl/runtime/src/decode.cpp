@@ -1,0 +1,172 @@
+// One decode step of a policy, for every row of the batch and every KV head.
+//
+// A unit is one KV head of one row (unit.hpp). While there are units for every thread, each thread takes one at a time; those left
+// over are shared by all threads, chunk by chunk.
+#include <kvdsl/decode.hpp>
+
+#include <cstdint>
+#include <new>
+#include <omp.h>
+
+#include "arena.hpp"
+#include "laps.hpp"
+#include "slots.hpp"
+#include "unit.hpp"
+#include "workspace.hpp"
+
+namespace kvdsl {
+
+namespace {
+
+// A unit on one thread.
+int decode_alone(const DecodeArgs& args, const Steps& steps, int number, int64_t workspace) {
+  char* const memory = thread_buffer().reserve(workspace);
+  if (!memory) return out_of_memory;
+  Unit unit(args, steps, number, memory);
+  Laps laps(args);
+  for (int t = 0; t < args.tokens; ++t) {
+    if (unit.place(t)) {
+      laps.end(Stage::place);
+      if (unit.renewing()) {
+        for (int c = 0; c < unit.chunks(); ++c) unit.renew(c);
+        laps.end(Stage::renew);
+      }
+      if (unit.choosing()) {
+        for (int c = 0; c < unit.chunks(); ++c) unit.look(c);
+        laps.end(Stage::look);
+        unit.choose();
+        laps.end(Stage::choose);
+      }
+      for (int c = 0; c < unit.row_chunks(); ++c) unit.score(c);
+      for (int c = 0; c < unit.row_chunks(); ++c) unit.weigh(c);
+      laps.end(Stage::attend);
+    }
+    unit.finish(t);
+    laps.end(Stage::finish);
+  }
+  return unit.status();
+}
+
+// Calls body(unit, chunk) for every chunk of a few units, shared by the threads of the team.
+template <class Body>
+void share(Unit* units, int count, int chunks, Body&& body) {
+#pragma omp for schedule(static)
+  for (int i = 0; i < count * chunks; ++i) body(units[i / chunks], i % chunks);
+}
+
+// A few units on all threads of the team; each of them calls this.
+void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, int count) {
+  const int chunks = units[0].chunks();
+  Laps laps(args);
+  for (int t = 0; t < args.tokens; ++t) {
+    share(units, count, 1, [=](Unit& unit, int) { unit.place(t); });
+    laps.end(Stage::place);
+    if (steps.selecting.selects()) {
+      share(units, count, chunks, [](Unit& unit, int c) { if (unit.renewing()) unit.renew(c); });
+      laps.end(Stage::renew);
+      share(units, count, chunks, [](Unit& unit, int c) { if (unit.choosing()) unit.look(c); });
+      laps.end(Stage::look);
+      share(units, count, 1, [](Unit& unit, int) { if (unit.choosing()) unit.choose(); });
+      laps.end(Stage::choose);
+    }
+    share(units, count, chunks, [](Unit& unit, int c) { if (unit.placed() && c < unit.row_chunks()) unit.score(c); });
+    share(units, count, chunks, [](Unit& unit, int c) { if (unit.placed() && c < unit.row_chunks()) unit.weigh(c); });
+    laps.end(Stage::attend);
+    share(units, count, 1, [=](Unit& unit, int) { unit.finish(t); });
+    laps.end(Stage::finish);
+  }
+}
+
+// Each row has seen its real tokens.
+void advance(const DecodeArgs& args) {
+  for (int64_t b = 0; b < args.batch; ++b) {
+    int tokens = args.tokens;
+    if (args.real) {
+      tokens = 0;
+      for (int t = 0; t < args.tokens; ++t) tokens += args.real[b * args.tokens + t] != 0;
+    }
+    args.seen[b] += tokens;
+  }
+}
+
+// Whether these are different slots that hold a token. Those that were seen are marked meanwhile.
+bool all_live(int32_t* position, int slots, const int32_t* given, int count) {
+  int n = 0;
+  while (n < count && given[n] >= 0 && given[n] < slots && position[given[n]] >= 0) {
+    position[given[n]] = ~position[given[n]];
+    ++n;
+  }
+  for (int i = 0; i < n; ++i) position[given[i]] = ~position[given[i]];
+  return n == count;
+}
+
+// Bytes of a layer's keys and values from which on no core's own cache holds what was written until somebody attends.
+constexpr int64_t cached_bytes = int64_t{8} << 20;
+
+}  // namespace
+
+int decode(const DecodeArgs& args, const Steps& steps) {
+  const int units = args.batch * args.kv_heads;
+  const int threads = args.threads > 1 ? args.threads : 1;
+  const int alone = units / threads * threads, together = units - alone;
+  const int64_t workspace = Workspace::bytes(args, steps);
+  int status = ok;
+
+  Unit* shared = nullptr;
+  if (together > 0) {
+    static thread_local Buffer buffer;
+    Arena arena(buffer.reserve(together * (workspace + round_up(sizeof(Unit), 64))));
+    shared = arena.take<Unit>(together);
+    if (!shared) return out_of_memory;
+    for (int u = 0; u < together; ++u) new (shared + u) Unit(args, steps, alone + u, arena.take<char>(workspace));
+  }
+#pragma omp parallel num_threads(threads) if (threads > 1) reduction(| : status)
+  {
+#pragma omp for schedule(dynamic, 1) nowait
+    for (int u = 0; u < alone; ++u) status |= decode_alone(args, steps, u, workspace);
+    if (together > 0) decode_together(args, steps, shared, together);
+  }
+  for (int u = 0; u < together; ++u) status |= shared[u].status();
+  give_blocks_back(args);
+  advance(args);
+  return status;
+}
+
+// What every row and KV head has in the given slots [batch, kv_heads, tokens] leaves for the new tokens. Nobody attends.
+// Changes nothing if one of the slots is free, or given twice.
+int replace(const DecodeArgs& args, const int32_t* slots, const Steps& steps) {
+  const int units = args.batch * args.kv_heads;
+  const int64_t workspace = Workspace::bytes(args, steps);
+  const int threads = args.threads > 1 ? args.threads : 1;
+  const bool past_caches = steps.dtype->size * (args.key_dim + args.value_dim) * int64_t{args.slots} * units > cached_bytes;
+  int status = ok;
+#pragma omp parallel for num_threads(threads) reduction(| : status)
+  for (int64_t u = 0; u < units; ++u) {
+    if (!all_live(args.position + u * args.slots, args.slots, slots + u * args.tokens, args.tokens)) status |= not_live;
+  }
+  if (status) return status;
+#pragma omp parallel for num_threads(threads) reduction(| : status)
+  for (int u = 0; u < units; ++u) {
+    char* const memory = thread_buffer().reserve(workspace);
+    if (memory) Unit(args, steps, u, memory).replace(slots + int64_t{u} * args.tokens, past_caches);
+    else status |= out_of_memory;
+  }
+  advance(args);
+  return status;
+}
+
+int settle(const DecodeArgs& args, const float* attn, const Steps& steps) {
+  const int units = args.batch * args.kv_heads;
+  const int64_t workspace = Workspace::bytes(args, steps);
+  int status = ok;
+#pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
+  for (int u = 0; u < units; ++u) {
+    char* const memory = thread_buffer().reserve(workspace);
+    if (memory) Unit(args, steps, u, memory).settle_given(attn ? attn + int64_t{u} * args.slots : nullptr);
+    else status |= out_of_memory;
+  }
+  give_blocks_back(args);
+  return status;
+}
+
+}  // namespace kvdsl

@@ -1,0 +1,46 @@
+// The functions of every dtype of kvdsl/dtype.hpp.
+#include <kvdsl/dtype.hpp>
+
+#include "attend.hpp"
+#include "pages.hpp"
+#include "rotate.hpp"
+#include "sketch.hpp"
+
+namespace kvdsl {
+
+namespace {
+
+template <class T>
+const float* as_floats(const void* row, int n, float* to) {
+  if constexpr (std::is_same_v<T, float>) return static_cast<const float*>(row);
+  const T* const from = static_cast<const T*>(row);
+  if constexpr (std::is_same_v<T, bf16>) {
+    for (int d = 0; d < n; ++d) to[d] = to_float(from[d]);
+  } else if constexpr (std::is_same_v<T, f16>) {
+    for (int d = 0; d < n; d += pair) {
+      const Pair x = load_pair(from + d, n - d);
+      store(to + d, x.a);
+      store(to + d + width, x.b);
+    }
+  }
+  return to;
+}
+
+template <class T>
+constexpr Dtype of = {sizeof(T),
+                      dot_block<T>,
+                      add_block<T>,
+                      read_row<T>,
+                      as_floats<T>,
+                      pack_row<T>,
+                      turn_rows<T>,
+                      turn_quarter<T>,
+                      write_row<T>,
+                      {put_in_tile<T>, fill_tile<T>, dot_tile<T>},
+                      {bound_key<T>, bound_scores<T>}};
+
+}  // namespace
+
+const Dtype float32 = of<float>, bfloat16 = of<bf16>, float16 = of<f16>;
+
+}  // namespace kvdsl
