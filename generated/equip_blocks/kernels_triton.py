@@ -23,7 +23,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import layout, observing, ops, rotate
+from kvdsl.runtime.gpu import evicting, layout, observing, ops, rotate
 
 SCORES = 1  # rows of `work`
 
@@ -128,11 +128,11 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
     tl.store(length + pair, live - leaving)
     if leaving == 0:
         return
-    last = ops.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
+    last = evicting.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -141,9 +141,9 @@ def settle(
         tl.store(work + i, sum_attn, mask=inside)
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
-    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
     tl.debug_barrier()
-    ops.close_gaps(position, rank, gaps, slots, BLOCK)
+    evicting.close_gaps(position, rank, gaps, slots, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

@@ -21,7 +21,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import observing, ops
+from kvdsl.runtime.gpu import evicting, observing, ops
 
 SCORES = 1  # rows of `work`
 
@@ -110,10 +110,10 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
     if leaving == 0:
         return
-    last = ops.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
+    last = evicting.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -122,7 +122,7 @@ def settle(
         tl.store(work + i, sum_attn, mask=inside)
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
-    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

@@ -23,7 +23,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import observing, ops
+from kvdsl.runtime.gpu import evicting, observing, ops
 
 SCORES = 2  # rows of `work`
 
@@ -116,10 +116,10 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
     if leaving == 0:
         return
-    last = ops.last_protected(position, slots, now, live, 1, BLOCK)
+    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -131,7 +131,7 @@ def settle(
         tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
-    ops.evict(position, work, kept, slots, now, leaving, (ops.count(number_protect),), 1, BLOCK)
+    evicting.evict(position, work, kept, slots, now, leaving, (ops.count(number_protect),), 1, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

@@ -22,7 +22,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops, select
+from kvdsl.runtime.gpu import evicting, ops, select
 
 SCORES = 0  # rows of `work`
 
@@ -158,7 +158,7 @@ def choose(
     chosen += pair * slots
     taken += pair * slots
     live = select.tokens_with_new(held, pair, splits, S_PAD)
-    last = ops.last_protected(position, slots, now, live, 1, BLOCK)
+    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
     select.choose_slots(position, ranks, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
 
 

@@ -22,7 +22,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops
+from kvdsl.runtime.gpu import evicting, ops
 
 SCORES = 1  # rows of `work`
 
@@ -97,12 +97,12 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
     tl.store(length + pair, live - leaving)
     if leaving == 0:
         return
-    first = ops.first_protected(position, slots, now, live, ops.count(number_sinks), BLOCK)
-    last = ops.last_protected(position, slots, now, live, 1, BLOCK)
+    first = evicting.first_protected(position, slots, now, live, ops.count(number_sinks), BLOCK)
+    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
     for start in range(0, slots, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
@@ -110,6 +110,6 @@ def settle(
         tl.store(work + i, pos.to(tl.float32), mask=inside)
         tl.store(kept + i, (pos <= first) | (pos >= last), mask=inside)
     tl.debug_barrier()
-    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
     tl.debug_barrier()
-    ops.close_gaps(position, rank, gaps, slots, BLOCK)
+    evicting.close_gaps(position, rank, gaps, slots, BLOCK)

@@ -53,7 +53,7 @@ class TOVACache(KVCache):
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
-        abi=3,
+        abi=4,
     )
 
     def __init__(

@@ -20,7 +20,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import observing, ops
+from kvdsl.runtime.gpu import evicting, observing, ops
 
 SCORES = 1  # rows of `work`
 
@@ -107,7 +107,7 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = ops.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
     if leaving == 0:
         return
     for start in range(0, slots, BLOCK):
@@ -118,7 +118,7 @@ def settle(
         tl.store(work + i, last_attn, mask=inside)
         tl.store(kept + i, 0, mask=inside)
     tl.debug_barrier()
-    ops.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

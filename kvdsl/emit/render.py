@@ -14,7 +14,7 @@ from kvdsl import __version__
 from kvdsl.emit.environment import environment
 from kvdsl.lower.plan import PackagePlan
 
-ABI = 3
+ABI = 4
 """The runtime interface that generated code is made for (`kvdsl.runtime.spec.ABI`; a test compares them)."""
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")

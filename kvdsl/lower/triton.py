@@ -517,7 +517,7 @@ def _protect(policy: Policy) -> dict[str, str]:
     for scope, together in (("first", "tl.maximum"), ("last", "tl.minimum")):
         counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
         if counts:
-            ends = [f"ops.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
+            ends = [f"evicting.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
             found[scope] = f"{scope} = {_nested(together, ends)}"
     return found
 

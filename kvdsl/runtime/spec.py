@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
     from kvdsl.runtime.given import Given
 
-ABI = 3
+ABI = 4
 """Generated code states the runtime interface that it was made for; `PolicySpec` refuses another."""
 
 

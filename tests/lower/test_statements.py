@@ -348,8 +348,8 @@ def test_a_sketch_in_triton() -> None:
     assert [name for name, _ in select.choose_numbers] == ["n", "select"]
     assert (select.by, select.first, select.last, select.observed) == ("sketch_dot", True, True, False)
     assert select.protect == (
-        "first = ops.first_protected(position, slots, now, live, ops.count(number_n), BLOCK)",
-        "last = ops.last_protected(position, slots, now, live, 1, BLOCK)",
+        "first = evicting.first_protected(position, slots, now, live, ops.count(number_n), BLOCK)",
+        "last = evicting.last_protected(position, slots, now, live, 1, BLOCK)",
     )
 
 

@@ -1,0 +1,327 @@
+"""Device functions of the second launch of a decode step, `settle`: who leaves. One program serves one KV head, as in `ops`.
+
+The order in which slots leave is the one of `kvdsl.runtime.settle`: the lowest score first, a NaN below everything, -0 like +0, of
+equal scores the older one; protected slots only when there are no others, and the newest token last of all.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from kvdsl.runtime.gpu import ops
+
+INT_MAX = tl.constexpr(2**31 - 1)
+BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of the keys by which slots leave
+UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
+TRIES = tl.constexpr(8)
+
+
+@triton.jit
+def overflow(live, budget, trigger, slack, max_drop):
+    """How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or with max_drop
+    by so many at a time, to no more than budget + slack.
+    """
+    leaving = tl.maximum(live - _target(live, budget, slack, max_drop), 0)
+    return tl.where((trigger > 0) & (live - budget >= trigger), leaving, 0)
+
+
+@triton.jit
+def overflow_before_placing(live, budget, trigger, slack, max_drop):
+    """How many tokens must leave so that one more does not exceed the hard cap, budget + slack, whatever the trigger."""
+    leaving = tl.maximum(live + 1 - _target(live + 1, budget, slack, max_drop), 0)
+    return tl.where(live + 1 > _most(budget, slack), leaving, 0)
+
+
+@triton.jit
+def _target(live, budget, slack, max_drop):
+    """To how many a prune goes."""
+    staged = tl.minimum(tl.maximum(live - max_drop, budget), _most(budget, slack))
+    return tl.where(max_drop > 0, staged, budget)
+
+
+@triton.jit
+def _most(budget, slack):
+    return budget + tl.minimum(slack, INT_MAX - budget)
+
+
+@triton.jit
+def tokens_held(position, slots, BLOCK: tl.constexpr):
+    """How many slots hold a token."""
+    return _at_most(position, slots, INT_MAX, BLOCK)
+
+
+@triton.jit
+def first_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
+    """The position up to which tokens are among the first n; -1 for none."""
+    last = -1
+    if n >= live:
+        last = newest
+    elif n > 0:
+        last = _nth_position(position, slots, newest, live, n, BLOCK)
+    return last
+
+
+@triton.jit
+def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
+    """The position from which on tokens are among the last n; above the newest for none."""
+    from_here = newest + 1
+    if n >= live:
+        from_here = 0
+    elif n == 1:
+        from_here = newest
+    elif n > 0:
+        from_here = _nth_position(position, slots, newest, live, live - n + 1, BLOCK)
+    return from_here
+
+
+@triton.jit
+def _nth_position(position, slots, newest, live, n, BLOCK: tl.constexpr):
+    """The n-th lowest position that is held. Mostly the tokens on one side of it are contiguous, which one count proves."""
+    low, high = n - 1, newest - (live - n)  # it lies here
+    tried = 0
+    while low < high:
+        middle = tl.where(tried == 0, low, tl.where(tried == 1, high - 1, low + (high - low) // 2))
+        if _at_most(position, slots, middle, BLOCK) >= n:
+            high = middle
+        else:
+            low = middle + 1
+        tried += 1
+    return low
+
+
+@triton.jit
+def _at_most(position, slots, bar, BLOCK: tl.constexpr):
+    """How many tokens have a position up to this one."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        pos = tl.load(position + i, mask=i < slots, other=-1)
+        found += ((pos >= 0) & (pos <= bar)).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _key(x, pos):
+    """One integer for a slot's place in the order: of equal ranks the older is lower. No two slots have the same."""
+    return (ops.rank(x).to(tl.int64) << 32) | pos.to(tl.int64)
+
+
+@triton.jit
+def evict(
+    position,
+    scores,  # [1 + TOPS, N] float32: what the slots are ranked by, and what each `keep top` ranks them by
+    kept,  # [N] int8: 1 where protected already
+    slots,
+    newest,
+    leaving,
+    tops,  # how many each `keep top` protects
+    TOPS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Free the `leaving` slots that leave first."""
+    done = 0
+    if leaving == 1:
+        done = _evict_one(position, scores, kept, slots, newest, tops, TOPS, BLOCK)
+    if done == 0:
+        for t in tl.static_range(TOPS):
+            _protect_top(position, scores + (1 + t) * slots, kept, slots, newest, tops[t], BLOCK)
+        for members in range(2):  # UNPROTECTED, then PROTECTED
+            free = _above(position, scores, kept, slots, newest, BELOW_ALL, members, BLOCK)
+            _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
+            leaving = tl.maximum(leaving - free, 0)
+
+
+@triton.jit
+def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+    """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
+    protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1.
+    """
+    done, tries = 0, 0
+    while (tries < TRIES) & (done == 0):
+        slot = _lowest(position, scores, kept, slots, newest, BLOCK)
+        leaves = slot >= 0
+        own = tl.maximum(slot, 0)
+        pos = tl.load(position + own)
+        for t in tl.static_range(TOPS):
+            top = scores + (1 + t) * slots
+            bar = _key(tl.load(top + own), pos)
+            leaves = leaves & (_above(position, top, kept, slots, newest, bar, EVERYTHING, BLOCK) >= tops[t])
+        if leaves:
+            tl.store(position + own, -1)
+        elif slot >= 0:
+            tl.store(kept + own, 1)
+            tl.debug_barrier()
+        done = leaves.to(tl.int32)
+        tries = tl.where(slot >= 0, tries + 1, TRIES)
+    return done
+
+
+@triton.jit
+def _lowest(position, scores, kept, slots, newest, BLOCK: tl.constexpr):
+    """The slot that leaves first of those that are not protected; -1 if all are."""
+    lowest = tl.full([BLOCK], ABOVE_ALL, tl.int64)
+    where = tl.full([BLOCK], -1, tl.int32)
+    for start in range(0, slots, BLOCK):
+        i, key = _keys(position, scores, kept, start, slots, newest, UNPROTECTED, BLOCK)
+        lower = (key != BELOW_ALL) & (key < lowest)
+        lowest, where = tl.where(lower, key, lowest), tl.where(lower, i, where)
+    return tl.max(tl.where(lowest == tl.min(lowest, 0), where, -1), 0)
+
+
+@triton.jit
+def _protect_top(position, top, kept, slots, newest, n, BLOCK: tl.constexpr):
+    """Protect the n slots that rank highest."""
+    live = _above(position, top, kept, slots, newest, BELOW_ALL, EVERYTHING, BLOCK)
+    bar = _cut(position, top, kept, slots, newest, tl.minimum(n, live), EVERYTHING, BLOCK)
+    for start in range(0, slots, BLOCK):
+        i, key = _keys(position, top, kept, start, slots, newest, EVERYTHING, BLOCK)
+        tl.store(kept + i, 1, mask=key > bar)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK: tl.constexpr):
+    """Free the n lowest of so many slots."""
+    if n > 0:
+        bar = _cut(position, scores, kept, slots, newest, free - n, members, BLOCK)
+        tl.debug_barrier()
+        for start in range(0, slots, BLOCK):
+            i, key = _keys(position, scores, kept, start, slots, newest, members, BLOCK)
+            tl.store(position + i, -1, mask=(key != BELOW_ALL) & (key <= bar))
+        tl.debug_barrier()
+
+
+@triton.jit
+def _cut(position, x, kept, slots, newest, n, members, BLOCK: tl.constexpr):
+    """A key above which there are n slots, which are no more than there are: bit by bit, a count for each."""
+    low, high = tl.full([], BELOW_ALL, tl.int64), tl.full([], ABOVE_ALL, tl.int64)  # at least n above, at most n above
+    found = 0  # above high
+    while found != n:
+        middle = (low & high) + ((low ^ high) >> 1)
+        above = _above(position, x, kept, slots, newest, middle, members, BLOCK)
+        if above > n:
+            low = middle
+        else:
+            high, found = middle, above
+    return high
+
+
+@triton.jit
+def _above(position, x, kept, slots, newest, bar, members, BLOCK: tl.constexpr):
+    """How many slots have a key above `bar`."""
+    found = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        _, key = _keys(position, x, kept, start, slots, newest, members, BLOCK)
+        found += (key > bar).to(tl.int32)
+    return tl.sum(found, 0)
+
+
+@triton.jit
+def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr):
+    """A block of slots and their keys: BELOW_ALL of those that do not count, and ABOVE_ALL of the newest token if the protected
+    ones count, of which it is the last to leave.
+    """
+    i = start + tl.arange(0, BLOCK)
+    pos = tl.load(position + i, mask=i < slots, other=-1)
+    counts = pos >= 0
+    key = _key(tl.load(x + i, mask=counts, other=0.0), pos)
+    if members != EVERYTHING:
+        counts = counts & (tl.load(kept + i, mask=counts, other=0) == members)
+        key = tl.where((pos == newest) & (members == PROTECTED), ABOVE_ALL, key)
+    return i, tl.where(counts, key, BELOW_ALL)
+
+
+# -- heads that agree --------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def average_over_heads(
+    scores,  # [H, SCORES, N] float32: what the slots are ranked by; the first head's rows get the means
+    kept,  # [H, N] int8: 1 where protected; the first head's row gets 1 where any is
+    slots,
+    heads,
+    SCORES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Leave what all heads of a row think together in the first one's rows."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        for s in tl.static_range(SCORES):
+            summed = tl.zeros([BLOCK], tl.float32)
+            for head in range(heads):
+                summed += tl.load(scores + (head * SCORES + s) * slots + i, mask=inside, other=0.0)
+            tl.store(scores + s * slots + i, tl.div_rn(summed, tl.zeros([BLOCK], tl.float32) + heads), mask=inside)
+        held = tl.zeros([BLOCK], tl.int32)
+        for head in range(heads):
+            held = held | tl.load(kept + head * slots + i, mask=inside, other=0).to(tl.int32)
+        tl.store(kept + i, held.to(tl.int8), mask=inside)
+
+
+@triton.jit
+def leave_together(position, slots, heads, BLOCK: tl.constexpr):
+    """Free those slots of the other heads, [H, N], that are free in the first one."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        gone = tl.load(position + i, mask=i < slots, other=0) < 0
+        for head in range(1, heads):
+            tl.store(position + head * slots + i, -1, mask=gone)
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def close_gaps(
+    position,
+    rank,  # [N] int32: how many live slots hold an earlier token; still those of the slots that were freed, -1 of free ones
+    gaps,  # [N] int32: to work in
+    slots,
+    BLOCK: tl.constexpr,
+):
+    """After slots were freed, the tokens behind each gap move up. Nothing is sorted; of one gap a comparison says who moves."""
+    freed, last = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], -1, tl.int32)
+    for start in range(0, slots, BLOCK):
+        was = _rank_of_freed(position, rank, start, slots, BLOCK)
+        freed += (was >= 0).to(tl.int32)
+        last = tl.maximum(last, was)
+    several, only = tl.sum(freed, 0) > 1, tl.max(last, 0)
+    if several:
+        _count_gaps(position, rank, gaps, slots, BLOCK)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        held = tl.load(position + i, mask=i < slots, other=-1) >= 0
+        own = tl.load(rank + i, mask=held, other=0)
+        before = (own > only).to(tl.int32)
+        if several:
+            before = tl.load(gaps + own, mask=held, other=0)
+        tl.store(rank + i, tl.where(held, own - before, -1), mask=i < slots)
+
+
+@triton.jit
+def _count_gaps(position, rank, gaps, slots, BLOCK: tl.constexpr):
+    """Leave at every rank how many slots were freed up to it."""
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(gaps + i, 0, mask=i < slots)
+    tl.debug_barrier()
+    for start in range(0, slots, BLOCK):
+        was = _rank_of_freed(position, rank, start, slots, BLOCK)
+        tl.store(gaps + was, 1, mask=was >= 0)
+    tl.debug_barrier()
+    before = 0
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        gap = tl.load(gaps + i, mask=i < slots, other=0)
+        tl.store(gaps + i, before + tl.cumsum(gap, 0), mask=i < slots)
+        before += tl.sum(gap, 0)
+    tl.debug_barrier()
+
+
+@triton.jit
+def _rank_of_freed(position, rank, start, slots, BLOCK: tl.constexpr):
+    """A block's ranks, of slots that are free now but were not; -1 of the others."""
+    i = start + tl.arange(0, BLOCK)
+    free = tl.load(position + i, mask=i < slots, other=0) < 0
+    return tl.load(rank + i, mask=free, other=-1)
