@@ -19,6 +19,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
+from kvdsl.assets import reference_model_path  # noqa: E402
 from kvdsl.cli.list import paragraphs  # noqa: E402
 from kvdsl.codes import CODES, Code  # noqa: E402
 from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
@@ -240,8 +241,8 @@ def policies_index() -> str:
 REPRODUCED = ROOT / "results"
 RESULTS = """# Results
 
-What the five papers claim, held against what was measured on the model that ships with kvdsl: 5 million parameters, trained on 13
-million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what separates
+What the five papers claim, held against what was measured on the model that ships with kvdsl: 5 million parameters, trained on
+{tokens} million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what separates
 policies on a model of 7 billion parameters need not separate them here, and the other way round. So this page says what holds *of
 this model*; `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
@@ -254,7 +255,9 @@ HOLDS = {True: "yes", False: "**no**", None: "open"}
 def results_page() -> str:
     """For every paper that was reproduced at full size: its claims, and what was measured."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPRODUCED.glob("*.json"))]
-    parts = [MADE + RESULTS]
+    training = json.loads((reference_model_path() / "training.json").read_text(encoding="utf-8"))
+    before = training.get("before") or {"tokens": 0}
+    parts = [MADE + RESULTS.format(tokens=round((training["tokens"] + before["tokens"]) / 1e6))]
     return "\n".join(parts + [_results(one) for one in found if one["finished"]])
 
 

@@ -2,7 +2,7 @@
 first two of one whose query attends to a selection (`look` and `choose`).
 
 A value over slots is a block of floats in a loop over the slots; numbers per row are doubles. A reduction over slots is hoisted
-into a loop of its own. `kvdsl/runtime/gpu/ops.py` and `select.py` have what the text calls.
+into a loop of its own. `ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text calls.
 """
 
 from __future__ import annotations
