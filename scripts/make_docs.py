@@ -242,9 +242,9 @@ REPRODUCED = ROOT / "results"
 RESULTS = """# Results
 
 What the five papers claim, held against what was measured on the model that ships with kvdsl: 5 million parameters, trained on
-{tokens} million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what separates
-policies on a model of 7 billion parameters need not separate them here, and the other way round. So this page says what holds *of
-this model*; `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
+{tokens} million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what
+separates policies on a model of 7 billion parameters need not separate them here, and the other way round. So this page says what
+holds *of this model*; `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
 decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `kvdsl/reproduce/`; nobody has sorted them.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 CARD = """\
@@ -41,13 +42,11 @@ every window, which the tokenizer adds. No end-of-text token. Weights in bfloat1
 ## Training
 """
 
-STAGE = """
-{begins}{tokens:.1f} million tokens in {steps} steps and {minutes:.0f} minutes of computing ({machine}; torch
-{torch}, transformers {transformers}; seed {seed}). AdamW (betas 0.9 and 0.95, weight decay
-{weight_decay}, clipping at 1), {batch_tokens:,} tokens a step, learning rate {learning_rate} after a
-warm-up, falling to 0 from {decay_from:.0%} of the time on. Window length by share of the time:
-{phases}. Windows with a retrieval task: {shares}.
-
+STAGE = """\
+{begins}{tokens:.1f} million tokens in {steps} steps and {minutes:.0f} minutes of computing ({machine}; torch {torch},
+transformers {transformers}; seed {seed}). AdamW (betas 0.9 and 0.95, weight decay {weight_decay}, clipping at 1),
+{batch_tokens:,} tokens a step, learning rate {learning_rate} after a warm-up, falling to 0 from {decay_from:.0%} of the time on.
+Window length by share of the time: {phases}. Windows with a retrieval task: {shares}.
 Loss on held-out authors (mean over windows of {lengths} tokens): {heldout}.
 """
 
@@ -143,6 +142,7 @@ def _stage(training: dict[str, Any]) -> str:
         lengths=" / ".join(f"{int(length):,}" for length in training["heldout_loss"]),
         heldout=" / ".join(f"{loss:.3f}" for loss in training["heldout_loss"].values()),
     )
+    stage = f"\n{fill(stage, 110)}\n"
     if training["remark"]:
         stage += f"\n{training['remark']}\n"
     if training["fraction"] < 1:

@@ -6,6 +6,9 @@
     train     runs for a budget of active minutes; checkpoints as it goes, and goes on from the last one
     export    the last checkpoint -> a Hugging Face folder (bf16 safetensors, tokenizer, model card, digests)
 
+The model that ships was made by `train --preset cpu`, and then, from what `export` had made of that, by `train --preset cpu-long
+--start FOLDER --seed 21` in another output folder, which lengthens what it uses of a text.
+
 `scripts/evaluate_reference_model.py` then measures the exported folder. Training follows the clock, not a
 number of steps: window length and learning rate are functions of the share of the budget that is used up,
 so that the same recipe suits two cores, one large GPU, and a minute of CI.
