@@ -11,8 +11,6 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import ops
 
-INT_MAX = tl.constexpr(2**31 - 1)
-BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of the keys by which slots leave
 UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
 TRIES = tl.constexpr(8)
 
@@ -42,13 +40,13 @@ def _target(live, budget, slack, max_drop):
 
 @triton.jit
 def _most(budget, slack):
-    return budget + tl.minimum(slack, INT_MAX - budget)
+    return budget + tl.minimum(slack, ops.INT_MAX - budget)
 
 
 @triton.jit
 def tokens_held(position, slots, BLOCK: tl.constexpr):
     """How many slots hold a token."""
-    return _at_most(position, slots, INT_MAX, BLOCK)
+    return _at_most(position, slots, ops.INT_MAX, BLOCK)
 
 
 @triton.jit
@@ -127,7 +125,7 @@ def evict(
         for t in tl.static_range(TOPS):
             _protect_top(position, scores + (1 + t) * slots, kept, slots, newest, tops[t], BLOCK)
         for members in range(2):  # UNPROTECTED, then PROTECTED
-            free = _above(position, scores, kept, slots, newest, BELOW_ALL, members, BLOCK)
+            free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, BLOCK)
             _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
             leaving = tl.maximum(leaving - free, 0)
 
@@ -160,11 +158,11 @@ def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, 
 @triton.jit
 def _lowest(position, scores, kept, slots, newest, BLOCK: tl.constexpr):
     """The slot that leaves first of those that are not protected; -1 if all are."""
-    lowest = tl.full([BLOCK], ABOVE_ALL, tl.int64)
+    lowest = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64)
     where = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, slots, BLOCK):
         i, key = _keys(position, scores, kept, start, slots, newest, UNPROTECTED, BLOCK)
-        lower = (key != BELOW_ALL) & (key < lowest)
+        lower = (key != ops.BELOW_ALL) & (key < lowest)
         lowest, where = tl.where(lower, key, lowest), tl.where(lower, i, where)
     return tl.max(tl.where(lowest == tl.min(lowest, 0), where, -1), 0)
 
@@ -172,7 +170,7 @@ def _lowest(position, scores, kept, slots, newest, BLOCK: tl.constexpr):
 @triton.jit
 def _protect_top(position, top, kept, slots, newest, n, BLOCK: tl.constexpr):
     """Protect the n slots that rank highest."""
-    live = _above(position, top, kept, slots, newest, BELOW_ALL, EVERYTHING, BLOCK)
+    live = _above(position, top, kept, slots, newest, ops.BELOW_ALL, EVERYTHING, BLOCK)
     bar = _cut(position, top, kept, slots, newest, tl.minimum(n, live), EVERYTHING, BLOCK)
     for start in range(0, slots, BLOCK):
         i, key = _keys(position, top, kept, start, slots, newest, EVERYTHING, BLOCK)
@@ -188,14 +186,17 @@ def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK
         tl.debug_barrier()
         for start in range(0, slots, BLOCK):
             i, key = _keys(position, scores, kept, start, slots, newest, members, BLOCK)
-            tl.store(position + i, -1, mask=(key != BELOW_ALL) & (key <= bar))
+            tl.store(position + i, -1, mask=(key != ops.BELOW_ALL) & (key <= bar))
         tl.debug_barrier()
 
 
 @triton.jit
 def _cut(position, x, kept, slots, newest, n, members, BLOCK: tl.constexpr):
     """A key above which there are n slots, which are no more than there are: bit by bit, a count for each."""
-    low, high = tl.full([], BELOW_ALL, tl.int64), tl.full([], ABOVE_ALL, tl.int64)  # at least n above, at most n above
+    low, high = (
+        tl.full([], ops.BELOW_ALL, tl.int64),
+        tl.full([], ops.ABOVE_ALL, tl.int64),
+    )  # at least n above, at most n above
     found = 0  # above high
     while found != n:
         middle = (low & high) + ((low ^ high) >> 1)
@@ -228,8 +229,8 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
     key = _key(tl.load(x + i, mask=counts, other=0.0), pos)
     if members != EVERYTHING:
         counts = counts & (tl.load(kept + i, mask=counts, other=0) == members)
-        key = tl.where((pos == newest) & (members == PROTECTED), ABOVE_ALL, key)
-    return i, tl.where(counts, key, BELOW_ALL)
+        key = tl.where((pos == newest) & (members == PROTECTED), ops.ABOVE_ALL, key)
+    return i, tl.where(counts, key, ops.BELOW_ALL)
 
 
 # -- heads that agree --------------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import triton.language as tl
 
 INT_MAX = tl.constexpr(2**31 - 1)
 NAN_RANK = tl.constexpr(-(2**31) + 1)
+BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of ranks with something below them to break ties
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
