@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from kvdsl.codes import CODES
 from kvdsl.compiler import shipped_policies
 from kvdsl.ir.axes import INPUT_AXES
+from kvdsl.reproduce.experiment import Setup
 from kvdsl.sema.expressions import BUILTIN_FUNCTIONS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -25,6 +27,12 @@ def test_pages_are_up_to_date(name: str) -> None:
     path = make_docs.DOCS / name
     assert path.exists(), "run scripts/make_docs.py"
     assert path.read_text(encoding="utf-8") == PAGES[name], "run scripts/make_docs.py"
+
+
+def test_results_are_of_the_weights_that_ship() -> None:
+    setups = [json.loads(path.read_text(encoding="utf-8"))["setup"] for path in sorted(make_docs.REPRODUCED.glob("*.json"))]
+    models = {setup["model"] for setup in setups if "model" in setup}  # one paper runs on shapes alone
+    assert models == {Setup().facts()["model"]}, "run `kvdsl reproduce` again, or say why they stay"
 
 
 def test_no_page_is_left_over() -> None:

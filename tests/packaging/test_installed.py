@@ -88,11 +88,13 @@ def test_a_wheel(wheel: Path, tmp_path: Path) -> None:
     assert run(python, tmp_path, "-c", code, KVDSL_CACHE_DIR=str(tmp_path / "cache")) == "H2OCache\n"
 
 
+@pytest.mark.slow
 def test_an_editable_install(tmp_path: Path) -> None:
     pytest.importorskip("editables")
     works(environment(tmp_path / "venv", build("wheel:editable", ROOT, tmp_path / "dist")), tmp_path, ROOT)
 
 
+@pytest.mark.slow
 def test_a_plain_checkout(tmp_path: Path) -> None:
     works(sys.executable, tmp_path, ROOT, PYTHONPATH=str(ROOT))
 

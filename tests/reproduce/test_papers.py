@@ -25,11 +25,8 @@ def test_names(name: str) -> None:
             assert cells and len(set(cells)) == len(cells), one.name
 
 
-QUICKEST = "equip"
-"""The others take 10 seconds and more."""
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name == QUICKEST else pytest.mark.slow) for name in PAPERS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", list(PAPERS))
 def test_quick(name: str, tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     words = ("reproduce", name, "--quick", "--model", str(tiny), "--backend", "torch", "--out", str(tmp_path / "out"))
     found = run(capsys, *words, "--seed", "5", "--json").json()
