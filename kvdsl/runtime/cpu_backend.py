@@ -27,10 +27,10 @@ ABI = 5
 """`KVDSL_ABI` of kvdsl/args.hpp."""
 
 TILE = 32
-"""`block` of kvdsl/attend.hpp: slots of a tile of the sketch."""
+"""`block` of src/attend.hpp: slots of a tile of the sketch."""
 
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
-"""`Stage` of kvdsl/laps.hpp."""
+"""`Stage` of src/laps.hpp."""
 
 _NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
 

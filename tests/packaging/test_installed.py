@@ -74,7 +74,7 @@ def works(python: str | Path, folder: Path, home: Path, **variables: str) -> Non
     run(sys.executable, folder, "-m", "kvdsl", "compile", "--check", "roco", "vatp_h2o", PYTHONPATH=str(ROOT))
     code = "from generated.roco import RoCoCache; print(RoCoCache.spec.cpu_source.exists())"
     assert run(python, folder, "-c", code, **variables) == "True\n"
-    code = "from kvdsl.build.cxx import INCLUDE; print((INCLUDE / 'kvdsl' / 'decode.hpp').exists())"
+    code = "from kvdsl.build.cxx import DRIVER as d, INCLUDE as i; print((d / 'decode.cpp').exists() and (i / 'kvdsl/decode.hpp').exists())"
     assert run(python, folder, "-c", code, **variables) == "True\n"
     code = "import kvdsl.assets as a; a.check_digests(a.reference_model_path()); print(len(a.book_text()) > 1000)"
     assert run(python, folder, "-c", code, **variables) == "True\n"

@@ -37,14 +37,14 @@ struct DecodeArgs {
   const double* params;  // [B, P] the policy's numbers, null when it has none
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
   int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
-  void* half_keys;       // [B, H, N, 2 rope_pairs] model dtype, see kvdsl/rotate.hpp; null unless the layer keeps them
-  const float* near;     // the tables of kvdsl/rotate.hpp; null unless positions are compact and the model rotates
+  void* half_keys;       // [B, H, N, 2 rope_pairs] model dtype, see src/rotate.hpp; null unless the layer keeps them
+  const float* near;     // the tables of src/rotate.hpp; null unless positions are compact and the model rotates
   const float* far;
   int32_t* sketch;        // [B, H, S] the dims of the sketch, ascending, -1 behind them; null without one
   const int32_t* prompt;  // [B] real tokens of the prompt; null without a sketch
-  void* sketch_keys;      // [B, H, N / block, S, block] model dtype, see kvdsl/sketch.hpp; null unless the layer selects by it
-  void* page_bounds;      // [B, H, pages, 2, D] model dtype, see kvdsl/pages.hpp; null unless the layer selects by pages
-  double* seconds;        // [stages] or null: gets the threads' time added up, see kvdsl/laps.hpp
+  void* sketch_keys;      // [B, H, N / block, S, block] model dtype, see src/sketch.hpp; null unless the layer selects by it
+  void* page_bounds;      // [B, H, pages, 2, D] model dtype, see src/pages.hpp; null unless the layer selects by pages
+  double* seconds;        // [stages] or null: gets the threads' time added up, see src/laps.hpp
   int64_t query_stride[3];
   int64_t key_stride[3];
   int64_t value_stride[3];
@@ -60,7 +60,7 @@ struct DecodeArgs {
   int32_t layer;        // with head_offset + head, seed and position the key of random()
   int32_t head_offset;  // the first KV head's number in the whole model (tensor parallelism)
   int32_t threads;
-  int32_t rope_pairs;        // see kvdsl/rotate.hpp
+  int32_t rope_pairs;        // see src/rotate.hpp
   int32_t rope_offset;
   int32_t rope_interleaved;  // 0 or 1
   int32_t sketch_width;      // S
