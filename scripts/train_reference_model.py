@@ -336,6 +336,9 @@ class Trainer:
 
         if self.step:
             return
+        for name in ("model.safetensors", "tokenizer.json", "training.json"):
+            if not (folder / name).exists():
+                raise click.ClickException(f"{folder} holds no {name}: --start takes a folder that `export` has made")
         if (folder / "tokenizer.json").read_bytes() != (self.out / "tokenizer.json").read_bytes():
             raise click.ClickException(f"{folder} has another tokenizer than {self.out}: prepare the corpus of its training")
         weights = {"lm_head.weight": self.model.lm_head.weight, **load_file(folder / "model.safetensors")}

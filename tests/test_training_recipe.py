@@ -158,3 +158,6 @@ def test_a_start_that_does_not_fit_is_refused(trained: Path, tmp_path: Path):
     words = ["train", "--preset", "toy", "--out", str(out), "--start", str(tmp_path / "model"), "--minutes", "0.01"]
     refused = CliRunner().invoke(recipe.main, words)
     assert refused.exit_code == 1 and "another tokenizer" in refused.output
+    (tmp_path / "model/training.json").unlink()
+    refused = CliRunner().invoke(recipe.main, words)
+    assert refused.exit_code == 1 and "holds no training.json" in refused.output

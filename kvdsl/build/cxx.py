@@ -67,10 +67,11 @@ def _processor() -> str:
 
 
 @lru_cache
-def _headers() -> bytes:
+def _runtime() -> bytes:
+    """A digest of the headers and the driver: once a process, whatever is built."""
     digest = hashlib.sha256()
-    for header in sorted((*INCLUDE.rglob("*.hpp"), *DRIVER.glob("*.hpp"))):
-        digest.update(header.name.encode() + b"\0" + header.read_bytes())
+    for file in sorted((*INCLUDE.rglob("*.hpp"), *DRIVER.glob("*.?pp"))):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.digest()
 
 
@@ -84,12 +85,12 @@ def kernel_library(source: Path, name: str) -> Path:
     Raises:
         KvdslError: without a compiler, without a writable cache folder, or if the compiler refuses the source.
     """
-    return _library(source, name, _driver())
+    return _library(source, name, driven=True)
 
 
 def shared_library(source: Path, name: str) -> Path:
     """The same of a source that needs no driver."""
-    return _library(source, name, {})
+    return _library(source, name, driven=False)
 
 
 def driver_objects() -> list[Path]:
@@ -98,15 +99,7 @@ def driver_objects() -> list[Path]:
     Raises:
         KvdslError: as in `kernel_library`.
     """
-    return _build_objects(_driver())
-
-
-def _driver() -> dict[Path, Path]:
-    """Source -> object, whether it is built or not."""
-    return {source: _cached(source, source.stem, ".o", "-c") for source in sorted(DRIVER.glob("*.cpp"))}
-
-
-def _build_objects(objects: dict[Path, Path]) -> list[Path]:
+    objects = {source: _cached(source, source.stem, ".o") for source in sorted(DRIVER.glob("*.cpp"))}
     missing = [source for source, made in objects.items() if not made.exists()]
     command = [*compiler(), *FLAGS, "-c"]
     with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -114,23 +107,24 @@ def _build_objects(objects: dict[Path, Path]) -> list[Path]:
     return list(objects.values())
 
 
-def _library(source: Path, name: str, objects: dict[Path, Path]) -> Path:
-    library = _cached(source, name, ".so", "-shared", *(made.name for made in objects.values()))
+def _library(source: Path, name: str, driven: bool) -> Path:
+    library = _cached(source, name, ".so")
     if not library.exists():
         started = time.perf_counter()
-        _build([*compiler(), *FLAGS, "-shared"], [source, *_build_objects(objects)], library)
+        objects = driver_objects() if driven else []
+        _build([*compiler(), *FLAGS, "-shared"], [source, *objects], library)
         taken = time.perf_counter() - started
         print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {library.parent}", file=sys.stderr)
     return library
 
 
-def _cached(source: Path, name: str, suffix: str, *how: str) -> Path:
-    """Where in the cache a source lies that was built in that way."""
+def _cached(source: Path, name: str, suffix: str) -> Path:
+    """Where in the cache lies what is built of a source."""
     cxx = compiler()
-    digest = hashlib.sha256(_headers())
+    digest = hashlib.sha256(_runtime())
     for part in (
         source.read_text(encoding="utf-8"),
-        " ".join((*cxx, *FLAGS, *how)),
+        " ".join((*cxx, *FLAGS)),
         compiler_version(*cxx),
         _processor(),
         __version__,

@@ -1,4 +1,4 @@
-// What a policy sees of one KV head. A policy is a struct of static functions; the driver (decode.hpp) calls
+// What a policy sees of one KV head. A policy is a struct of static functions; the driver (src/decode.cpp) calls
 //
 //   place(Slot&)     when a token enters: fill in the columns that never change
 //   observe(Query&)  after each real query: update the columns from what it attended to
