@@ -23,7 +23,7 @@ BESIDE  := accelerate 'cachetools<6' datasets 'fire<0.7' 'pandas<3' requests
 INTERPRET := TRITON_INTERPRET=1
 
 # Committed, as examples of what the compiler makes; the other packages are made by `make generate`.
-EXEMPLARS := roco h2o tova streaming_llm vatp_h2o sparcas benchmarks/policies/equip_blocks.kv
+EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help

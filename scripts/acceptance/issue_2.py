@@ -295,11 +295,3 @@ def _addresses(cache: Any) -> list[int]:
 def _resident() -> int:
     pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE")
-
-
-@criterion(2, "the repository's exemplars are what the compiler makes")
-def _exemplars() -> Measured:
-    stems = [name for name in ("roco", "h2o", "streaming_llm", "vatp_h2o") if (REPO / "generated" / name).exists()]
-    done = run("-m", "kvdsl", "compile", "--check", *stems) if stems else None
-    ok = done is not None and done.returncode == 0 and len(stems) == 4
-    return f"{len(stems)} of 4, {'up to date' if done and not done.returncode else 'not up to date'}", "4, up to date", ok
