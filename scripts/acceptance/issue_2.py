@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from acceptance.registry import (
-    REPO,
     Case,
     Measured,
     all_pass,
