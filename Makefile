@@ -27,7 +27,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-lm-eval generate docs lint format bench peers reproduce accept gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-lm-eval generate docs lint format bench peers reproduce accept torture gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -112,6 +112,9 @@ reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/
 
 accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2: of one issue)
 	$(PY) scripts/accept.py $(if $(ISSUE),--issue $(ISSUE))
+
+torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: benchmarks/results/torture.json
+	$(PY) -m scripts.torture $(if $(ONLY),--only '$(ONLY)')
 
 gpu:  ## on a GPU: are the kernels right, can they be captured, how fast are they (torch and triton are all it needs)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) scripts/gpu.py
