@@ -173,8 +173,8 @@ UNKNOWN_POLICY = _code(
 IMPORT = _code(
     "KV0204",
     "import that is not allowed",
-    "An import names a .kv file by a path relative to the importing file. A shipped policy is found by its file name "
-    "from anywhere.",
+    '`import roco` names a shipped policy, as `kvdsl list` shows them. `import "mine.kv"`, in quotes, names a file by a path '
+    "relative to the importing file.",
     'kv 1\nimport "/etc/passwd"\n\npolicy Example {\n  "An example."\n}\n',
 )
 CYCLE = _code(
@@ -202,7 +202,7 @@ NEEDS_OVERRIDE = _code(
     "override not declared",
     "A policy that changes what it inherits says so with `override`, so that a reader sees it, and so that a new "
     "statement in the extended policy cannot be replaced by accident.",
-    'kv 1\nimport "h2o.kv"\n\npolicy Example extends H2O {\n  "An example."\n  score position\n}\n',
+    'kv 1\nimport h2o\n\npolicy Example extends H2O {\n  "An example."\n  score position\n}\n',
 )
 NOTHING_TO_OVERRIDE = _code(
     "KV0209",
@@ -257,6 +257,17 @@ BAD_SETTING = _code(
     "The value in `--set NAME=VALUE` is a finite number, written as in a policy.",
     _policy(_BUDGET, "score position"),
     settings=(("budget", "abc"),),
+)
+
+SHIPPED_BY_FILE = _code(
+    "KV0217",
+    "file or shipped policy",
+    '`import "roco.kv"` names a file beside the importing one, and `import roco` the shipped policy. A file\'s name without a '
+    "folder that is a shipped policy's may mean either: while there is no such file, the shipped policy is taken, and once there "
+    'is one, it is. So the import should say which: `import roco`, or `import "./roco.kv"`. In `roco_test.kv`, '
+    '`import "roco.kv"` is the file that it tests.',
+    'kv 1\nimport "h2o.kv"\n\npolicy Example extends H2O {\n  "An example."\n  keep first 4\n}\n',
+    severity="warning",
 )
 
 # -- KV03: expressions and their axes --------------------------------------------------------------------------------
@@ -532,7 +543,7 @@ HISTORY = _code(
 def _test(*steps: str) -> str:
     """A file with one test of these steps."""
     lines = "".join(f"  {step}\n" for step in steps)
-    return f'kv 1\nimport "h2o.kv"\n\ntest "an example" {{\n{lines}}}\n'
+    return f'kv 1\nimport h2o\n\ntest "an example" {{\n{lines}}}\n'
 
 
 _PROMPT = "prompt { attend 1; attend 0.5, 0.5 }"

@@ -25,6 +25,7 @@ from kvdsl.sema.names import check_stem
 from kvdsl.sema.resolve import resolve
 from kvdsl.sema.scope import Scope
 from kvdsl.sema.settings import read_settings
+from kvdsl.shipped import shipped_policies
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
@@ -152,12 +153,7 @@ def _prelude_syntax() -> syn.Module:
     return module
 
 
-# -- shipped policies ------------------------------------------------------------------------------------------------
-
-
-def shipped_policies() -> list[Path]:
-    """The policies that come with kvdsl, by file name."""
-    return sorted(path for path in resource("policies").glob("*.kv") if not path.stem.endswith("_test"))
+# -- by name ----------------------------------------------------------------------------------------------------------
 
 
 def find_policy(name_or_path: str | Path) -> Path:

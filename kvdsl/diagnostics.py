@@ -89,14 +89,20 @@ class Sink:
         return tuple(sorted(self, key=place))
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A help text that offers the known word that `word` looks like, if there is one."""
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The known word that `word` looks like, if there is one."""
     from difflib import get_close_matches
 
     near = (name for name in known if abs(len(name) - len(word)) <= 4)
     by_folded = {name.casefold(): name for name in sorted(near, reverse=True)}
     close = get_close_matches(word.casefold(), by_folded, n=1, cutoff=0.6)
-    return f"did you mean `{by_folded[close[0]]}`?" if close else None
+    return by_folded[close[0]] if close else None
+
+
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
+    """A help text that offers the known word that `word` looks like, if there is one."""
+    near = nearest(word, known)
+    return None if near is None else f"did you mean `{near}`?"
 
 
 def listed(words: Iterable[str], last: str = "or") -> str:

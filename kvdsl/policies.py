@@ -5,24 +5,14 @@ A class is compiled when it is first asked for, into kvdsl's cache folder; `kvds
 
 from __future__ import annotations
 
-import re
-from functools import lru_cache
 from typing import Any
 
-from kvdsl.resources import resource
-
-_HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
+from kvdsl.shipped import stems_by_name
 
 
-@lru_cache(maxsize=1)
 def _stems() -> dict[str, str]:
-    """Class name -> file stem, read from the files' `policy NAME` lines."""
-    stems = {}
-    for path in sorted(resource("policies").glob("*.kv")):
-        head = _HEAD.search(path.read_text(encoding="utf-8"))
-        if head and not path.stem.endswith("_test"):
-            stems[f"{head.group(1)}Cache"] = path.stem
-    return stems
+    """Class name -> file stem."""
+    return {f"{name}Cache": stem for name, stem in stems_by_name().items()}
 
 
 def __getattr__(name: str) -> Any:

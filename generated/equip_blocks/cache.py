@@ -1,6 +1,6 @@
 """EQUIPBlocks: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (0153a53bb0b7). Do not edit: run `kvdsl compile equip_blocks.kv`.
+Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: run `kvdsl compile equip_blocks.kv`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def command(as_json: bool) -> None:
 
     The name in the first column is what other commands take, for example `kvdsl explain h2o`.
     """
-    from kvdsl.compiler import shipped_policies
+    from kvdsl.shipped import shipped_policies
 
     entries = [_entry(path) for path in shipped_policies()]
     if as_json:

@@ -12,7 +12,7 @@ from kvdsl.ir.visitors import expressions, walk
 from kvdsl.passes.columns import add_columns
 from kvdsl.scenarios.scenario import Scenario
 from kvdsl.sema.check import Checker
-from kvdsl.sema.modules import Module
+from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.resolve import resolve
 from kvdsl.sema.scope import Scope
 from kvdsl.sema.settings import Setting
@@ -210,7 +210,7 @@ class _Check:
         if found is None:
             known = [policy.name.text for policy, _ in self.module.policies()]
             help = did_you_mean(use.policy.text, known) or (
-                f"the imported policies are {listed(known, 'and')}" if known else 'import its file: `import "h2o.kv"`, say'
+                f"the imported policies are {listed(known, 'and')}" if known else import_of(use.policy.text)
             )
             self._report(codes.UNKNOWN_POLICY, use.policy.span, f"unknown policy `{use.policy.text}`", help)
             return None

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from kvdsl import codes
-from kvdsl.diagnostics import Label, Sink
-from kvdsl.resources import resource
+from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
+from kvdsl.shipped import shipped_policies, shipped_policy, stems_by_name
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import read
@@ -16,6 +16,9 @@ from kvdsl.syntax.shape import parse_module
 
 EDITION = 1
 MAX_IMPORTS = 16
+
+Found = tuple[Path, str, str | None]
+"""Where an imported file lies, how messages call it, and what helps if it cannot be read."""
 
 
 @dataclass(eq=False)
@@ -95,12 +98,55 @@ class Loader:
                 self.sink.report(codes.EDITION, edition.span, message, f"this kvdsl knows `kv {EDITION}`")
 
     def _import(self, statement: syn.Import, importer: SourceFile) -> Module | None:
-        name, span = statement.path.text, statement.path.span
+        found = self._shipped(statement) if statement.shipped else self._beside(statement, importer)
+        return None if found is None else self._enter(statement, *found)
+
+    def _shipped(self, statement: syn.Import) -> Found | None:
+        """The shipped policy that an import names."""
+        stem = statement.name.text
+        path = shipped_policy(stem)
+        if path is None:
+            help = did_you_mean(stem, (path.stem for path in shipped_policies()))
+            help = help or f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`'
+            self.sink.report(codes.IMPORT, statement.name.span, f"there is no shipped policy `{stem}`", help)
+            return None
+        return path, str(path), None
+
+    def _beside(self, statement: syn.Import, importer: SourceFile) -> Found | None:
+        """The file that an import names by a path relative to the importing one.
+
+        Without a folder in it the path may be of a shipped policy, as it had to be before those could be named; whichever of the
+        two is taken, that is said.
+        """
+        name, span = statement.name.text, statement.name.span
+        stem = PurePosixPath(name).stem
+        shipped = shipped_policy(stem)
+        new = f"`import {stem}` is the shipped policy"
         if not name.endswith(".kv") or name.startswith(("/", "\\")) or not name.isprintable() or ":" in name:
-            help = 'for example `import "h2o.kv"`'
+            help = (
+                f'{new}, `import "{stem}.kv"` a file'
+                if shipped
+                else 'for example `import "mine.kv"`; `import h2o` is a shipped policy'
+            )
             self.sink.report(codes.IMPORT, span, "an import names a .kv file by a relative path", help)
             return None
-        path, shown = _find(name, importer)
+        folder = Path() if importer.path is None else importer.path.parent
+        path, shown = folder / name, str(Path(importer.name).parent / name)
+        if shipped is None or "/" in name:
+            return path, shown, None if shipped is None else new
+        if not _exists(path):
+            message = f"there is no file `{shown}`: the shipped policy of that name is taken"
+            self.sink.report(codes.SHIPPED_BY_FILE, span, message, f"write `import {stem}`")
+            return shipped, str(shipped), None
+        if not _same(path, shipped) and importer.stem != f"{stem}_test":
+            message = f"`{name}` is the file beside this one, not the shipped policy of that name"
+            help = f'write `import "./{name}"` to say so, or `import {stem}` for the shipped policy'
+            self.sink.report(codes.SHIPPED_BY_FILE, span, message, help)
+        return path, shown, None
+
+    def _enter(self, statement: syn.Import, path: Path, shown: str, help: str | None) -> Module | None:
+        """The module of a file; None after a report that it cannot be read, or is being read."""
+        name, span = statement.name.text, statement.name.span
         try:
             identity = path.resolve()
         except (OSError, RuntimeError):
@@ -113,18 +159,32 @@ class Loader:
             return None
         if identity in self._loaded:
             return self._loaded[identity]
-        source = read(path, self.sink, shown, blame=span)
+        source = read(path, self.sink, shown, blame=span, help=help)
         return None if source is None else self.load(source)
 
 
-def _find(name: str, importer: SourceFile) -> tuple[Path, str]:
-    """Where an import lies, and how to call it: beside the importing file, or else among the shipped policies."""
-    folder = Path() if importer.path is None else importer.path.parent
-    beside = folder / name, str(Path(importer.name).parent / name)
+def import_of(policy: str) -> str:
+    """How to make a policy known that is not, as a help text: by the shipped file that holds it, if there is one."""
+    stems = stems_by_name()
+    stem = stems.get(policy)
+    if stem is not None:
+        return f"write `import {stem}` above"
+    near = nearest(policy, stems)
+    if near is not None:
+        return f"did you mean `{near}`, which `import {stems[near]}` makes known?"
+    return 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
+
+
+def _exists(path: Path) -> bool:
+    """Whether there is something at a path; also where the system does not let us look."""
     try:
-        if beside[0].exists():
-            return beside
+        return path.exists()
     except OSError:
-        return beside
-    shipped = resource("policies") / Path(name).name
-    return (shipped, str(shipped)) if "/" not in name and shipped.exists() else beside
+        return True
+
+
+def _same(path: Path, other: Path) -> bool:
+    try:
+        return path.samefile(other)
+    except OSError:
+        return False

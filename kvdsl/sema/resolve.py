@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean
-from kvdsl.sema.modules import Module
+from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -66,7 +66,8 @@ def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) 
             break
         if any(item[0] is found[0][0] for item in line):
             flat.broken.add(ANYTHING)
-            sink.report(codes.CYCLE, parent.span, f"`{policy.name.text}` extends itself")
+            help = "give one of the two another name" if len(found) > 1 else None
+            sink.report(codes.CYCLE, parent.span, f"`{policy.name.text}` extends itself", help)
             break
         line.append(found[0])
     return line
@@ -76,7 +77,7 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
     known = [policy.name.text for policy, _ in module.policies() if policy.parent is not parent]
     help = did_you_mean(parent.text, known)
     if help is None:
-        help = 'import the file that defines it, for example `import "h2o.kv"`'
+        help = import_of(parent.text)
     sink.report(codes.UNKNOWN_POLICY, parent.span, f"unknown policy `{parent.text}`", help)
 
 

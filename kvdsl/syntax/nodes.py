@@ -326,10 +326,11 @@ class Edition:
 
 @dataclass(frozen=True)
 class Import:
-    """`import "other.kv"`."""
+    """`import roco`, a shipped policy; or `import "other.kv"`, a file."""
 
     span: Span
-    path: Word
+    name: Word
+    shipped: bool
 
 
 @dataclass(frozen=True)

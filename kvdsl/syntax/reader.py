@@ -11,14 +11,16 @@ from kvdsl.source import SourceFile, Span
 MAX_BYTES = 32_768
 
 
-def read(path: Path, sink: Sink, name: str | None = None, blame: Span | None = None) -> SourceFile | None:
+def read(
+    path: Path, sink: Sink, name: str | None = None, blame: Span | None = None, help: str | None = None
+) -> SourceFile | None:
     """The text of a file, or None after a report at `blame` (the import that asked for it)."""
     name = str(path) if name is None else name
-    data = read_bytes(path, sink, name, blame)
+    data = read_bytes(path, sink, name, blame, help)
     return None if data is None else decode(data, sink, name, path, blame)
 
 
-def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None) -> bytes | None:
+def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None, help: str | None = None) -> bytes | None:
     """What is in a file, or None after a report."""
     place = SourceFile(name, "", path).span(0, 0) if blame is None else blame
     try:
@@ -30,7 +32,7 @@ def read_bytes(path: Path, sink: Sink, name: str, blame: Span | None = None) -> 
             data = stream.read(MAX_BYTES + 1)
     except (OSError, ValueError) as error:
         reason = _REASONS.get(type(error), "it cannot be read")
-        sink.report(codes.UNREADABLE, place, f"cannot read `{name}`: {reason}")
+        sink.report(codes.UNREADABLE, place, f"cannot read `{name}`: {reason}", help)
         return None
     if len(data) > MAX_BYTES:
         _too_large(place, name, sink)

@@ -51,10 +51,16 @@ class _Shaper:
         if tree.data == "edition":
             return syn.Edition(self._span(tree), str(tree.children[0]))
         if tree.data == "import":
-            return syn.Import(self._span(tree), self._string(tree.children[0]))
+            return self._import(tree)
         if tree.data == "test":
             return self._test(tree)
         return self._let(tree, False) if tree.data == "let" else self._policy(tree)
+
+    def _import(self, tree: Tree[Token]) -> syn.Import:
+        (name,) = tree.children
+        assert isinstance(name, Token)
+        shipped = name.type != "STRING"
+        return syn.Import(self._span(tree), self._word(name) if shipped else self._string(name), shipped)
 
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
         name, parent, body = tree.children

@@ -147,7 +147,7 @@ _table_5("streaming_llm")
 
 FUSED = '''
 kv 1
-import "equip_h2o.kv"
+import equip_h2o
 
 policy Fused extends EQUIP_H2O {
   """EQUIP_H2O that keeps no rotated halves."""

@@ -40,7 +40,7 @@ def cache_class(name: str) -> Any:
     parent = _FILES[declared.split()[-1]]
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / f"{name}.kv"
-        file.write_text(f'kv 1\nimport "{parent}.kv"\n\npolicy {declared} {{\n  """In another layout."""\n  {lines}\n}}\n')
+        file.write_text(f'kv 1\nimport {parent}\n\npolicy {declared} {{\n  """In another layout."""\n  {lines}\n}}\n')
         return kvdsl.load(file)
 
 

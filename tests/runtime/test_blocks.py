@@ -63,13 +63,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def classes(folder: Path, name: str) -> tuple[Any, Any]:
     """The policy, and the same in blocks of `block` slots."""
     if name in WRITTEN:
-        plain, parent = kvdsl.load(folder / f"{name}.kv"), title(name)
+        plain, parent, module = kvdsl.load(folder / f"{name}.kv"), title(name), f'"{name}.kv"'
     else:
         plain = kvdsl.load(name)
-        parent = plain.spec.name
+        parent, module = plain.spec.name, name
     file = folder / f"{name}_blocks.kv"
     lines = '  """In blocks."""\n  param block = 5\n  storage blocks block\n'
-    file.write_text(f'kv 1\nimport "{name}.kv"\n\npolicy {title(name)}Blocks extends {parent} {{\n{lines}}}\n')
+    file.write_text(f"kv 1\nimport {module}\n\npolicy {title(name)}Blocks extends {parent} {{\n{lines}}}\n")
     return plain, kvdsl.load(file)
 
 

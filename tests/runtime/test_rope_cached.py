@@ -26,7 +26,7 @@ def specs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     """EQUIP_H2O, and the same that turns keys whenever it reads them."""
     file = tmp_path_factory.mktemp("rope") / "fused.kv"
     file.write_text(
-        'kv 1\nimport "equip_h2o.kv"\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n'
+        'kv 1\nimport equip_h2o\n\npolicy Fused extends EQUIP_H2O {\n  """Nothing kept."""\n  override rope fused\n}\n'
     )
     return kvdsl.load("equip_h2o").spec, kvdsl.load(file).spec
 
@@ -124,9 +124,7 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path, backend: str) -> None:
     file = tmp_path / "paged.kv"
-    file.write_text(
-        'kv 1\nimport "equip_h2o.kv"\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n'
-    )
+    file.write_text('kv 1\nimport equip_h2o\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
     from kvdsl.runtime.storage import slot_state
 
     spec = kvdsl.load(file).spec

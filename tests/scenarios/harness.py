@@ -13,7 +13,7 @@ POLICIES = ("h2o", "roco", "snapkv", "sparcas", "streaming_llm", "vatp_h2o", "to
 
 def text(*steps: str) -> str:
     """A file with one test, which may use the shipped policies above."""
-    imports = "".join(f'import "{stem}.kv"\n' for stem in POLICIES)
+    imports = "".join(f"import {stem}\n" for stem in POLICIES)
     return f'kv 1\n{imports}\ntest "it works" {{\n' + "\n".join(steps) + "\n}\n"
 
 

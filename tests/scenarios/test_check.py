@@ -219,9 +219,7 @@ def test_a_missing_import_is_told_alone() -> None:
 
 def test_too_many_tests_and_steps() -> None:
     tests = "".join(f'test "{n}" {{ use H2O; attend 1; expect live 1 }}\n' for n in range(101))
-    assert [one.message for one in check(f'kv 1\nimport "h2o.kv"\n{tests}').diagnostics] == [
-        "a file holds at most 100 tests"
-    ]
+    assert [one.message for one in check(f"kv 1\nimport h2o\n{tests}").diagnostics] == ["a file holds at most 100 tests"]
     assert [one[1] for one in found("use H2O", *["attend 1"] * 500)] == ["the test has more than 500 steps"]
 
 

@@ -54,5 +54,5 @@ def test_mutated_tests(seed: int) -> None:
 )
 def test_large_files_take_no_second(steps: str) -> None:
     began = time.process_time()
-    check(f'kv 1\nimport "h2o.kv"\ntest "a" {{\nuse H2O\n{steps}\nexpect live 1\n}}\n')
+    check(f'kv 1\nimport h2o\ntest "a" {{\nuse H2O\n{steps}\nexpect live 1\n}}\n')
     assert time.process_time() - began < 1

@@ -144,7 +144,7 @@ def test_after_an_error_the_rest_is_read() -> None:
 
 @pytest.mark.parametrize("unclosed", ["use H2O\n", "use H2O\nprompt { attend 1\n"])
 def test_a_brace_that_is_not_closed(unclosed: str) -> None:
-    source = f'kv 1\nimport "h2o.kv"\ntest "a" {{\n{unclosed}test "b" {{\nuse H2O\nattend 1\nexpect live 2\n}}\n'
+    source = f'kv 1\nimport h2o\ntest "a" {{\n{unclosed}test "b" {{\nuse H2O\nattend 1\nexpect live 2\n}}\n'
     (one,) = check(source).diagnostics
     assert (one.code, one.message) == ("KV0112", "expected `}` before the next test")
 

@@ -10,9 +10,9 @@ from kvdsl.source import SourceFile
 from tests.diagnostics.expect import body, check, expect, expect_in, only
 
 
-def extending(*statements: str, parent: str = "H2O", file: str = "h2o.kv") -> str:
+def extending(*statements: str, parent: str = "H2O", module: str = "h2o") -> str:
     """A policy that extends a shipped one."""
-    return "\n".join(["kv 1", f'import "{file}"', f"policy P extends {parent} {{", '  "A test."', *statements, "}", ""])
+    return "\n".join(["kv 1", f"import {module}", f"policy P extends {parent} {{", '  "A test."', *statements, "}", ""])
 
 
 def write(folder: Path, **files: str) -> Path:
@@ -96,7 +96,7 @@ def test_override_needs_something_to_change() -> None:
     assert (found.message, found.help) == ("`H2O` has no `slack` to override", "leave out `override`")
     found = only(extending("override param recnt = 3"), "KV0209")
     assert (found.message, found.help) == ("`H2O` has no `recnt` to override", "did you mean `recent`?")
-    found = only(extending("override keep", parent="Full", file="full.kv"), "KV0209")
+    found = only(extending("override keep", parent="Full", module="full"), "KV0209")
     assert found.message == "`Full` has no `keep` to override"
     message = "`score` overrides nothing: `P` extends no policy"
     expect(body("param budget = 8", "override score age"), "KV0209", message, "score age", "leave out `override`")
@@ -108,8 +108,6 @@ def test_a_new_statement_needs_no_override() -> None:
 
 def test_unknown_parents() -> None:
     expect(extending(parent="H20"), "KV0203", "unknown policy `H20`", "H20", "did you mean `H2O`?")
-    help = 'import the file that defines it, for example `import "h2o.kv"`'
-    expect('kv 1\npolicy P extends RoCo { "d" }', "KV0203", "unknown policy `RoCo`", "RoCo", help)
 
 
 def test_a_policy_cannot_extend_itself() -> None:
@@ -243,12 +241,96 @@ def test_long_chains_of_imports_are_refused(tmp_path: Path) -> None:
     assert {found.code for found in analyse(write(tmp_path, **files)).diagnostics} == {"KV0204"}
 
 
-def test_shipped_policies_can_be_imported_from_anywhere(tmp_path: Path) -> None:
-    assert analyse(write(tmp_path, main=extending())).ok
-    assert analyse(SourceFile("-", extending())).ok
-    own = 'kv 1\npolicy H2O { "Mine."; param budget = 3; score age }\n'
-    policy = analyse(write(tmp_path, main=extending(), h2o=own)).policy
-    assert [param.name for param in policy.params] == ["budget"]
+OWN = 'kv 1\npolicy H2O { "Mine."; param budget = 3; score age }\n'
+
+
+def test_shipped_policies_are_imported_by_their_names_from_anywhere(tmp_path: Path) -> None:
+    assert not analyse(SourceFile("-", extending())).diagnostics
+    analysis = analyse(write(tmp_path, main=extending(), h2o=OWN))  # a file of that name changes nothing
+    assert not analysis.diagnostics
+    assert [param.name for param in analysis.policy.params] == ["budget", "recent"]
+
+
+def test_a_file_beside_is_imported_by_its_name(tmp_path: Path) -> None:
+    analysis = analyse(write(tmp_path, main=extending(module='"./h2o.kv"'), h2o=OWN))
+    assert not analysis.diagnostics
+    assert [param.name for param in analysis.policy.params] == ["budget"]
+    tests = tmp_path / "h2o_test.kv"  # by convention the tests of the file beside it
+    tests.write_text('kv 1\nimport "h2o.kv"\ntest "a" {\nuse H2O\nattend 1\nexpect live 1\n}\n')
+    assert not analyse(tests).diagnostics
+
+
+def test_a_file_may_bear_a_shipped_policys_name_and_extend_it(tmp_path: Path) -> None:
+    text = extending("override budget 7", module="roco", parent="RoCo")
+    write(tmp_path, roco=text)
+    assert not analyse(tmp_path / "roco.kv").diagnostics
+    write(tmp_path, roco=text.replace("policy P", "policy RoCo"))
+    (found,) = analyse(tmp_path / "roco.kv").diagnostics
+    assert (found.message, found.help) == ("`RoCo` extends itself", "give one of the two another name")
+
+
+def test_a_shipped_policy_imported_as_a_file_is_warned_of(tmp_path: Path) -> None:
+    old = extending(module='"h2o.kv"')
+    analysis = analyse(write(tmp_path, main=old))
+    (found,) = analysis.diagnostics
+    assert (found.code, found.severity, found.span.text, found.help) == (
+        "KV0217",
+        "warning",
+        '"h2o.kv"',
+        "write `import h2o`",
+    )
+    assert found.message == f"there is no file `{tmp_path / 'h2o.kv'}`: the shipped policy of that name is taken"
+    assert [param.name for param in analysis.policy.params] == ["budget", "recent"]
+    (found,) = analyse(SourceFile("-", old)).diagnostics
+    assert found.message == "there is no file `h2o.kv`: the shipped policy of that name is taken"
+
+
+def test_a_file_with_the_name_of_a_shipped_policy_is_warned_of(tmp_path: Path) -> None:
+    analysis = analyse(write(tmp_path, main=extending(module='"h2o.kv"'), h2o=OWN))
+    (found,) = analysis.diagnostics
+    assert found.message == "`h2o.kv` is the file beside this one, not the shipped policy of that name"
+    assert found.help == 'write `import "./h2o.kv"` to say so, or `import h2o` for the shipped policy'
+    assert [param.name for param in analysis.policy.params] == ["budget"]
+
+
+@pytest.mark.parametrize(
+    ("module", "message", "help"),
+    [
+        ("rocko", "there is no shipped policy `rocko`", "did you mean `roco`?"),
+        (
+            "mine",
+            "there is no shipped policy `mine`",
+            '`kvdsl list` shows them; a file is named in quotes: `import "mine.kv"`',
+        ),
+        (
+            '"roco"',
+            "an import names a .kv file by a relative path",
+            '`import roco` is the shipped policy, `import "roco.kv"` a file',
+        ),
+    ],
+)
+def test_imports_of_what_is_not_there(module: str, message: str, help: str) -> None:
+    found = only(extending(module=module), "KV0204")
+    assert (found.message, found.help) == (message, help)
+
+
+def test_a_missing_file_with_a_shipped_name_says_how_to_import_the_shipped_policy() -> None:
+    found = only(extending(module='"elsewhere/h2o.kv"'), "KV0114")
+    assert found.help == "`import h2o` is the shipped policy"
+
+
+@pytest.mark.parametrize(
+    ("parent", "help"),
+    [
+        ("Window", "write `import window` above"),
+        ("Windw", "did you mean `Window`, which `import window` makes known?"),
+        ("Mine", 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'),
+    ],
+)
+def test_extending_what_is_not_imported_says_what_to_import(parent: str, help: str) -> None:
+    expect(f'kv 1\npolicy P extends {parent} {{ "d" }}\n', "KV0203", f"unknown policy `{parent}`", parent, help)
+    test = f'kv 1\ntest "a" {{\nuse {parent}\nattend 1\nexpect live 1\n}}\n'
+    expect(test, "KV0203", f"unknown policy `{parent}`", parent, help)
 
 
 @pytest.mark.parametrize(
@@ -267,10 +349,10 @@ def test_an_import_that_cannot_be_read_causes_no_other_errors() -> None:
 
 
 def test_errors_of_an_imported_file_are_shown_there(tmp_path: Path) -> None:
-    analysis = analyse(write(tmp_path, main=extending(), h2o="kv 1\npolicy H2O { score }\n"))
+    analysis = analyse(write(tmp_path, main=extending(module='"./h2o.kv"'), h2o="kv 1\npolicy H2O { score }\n"))
     assert [(found.code, found.file) for found in analysis.diagnostics] == [("KV0101", str(tmp_path / "h2o.kv"))]
 
 
 def test_warnings_of_an_imported_file_are_not(tmp_path: Path) -> None:
     own = "policy H2O { param budget = 3; param a = 2; score age }\n"
-    assert analyse(write(tmp_path, main=extending(), h2o=own)).diagnostics == ()
+    assert analyse(write(tmp_path, main=extending(module='"./h2o.kv"'), h2o=own)).diagnostics == ()

@@ -164,7 +164,7 @@ def test_comments_stay_with_what_they_are_about() -> None:
     # the file
 
 
-    kv 1 ; import "h2o.kv" # imported
+    kv 1 ; import h2o # imported
     # of P
     policy P   # behind the name
       # below the name
@@ -189,7 +189,7 @@ def test_comments_stay_with_what_they_are_about() -> None:
     # the file
 
     kv 1
-    import "h2o.kv"  # imported
+    import h2o  # imported
 
     # of P
     policy P {  # behind the name
