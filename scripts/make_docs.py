@@ -1,6 +1,8 @@
 #!/usr/bin/env python
 """Writes the pages of docs/ that are made from the sources: the diagnostics, the language's reference, a page per policy, the results.
 
+The pages of the policies are for the site only, and are not committed.
+
 What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
 of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`.
 """
@@ -10,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,6 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
-from kvdsl.assets import reference_model_path  # noqa: E402
 from kvdsl.cli.list import paragraphs  # noqa: E402
 from kvdsl.codes import CODES, Code  # noqa: E402
 from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
@@ -242,10 +243,10 @@ def policies_index() -> str:
 REPRODUCED = ROOT / "results"
 RESULTS = """# Results
 
-What the five papers claim, held against what was measured on the model that ships with kvdsl: 5 million parameters, trained on
-{tokens} million tokens of old books, with contexts of up to 2,048 tokens. It copies and recalls, and has attention sinks, but what
-separates policies on a model of 7 billion parameters need not separate them here, and the other way round. So this page says what
-holds *of this model*; `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
+What the five papers claim, held against what was measured on a small model that was trained on old books and ships with kvdsl. It
+copies and recalls, and has attention sinks, but what separates policies on a model of 7 billion parameters need not separate them
+here, and the other way round. So this page says what holds *of this model*;
+`kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
 decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `kvdsl/reproduce/`; nobody has sorted them.
@@ -256,14 +257,12 @@ HOLDS = {True: "yes", False: "**no**", None: "open"}
 def results_page() -> str:
     """For every paper that was reproduced at full size: its claims, and what was measured."""
     found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPRODUCED.glob("*.json"))]
-    training = json.loads((reference_model_path() / "training.json").read_text(encoding="utf-8"))
-    before = training.get("before") or {"tokens": 0}
-    parts = [MADE + RESULTS.format(tokens=round((training["tokens"] + before["tokens"]) / 1e6))]
-    return "\n".join(parts + [_results(one) for one in found if one["finished"]])
+    return "\n".join([MADE + RESULTS] + [_results(one) for one in found if one["finished"]])
 
 
 def _results(found: dict[str, Any]) -> str:
-    where, notes = found["environment"], DOCS / "notes" / "results" / f"{found['paper']}.md"
+    where, model = found["environment"], found["setup"].get("model", "shapes alone")
+    notes = DOCS / "notes" / "results" / f"{found['paper']}.md"
     claims = (
         (experiment["source"], _escaped(one["claim"]), HOLDS[one["holds"]], _escaped(one["measured"]))
         for experiment in found["experiments"]
@@ -273,7 +272,7 @@ def _results(found: dict[str, Any]) -> str:
         f"## {found['title']}\n",
         f"`kvdsl reproduce {found['paper']} --threads {where['threads']}`: "
         f"{found['seconds'] / 60:.0f} minutes on {where['cpu']} (torch {where['torch']}, transformers {where['transformers']}, "
-        f"{where['dtype']}, seed {found['setup']['seed']}); the tables and figures are in `results/{found['paper']}.md`.\n",
+        f"{where['dtype']}, seed {found['setup']['seed']}), {model}; the tables and figures are in `results/{found['paper']}.md`.\n",
         _table(("where", "claim", "holds", "measured"), claims),
         *([notes.read_text(encoding="utf-8")] if notes.exists() else []),
     ]
@@ -283,22 +282,27 @@ def _results(found: dict[str, Any]) -> str:
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
-def pages() -> dict[str, str]:
-    """Path below docs/ -> text."""
-    found = {
-        "diagnostics.md": diagnostics_page(),
-        "language.md": language_reference(),
-        "policies/index.md": policies_index(),
-        "results.md": results_page(),
+COMMITTED: dict[str, Callable[[], str]] = {
+    "diagnostics.md": diagnostics_page,
+    "language.md": language_reference,
+    "results.md": results_page,
+}
+"""Path below docs/ -> what makes the text, of the pages that are committed."""
+
+
+def policy_pages() -> dict[str, str]:
+    """Path below docs/ -> text, of the pages that are made for the site."""
+    return {"policies/index.md": policies_index()} | {
+        f"policies/{path.stem}.md": policy_page(path.stem) for path in shipped_policies()
     }
-    return found | {f"policies/{path.stem}.md": policy_page(path.stem) for path in shipped_policies()}
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page is not up to date.")
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a committed page is not up to date.")
 def main(check: bool) -> None:
     stale = []
-    for name, text in pages().items():
+    pages = {name: make() for name, make in COMMITTED.items()}
+    for name, text in (pages if check else pages | policy_pages()).items():
         path = DOCS / name
         if path.exists() and path.read_text(encoding="utf-8") == text:
             continue

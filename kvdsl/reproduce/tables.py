@@ -78,7 +78,7 @@ def markdown(paper: Paper, result: Mapping[str, Any]) -> str:
             parts.append("\n".join(
                 f"- {_VERDICTS[one['holds']]}: {one['claim']} ({one['measured']})" for one in part["findings"]
             ))  # fmt: skip
-        parts += [f"![{part['title']}]({name})" for name in part["figures"] if name.endswith(".svg")]
+        parts += [f"![{part['title']}]({name})" for name in part["figures"] if name.endswith(".png")]
     return "\n\n".join(parts) + "\n"
 
 

@@ -22,6 +22,8 @@ from kvdsl.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = "<!-- Made by scripts/make_docs.py"
+FOR_THE_SITE = ROOT / "docs" / "policies"
+"""A page for each policy: made with the site, and not committed."""
 
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$', re.M | re.S
@@ -34,7 +36,7 @@ def documents() -> list[str]:
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md")),
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if p.parent != FOR_THE_SITE),
     ]
 
 

@@ -122,7 +122,7 @@ def test_tables(tmp_path: Path) -> None:
         "| policy | b = 16 | b = 32 | b = 64 |\n| --- | ---: | ---: | ---: |\n| a\\|b | 0.0625 | 0.03125 | 0.01562 |"
         in markdown
     )
-    assert "- holds: it falls (0.0625 to 0.015625)" in markdown and "![100 % of a_b](made/table1.svg)" in markdown
+    assert "- holds: it falls (0.0625 to 0.015625)" in markdown and "![100 % of a_b](made/table1.png)" in markdown
     assert r"\caption{100 \% of a\_b (Table 1)}" in latex and r"a\textbar{}b & 0.0625 & 0.03125 & 0.01562 \\" in latex
     assert latex.count(r"\begin{table}") == latex.count(r"\end{table}") == 2
     assert len(re.findall(r"\\(?:top|mid|bottom)rule", latex)) == 6
