@@ -13,7 +13,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from kvdsl.build.cache import cache_folder, writable
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf import KVCache

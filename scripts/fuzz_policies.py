@@ -182,7 +182,7 @@ def _chunk(policies: int, every: Any, natural: Any, failures: list[dict[str, Any
 
 def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
     """Numbers, policies, traces, and what runs one of them."""
-    from kvdsl.runtime.torch_backend import TorchBackend
+    from kvdsl.runtime.torch.backend import TorchBackend
     from tests.differential.random_policies import policy_of
     from tests.differential.traces import random_trace, run_policy
 

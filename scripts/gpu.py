@@ -38,11 +38,13 @@ from kvdsl.bench import baselines, prefill  # noqa: E402
 from kvdsl.bench.baselines import Cache, Token  # noqa: E402
 from kvdsl.bench.decode import SETTLING, Shape, decode_step, live_bytes, new_tokens, rotation, steady_state  # noqa: E402
 from kvdsl.bench.selecting import period  # noqa: E402
-from kvdsl.runtime.backends import Backend, choose  # noqa: E402
-from kvdsl.runtime.slots import AttentionCall, SlotState  # noqa: E402
+from kvdsl.runtime.backend import Backend  # noqa: E402
+from kvdsl.runtime.backends import choose  # noqa: E402
+from kvdsl.runtime.call import AttentionCall  # noqa: E402
 from kvdsl.runtime.spec import PolicySpec  # noqa: E402
-from kvdsl.runtime.storage import slot_state  # noqa: E402
-from kvdsl.runtime.torch_backend import TorchBackend  # noqa: E402
+from kvdsl.runtime.state.layouts import slot_state  # noqa: E402
+from kvdsl.runtime.state.slots import SlotState  # noqa: E402
+from kvdsl.runtime.torch.backend import TorchBackend  # noqa: E402
 
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "equip_blocks", "sparcas")
 SELECTED = {"tokens": 512.0, "dims": 16.0}

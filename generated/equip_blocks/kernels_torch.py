@@ -2,15 +2,15 @@
 
 Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: run `kvdsl compile equip_blocks.kv`.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from kvdsl.runtime.settle import Protection
-from kvdsl.runtime.view import Columns, View
+from kvdsl.runtime.torch.settle import Protection
+from kvdsl.runtime.torch.view import Columns, View
 
 
 def observe(row: View, columns: Columns) -> None:

@@ -86,5 +86,4 @@ int KVDSL_ENTRY(observe_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptA
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<RoCoPolicy>(*args, attn);
 }
-int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
 }

@@ -2,7 +2,7 @@
 
 Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.settle import Protection
-from kvdsl.runtime.view import Columns, View
+from kvdsl.runtime.torch.settle import Protection
+from kvdsl.runtime.torch.view import Columns, View
 
 
 def observe(row: View, columns: Columns) -> None:

@@ -58,7 +58,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=4,
+        abi=5,
     )
 
     def __init__(

@@ -52,5 +52,4 @@ int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<StreamingLLMPolicy>(*args, attn);
 }
-int KVDSL_ENTRY(abi)() { return KVDSL_ABI; }
 }

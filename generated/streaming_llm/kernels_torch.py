@@ -2,15 +2,15 @@
 
 Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
 
-Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.view`.
+Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from kvdsl.runtime.settle import Protection
-from kvdsl.runtime.view import View
+from kvdsl.runtime.torch.settle import Protection
+from kvdsl.runtime.torch.view import View
 
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:

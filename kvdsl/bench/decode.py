@@ -13,14 +13,16 @@ from torch import Tensor
 from kvdsl.bench import baselines, measure, selecting
 from kvdsl.bench.baselines import Cache, Token
 from kvdsl.bench.measure import Candidate
+from kvdsl.errors import KvdslError
 from kvdsl.loading import load
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
-from kvdsl.runtime.view import INITIAL
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.torch.view import INITIAL
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 SETTLING = 16

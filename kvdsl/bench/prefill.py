@@ -12,9 +12,11 @@ from torch import Tensor
 from kvdsl.bench import baselines, measure
 from kvdsl.bench.decode import DTYPES
 from kvdsl.bench.measure import Candidate
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import SlotState
 
 _EAGER_EVERY = 3
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 
 class Rotary:

@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from kvdsl.bench.baselines import Token
-from kvdsl.runtime import selection
-from kvdsl.runtime.backends import Backend
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import SLOT_DIM, SlotState
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.view import row_view
+from kvdsl.runtime.state.slots import SLOT_DIM, SlotState
+from kvdsl.runtime.torch import selection
+from kvdsl.runtime.torch.view import row_view
 
 LAYERS = 32
 """Layers of the model of which one is measured."""
@@ -74,7 +74,7 @@ def breakdown(backend: Backend, state: SlotState, step: Callable[[Token], Tensor
     """Milliseconds a step of every stage, the mean over the threads and over whole periods; nothing from torch's backend."""
     if backend.name != "cpu":
         return {}
-    from kvdsl.runtime.cpu_backend import STAGES, CpuBackend
+    from kvdsl.runtime.cpu.backend import STAGES, CpuBackend
 
     assert isinstance(backend, CpuBackend)
     steps = max(64, period(state))

@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.models import DTYPES, quiet
-from kvdsl.runtime.errors import KvdslError
 
 _LLAMA = {"model_type": "llama", "vocab_size": 32000, "max_position_embeddings": 4096}
 

@@ -96,7 +96,7 @@ def _timed_update(cache: DynamicCache, spent: Counter[str]) -> Iterator[None]:
 @contextmanager
 def _stages(cache: Any, spent: Counter[str]) -> Iterator[None]:
     """What the C++ kernel spends on placing the token, and on observing and settling: the mean over its threads."""
-    from kvdsl.runtime.cpu_backend import STAGES, CpuBackend
+    from kvdsl.runtime.cpu.backend import STAGES, CpuBackend
 
     backends = {
         id(layer.backend): layer.backend for layer in cache.layers if isinstance(getattr(layer, "backend", None), CpuBackend)

@@ -36,10 +36,10 @@ from transformers.modeling_utils import AttentionInterface
 
 from kvdsl.bench import baselines
 from kvdsl.bench.rotary import Rotary
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import native_layers, text_config, token_count
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
+from kvdsl.runtime.state.layouts import slot_state
 
 SERVED = ("h2o", "equip_h2o", "streaming_llm", "equip_streaming")
 """Policies whose rule is written here."""

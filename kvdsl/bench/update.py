@@ -13,9 +13,11 @@ from torch import Tensor
 from kvdsl.bench import baselines, decode, measure
 from kvdsl.bench.baselines import Shifting
 from kvdsl.bench.measure import Candidate
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import SlotState
 
 EQUIP_SHAPES = (
     (1, 64, 64), (1, 64, 128), (1, 128, 64), (8, 64, 64), (8, 64, 128), (8, 128, 64), (32, 64, 64), (32, 64, 128),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 
 def cache_folder() -> Path:

@@ -23,10 +23,10 @@ from pathlib import Path
 
 from kvdsl import __version__
 from kvdsl.build.cache import cache_folder, writable
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
-INCLUDE = Path(__file__).parent.parent / "runtime" / "include"
-DRIVER = Path(__file__).parent.parent / "runtime" / "src"
+INCLUDE = Path(__file__).parent.parent / "runtime" / "cpu" / "include"
+DRIVER = Path(__file__).parent.parent / "runtime" / "cpu" / "src"
 FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC",
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli.common import json_option, print_json
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.runtime.gpu.build import Row

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.exceptions import NoArgsIsHelpError
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from kvdsl.cli.common import CLEAN, FINDINGS, exit_code, finish, json_option, print_json, report, set_option
+from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
-from kvdsl.runtime.errors import KvdslError
 
 
 @dataclass(frozen=True)

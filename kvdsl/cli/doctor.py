@@ -175,7 +175,7 @@ extern "C" int kvdsl_probe() { return omp_get_max_threads(); }
 
 def _compiler() -> Iterator[Finding]:
     from kvdsl.build.cxx import FLAGS, compiler, compiler_version
-    from kvdsl.runtime.errors import KvdslError
+    from kvdsl.errors import KvdslError
 
     try:
         command = compiler()
@@ -202,7 +202,7 @@ def _build_problem(command: list[str]) -> str | None:
 def _backends() -> Iterator[Finding]:
     from kvdsl.build.cache import cache_folder
     from kvdsl.build.cxx import compiler
-    from kvdsl.runtime.errors import KvdslError
+    from kvdsl.errors import KvdslError
 
     try:
         import torch

@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.measuring import Measured, model_and_text, names, show, tell
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 
 @click.command()

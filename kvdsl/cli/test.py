@@ -22,7 +22,7 @@ from kvdsl.cli.common import (
     print_json,
     report,
 )
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic

@@ -11,11 +11,9 @@ from dataclasses import fields
 from pathlib import Path
 
 from kvdsl import __version__
+from kvdsl.abi import ABI
 from kvdsl.emit.environment import environment
 from kvdsl.lower.plan import PackagePlan
-
-ABI = 4
-"""The runtime interface that generated code is made for (`kvdsl.runtime.spec.ABI`; a test compares them)."""
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
 _CPP = "kernels_cpu.cpp"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvdsl.errors import KvdslError
 from kvdsl.loading import load
-from kvdsl.runtime.errors import KvdslError
 
 
 class Policies:

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.recording import Recording, record
 from kvdsl.loading import load
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.settle import rank_key
+from kvdsl.runtime.torch.settle import rank_key
 
 Row = dict[str, Any]
 POLICIES = Path(__file__).with_name("importance")

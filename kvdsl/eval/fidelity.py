@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.caches import Policies
 from kvdsl.eval.generate import greedy, same_prefix
-from kvdsl.runtime.errors import KvdslError
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 Row = dict[str, Any]

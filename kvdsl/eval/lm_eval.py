@@ -20,8 +20,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kvdsl.errors import KvdslError
 from kvdsl.loading import load
-from kvdsl.runtime.errors import KvdslError
 
 try:
     from lm_eval.api.registry import register_model

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.recording import Recording, record
-from kvdsl.runtime.errors import KvdslError
 
 Row = dict[str, Any]
 BRIEF = 50

@@ -10,9 +10,10 @@ import torch
 from torch import Tensor
 
 from kvdsl.loading import load
-from kvdsl.runtime.attention import scores, softmax
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.attention import scores, softmax
+from kvdsl.runtime.torch.backend import TorchBackend
 
 
 @dataclass(frozen=True)

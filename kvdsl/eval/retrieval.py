@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from kvdsl.assets.retrieval import Recall, key_values, lay_out, pass_key
+from kvdsl.errors import KvdslError
 from kvdsl.eval.caches import Policies
 from kvdsl.eval.generate import greedy
 from kvdsl.eval.models import encode
-from kvdsl.runtime.errors import KvdslError
 
 TASKS = ("pass-key", "key-value")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)

@@ -17,10 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval import recording
 from kvdsl.eval.recording import Recording
 from kvdsl.loading import load
-from kvdsl.runtime.errors import KvdslError
 
 Row = dict[str, Any]
 SELECTORS = Path(__file__).with_name("selectors")

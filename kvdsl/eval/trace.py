@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.resources import resource
-from kvdsl.runtime import eviction
+from kvdsl.runtime.torch import eviction
 
 SCORE, PROTECTED = "score", "protected"
 """What a page shows of a token beside the policy's state columns."""

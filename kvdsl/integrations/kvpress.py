@@ -21,11 +21,11 @@ from kvpress.presses.base_press import BasePress
 from kvpress.utils import get_prerope_query_states
 from torch import Tensor, nn
 
+from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
 from kvdsl.loading import load
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall
 
 
 @dataclass

@@ -7,12 +7,13 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import FREE, AttentionCall, ranks
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import FREE, ranks
 
 
 @dataclass(frozen=True)

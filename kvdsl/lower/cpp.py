@@ -1,4 +1,4 @@
-"""Expressions as C++: what a generated `kernels_cpu.cpp` computes. See kvdsl/runtime/include/kvdsl/head.hpp for `row` and `head`.
+"""Expressions as C++: what a generated `kernels_cpu.cpp` computes. See kvdsl/runtime/cpu/include/kvdsl/head.hpp for `row` and `head`.
 
 Values over slots are floats computed in a loop over i; numbers per row are doubles. A reduction over slots is hoisted out
 of the loop and gets a name; so does what a ring remembers, reduced for every slot at once.

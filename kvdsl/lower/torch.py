@@ -1,4 +1,4 @@
-"""Expressions as torch code: what `kernels_torch.py` and `cache.py` hold. See `kvdsl.runtime.view` for shapes."""
+"""Expressions as torch code: what `kernels_torch.py` and `cache.py` hold. See `kvdsl.runtime.torch.view` for shapes."""
 
 from __future__ import annotations
 

@@ -9,8 +9,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvdsl.errors import KvdslError
 from kvdsl.reproduce.experiment import Paper, Row
-from kvdsl.runtime.errors import KvdslError
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

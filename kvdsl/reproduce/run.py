@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdsl.errors import KvdslError
 from kvdsl.reproduce.experiment import Experiment, Paper, Row, Setup
-from kvdsl.runtime.errors import KvdslError
 
 
 def load_paper(name: str) -> Paper:

@@ -1,4 +1,4 @@
-"""Cosines and sines for turning keys and queries inside a kernel; see src/rotate.hpp and gpu/rotate.py."""
+"""Cosines and sines for turning keys and queries inside a kernel; see cpu/src/rotate.hpp and gpu/rotate.py."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from kvdsl.runtime.rope import Rope
 
 NEAR_TURNS = 128
-"""`near_turns` of src/rotate.hpp."""
+"""`near_turns` of cpu/src/rotate.hpp."""
 
 DIGITS = (2**7, 2**12, 2**12)
 """On a GPU, where nobody waits to know how long the text is, a turn of any 31 bits is composed of three: bases, the lowest first."""

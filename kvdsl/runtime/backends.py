@@ -3,38 +3,15 @@
 from __future__ import annotations
 
 import warnings
-from typing import Protocol
 
 import torch
-from torch import Tensor
 
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.torch.backend import TorchBackend
 
 NAMES = ("auto", "cpu", "triton", "torch")
-
-
-class Backend(Protocol):
-    """Serves one policy's layers."""
-
-    name: str
-    served: str
-    """What `kvdsl.runtime.graph.enlist` calls it; nothing for one whose steps can be traced."""
-
-    def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """Attend, observe and settle a prompt (or a part of it); [batch, tokens, query_heads, value_dim]."""
-
-    def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """Place, attend, observe and settle token by token; [batch, tokens, query_heads, value_dim]."""
-
-
-class Working(Backend, Protocol):
-    """A backend whose states have a workspace."""
-
-    def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
-        """Have the state work in the tensors of another one's workspace, whose slots are alike."""
 
 
 def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype) -> Backend:
@@ -63,7 +40,7 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
 
 
 def _cpu(spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> Backend:
-    from kvdsl.runtime.cpu_backend import CpuBackend
+    from kvdsl.runtime.cpu.backend import CpuBackend
 
     return CpuBackend(spec, device, dtype)
 

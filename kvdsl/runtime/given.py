@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 
 class Given:

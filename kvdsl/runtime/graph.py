@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.backends import Backend, Working
+    from kvdsl.runtime.backend import Backend, Working
 
 READ = ("numbers", "prompt")
 """Tensors of a state that no step changes."""

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvdsl.abi import ABI
+
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvdsl.runtime.given import Given
-
-ABI = 4
-"""Generated code states the runtime interface that it was made for; `PolicySpec` refuses another."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class PolicySpec:
         bounded: whether the policy ever evicts.
         group: how a group's query heads are reduced: `mean`, `max` or `sum`.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
-        torch_kernels: the generated torch functions (`kvdsl.runtime.torch_backend` documents them).
+        torch_kernels: the generated torch functions (`kvdsl.runtime.torch.backend` documents them).
         cpu_source: the generated C++ file; there is none where the policy has no C++ form.
         triton_source: the generated Triton kernels, likewise.
         rings: name and size (the name of a number) of every column that holds what the newest queries gave, one by one.

@@ -18,8 +18,8 @@ from lark.parsers.lalr_interactive_parser import InteractiveParser
 
 from kvdsl.build.cache import cache_folder, writable
 from kvdsl.diagnostics import Sink
+from kvdsl.errors import KvdslError
 from kvdsl.resources import read_resource
-from kvdsl.runtime.errors import KvdslError
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax.lexer import Lexer, span_of
 from kvdsl.syntax.messages import Stuck, explain

@@ -8,7 +8,7 @@ import torch
 from kvdsl.bench import baselines
 from kvdsl.bench.baselines import Cache, Evicting
 from kvdsl.build.cxx import compiler
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 BATCH, HEADS, GROUP, SLOTS, DIM = 2, 3, 4, 24, 16
 

@@ -12,8 +12,8 @@ import kvdsl
 from kvdsl.bench import decode
 from kvdsl.bench.decode import Shape
 from kvdsl.cli import main
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
 
 SHAPE = Shape(batch=2, kv_heads=2, group=2, head_dim=32, live=48, dtype="fp32")

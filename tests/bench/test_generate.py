@@ -13,9 +13,9 @@ from kvdsl.bench import generate, measure
 from kvdsl.bench.generate import NATIVE, Text, Times, bench_generate, contenders
 from kvdsl.bench.shapes import SHAPES, parse_shape, shaped_model
 from kvdsl.cli import main
+from kvdsl.errors import KvdslError
 from kvdsl.eval.caches import Policies
 from kvdsl.eval.generate import greedy
-from kvdsl.runtime.errors import KvdslError
 
 
 @pytest.fixture(scope="module")

@@ -15,8 +15,8 @@ import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.bench import shifting
 from kvdsl.bench.shifting import ShiftedCache, rule, twin
+from kvdsl.errors import KvdslError
 from kvdsl.eval.models import encode, page
-from kvdsl.runtime.errors import KvdslError
 from tests.hf import policies, zoo
 
 BUDGET = 12

@@ -11,7 +11,7 @@ import pytest
 
 from kvdsl.build import cxx
 from kvdsl.build.cache import cache_folder
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
 

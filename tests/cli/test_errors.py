@@ -9,7 +9,7 @@ import pytest
 
 import kvdsl
 from kvdsl.cli.common import guarded
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from tests.cli.harness import run
 
 POLICY = 'kv 1\n\npolicy Mine {{\n  "Mine."\n  param budget = 512\n  score mean(attn)\n  {}\n}}\n'

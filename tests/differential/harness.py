@@ -25,10 +25,11 @@ from kvdsl.interp.step import Step
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.visitors import walk
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.eviction import Together
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope as TorchRope
-from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.eviction import Together
 
 # How far a backend's output and columns may lie from float64. The output is rounded to the model's dtype once; columns
 # are float32 sums of float32 probabilities, whose error grows with the logits' size.

@@ -13,10 +13,12 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.runtime.angles import NEAR_TURNS, Angles, angles
-from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState, ranks
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import FREE, SlotState, ranks
 from tests.differential.harness import OUT_TOLERANCE
 
 BATCH, HEADS, DIM = 2, 2, 64

@@ -14,9 +14,12 @@ import torch
 from kvdsl.interp.head import Head
 from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
-from kvdsl.runtime import cpu_backend, eviction, torch_backend
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
-from kvdsl.runtime.view import INITIAL, Columns, row_view
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu import backend as cpu_backend
+from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.torch import backend as torch_backend
+from kvdsl.runtime.torch import eviction
+from kvdsl.runtime.torch.view import INITIAL, Columns, row_view
 
 from .harness import _has_close_pair
 from .test_random import PAIRS, load

@@ -12,7 +12,7 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.source import SourceFile
 
 from .harness import Case, compare

@@ -18,9 +18,9 @@ from kvdsl.emit.package import package
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
-from kvdsl.runtime import settle as settling
-from kvdsl.runtime.torch_backend import TorchBackend
-from kvdsl.runtime.view import Columns, View
+from kvdsl.runtime.torch import settle as settling
+from kvdsl.runtime.torch.backend import TorchBackend
+from kvdsl.runtime.torch.view import Columns, View
 from kvdsl.source import SourceFile
 
 from .random_policies import policies, policy_of

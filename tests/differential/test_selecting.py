@@ -15,10 +15,11 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.slots import SlotState
 from tests.differential.harness import OUT_TOLERANCE
 
 HEADS, LAYERS = 2, 4

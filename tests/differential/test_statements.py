@@ -13,9 +13,10 @@ import kvdsl
 from kvdsl.compiler import analyse
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
 
 from .harness import Case, compare
 

@@ -24,18 +24,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvdsl.emit.package import package
+from kvdsl.errors import KvdslError
 from kvdsl.interp import Call, Head, Layer, Step, resolve
 from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Expr, Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.columns import add_columns
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.eviction import Together
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.torch.eviction import Together
 
 from .harness import INPUTS, OUT_TOLERANCE
 from .precision import FUSED_16_BITS, Range, choose, exactly, widened

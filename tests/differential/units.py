@@ -18,7 +18,7 @@ from unittest.mock import patch
 import torch
 
 from kvdsl.build.cxx import FLAGS, INCLUDE, compiler, driver_objects
-from kvdsl.runtime.cpu_backend import CpuBackend
+from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.spec import PolicySpec
 
 SUFFIX = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -63,7 +63,7 @@ def _part(stem: str, text: str, suffix: str) -> str:
 
 
 def _backend(library: Any, stem: str, spec: PolicySpec, dtype: torch.dtype) -> CpuBackend:
-    with patch("kvdsl.runtime.cpu_backend._library", return_value=_Named(library, stem)):
+    with patch("kvdsl.runtime.cpu.backend._library", return_value=_Named(library, stem)):
         return CpuBackend(spec, torch.device("cpu"), dtype)
 
 

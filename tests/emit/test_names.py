@@ -17,7 +17,7 @@ from kvdsl.source import SourceFile
 
 KEYWORDS = "struct union int float new class template this operator and bitand co_await char8_t"
 MACROS = "NULL EOF M_PI M_E CHAR_BIT INT_MAX UINT32_MAX SIZE_MAX RAND_MAX BUFSIZ EXIT_SUCCESS HUGE_VAL INFINITY NAN FP_NAN errno assert"
-MACROS += " math_errhandling KVDSL_ABI stdin linux unix I"
+MACROS += " math_errhandling stdin linux unix I"
 CPP = "std kvdsl Head Query Column Number Policy Slot Group QueryOf params columns group settle place observe decode head row i seen"
 CPP += " leaving score main exp fabs bf16 f16 isnan scratch_columns needs_attn"
 PYTHON = "given capacity trigger slack max_drop numbers kernels_torch Tensor Given Any Path spec resolve super dict len self cls model"

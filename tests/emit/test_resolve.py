@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given
 from kvdsl.runtime.spec import PolicySpec
 

@@ -11,11 +11,11 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdsl.cli import main
+from kvdsl.errors import KvdslError
 from kvdsl.eval import consistency, persistence
 from kvdsl.eval.models import windows
 from kvdsl.eval.recording import Recording, record
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall
+from kvdsl.runtime.call import AttentionCall
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 10
 

@@ -12,10 +12,10 @@ import pytest
 from click.testing import CliRunner
 
 from kvdsl.cli.eval import command as evaluate
+from kvdsl.errors import KvdslError
 from kvdsl.eval.benchmarks import longbench, metrics, ruler, run
 from kvdsl.eval.benchmarks.tasks import Example, Task
 from kvdsl.eval.caches import Policies
-from kvdsl.runtime.errors import KvdslError
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 

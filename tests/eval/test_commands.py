@@ -10,8 +10,8 @@ from click.testing import CliRunner
 from kvdsl import demo
 from kvdsl.cli import main
 from kvdsl.cli.eval import command as evaluate
+from kvdsl.errors import KvdslError
 from kvdsl.eval.models import load_model, page, read_text
-from kvdsl.runtime.errors import KvdslError
 
 
 def run_json(capsys, *words: str) -> dict:

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.eval.generate import greedy
-from kvdsl.runtime.errors import KvdslError
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: `make test-lm-eval` installs it")
 

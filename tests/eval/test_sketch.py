@@ -12,12 +12,12 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvdsl
 from kvdsl.cli import main
+from kvdsl.errors import KvdslError
 from kvdsl.eval import sketch
 from kvdsl.eval.models import windows
 from kvdsl.eval.recording import Recording
 from kvdsl.eval.sketch import PAGE, Setting
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import AttentionCall
+from kvdsl.runtime.call import AttentionCall
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 

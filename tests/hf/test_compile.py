@@ -12,8 +12,8 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
-from kvdsl.runtime.errors import KvdslError
 from tests.hf import policies, zoo
 
 BUDGET, PROMPT = 16, 20

@@ -11,9 +11,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.layer import SlotLayer
-from kvdsl.runtime.slots import SlotState
+from kvdsl.runtime.state.slots import SlotState
 from tests.hf import policies, zoo
 
 TOKENS, BUDGET = 2000, 256

@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from tests.hf import policies, zoo
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import rope as calibration
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.rope import Layout, Rope

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import can_roll_back
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept

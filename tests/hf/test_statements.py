@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
 

@@ -15,8 +15,8 @@ kvpress = pytest.importorskip(
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
 
 import kvdsl  # noqa: E402
+from kvdsl.errors import KvdslError  # noqa: E402
 from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
-from kvdsl.runtime.errors import KvdslError  # noqa: E402
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "benchmarks" / "policies"
 TOKENS = 80

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.integrations.prompts import Survivors, survivors
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
 
 TOKENS, BUDGET, HEADS, GROUP, DIM = 60, 24, 2, 2, 8
 ROPE = Rope(10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4), "half")

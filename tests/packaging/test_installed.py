@@ -105,7 +105,7 @@ def test_what_a_wheel_holds(wheel: Path) -> None:
         metadata = archive.read(next(name for name in names if name.endswith("dist-info/METADATA"))).decode()
         entry_points = archive.read(next(name for name in names if name.endswith("entry_points.txt"))).decode()
     assert {f"kvdsl/_data/{name}" for name in NEEDED} <= set(names)
-    assert {"kvdsl/py.typed", "kvdsl/runtime/include/kvdsl/decode.hpp"} <= set(names)
+    assert {"kvdsl/py.typed", "kvdsl/runtime/cpu/include/kvdsl/decode.hpp"} <= set(names)
     assert any(name.startswith("kvdsl/assets/reference_model/") for name in names)
     assert all(name.startswith(("kvdsl/", f"kvdsl-{kvdsl.__version__}.dist-info/")) for name in names)
     assert not [name for name in names if "__pycache__" in name or name.endswith((".so", ".pyc"))]

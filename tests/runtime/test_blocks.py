@@ -11,14 +11,15 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.blocks import BlockState
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
-from kvdsl.runtime.undo import UndoLog
+from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import UndoLog
 from tests.hf import zoo
 
 HEADS, DIM = 2, 16

@@ -11,9 +11,10 @@ import torch
 
 import kvdsl
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.cpu_backend import decode_args
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import decode_args
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
 
 
 def call(batch: int, tokens: int, seed: int = 0) -> AttentionCall:

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.flat import FlatState
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
-from kvdsl.runtime.undo import UndoLog
+from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import UndoLog
 
 HEADS, DIM, PROMPT = 4, 16, 200
 PADDING = (0, 90)

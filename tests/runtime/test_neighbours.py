@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvdsl.runtime import neighbours, pages, rings
+from kvdsl.runtime.torch import neighbours, pages, rings
 
 VALUES = st.sampled_from([0.0, 1.0, -2.0, 3.5, 7.0, math.nan, math.inf, -math.inf])
 

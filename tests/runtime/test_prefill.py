@@ -15,14 +15,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvdsl
-from kvdsl.runtime import dense, statistics
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.prefill import prefill
-from kvdsl.runtime.prompt import Prompt
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.view import Columns
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch import dense, statistics
+from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prompt import Prompt
+from kvdsl.runtime.torch.view import Columns
 
 TOLERANCE = 1e-5
 """Of columns, whatever the dtype: relative to what was added up, or absolute below 1."""

@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState, ranks
+from kvdsl.runtime.state.slots import SlotState, ranks
 
 BATCH, HEADS, DIM, LIVE = 2, 3, 16, 40
 BACKENDS = ("torch", "cpu")

@@ -10,7 +10,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from kvdsl.interp.settle import victims
-from kvdsl.runtime.settle import (
+from kvdsl.runtime.torch.settle import (
     Ballot,
     Protection,
     agreed,

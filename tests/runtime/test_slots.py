@@ -8,11 +8,12 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.runtime import dense
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.prompt import Prompt
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch import dense
+from kvdsl.runtime.torch.backend import TorchBackend
+from kvdsl.runtime.torch.prompt import Prompt
 
 
 def call(batch: int, tokens: int, *, heads: int = 2, group: int = 2, dim: int = 8, seed: int = 0) -> AttentionCall:

@@ -9,11 +9,13 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.runtime.backends import Backend, choose
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.undo import Step, UndoLog
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import Step, UndoLog
 
 BATCH, HEADS, DIM = 2, 2, 16
 

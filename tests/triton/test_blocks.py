@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvdsl.runtime.blocks import BlockState
-from kvdsl.runtime.undo import UndoLog
+from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_blocks import Run, assert_same, check_pool, runs
 from tests.runtime.test_blocks import folder as folder  # the fixture
 

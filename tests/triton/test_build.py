@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.errors import KvdslError
 from tests.cli.harness import run
 from tests.differential.test_random import POLICIES
 

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvdsl.runtime.angles import DIGITS, digits
 from kvdsl.runtime.gpu import rotate
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import SlotState
+from kvdsl.runtime.state.slots import SlotState
 from tests.differential.harness import OUT_TOLERANCE
 from tests.differential.test_compact import (
     CAPPED,

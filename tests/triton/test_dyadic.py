@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu import ops
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
+from kvdsl.runtime.state.slots import FREE, SlotState
 from tests.differential import test_dyadic
 from tests.differential.test_dyadic import DIM, POLICIES
 

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 import torch
 
-from kvdsl.runtime import statistics
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu.sizes import Sizes
+from kvdsl.runtime.torch import statistics
 from tests.differential import test_statements
 from tests.differential.harness import compare
 from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt, spec_of

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvdsl.runtime.rope import Layout
-from kvdsl.runtime.undo import UndoLog
+from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_rope_cached import Run
 from tests.runtime.test_rope_cached import specs as specs  # the fixture: EQUIP_H2O, and the same that keeps nothing
 

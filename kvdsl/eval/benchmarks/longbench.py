@@ -13,9 +13,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.benchmarks import metrics
 from kvdsl.eval.benchmarks.tasks import Example, Task, check_answers, choose, read_lines
-from kvdsl.runtime.errors import KvdslError
 
 KEYS = ("input", "context", "answers", "length", "all_classes")
 PROMPTS = "dataset2prompt.json"

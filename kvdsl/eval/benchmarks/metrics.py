@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from difflib import SequenceMatcher
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 # -- words in common ---------------------------------------------------------------------------------------------------
 

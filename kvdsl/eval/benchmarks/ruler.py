@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.benchmarks import metrics
 from kvdsl.eval.benchmarks.tasks import Example, Task, check_answers, choose, read_lines
-from kvdsl.runtime.errors import KvdslError
 
 KEYS = ("input", "outputs")
 

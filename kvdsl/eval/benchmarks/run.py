@@ -16,11 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdsl.errors import KvdslError
 from kvdsl.eval.benchmarks.tasks import Example, Row, Task, percent
 from kvdsl.eval.caches import Policies
 from kvdsl.eval.generate import generate
 from kvdsl.eval.models import encode
-from kvdsl.runtime.errors import KvdslError
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 
 Row = dict[str, Any]
 

@@ -19,9 +19,9 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
-from kvdsl.runtime.blocks import BlockState
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.gpu.layout import give_back, take
@@ -37,11 +37,12 @@ from kvdsl.runtime.gpu.sizes import (
     Sizes,
 )
 from kvdsl.runtime.graph import enlist
-from kvdsl.runtime.prefill import prefill
-from kvdsl.runtime.prompt import Prompt
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState, stays_where_it_is
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.slots import SlotState, stays_where_it_is
+from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prompt import Prompt
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 _PROCESSORS_IN_THE_INTERPRETER = 8
@@ -74,7 +75,7 @@ class TritonBackend:
         return self
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.prefill.prefill`."""
+        """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._fold)
         if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
@@ -90,7 +91,7 @@ class TritonBackend:
         workspace(state, self.kernels, _sizes(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.statistics.observe`."""
+        """See `kvdsl.runtime.torch.statistics.observe`."""
         observe(self.kernels, self._dot, prompt, lse)
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:

@@ -1,6 +1,6 @@
 """Device functions of the second launch of a decode step, `settle`: who leaves. One program serves one KV head, as in `ops`.
 
-The order in which slots leave is the one of `kvdsl.runtime.settle`: the lowest score first, a NaN below everything, -0 like +0, of
+The order in which slots leave is the one of `kvdsl.runtime.torch.settle`: the lowest score first, a NaN below everything, -0 like +0, of
 equal scores the older one; protected slots only when there are no others, and the newest token last of all.
 """
 

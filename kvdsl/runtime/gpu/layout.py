@@ -1,5 +1,5 @@
 """Where the slots of a KV head lie: one after the other, or in blocks of a pool that all rows of the batch share, found through the
-row's table (see `kvdsl.runtime.blocks`). `take` and `give_back` are the launches that keep the tables.
+row's table (see `kvdsl.runtime.state.blocks`). `take` and `give_back` are the launches that keep the tables.
 
 Legend:
     B, H, N: rows, KV heads, slots per KV head. S: splits of `attend`. SIZE: slots of a block; 0 where there are no blocks.

@@ -12,19 +12,19 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime import dense, statistics
-from kvdsl.runtime.attention import in_rows
 from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
-from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.torch import dense, statistics
+from kvdsl.runtime.torch.attention import in_rows
+from kvdsl.runtime.torch.prompt import Prompt
 
 
 def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
-    """Fold every query that matters into the columns of the slots; see `kvdsl.runtime.statistics.observe`.
+    """Fold every query that matters into the columns of the slots; see `kvdsl.runtime.torch.statistics.observe`.
 
     Args:
         kernels: the policy's generated kernels. dot: what these multiply matrices in.
-        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
+        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
     """
     query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
     sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())

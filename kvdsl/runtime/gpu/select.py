@@ -7,7 +7,7 @@ Legend, beyond the one of `kernels_triton.py`:
     W: dims of the sketch. j: one of them, by its place. P: pages per KV head that there is room for.
     unit: what is chosen as a whole: a slot, or a page. Unit N of the slots is the new token, which is in no slot yet.
 
-The order is the one of `kvdsl.runtime.selection`: the highest first, a NaN below everything, -0 like +0, of equals the newer token
+The order is the one of `kvdsl.runtime.torch.selection`: the highest first, a NaN below everything, -0 like +0, of equals the newer token
 or page (for dims the lower one); what is protected comes before everything else.
 """
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import mask_tokens
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import PREFIX, register
 from kvdsl.runtime.hf.speculation import stop_listening
 from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config

@@ -13,18 +13,19 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvdsl.runtime.backends import Backend, choose
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.eviction import Together
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.backends import choose
 from kvdsl.runtime.hf import binding, speculation
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
 from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
-from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.storage import slot_state
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.eviction import Together
 
 
 class KVCache(Cache):
@@ -196,7 +197,7 @@ class KVCache(Cache):
         """From now on, note what every step overwrites, so that `crop` can take back the last ones; until `reset()`.
 
         Generation of transformers 5.16 and later calls this for assisted decoding and prompt lookup; with earlier releases, call
-        it first. `kvdsl.runtime.undo` says what a step costs.
+        it first. `kvdsl.runtime.state.undo` says what a step costs.
 
         Args:
             steps: how many tokens may be taken back; of a forward with more guesses, all of them.

@@ -11,18 +11,19 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.undo import UndoLog
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.backends import Backend
+    from kvdsl.runtime.backend import Backend
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What keys and values may be stored in."""

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch_backend import TorchBackend
+from kvdsl.runtime.torch.backend import TorchBackend
 
 TOKENS = 7
 """Length of the test: a prompt of six tokens, of which the second row pads two, and one more."""

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import PREFIX, SlotLength, mark
 from kvdsl.runtime.hf.binding import bind, managed_windows, release, text_model
 from kvdsl.runtime.hf.probe import quietly

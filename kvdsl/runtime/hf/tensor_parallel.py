@@ -8,7 +8,7 @@ from typing import Any
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
 
 

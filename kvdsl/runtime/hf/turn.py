@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from kvdsl.runtime.errors import KvdslError
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import speculation
-from kvdsl.runtime.slots import stays_where_it_is
+from kvdsl.runtime.state.slots import stays_where_it_is
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer

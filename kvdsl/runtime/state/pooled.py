@@ -1,14 +1,14 @@
 """Keys and values that lie otherwise than slot after slot: in one pool of each, that all rows of a batch share.
 
-What lies where is each layout's own (`kvdsl.runtime.blocks`, `kvdsl.runtime.flat`); positions, columns and ranks stay by slot, because
-they are small, and who leaves does not depend on where things lie. So do the rotated halves of `rope cached`.
+What lies where is each layout's own (`blocks` and `flat`, beside); positions, columns and ranks stay by slot, because they are
+small, and who leaves does not depend on where things lie. So do the rotated halves of `rope cached`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from kvdsl.runtime.slots import SlotState, taken
+from kvdsl.runtime.state.slots import SlotState, taken
 
 POOLS = {"keys": "key_pool", "values": "value_pool"}
 """What lies in pools, and the name of its pool."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import FREE, SlotState
 
 NOT_LIVE = "a slot that is to be replaced does not exist, is free, or is named twice"
 

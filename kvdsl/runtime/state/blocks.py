@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.pooled import POOLS, PooledState
-from kvdsl.runtime.slots import FREE, allocated
+from kvdsl.runtime.state.pooled import POOLS, PooledState
+from kvdsl.runtime.state.slots import FREE, allocated
 
 
 class BlockState(PooledState):

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.slots import FREE, SlotState
+from kvdsl.runtime.state.slots import FREE, SlotState
 
 WHOLE = ("seen", "position", "rank", "sketch")
 """Small tensors, noted as they are; those that the policy has."""

@@ -9,9 +9,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.attention import turned_keys, turned_queries
-from kvdsl.runtime.slots import AttentionCall, SlotState
-from kvdsl.runtime.view import View, row_view, visible_slots
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.attention import turned_keys, turned_queries
+from kvdsl.runtime.torch.view import View, row_view, visible_slots
 
 Kept = dict[str, Tensor]
 """What is cached: `keys`, `values`, `position` and `columns` over any number of slots."""

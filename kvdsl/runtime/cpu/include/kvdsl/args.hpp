@@ -3,9 +3,6 @@
 
 #include <cstdint>
 
-// Changes whenever DecodeArgs or a signature does; the loader compares it with its own.
-#define KVDSL_ABI 5
-
 // What a policy's functions are called for the loader. Whoever compiles several policies as one unit defines it anew
 // before including each.
 #ifndef KVDSL_ENTRY

@@ -17,13 +17,14 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import eviction, replacing, selection
-from kvdsl.runtime.attention import scores, softmax, turned_keys, turned_queries
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.prefill import prefill
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
-from kvdsl.runtime.tokens import new_positions, place
-from kvdsl.runtime.view import INITIAL, Columns, View, row_view
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.torch import eviction, replacing, selection
+from kvdsl.runtime.torch.attention import scores, softmax, turned_keys, turned_queries
+from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.tokens import new_positions, place
+from kvdsl.runtime.torch.view import INITIAL, Columns, View, row_view
 
 
 class TorchBackend:
@@ -33,7 +34,7 @@ class TorchBackend:
     served = ""
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.prefill.prefill`."""
+        """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call)
         state.keep_halves(call.rope)
         return out

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import pages
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.settle import Places, rank_key
-from kvdsl.runtime.slots import SLOT_DIM, SlotState
-from kvdsl.runtime.view import View, slots_view
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.state.slots import SLOT_DIM, SlotState
+from kvdsl.runtime.torch import pages
+from kvdsl.runtime.torch.settle import Places, rank_key
+from kvdsl.runtime.torch.view import View, slots_view
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.attention import scores
-from kvdsl.runtime.prompt import Prompt
-from kvdsl.runtime.view import Columns
+from kvdsl.runtime.torch.attention import scores
+from kvdsl.runtime.torch.prompt import Prompt
+from kvdsl.runtime.torch.view import Columns
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
 """What a block of probabilities may take: on a CPU it should stay in the cache."""
@@ -25,7 +25,7 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
     """Fold every query that matters into the columns of the slots.
 
     Args:
-        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.dense.attend` gives it.
+        lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
     """
     device = prompt.position.device.type
     entries = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // 4

@@ -11,20 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import graph, replacing, statistics
+from kvdsl.errors import KvdslError
+from kvdsl.runtime import graph
 from kvdsl.runtime.angles import angles
-from kvdsl.runtime.attention import in_rows
-from kvdsl.runtime.blocks import BlockState
-from kvdsl.runtime.errors import KvdslError
-from kvdsl.runtime.flat import FlatState
-from kvdsl.runtime.prefill import prefill
-from kvdsl.runtime.prompt import Prompt
-from kvdsl.runtime.slots import AttentionCall, SlotState
+from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch import replacing, statistics
+from kvdsl.runtime.torch.attention import in_rows
+from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prompt import Prompt
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
-ABI = 5
-"""`KVDSL_ABI` of kvdsl/args.hpp."""
 
 TILE = 32
 """`block` of src/attend.hpp: slots of a tile of the sketch."""
@@ -94,13 +94,13 @@ class CpuBackend:
         return self
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """See `kvdsl.runtime.prefill.prefill`."""
+        """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._fold)
         state.keep_halves(call.rope)
         return out
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.statistics.observe`, which serves where attention sees keys turned away from their text."""
+        """See `kvdsl.runtime.torch.statistics.observe`, which serves where attention sees keys turned away from their text."""
         if self._observe is None or prompt.turns:
             statistics.observe(prompt, lse)
             return
@@ -122,7 +122,7 @@ class CpuBackend:
         return out
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
-        """See `kvdsl.runtime.torch_backend.TorchBackend.replace`."""
+        """See `kvdsl.runtime.torch.backend.TorchBackend.replace`."""
         replacing.check_text(state)
         replacing.check_count(slots, call)
         state.forget_copies()
@@ -281,7 +281,4 @@ def _library(source: Path, stem: str) -> ctypes.CDLL:
 
 @lru_cache
 def _open(path: Path) -> ctypes.CDLL:
-    library = ctypes.CDLL(str(path))
-    if library.kvdsl_abi() != ABI:
-        raise KvdslError(f"{path} was built for another runtime: delete it and try again")
-    return library
+    return ctypes.CDLL(str(path))

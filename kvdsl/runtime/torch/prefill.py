@@ -12,15 +12,16 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import dense, eviction, selection, statistics
-from kvdsl.runtime.eviction import Held
-from kvdsl.runtime.prompt import Kept, Prompt
-from kvdsl.runtime.slots import FREE, SLOT_DIM, AttentionCall, SlotState, taken, text_order
-from kvdsl.runtime.tokens import new_positions, place, seen_before
-from kvdsl.runtime.view import INITIAL, row_view
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import FREE, SLOT_DIM, SlotState, taken, text_order
+from kvdsl.runtime.torch import dense, eviction, selection, statistics
+from kvdsl.runtime.torch.eviction import Held
+from kvdsl.runtime.torch.prompt import Kept, Prompt
+from kvdsl.runtime.torch.tokens import new_positions, place, seen_before
+from kvdsl.runtime.torch.view import INITIAL, row_view
 
 Observer = Callable[[Prompt, Tensor], None]
-"""Folds what the prompt's queries give the slots into the columns; see `kvdsl.runtime.statistics.observe`."""
+"""Folds what the prompt's queries give the slots into the columns; see `kvdsl.runtime.torch.statistics.observe`."""
 
 
 def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistics.observe) -> Tensor:

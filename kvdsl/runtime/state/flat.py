@@ -12,8 +12,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.pooled import POOLS, PooledState
-from kvdsl.runtime.slots import allocated
+from kvdsl.runtime.state.pooled import POOLS, PooledState
+from kvdsl.runtime.state.slots import allocated
 
 
 class FlatState(PooledState):

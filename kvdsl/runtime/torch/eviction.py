@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvdsl.runtime.settle import (
+from kvdsl.runtime.state.slots import FREE, SLOT_DIM, SlotState, close_gaps
+from kvdsl.runtime.torch.settle import (
     Ballot,
     Protection,
     agreed,
@@ -18,8 +19,7 @@ from kvdsl.runtime.settle import (
     overflow_before_placing,
     shared_order,
 )
-from kvdsl.runtime.slots import FREE, SLOT_DIM, SlotState, close_gaps
-from kvdsl.runtime.view import View, slots_view
+from kvdsl.runtime.torch.view import View, slots_view
 
 Excess = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """From the live slots and the numbers to how many must leave; see `settle.overflow`."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from kvdsl.runtime.blocks import BlockState
-from kvdsl.runtime.flat import FlatState
-from kvdsl.runtime.slots import SlotState
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state.slots import SlotState
 
 
 def slot_state(spec: PolicySpec, given: Mapping[str, float | None], **where: Any) -> SlotState:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from kvdsl.runtime.slots import FREE, AttentionCall, SlotState
-from kvdsl.runtime.view import Columns, View
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.torch.view import Columns, View
 
 
 def seen_before(state: SlotState, call: AttentionCall) -> Tensor:

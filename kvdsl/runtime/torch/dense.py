@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvdsl.runtime.attention import scores
-from kvdsl.runtime.prompt import Prompt
+from kvdsl.runtime.torch.attention import scores
+from kvdsl.runtime.torch.prompt import Prompt
 
 _BLOCK_BYTES = 32 << 20
 """What the probabilities of a block of queries may take."""

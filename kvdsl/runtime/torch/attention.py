@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.slots import AttentionCall, SlotState, ranks
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.slots import SlotState, ranks
 
 
 def scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:

@@ -15,8 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from kvdsl.runtime import neighbours, pages, rings
-from kvdsl.runtime.slots import SlotState
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch import neighbours, pages, rings
 
 
 class Given(Protocol):

@@ -1,0 +1,42 @@
+"""What a backend is asked to attend to: one forward of one attention module."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.rope import Rope
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One forward of one attention module.
+
+    Attributes:
+        query: [batch, query_heads, tokens, key_dim], rotated.
+        key, value: [batch, kv_heads, tokens, key_dim or value_dim], the new tokens'.
+        real: [batch, tokens] bool, False for padding; None when no token is.
+        scaling: factor of the dot products.
+        softcap: logits become softcap * tanh(logit / softcap), or None.
+        window: a query sees the last `window` tokens only, itself included, or None.
+        sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
+        rope: how queries and keys were rotated; None without rotary positions. Only compact positions ask.
+    """
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    real: Tensor | None
+    scaling: float
+    softcap: float | None = None
+    window: int | None = None
+    sinks: Tensor | None = None
+    rope: Rope | None = None
+
+    def cast(self, dtype: torch.dtype) -> AttentionCall:
+        """The same with vectors of this dtype."""
+        if self.query.dtype == self.key.dtype == self.value.dtype == dtype:
+            return self
+        return replace(self, query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))

@@ -1,0 +1,1 @@
+"""The torch backend, and the prompt for every backend: attention, statistics, eviction and selection by torch operations."""
