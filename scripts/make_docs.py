@@ -159,7 +159,7 @@ def language_reference() -> str:
         "## Statements\n",
         _table(("statement", "meaning", "default"), (_statement(rule) for rule in STATEMENTS)),
         "A policy that `extends` another takes over its statements; `keep` lines accumulate; `override` stands before a statement that "
-        "changes one. `import roco` makes a shipped policy known (`kvdsl list` shows them), and `import \"mine.kv\"` the policies and lets "
+        'changes one. `import roco` makes a shipped policy known (`kvdsl list` shows them), and `import "mine.kv"` the policies and lets '
         "of a file, by its path from the importing one: no file of yours can be taken for a shipped policy, or the other way round.\n",
         "## Inputs\n",
         _table(("name", "axes", "meaning"), ((f"`{name}`", axes[name], text) for name, text in INPUTS.items())),

@@ -88,7 +88,7 @@ def surroundings() -> dict[str, Any]:
     """Machine and versions."""
     from kvdsl.build.cxx import compiler, compiler_version
     from kvdsl.environment import environment
-    from kvdsl.runtime.errors import KvdslError
+    from kvdsl.errors import KvdslError
 
     try:
         built_by = compiler_version(*compiler())

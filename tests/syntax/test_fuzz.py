@@ -95,8 +95,8 @@ def test_any_words(words: list[bytes]) -> None:
 
 REPEATED = [
     "(", "-", "not ", "2**", ";", "a ", "\n", "{", "}", ")", '"', "'", '"""', "score\n", "param a=1\n", "policy a {", "let a=1\n",
-    "policy a {}\n", 'import "h2o.kv"\n', "import h2o\n", "1+", "f(", "max(", "keep ", "é", "×", "\\", "..", "a,", "override ", "kv 1\n", "\r",
-    "\u2028", "keep last 1\n", "sum(attn over ", "x\n",
+    "policy a {}\n", 'import "h2o.kv"\n', "import h2o\n", "1+", "f(", "max(", "keep ", "é", "×", "\\", "..", "a,", "override ",
+    "kv 1\n", "\r", "\u2028", "keep last 1\n", "sum(attn over ", "x\n",
 ]  # fmt: skip
 
 LONG = {
