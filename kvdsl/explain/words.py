@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import POSITION, READS, Facts, State
-from kvdsl.ir.nodes import Expr, Keep, LayerRange, Number, Param, Policy, Random
+from kvdsl.ir.axes import INPUT_AXES
+from kvdsl.ir.nodes import Expr, Input, Keep, LayerRange, Number, Param, Policy, Random
 from kvdsl.ir.printer import print_expression, print_range
 from kvdsl.ir.visitors import walk
 
@@ -56,10 +57,13 @@ def _evicts(policy: Policy) -> Iterator[str]:
     if policy.budget is None or policy.score is None:
         yield "nothing, ever"
         return
-    if any(isinstance(node, Random) for node in walk(policy.score)):
-        yield f"by lot: the token with the lowest {print_expression(policy.score)} leaves first"
+    score, parts = print_expression(policy.score), list(walk(policy.score))
+    chance = any(isinstance(node, Random) for node in parts)
+    if chance and not any(isinstance(node, Input) and INPUT_AXES[node.name] for node in parts):
+        yield f"by lot: the token with the lowest {score} leaves first"
     else:
-        yield f"the token with the lowest {print_expression(policy.score)} first; of equals, the older one"
+        lots = "; `random()` is a lot that each token draws anew" if chance else ""
+        yield f"the token with the lowest {score} first{lots}; of equals, the older one"
     if policy.trigger == Number(value=0):
         yield "never: the trigger is 0" if policy.cap == "soft" else "none after the prompt: the trigger is 0"
     elif policy.trigger != Number(value=1):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from kvdsl import codes
 from kvdsl.codes import Code
-from kvdsl.diagnostics import Label, Sink
+from kvdsl.diagnostics import Label, Sink, nearest
 from kvdsl.ir.nodes import Input, Reduce
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.params import Params
@@ -17,6 +17,7 @@ from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, Parts
 from kvdsl.sema.statics import Part
 from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import A_STATEMENT, ANYTHING
 
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
@@ -73,7 +74,9 @@ class Combinations:
             self.sink.report(codes.NO_SCORE, name, "the policy has a budget but no score", "add `score sum(attn)`, say")
 
     def _without_budget(self) -> None:
-        help = "add `param budget = 512`, say"
+        params = [name for name, placed in self.flat.names.items() if isinstance(placed.statement, syn.Param)]
+        near = nearest("budget", params)
+        help = "add `param budget = 512`, say" if near is None else f"did you mean `param budget`, not `{near}`?"
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
         scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")
         pointless += [keep.span for keep in self.parts.keeps if keep.ir.scope in scopes]

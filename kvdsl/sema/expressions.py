@@ -8,9 +8,11 @@ said.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import Literal, cast, get_args
 
 from kvdsl import codes
@@ -26,6 +28,7 @@ from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
+from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.shape import MAX_DEPTH
 
@@ -39,12 +42,34 @@ BUILTIN_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, "count", "rand
 BUILTINS = INPUTS | BUILTIN_FUNCTIONS
 
 
+NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
+
+
 @dataclass(frozen=True)
 class _Use:
-    """A let or function that is being put in, and where it is used."""
+    """A let or function that is being put in, where it is used, and what is written for its parameters."""
 
     definition: LetName
     span: Span
+    given: Mapping[str, str]
+
+    def filled(self, text: str) -> str:
+        """A text that quotes the body, with what is given in the place of the parameters."""
+        if not self.given:
+            return text
+        names = re.compile(rf"\b({'|'.join(map(re.escape, self.given))})\b")
+        return re.sub(r"`[^`]*`", lambda code: names.sub(self._operand, code[0]), text)
+
+    def _operand(self, name: re.Match[str]) -> str:
+        """What is given for a parameter, in parentheses where it needs some and has none around it."""
+        text, around = self.given[name[0]], name.string[name.start() - 1] + name.string[name.end()]
+        return text if around == "()" or re.fullmatch(r"[\w.]+(\([^()]*\))?", text) else f"({text})"
+
+    def definition_in_words(self) -> str:
+        """What it is short for."""
+        let = self.definition.let
+        head = let.name.span.file.text[let.name.span.start : let.value.span.start].strip().removesuffix("=").strip()
+        return f"`{head}` is `{let.value.span.quoted()}`"
 
 
 class Expressions:
@@ -103,15 +128,20 @@ class Expressions:
 
     def _report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
         """An error at a place; what goes wrong inside of the prelude is shown where the prelude is used."""
-        if (place := self._place(span)) is not span:
-            self.sink.report(code, place, message, help)
+        if (prelude := self._from_prelude()) is not None:
+            self.sink.report(code, prelude.span, prelude.filled(message), prelude.definition_in_words())
             return
         used = [Label(use.span, "used here") for use in reversed(self._uses)]
         self.sink.report(code, span, message, help, [*labels, *used[:1]])
 
+    def _from_prelude(self) -> _Use | None:
+        """Where the prelude is used, while something of it is being put in."""
+        return next((use for use in self._uses if use.definition.prelude), None)
+
     def _place(self, span: Span) -> Span:
         """The place itself, or, if it lies in the prelude, where that is used."""
-        return next((use.span for use in self._uses if use.definition.prelude), span)
+        prelude = self._from_prelude()
+        return span if prelude is None else prelude.span
 
     def _speaks_of(self, span: Span) -> bool:
         """Whether an unknown name at a place is worth a report: not if there was one, or if there is no knowing."""
@@ -140,7 +170,7 @@ class Expressions:
             return None
         if not self._speaks_of(node.span):
             return None
-        help_text = did_you_mean(node.name, {*scope.known(), *INPUTS})
+        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *INPUTS})
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
         return None
 
@@ -167,7 +197,7 @@ class Expressions:
         return self._lets[definition]
 
     @contextmanager
-    def _using(self, definition: LetName, span: Span) -> Iterator[bool]:
+    def _using(self, definition: LetName, span: Span, given: Mapping[str, str] = NOTHING_GIVEN) -> Iterator[bool]:
         """Puts a definition in; False after a report if it is being put in already."""
         if any(use.definition is definition for use in self._uses):
             name = definition.let.name
@@ -175,7 +205,7 @@ class Expressions:
             self.sink.report(codes.CYCLE, name.span, message, labels=[Label(span, "used here again")])
             yield False
             return
-        self._uses.append(_Use(definition, span))
+        self._uses.append(_Use(definition, span, given))
         try:
             yield True
         finally:
@@ -246,7 +276,7 @@ class Expressions:
         if not self._speaks_of(node.function.span):
             return None
         functions = {name for name in scope.known() if _is_function(scope.find(name))}
-        help = did_you_mean(name, BUILTIN_FUNCTIONS | functions)
+        help = habits.FUNCTIONS.get(name) or did_you_mean(name, BUILTIN_FUNCTIONS | functions)
         self._report(codes.UNKNOWN_FUNCTION, node.function.span, f"unknown function `{name}`", help)
         return None
 
@@ -260,7 +290,9 @@ class Expressions:
         given = {name: Bound(self.check(value, scope)) for name, value in written.items()}
         bound: dict[str, Definition] = {}
         inner = Scope(bound, definition.scope)
-        with self._using(definition, node.span) as free:
+        defaults = {one.name.text: one.default for one in parameters if one.default is not None}
+        texts = {name: value.span.quoted(40) for name, value in (defaults | written).items()}
+        with self._using(definition, node.span, texts) as free:
             if not free:
                 return None
             for parameter in parameters:

@@ -18,6 +18,7 @@ from lark.lexer import TerminalDef
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, printable
 from kvdsl.source import SourceFile, Span
+from kvdsl.syntax import habits
 
 _LOOKALIKES = {
     "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "≠": "!=", "“": '"', "”": '"',
@@ -114,11 +115,26 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
         sink.report(codes.CHARACTER, span, f"`{printable(span.text[:64])}` is not a name", help)
     else:
         what = f"`{printable(char)}`" + ("" if char.isascii() else f" (U+{ord(char):04X})")
-        help_text = f"write `{_LOOKALIKES[char]}`" if char in _LOOKALIKES else None
-        if char == ".":
-            help_text = "names have no `.` in them, and a path stands in quotes"
-        sink.report(codes.CHARACTER, span, f"unexpected character {what}", help_text)
+        sink.report(codes.CHARACTER, span, f"unexpected character {what}", _stray_help(source, at))
     return end
+
+
+def _stray_help(source: SourceFile, at: int) -> str | None:
+    """How to mend a character that is none of the language's."""
+    char, before = source.text[at], source.text[:at].rpartition("\n")[2]
+    if char == "?" or (char == ":" and "?" in before):
+        return habits.CHOICE
+    if char == ":":
+        return "`let f(x) = ...` defines a function" if "lambda" in before else "leave out the `:`"
+    if char in "[]" and re.search(r"[\w)]\[", before + char):
+        return "nothing is indexed: an expression is evaluated for all cached tokens, and `mean(x over last 32 queries)` picks queries"
+    if char in "[]":
+        return f"parentheses are round: write `{_LOOKALIKES[char]}`"
+    if char == "|":
+        return "write `or`; a magnitude is `abs(x)`"
+    if char == ".":
+        return "names have no `.` in them, and a path stands in quotes"
+    return f"write `{_LOOKALIKES[char]}`" if char in _LOOKALIKES else None
 
 
 def _report_open_string(source: SourceFile, at: int, sink: Sink) -> int:

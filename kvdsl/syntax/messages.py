@@ -11,6 +11,7 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, did_you_mean, printable
 from kvdsl.source import SourceFile, Span
+from kvdsl.syntax import habits
 from kvdsl.syntax.lexer import span_of
 
 Explanation = tuple[Code, Span, str, str | None, tuple[Label, ...]]
@@ -41,12 +42,23 @@ class Stuck:
         return self.tokens[self.at - 1] if self.at > 0 else None
 
     @property
+    def goes_on(self) -> bool:
+        """Whether a line ends behind an operator, as if its expression went on in the next."""
+        ends = self.token.type == "_SEP" and self.token == "\n"
+        return ends and self.at > self.begin and self.before is not None and ends_in_operator(self.before)
+
+    @property
     def span(self) -> Span:
         """Where the unexpected token stands; a missing rest is shown right behind what is there."""
         if self.token.type in ("_SEP", "$END", "RBRACE") and self.at > self.begin and self.before is not None:
             end = self.before.end_pos or 0
             return self.source.span(end, end + 1)
         return span_of(self.source, self.token)
+
+
+def ends_in_operator(last: Token) -> bool:
+    """Whether an expression with this last token lacks its right side."""
+    return last.type in _OPERATORS | {"NOT"} or last in ("and", "or", "not")
 
 
 def explain(stuck: Stuck) -> Explanation:
@@ -118,7 +130,8 @@ def _statement(stuck: Stuck) -> Explanation | None:
     if "POLICY" in stuck.accepts:
         help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
         return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
-    return codes.STATEMENT, stuck.span, f"unknown statement `{word}`", did_you_mean(word, known), ()
+    habit = habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
+    return codes.STATEMENT, stuck.span, f"unknown statement `{word}`", habit or did_you_mean(word, known), ()
 
 
 def _operator(stuck: Stuck) -> Explanation | None:
@@ -132,7 +145,8 @@ def _operator(stuck: Stuck) -> Explanation | None:
     if kind in _COMPARISONS and "OR" in stuck.accepts:
         return codes.SYNTAX, stuck.span, "comparisons do not chain", "write `a < b and b < c`", ()
     if kind == "SLASH" and before is not None and before.type == "SLASH":
-        return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", "a comment starts with `#`", ()
+        rounded = "`floor(a / b)` rounds down; a comment starts with `#`"
+        return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", rounded, ()
     return None
 
 
@@ -163,8 +177,14 @@ def _expected(stuck: Stuck) -> Explanation:
 def _help(stuck: Stuck) -> str | None:
     """How to mend it, where that can be guessed."""
     kind, before = stuck.token.type, stuck.before
-    if "OVERRIDE" in stuck.accepts and kind in _OPERATORS:
-        return "to go on in a new line, put the expression in parentheses"
+    if "OVERRIDE" in stuck.accepts and kind == "SLASH" and _text_follows(stuck, "/"):
+        return "a comment starts with `#`"
+    if stuck.goes_on or ("OVERRIDE" in stuck.accepts and kind in _OPERATORS):
+        return _GO_ON
+    if {"FIRST", "LAST", "WHERE"} <= stuck.accepts and str(stuck.token) in habits.KEEPS:
+        return habits.KEEPS[str(stuck.token)]
+    if stuck.token == "if" and "OR" in stuck.accepts:
+        return habits.CHOICE
     if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
         return f'`{stuck.token}` belongs inside of a test: `test "..." {{ ... }}`'
     if "POLICY" in stuck.accepts and kind in stuck.keywords:
@@ -178,6 +198,14 @@ def _help(stuck: Stuck) -> str | None:
         return f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`"
     words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
     return did_you_mean(str(stuck.token), words) if kind == "NAME" else None
+
+
+_GO_ON = "to go on in a new line, put the expression in parentheses"
+
+
+def _text_follows(stuck: Stuck, text: str) -> bool:
+    """Whether a text stands right behind the unexpected token."""
+    return stuck.source.text.startswith(text, stuck.token.end_pos or 0)
 
 
 def _choices(stuck: Stuck) -> list[str]:

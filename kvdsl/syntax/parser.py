@@ -22,7 +22,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.resources import read_resource
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax.lexer import Lexer, span_of
-from kvdsl.syntax.messages import Stuck, explain
+from kvdsl.syntax.messages import Stuck, ends_in_operator, explain
 
 MAX_ERRORS = 20
 
@@ -210,9 +210,15 @@ class _Parser:
                 if inside and depth == 0 and index >= stuck:
                     return index
                 depth = max(0, depth - 1)
-            elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin:
+            elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin and not self._goes_on(index):
                 return index
         return len(self.tokens) - 1
+
+    def _goes_on(self, index: int) -> bool:
+        """Whether the broken statement seems to go on behind a line's end: there is an operator before it and no statement after it."""
+        after = self.tokens[index + 1]
+        begins = after.type == "NAME" and after not in self.keywords
+        return ends_in_operator(self.tokens[index - 1]) and (begins or after.type in ("NUMBER", "LPAR"))
 
     def _forget(self, begin: int, end: int) -> None:
         words = [str(token) for token in self.tokens[begin:end] if token.type == "NAME"][:3]

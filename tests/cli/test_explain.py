@@ -134,6 +134,11 @@ def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None
             "the moving average of attn over the queries that see the token, which keeps 0.9",
         ),
         ("param budget = 64; score random()", "by lot"),
+        ("param budget = 64; score budget * random()", "by lot"),
+        (
+            "param budget = 64; score sum(attn) + 0.001 * random()",
+            "the token with the lowest sum(attn) + 0.001 * random() first; `random()` is a lot",
+        ),
         ("param budget = 64; score norm2(k)", "once, when the token comes in"),
         ("param budget = 64; score sum(attn over last 9 queries)", "attn, from each of the last 9 queries"),
         ("select top 9 by dot(q, k) in layers 1..", "attends to 9 tokens: what is protected"),

@@ -6,6 +6,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Number, Reduce
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
+from kvdsl.syntax import habits
 from tests.diagnostics.expect import body, check, expect_in, only, policy
 
 
@@ -178,6 +179,23 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
         ("mean", "KV0309", "`mean` is a function, not a value", "mean", "write `mean(...)`"),
         ("atn", "KV0201", "unknown name `atn`", "atn", "did you mean `attn`?"),
         ("observed", "KV0201", "unknown name `observed`", "observed", None),
+        (
+            "attention",
+            "KV0201",
+            "unknown name `attention`",
+            "attention",
+            "write `attn`: the probability that the query gives the slot",
+        ),
+        ("norm2(key)", "KV0201", "unknown name `key`", "key", "write `k`"),
+        ("avg(attn)", "KV0202", "unknown function `avg`", "avg", "write `mean(x)`"),
+        ("clip(age, 0, 3)", "KV0202", "unknown function `clip`", "clip", "write `min(max(x, low), high)`"),
+        (
+            "softmax(mean(logit))",
+            "KV0202",
+            "unknown function `softmax`",
+            "softmax",
+            "`attn` is the softmax of the logits already; over slots it is `exp(x) / sum(exp(x) over slots)`",
+        ),
         ("men(attn)", "KV0202", "unknown function `men`", "men", "did you mean `mean`?"),
         ("nrm2(v)", "KV0202", "unknown function `nrm2`", "nrm2", "did you mean `norm2`?"),
         ("age and 3 > 2", "KV0303", "`and` needs a condition, but `age` is a number", "age", "compare it: `age > 0`"),
@@ -263,8 +281,24 @@ def test_errors_inside_of_a_function_name_its_use() -> None:
 
 
 def test_errors_inside_of_the_prelude_are_shown_where_it_is_used() -> None:
-    found = only(body("param budget = 8", "score norm1(age)"), "KV0304")
-    assert found.span.text == "norm1(age)"
+    message = "`abs(attn)` has no dims to reduce over: it is one number per query and slot"
+    expect_in("score norm1(attn)", "KV0304", message, "norm1(attn)", "`norm1(x)` is `sum(abs(x) over dims)`")
+    message = "`abs(age + 3)` has no dims to reduce over: it is one number per slot"
+    expect_in("let f(y) = norm1(y + 3)\nscore f(age)", "KV0304", message.replace("age", "y"), "norm1(y + 3)",
+              "`norm1(x)` is `sum(abs(x) over dims)`")  # fmt: skip
+    found = only(body("budget pyramid(3, beta = 1 - 1)", "score age"), "KV0408")
+    assert found.message == "`3 / (1 - 1)` divides by zero"
+    assert found.help is not None and found.help.startswith("`pyramid(b, beta = 20)` is `where(")
+
+
+def test_what_people_write_elsewhere_is_nothing_of_the_language() -> None:
+    from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, INPUTS
+
+    assert not habits.NAMES.keys() & INPUTS
+    assert not habits.FUNCTIONS.keys() & BUILTIN_FUNCTIONS
+    for word in habits.STATEMENTS:
+        found = check(body("param budget = 512", f"{word} 4", "score age")).diagnostics
+        assert [(one.code, one.help) for one in found] == [("KV0104", habits.STATEMENTS[word])]
 
 
 def test_unused_functions_are_checked_for_names() -> None:

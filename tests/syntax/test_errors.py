@@ -15,7 +15,28 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
         ("param 3 = 4", "expected a name, not `3`", "3", None),
         ("score age = 3", "`=` does not compare", "=", "write `==`"),
         ("score 1 < age < 3", "comparisons do not chain", "<", "write `a < b and b < c`"),
-        ("score age // 3", "unexpected `/` after `/`", "/", "a comment starts with `#`"),
+        ("score age // 3", "unexpected `/` after `/`", "/", "`floor(a / b)` rounds down; a comment starts with `#`"),
+        ("// a comment", "expected a statement or `}`, not `/`", "/", "a comment starts with `#`"),
+        (
+            "score age if age > 3 else 4",
+            "expected a new line or `;` before `if`",
+            "if",
+            "a choice is `where(condition, a, b)`",
+        ),
+        ("keep recent 4", "expected `first`, `last`, `top` or `where`, not `recent`", "recent", "write `keep last 4`"),
+        ("keep sinks 4", "expected `first`, `last`, `top` or `where`, not `sinks`", "sinks", "write `keep first 4`"),
+        (
+            "score age +\n mean(attn)",
+            "expected an expression after `+`",
+            "\n",
+            "to go on in a new line, put the expression in parentheses",
+        ),
+        (
+            "keep where age > 3 and\n age < 9",
+            "expected an expression after `and`",
+            "\n",
+            "to go on in a new line, put the expression in parentheses",
+        ),
         ("trigger over >= 3", "expected `overflow`, not `over`", "over", "did you mean `overflow`?"),
         ("score mean(attn over)", "expected a name or `last`, not `)`", ")", None),
         ("score = age", "`score` takes its expression without `=`", "=", "leave out the `=`"),
@@ -55,7 +76,26 @@ def test_syntax_errors(statement: str, message: str, at: str, help: str | None) 
 
 def test_unknown_statements() -> None:
     expect_in("scor age", "KV0104", "unknown statement `scor`", "scor", "did you mean `score`?")
+    expect_in("evict age", "KV0104", "unknown statement `evict`", "evict", "write `score`: the lowest leaves first")
     expect_in("override kep last 3", "KV0104", "unknown statement `kep`", "kep", "did you mean `keep`?")
+
+
+def test_a_statement_behind_an_operator_is_not_taken_for_its_right_side() -> None:
+    found = check(body("param budget = 512", "score age *", "keep las 4")).diagnostics
+    assert [(one.code, one.span.text) for one in found] == [("KV0101", "\n"), ("KV0101", "las")]
+
+
+def test_choices_and_brackets_of_other_languages() -> None:
+    found = check(body("param budget = 512", "score age > 3 ? 1 : 2")).diagnostics
+    assert [(one.span.text, one.help) for one in found] == [
+        ("?", "a choice is `where(condition, a, b)`"),
+        (":", "a choice is `where(condition, a, b)`"),
+    ]
+    help = "nothing is indexed: an expression is evaluated for all cached tokens, and `mean(x over last 32 queries)` picks queries"
+    found = check(body("param budget = 512", "score attn[0]")).diagnostics
+    assert [(one.span.text, one.help) for one in found] == [("[", help), ("]", help)]
+    found = check(body("param budget = 512", "score 2 * [age + 1]")).diagnostics
+    assert [one.help for one in found] == ["parentheses are round: write `(`", "parentheses are round: write `)`"]
 
 
 def test_unknown_items_of_a_file() -> None:
