@@ -85,6 +85,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "position": torch.arange(filled, dtype=torch.int32, device=device).expand(heads).contiguous(),
         "columns": columns,
     }
+    state.reserves = True
     state.store(kept, prompt, state.resolve(prompt))
     if spec.sketches:
         selecting.sketch(state, _random((shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim), shape, generator))

@@ -154,6 +154,14 @@ def test_compact_positions_are_refused_where_tests_say_so() -> None:
     assert told >= {stem for stem, _, _ in test_rope.REFUSED.values()} - {"GPTJ", "Bart", "Llama"}
 
 
+def test_promises_are_held_by_tests_that_exist() -> None:
+    for promise, *held in rows("docs/support.md", "What is promised"):
+        named = re.findall(r"`(tests/[\w/]+\.py)::(\w+)`", held[-1])
+        assert named, promise
+        for file, test in named:
+            assert f"\ndef {test}(" in read(file), f"{file}::{test}"
+
+
 def test_every_refusal_is_quoted_as_it_is_said() -> None:
     """The words in quotes in the column of reasons occur in a message of the runtime."""
     sources = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "kvdsl" / "runtime").rglob("*.py"))

@@ -96,6 +96,17 @@ def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) 
         assert torch.equal(ours.layers[0].state.half_keys, theirs.layers[0].state.half_keys)
 
 
+def test_a_budget_that_the_prompt_does_not_fill(model: Any) -> None:
+    """It is compiled once all of it is allocated."""
+    ours, theirs = (policies.make("h2o", model, budget=2000, backend="cpu") for _ in range(2))
+    with pytest.raises(torch._dynamo.exc.Unsupported, match="caches that grow"):
+        decode(model, whole(model), ours, 2)
+    ours.reset()
+    ours.reserve()
+    assert torch.equal(decode(model, whole(model), ours, 4), decode(model, model, theirs, 4))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_inductor(backend: str, model: Any) -> None:

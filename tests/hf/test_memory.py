@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.layer import SlotLayer
-from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.slots import AT_ONCE, SlotState
 from tests.hf import policies, zoo
 
 TOKENS, BUDGET = 2000, 256
@@ -120,6 +120,37 @@ def test_size_is_known_in_advance() -> None:
     slots = 2 * 2 * 65  # batch, KV heads, slots
     columns = len(cache.state(0))
     assert abs(cache.bytes() - 2 * slots * (2 * 16 * 4 + 4 + 4 * columns)) < 200
+
+
+def test_a_budget_takes_memory_as_it_is_filled() -> None:
+    """A short prompt with a huge budget: what is allocated goes by the prompt, and by the budget where that is asked for."""
+    model, ids = zoo.model("llama"), zoo.prompt(1, 18)
+    cache = policies.make(policies.OBSERVING, model, budget=100_000)
+    assert not cache.is_compileable
+    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+    assert cache.layers[0].state.slots == AT_ONCE
+    small = cache.bytes()
+    cache.reserve()
+    assert cache.is_compileable
+    assert cache.layers[0].state.slots == 100_001
+    assert cache.bytes() > 90 * small
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm", "roco_blocks"])
+def test_kernels_follow_slots_that_grow(policy: str) -> None:
+    """The tokens that a cache keeps, and the logits, are those of one whose slots were all there from the beginning."""
+    model, ids = zoo.model("llama"), zoo.prompt(1, 1090)
+    ours, theirs = (policies.make(policy, model, budget=1050) for _ in range(2))
+    theirs.reserve()
+    logits = []
+    with torch.no_grad():
+        for cache in (ours, theirs):
+            model(ids[:, :1000], past_key_values=cache)
+            steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(1000, 1090)]
+            logits.append(torch.cat(steps, 1))
+    assert (ours.layers[0].state.slots, ours.is_compileable) == (1051, True)
+    torch.testing.assert_close(*logits)
+    assert all(torch.equal(ours.positions(layer), theirs.positions(layer)) for layer in ours.managed)
 
 
 def test_a_whole_prompt_is_held_in_one_layer_at_a_time() -> None:

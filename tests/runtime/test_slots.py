@@ -10,6 +10,7 @@ import torch
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -185,3 +186,55 @@ def test_rings_are_as_long_as_the_longest_rows(tmp_path: Path) -> None:
         KvdslError, match=r"remembers a number of queries that depends on the prompt.* pass the prompt in one"
     ):
         custom(tmp_path, "keep top 2 by max(attn over last prompt / 3 queries)", cuts=2)
+
+
+# -- a budget that the prompt does not fill --------------------------------------------------------------------------------
+
+
+def grown(body: str, folder: Path, *, reserves: bool = False, batch: int = 1) -> tuple[SlotState, list[int]]:
+    """A policy with a budget of 1,060 after a short prompt and 120 more tokens, and how many slots it had on the way."""
+    file = folder / "p.kv"
+    file.write_text(f'kv 1\npolicy P {{\n"a test"\nbudget 1060\nscore sum(attn)\n{body}\n}}\n', encoding="utf-8")
+    spec = kvdsl.load(file).spec
+    state, backend = slot_state(spec, {}), TorchBackend()
+    state.reserves = reserves
+    backend.prefill(state, call(batch, 1000))
+    sizes = [state.slots]
+    for step in range(4):
+        backend.decode(state, call(batch, 30, seed=step))
+        sizes.append(state.slots)
+    return state, sizes
+
+
+@pytest.mark.parametrize("reserves", [False, True])
+def test_a_large_budget_is_not_allocated_for_a_short_prompt(reserves: bool) -> None:
+    state = SlotState(kvdsl.load("h2o").spec, {"budget": 100_000})
+    if reserves:
+        state.reserve()
+    assert state.stays_fixed() == reserves
+    TorchBackend().prefill(state, call(1, 18))
+    assert (state.slots, state.limit, state.grows) == ((100_001, 100_001, False) if reserves else (1024, 100_001, True))
+    assert state.stays_fixed() == reserves
+    state.reserve()
+    assert (state.slots, state.stays_fixed()) == (100_001, True)
+    assert live(state) == 18
+
+
+@pytest.mark.parametrize(
+    ("body", "limit"), [("", 1061), ("cap hard", 1060), ("trigger overflow >= 20", 1080), ("storage blocks 48", 1061)]
+)
+def test_a_budget_is_filled_by_growing(body: str, limit: int, tmp_path: Path) -> None:
+    """What is cached does not depend on when its slots were allocated."""
+    ours, sizes = grown(body, tmp_path, batch=2)
+    theirs, fixed = grown(body, tmp_path, batch=2, reserves=True)
+    assert (sizes[0], sizes[-1], ours.limit, ours.grows) == (1024, limit, limit, False)
+    assert set(fixed) == {limit}
+    assert live(ours) <= limit
+    for name in ("position", "keys", "values", "seen"):
+        assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
+    torch.testing.assert_close(ours.columns, theirs.columns)
+    if body.startswith("storage"):
+        assert ours.blocks == theirs.blocks
+    where = [getattr(ours, name).data_ptr() for name in ours.TENSORS]
+    TorchBackend().decode(ours, call(2, 5))
+    assert [getattr(ours, name).data_ptr() for name in ours.TENSORS] == where

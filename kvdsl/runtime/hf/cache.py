@@ -81,6 +81,10 @@ class KVCache(Cache):
         together = Together() if spec.victims == "layers" else None
         for index, window in binding.managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
+            state.reserves = model.device.type not in (
+                "cpu",
+                "meta",
+            )  # as it will turn out; before the prompt, transformers asks
             if together is not None:
                 together.join(state)
             layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))
@@ -166,6 +170,16 @@ class KVCache(Cache):
                 layer.reset()
             else:  # transformers 4.57 only zeroes such a layer
                 self.layers[index] = fresh[index]
+
+    def reserve(self) -> None:
+        """Allocate the whole budget now, and at the end of every prompt to come, however short that is.
+
+        By itself a cache on a CPU begins with what the prompt needs, 1,024 slots per KV head at least, and grows until it holds its
+        budget. Reserve before `torch.compile` where a budget is larger than that, and wherever a lack of memory is to show at
+        once. On accelerators it is done always; layers that never evict grow all the same.
+        """
+        for index in self.managed:
+            self.layers[index].state.reserve()
 
     def check_closed(self) -> None:
         """Raise KvdslError if keys were handed out that never met our attention."""

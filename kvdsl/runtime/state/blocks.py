@@ -5,8 +5,8 @@ there, over what left (EQUIP, figure 18). A block holds the same slots of all KV
 slots is in use; a block in which none is any more goes back to the pool, for whichever row needs one next. So rows of different
 lengths, or with different budgets, take what they use and not what the largest does.
 
-Under a policy that evicts while it decodes, the pool is allocated once, at the end of the prompt, with as many blocks as each row
-can ever need by its own budget: it never moves, and no step waits for the host to enlarge it. Where the cache grows, so does the pool.
+Under a policy that evicts while it decodes, the pool has as many blocks as each row can ever need by its own budget: it never moves,
+and no step waits for the host to enlarge it. Where the slots are not yet as many as they will be, the pool grows like them.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class BlockState(PooledState):
         """See `PooledState._lay_out`: pools with the blocks in use, in place of older ones of that size."""
         batch, heads, slots = self.position.shape
         size = int(self.named(self.numbers)["block"].max())
-        size = size if self.grows else min(size, max(1, slots))
+        size = size if self.limit is None else min(size, self.limit)
         self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
         wanted = int((self._blocks_of(self.position >= 0, size) if self.grows else self._most_blocks(size)).sum())
         for name, pool in POOLS.items():
@@ -133,10 +133,19 @@ class BlockState(PooledState):
         coming = empty & (empty.cumsum(-1) <= tokens)
         short = int((self._blocks_of(coming, self.size) & (self.table < 0)).sum()) - free
         if short > 0:
-            more = max(short, self.blocks // 2)
-            for pool in POOLS.values():
-                old: Tensor = getattr(self, pool)
-                setattr(self, pool, torch.cat([old, allocated(old, (len(old), more, *old.shape[2:]), 0)], 1))
+            self._add_blocks(max(short, self.blocks // 2))
+
+    def _extend(self, slots: int) -> None:
+        """See `SlotState._extend`; a pool whose slots are enough for ever has enough blocks as well."""
+        super()._extend(slots)
+        if not self.grows:
+            self._add_blocks(int(self._most_blocks(self.size).sum()) - self.blocks)
+
+    def _add_blocks(self, count: int) -> None:
+        """Enlarge the pools."""
+        for pool in POOLS.values() if count > 0 else ():
+            old: Tensor = getattr(self, pool)
+            setattr(self, pool, torch.cat([old, allocated(old, (len(old), count, *old.shape[2:]), 0)], 1))
 
     def _gathered(self, pool: Tensor) -> Tensor:
         """See `PooledState._gathered`; slots without a block show what others keep."""

@@ -24,6 +24,9 @@ FREE = -1
 SLOT_DIM = {"keys": 2, "values": 2, "position": 2, "columns": 3}
 """The tensors that have slots, and which dimension those are."""
 
+AT_ONCE = 1024
+"""Slots per KV head that are allocated at the end of a prompt without need, where they are enough for ever."""
+
 _GROWTH = 64
 """A cache that grows has a multiple of this many slots."""
 
@@ -31,7 +34,7 @@ _GROWTH = 64
 class SlotState:
     """What one layer has cached.
 
-    Tensors (N slots per KV head; allocated at the end of the prompt, then never again while the policy is bounded):
+    Tensors (N slots per KV head; allocated at the end of the prompt, and again only while the cache `grows`):
         keys [batch, kv_heads, N, key_dim], values [batch, kv_heads, N, value_dim]: the model's dtype.
         position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
         columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
@@ -59,6 +62,10 @@ class SlotState:
         workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
             cache.
         filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
+        limit: slots per KV head that are enough for ever, or None where nothing is.
+        grows: whether the slots are fewer than that.
+        reserves: whether as many as that are allocated as soon as the prompt ends, however short it was. Accelerators, whose graphs
+            want tensors that stay where they are, always do.
     """
 
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
@@ -101,6 +108,7 @@ class SlotState:
         self.head_offset = head_offset
         self.seed = seed
         self.together: Together | None = None
+        self.reserves = False
         self._fixed: bool | None = None
         if spec.sketches:
             self.TENSORS = (*self.TENSORS, "sketch", "prompt", "sketch_keys")
@@ -129,6 +137,7 @@ class SlotState:
         self.allocated = False
         self.decoding = False
         self.grows = False
+        self.limit: int | None = None
         self.evicts = False
         self.selects = False
         self.window = None
@@ -156,11 +165,20 @@ class SlotState:
     def _would_stay_fixed(self) -> bool:
         if not self.bounded or self.spec.when == "prefill":
             return False
+        served = [numbers for numbers in map(self._tried, (1.0, 2.0**30)) if numbers is not None]  # some serve either only
+        if not served:
+            return False
+        named = self.named(served[-1])
+        if not named["capacity"].isfinite().all() or not (named.get("trigger", named["capacity"]) > 0).all():
+            return False
+        return self.reserves or bool((self.most_while_attending(served[0]) <= AT_ONCE).all())
+
+    def _tried(self, prompt: float) -> Tensor | None:
+        """The numbers for a prompt of this length, None if the policy does not serve it."""
         try:
-            named = self.named(self.resolve(torch.full((1,), 2.0**30)))
-        except KvdslError:  # such a policy serves short prompts only
-            named = self.named(self.resolve(torch.ones(1)))
-        return bool(named["capacity"].isfinite().all()) and bool((named.get("trigger", named["capacity"]) > 0).all())
+            return self.resolve(torch.full((1,), prompt))
+        except KvdslError:
+            return None
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
@@ -232,7 +250,9 @@ class SlotState:
         position = kept["position"]
         self.filled = int((position >= 0).sum(-1).max())
         numbers = self._after_prompt(numbers)
-        self.grows, slots = self._capacity(numbers)
+        self.limit = self._limit(numbers)
+        slots = self._first_slots(position.device)
+        self.grows = slots != self.limit
         self.seen, self.numbers = seen.clone(), numbers
         self._allocate(kept, text_order(position)[..., :slots], slots)
         if self.spec.sketches:
@@ -251,15 +271,26 @@ class SlotState:
         self.selects = self.spec.selects and bool(named["select"].isfinite().any())
         return numbers
 
-    def _capacity(self, numbers: Tensor) -> tuple[bool, int]:
-        """Whether the cache grows, and the slots to allocate: what is there, or what a settle keeps and what comes in before the next.
+    def _limit(self, numbers: Tensor) -> int | None:
+        """Slots that are enough for ever: what a settle keeps and what comes in before the next.
 
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
         if not self.evicts or (not self.spec.hard_cap and self._never_settles(numbers)):
-            return True, max(1, self.filled)  # just that, while later layers read the prompt; the first token makes it grow
+            return None
         most = _whole(float(self.most_while_attending(numbers).max()))
-        return False, max(most, self.filled if self.spec.hard_cap else self.filled + 1)
+        return max(most, self.filled if self.spec.hard_cap else self.filled + 1)
+
+    def _first_slots(self, device: torch.device) -> int:
+        """Slots to allocate at the end of a prompt.
+
+        Where the cache will grow just what is there, while later layers read the prompt; the first tokens make it grow.
+        """
+        if self.limit is None:
+            return max(1, self.filled)
+        if self.reserves or device.type != "cpu":
+            return self.limit
+        return min(self.limit, max(AT_ONCE, self.filled + 1))
 
     def _never_settles(self, numbers: Tensor) -> bool:
         """Whether some row has a trigger that nothing reaches."""
@@ -283,8 +314,19 @@ class SlotState:
             return
         self.filled += tokens
         if self.filled > self.slots:
-            kept = {name: getattr(self, name) for name in self.PLAIN}
-            self._allocate(kept, None, _grown(self.filled))
+            self._extend(_grown(self.filled))
+
+    def reserve(self) -> None:
+        """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""
+        self.reserves, self._fixed = True, None
+        if self.allocated and self.grows and self.limit is not None:
+            self._extend(self.limit)
+
+    def _extend(self, slots: int) -> None:
+        """Have so many slots per KV head, or as many as are enough for ever."""
+        slots = slots if self.limit is None else min(slots, self.limit)
+        self._allocate({name: getattr(self, name) for name in self.PLAIN}, None, slots)
+        self.grows = slots != self.limit
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
         """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
