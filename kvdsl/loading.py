@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import importlib.util
-import os
 import sys
-import tempfile
+from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
 
-from kvdsl.build.cache import cache_folder, writable
-from kvdsl.errors import KvdslError
+from kvdsl.build.cache import cache_folder
+from kvdsl.build.store import entry
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf import KVCache
@@ -34,34 +32,31 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
     from kvdsl.emit.package import compile_file
 
     compiled = compile_file(policy, {name: str(value) for name, value in settings.items()})
-    files, stem = compiled.files, compiled.policy.stem
-    digest = hashlib.sha256("\0".join(files[key] for key in sorted(files)).encode()).hexdigest()[:16]
-    folder = cache_folder() / "packages" / f"{stem}-{digest}"
-    if not (folder / "manifest.json").exists():
-        _publish(files, folder)
+    stem = compiled.policy.stem
+    digest = hashlib.sha256("\0".join(compiled.files[key] for key in sorted(compiled.files)).encode()).hexdigest()[:16]
+    folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled.files, folder))
     cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
     return cache_class
 
 
-def _publish(files: dict[str, str], folder: Path) -> None:
-    """Write the package into a private folder and rename that: another process sees all of it or nothing."""
-    from kvdsl.emit.render import write
+def _write(files: dict[str, str], folder: Path) -> None:
+    for name, text in files.items():
+        (folder / name).write_text(text, encoding="utf-8")
 
-    writable(folder.parent)
-    try:
-        with tempfile.TemporaryDirectory(prefix="writing-", dir=folder.parent) as private:
-            write(files, Path(private) / folder.name)
-            with contextlib.suppress(OSError):  # somebody else was faster, with the same files
-                os.rename(Path(private) / folder.name, folder)
-    except OSError as error:
-        raise KvdslError(f"cannot write to {folder} ({error.strerror}); set KVDSL_CACHE_DIR to another folder") from error
+
+class _SourceLoader(SourceFileLoader):
+    """Reads what the entry's seal vouches for, and neither reads nor leaves bytecode beside it."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        return self.source_to_code(self.get_data(self.path), self.path)
 
 
 def _import(folder: Path, name: str) -> ModuleType:
     """Import the folder as a package of this name, once a process."""
     if name in sys.modules:
         return sys.modules[name]
-    spec = importlib.util.spec_from_file_location(name, folder / "__init__.py", submodule_search_locations=[str(folder)])
+    sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_SourceLoader, [".py"]))  # for the modules in it
+    spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(folder / "__init__.py")), is_package=True)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from pathlib import Path
 
@@ -33,4 +34,11 @@ def writable(folder: Path) -> Path:
     return folder
 
 
+def refusal(path: Path, error: OSError) -> KvdslError:
+    """What to say when something in the cache folder cannot be written."""
+    hint = f"free some space there, or {_HINT}" if error.errno in _FULL else _HINT
+    return KvdslError(f"cannot write {path} ({error.strerror}); {hint}")
+
+
 _HINT = "set KVDSL_CACHE_DIR to a folder that can be written to"
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -2,8 +2,7 @@
 
 What a policy's kernels have in common, the driver, is compiled into objects that all policies are linked with: a policy of its
 own takes a fraction of a second. The name of what is built is a digest of everything that decides what is in it: the source, the
-headers, the flags, the compiler and the processor. It is built in a private folder and published by one rename, so that
-processes that build the same at the same time do not meet; the last one wins with the same bytes.
+headers, the flags, the compiler and the processor. `kvdsl.build.store` keeps it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,8 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvdsl import __version__
-from kvdsl.build.cache import cache_folder, writable
+from kvdsl.build.cache import cache_folder
+from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 
 INCLUDE = Path(__file__).parent.parent / "runtime" / "cpu" / "include"
@@ -40,7 +40,10 @@ def compiler() -> list[str]:
     Raises:
         KvdslError: if there is none.
     """
-    named = shlex.split(os.environ.get("CXX", ""))
+    try:
+        named = shlex.split(os.environ.get("CXX", ""))
+    except ValueError as error:
+        raise KvdslError(f"CXX is no command (`{os.environ['CXX']}`: {error})") from error
     for name in named[:1] or _COMPILERS:
         path = shutil.which(name)
         if path:
@@ -52,8 +55,12 @@ def compiler() -> list[str]:
 @lru_cache
 def compiler_version(*command: str) -> str:
     """The first line of `--version`."""
-    done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=False)
-    return (done.stdout or done.stderr).splitlines()[0].strip() if done.stdout or done.stderr else "unknown"
+    try:
+        done = subprocess.run([*command, "--version"], capture_output=True, text=True, errors="replace", check=False)
+    except OSError:  # no program at all: building will say so
+        return "unknown"
+    said = (done.stdout or done.stderr).strip()
+    return said.splitlines()[0] if said else "unknown"
 
 
 @lru_cache
@@ -94,57 +101,84 @@ def shared_library(source: Path, name: str) -> Path:
 
 
 def driver_objects() -> list[Path]:
-    """The driver's object files, built now as far as they are not in the cache.
+    """The driver's object files, built now if they are not in the cache.
 
     Raises:
         KvdslError: as in `kernel_library`.
     """
-    objects = {source: _cached(source, source.stem, ".o") for source in sorted(DRIVER.glob("*.cpp"))}
-    missing = [source for source, made in objects.items() if not made.exists()]
+    sources = sorted(DRIVER.glob("*.cpp"))
     command = [*compiler(), *FLAGS, "-c"]
-    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-        list(pool.map(lambda source: _build(command, [source], objects[source]), missing))
-    return list(objects.values())
+
+    def make(folder: Path) -> None:
+        with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+            list(pool.map(lambda source: compile_cpp(command, [source], folder / f"{source.stem}.o"), sources))
+
+    folder = entry(_place("driver"), "driver", make)
+    return [folder / f"{source.stem}.o" for source in sources]
 
 
 def _library(source: Path, name: str, driven: bool) -> Path:
-    library = _cached(source, name, ".so")
-    if not library.exists():
+    def make(folder: Path) -> None:
         started = time.perf_counter()
         objects = driver_objects() if driven else []
-        _build([*compiler(), *FLAGS, "-shared"], [source, *objects], library)
+        compile_cpp([*compiler(), *FLAGS, "-shared"], [source, *objects], folder / f"{name}.so")
         taken = time.perf_counter() - started
-        print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {library.parent}", file=sys.stderr)
-    return library
+        print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {place.parent}", file=sys.stderr)
+
+    place = _place(name, source.read_text(encoding="utf-8"))
+    return entry(place, name, make) / f"{name}.so"
 
 
-def _cached(source: Path, name: str, suffix: str) -> Path:
-    """Where in the cache lies what is built of a source."""
+def _place(name: str, source: str = "") -> Path:
+    """Where in the cache lies what is built of the runtime and perhaps a source."""
     cxx = compiler()
     digest = hashlib.sha256(_runtime())
-    for part in (
-        source.read_text(encoding="utf-8"),
-        " ".join((*cxx, *FLAGS)),
-        compiler_version(*cxx),
-        _processor(),
-        __version__,
-    ):
+    for part in (source, " ".join((*cxx, *FLAGS)), compiler_version(*cxx), _processor(), __version__):
         digest.update(part.encode() + b"\0")
-    return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}{suffix}"
+    return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}"
 
 
-def _build(command: list[str], sources: list[Path], made: Path) -> None:
-    folder = writable(made.parent)
-    with tempfile.TemporaryDirectory(prefix="building-", dir=folder) as private:
-        unpublished = Path(private) / made.name
-        command = [*command, f"-I{INCLUDE}", *map(str, sources), "-o", str(unpublished)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise KvdslError(_refusal(command, done.stderr, folder / f"{made.name.rpartition('-')[0]}.log"))
-        os.replace(unpublished, made)
+def compile_cpp(command: list[str], sources: list[Path], made: Path) -> None:
+    """Run the compiler. What it writes on its way, and what a compiler that dies leaves, lies beside the file that it makes.
+
+    Raises:
+        KvdslError: if it fails or makes nothing.
+        OSError: if there is no writing there.
+    """
+    with tempfile.TemporaryDirectory(prefix="compiling-", dir=made.parent) as temporary:
+        command = [*command, f"-I{INCLUDE}", *map(str, sources), "-o", str(made)]
+        try:
+            done = subprocess.run(
+                command,
+                capture_output=True,
+                text=True,
+                errors="replace",
+                check=False,
+                env={**os.environ, "TMPDIR": temporary},
+            )
+        except OSError as error:
+            raise KvdslError(f"the C++ compiler {command[0]} cannot be run ({error.strerror}); {_OTHER}") from error
+    if done.returncode:
+        raise KvdslError(_failure(command, done, made))
+    if not made.exists():
+        raise KvdslError(f"the C++ compiler {command[0]} says that all is well, but makes no file; {_OTHER}")
 
 
-def _refusal(command: list[str], output: str, log: Path) -> str:
-    log.write_text(" ".join(command) + "\n\n" + output, encoding="utf-8")
-    first = next((line for line in output.splitlines() if "error" in line), "no message")
-    return f"the C++ compiler failed: {first.strip()}; the command and its whole output are in {log}"
+_OTHER = "set CXX to another one"
+
+
+def _failure(command: list[str], done: subprocess.CompletedProcess[str], made: Path) -> str:
+    """What to say of a compiler that fails; the whole of it goes into a file beside the entries, if there is room."""
+    output = done.stderr.strip() or done.stdout.strip()
+    first = (
+        next((line.strip() for line in output.splitlines() if "error" in line.lower()), None) or output.partition("\n")[0]
+    )
+    said = f"the C++ compiler failed: {first or f'{command[0]} ended with {done.returncode} without a word'}"
+    if "No space left" in output or "File size limit" in output:
+        return f"{said}; free some space at {cache_folder()}, or set KVDSL_CACHE_DIR to a folder on another disk"
+    log = cache_folder() / "cpu" / f"{made.stem}.log"
+    try:
+        log.write_text(" ".join(command) + "\n\n" + output, encoding="utf-8")
+    except OSError:
+        return f"{said}; {' '.join(command)} shows the rest"
+    return f"{said}; the command and its whole output are in {log}"

@@ -7,16 +7,21 @@ begin, skips to the next one, and goes on: a broken line costs that line, not th
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
 from functools import lru_cache
+from pathlib import Path
 
+import lark
 from lark import Lark, Token, Tree
 from lark.exceptions import UnexpectedToken
 from lark.parsers.lalr_interactive_parser import InteractiveParser
 
-from kvdsl.build.cache import cache_folder, writable
+from kvdsl.build.cache import cache_folder
+from kvdsl.build.store import entry
 from kvdsl.diagnostics import Sink
 from kvdsl.errors import KvdslError
 from kvdsl.resources import read_resource
@@ -75,16 +80,23 @@ class Parsed:
 def _grammar() -> tuple[Lark, Lexer]:
     """The tables, which take longer to make than a policy takes to check: they are kept in the cache folder where there is one."""
     text = read_resource("grammar", "kv.lark")
-    lark = Lark(text, parser="lalr", propagate_positions=True, maybe_placeholders=True, cache=_tables())
-    return lark, Lexer(list(lark.terminals), list(lark.lexer_conf.ignore))
+    digest = hashlib.sha256("\0".join((text, lark.__version__, sys.version)).encode()).hexdigest()[:16]
 
+    def make(folder: Path) -> None:
+        with open(folder / "tables", "wb") as file:
+            _tables(text).save(file)
 
-def _tables() -> str | bool:
-    """The file for Lark's tables, which knows by a digest whether they are this grammar's; False where none can be written."""
     try:
-        return str(writable(cache_folder()) / "grammar.lark")
-    except KvdslError:
-        return False
+        folder = entry(cache_folder() / "grammar" / digest, "grammar", make, patience=1)
+        with open(folder / "tables", "rb") as file:
+            tables = Lark.load(file)
+    except (KvdslError, OSError):  # there is no writing, or no getting at it now
+        tables = _tables(text)
+    return tables, Lexer(list(tables.terminals), list(tables.lexer_conf.ignore))
+
+
+def _tables(text: str) -> Lark:
+    return Lark(text, parser="lalr", propagate_positions=True, maybe_placeholders=True)
 
 
 def parse(source: SourceFile, sink: Sink) -> Parsed:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
+import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -44,12 +47,90 @@ def _build(path: str) -> str:
     return str(cxx.shared_library(Path(path), "thing"))
 
 
-def test_parallel_builds_do_not_meet(source: Path) -> None:
+def test_parallel_builds_do_not_meet(source: Path, capfd: pytest.CaptureFixture[str]) -> None:
     with multiprocessing.get_context("spawn").Pool(4) as pool:
-        made = pool.map(_build, [str(source)] * 4)
+        made = pool.map(_build, [str(source)] * 4, chunksize=1)
     assert len(set(made)) == 1
-    left = [path.name for path in Path(made[0]).parent.iterdir()]
-    assert left == [Path(made[0]).name], "nothing of a build may be left lying about"
+    assert capfd.readouterr().err.count("built") == 1, "one builds, the others wait"
+    assert os.listdir(cache_folder() / "cpu") == [Path(made[0]).parent.name], "nothing of a build may be left lying about"
+
+
+# A compiler that takes no time.
+FAKE = """#!/bin/sh
+[ "$1" = --version ] && { echo "fake 1.0"; exit; }
+while [ $# -gt 1 ]; do case "$1" in -o) out=$2 ;; esac; shift; done
+"""
+
+
+@pytest.fixture
+def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Takes the end of a script that stands for the compiler; `$out` is what it is asked for."""
+
+    def install(script: str) -> None:
+        path = tmp_path / "fake-g++"
+        path.write_text(FAKE + script)
+        path.chmod(0o755)
+        monkeypatch.setenv("CXX", str(path))
+
+    return install
+
+
+def test_a_compiler_that_makes_nothing(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "true")
+    with pytest.raises(KvdslError, match=r"true says that all is well, but makes no file; set CXX to another one"):
+        cxx.shared_library(source, "thing")
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [
+        ("false", "ended with 1 without a word"),
+        ("'", "CXX is no command"),
+        ("{}", "cannot be run"),
+        ("sh -c", "the C\\+\\+ compiler"),
+    ],
+)
+def test_commands_that_are_no_compilers(source: Path, monkeypatch: pytest.MonkeyPatch, command: str, says: str) -> None:
+    program = source.with_name("program")
+    program.write_bytes(b"\x7fELF nothing of the kind")
+    program.chmod(0o755)
+    monkeypatch.setenv("CXX", command.format(program))
+    for build in (lambda: cxx.shared_library(source, "thing"), cxx.driver_objects):
+        with pytest.raises(KvdslError, match=says):
+            build()
+
+
+@pytest.mark.parametrize("build", [lambda source: cxx.shared_library(source, "thing"), lambda _: cxx.driver_objects()])
+def test_a_full_disk(source: Path, fake: Callable[[str], None], build: Callable[[Path], object]) -> None:
+    fake("echo 'ld: final link failed: No space left on device' >&2; exit 1")
+    with pytest.raises(
+        KvdslError, match=r"No space left on device; free some space at .*cache, or set KVDSL_CACHE_DIR to a folder"
+    ):
+        build(source)
+    assert os.listdir(cache_folder() / "cpu") == []
+
+
+def test_no_room_for_the_log(source: Path, fake: Callable[[str], None]) -> None:
+    fake("echo 'an error' >&2; exit 1")
+    (cache_folder() / "cpu" / "thing.log").mkdir(parents=True)
+    with pytest.raises(KvdslError, match=r"failed: an error; .*fake-g\+\+ .* shows the rest"):
+        cxx.shared_library(source, "thing")
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.5, 0.99])
+def test_a_truncated_library_is_built_again(source: Path, kept: float) -> None:
+    """Opened as it is, it would end the process with SIGBUS."""
+    library = cxx.shared_library(source, "thing")
+    os.truncate(library, int(kept * library.stat().st_size))
+    assert ctypes.CDLL(str(cxx.shared_library(source, "thing"))).answer() == 42
+
+
+def test_the_driver_heals_and_its_temporaries_lie_in_the_cache(source: Path, fake: Callable[[str], None]) -> None:
+    fake('case "$TMPDIR" in */cpu/driver-*.claim/*) echo object > "$out" ;; *) exit 1 ;; esac')
+    first = cxx.driver_objects()
+    first[0].write_bytes(b"")
+    assert cxx.driver_objects() == first
+    assert [path.read_text() for path in first] == ["object\n"] * len(first)
 
 
 def test_no_compiler(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -74,11 +155,14 @@ def test_folder_that_cannot_be_made(source: Path, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.skipif(sys.platform == "win32", reason="folders have other modes there")
 def test_read_only_folder_with_the_library_in_it_serves(source: Path) -> None:
     library = cxx.shared_library(source, "thing")
-    library.parent.chmod(0o500)
+    folders = (library.parent, library.parent.parent)
+    for folder in folders:
+        folder.chmod(0o500)
     try:
         assert cxx.shared_library(source, "thing") == library
     finally:
-        library.parent.chmod(0o700)
+        for folder in folders:
+            folder.chmod(0o700)
 
 
 @pytest.mark.parametrize("source", sorted(cxx.DRIVER.glob("*.cpp")), ids=lambda path: path.stem)

@@ -172,3 +172,9 @@ def test_every_refusal_is_quoted_as_it_is_said() -> None:
             assert quoted, cells
             for words_said in quoted:
                 assert words_said in said, words_said
+
+
+def test_promises_are_held_by_tests_that_are_there() -> None:
+    named = set(re.findall(r"`(tests/[\w/]+\.py)`", read("docs/support.md")))
+    assert len(named) >= 4
+    assert not [name for name in named if not (ROOT / name).exists()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -271,8 +272,9 @@ def _library(source: Path, stem: str) -> ctypes.CDLL:
     path = kernel_library(source, stem)
     try:
         return _open(path)
-    except OSError:
-        path.unlink(missing_ok=True)  # a broken file, perhaps of a disk that was full: build it once more
+    except OSError:  # as it was built, but not for this machine's libraries: build it once more
+        with suppress(OSError):
+            path.unlink()
     try:
         return _open(kernel_library(source, stem))
     except OSError as error:

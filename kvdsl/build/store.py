@@ -1,0 +1,87 @@
+"""What is made once and used often, in the cache folder: checked whenever it is opened, made again where it is damaged.
+
+An entry is a folder with a seal, which has the size and the digest of each of its files. It is made in a folder of its maker's own
+and published by one rename: others see all of it or nothing. Nothing is flushed to the disk for that, for whoever opens an entry
+compares it with its seal: what a power cut leaves half written has another digest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from kvdsl.build.cache import refusal, writable
+from kvdsl.build.claim import Claim, claimed
+from kvdsl.errors import KvdslError
+
+SEAL = "seal.json"
+
+
+def entry(folder: Path, what: str, make: Callable[[Path], None], patience: float | None = None) -> Path:
+    """The entry in `folder`: the one that is there if it is sound, else one that is made now, by one process for all.
+
+    Args:
+        what: its name in messages.
+        make: writes the entry's files into the empty folder that it is given.
+        patience: seconds to wait for another process that makes it; minutes, if not said.
+
+    Raises:
+        KvdslError: if it cannot be written, or is damaged as soon as it is; and whatever `make` raises.
+    """
+    if flaw(folder) is None:
+        return folder
+    writable(folder.parent)
+    try:
+        with claimed(folder, what, patience) as claim:
+            try:
+                _make(folder, claim, make)
+            except (OSError, KvdslError):
+                if claim.held():
+                    raise
+                return entry(folder, what, make, patience)  # this process slept for long, and another one went on
+    except OSError as error:
+        raise refusal(folder, error) from error
+    if (found := flaw(folder)) is not None:
+        raise KvdslError(
+            f"{folder} is damaged as soon as it is written ({found}); set KVDSL_CACHE_DIR to a folder on another disk"
+        )
+    return folder
+
+
+def flaw(folder: Path) -> str | None:
+    """What keeps an entry from being used; None if it is what was made."""
+    try:
+        files = json.loads((folder / SEAL).read_bytes())["files"]
+        for name, sealed in files.items():
+            if (size := (folder / name).stat().st_size) != sealed["bytes"]:
+                return f"{name} has {size:,} of {sealed['bytes']:,} bytes"
+            if _digest(folder / name) != sealed["sha256"]:
+                return f"{name} is not what was written"
+    except OSError as error:
+        return f"{Path(error.filename or SEAL).name}: {error.strerror}"
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return f"{SEAL} cannot be read"
+    return None
+
+
+def _make(folder: Path, claim: Claim, make: Callable[[Path], None]) -> None:
+    found = flaw(folder)
+    if found is None:  # by another process, while we waited
+        return
+    made = claim.folder / "made"
+    made.mkdir()
+    make(made)
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(made.iterdir())}
+    (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
+    if folder.exists():
+        print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
+        os.rename(folder, claim.folder / "damaged")
+    os.rename(made, folder)
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()

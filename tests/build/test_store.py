@@ -1,0 +1,176 @@
+"""Entries of the cache folder: made once, found again, made again where they are damaged, and never seen half."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from kvdsl.build import store
+from kvdsl.build.store import SEAL, entry, flaw
+from kvdsl.errors import KvdslError
+
+
+class Maker:
+    """Makes an entry of two files, and counts."""
+
+    made = 0
+
+    def __call__(self, folder: Path) -> None:
+        self.made += 1
+        (folder / "one").write_bytes(bytes(range(256)) * 8)
+        (folder / "two").write_bytes(b"two")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "cache" / "kind" / "thing-0123"
+
+
+def test_an_entry_is_made_once(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    make = Maker()
+    assert entry(folder, "thing", make) == entry(folder, "thing", make) == folder
+    assert make.made == 1
+    assert sorted(path.name for path in folder.iterdir()) == ["one", SEAL, "two"]
+    assert os.listdir(folder.parent) == [folder.name], "nothing may be left beside it"
+    assert capfd.readouterr().err == ""
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def _flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def _grow(path: Path) -> None:
+    path.write_bytes(path.read_bytes() + b"more")
+
+
+def _empty(path: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _as_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _write(content: bytes) -> Callable[[Path], None]:
+    def damage(path: Path) -> None:
+        path.write_bytes(content)
+
+    return damage
+
+
+DAMAGES: dict[str, tuple[str, Callable[[Path], None]]] = {
+    **{f"{how.__name__[1:]} {name}": (name, how) for name in ("one", SEAL)
+       for how in (_cut, _zero, _flip, _grow, _empty, Path.unlink, _as_folder)},
+    **{f"seal {content!r}": (SEAL, _write(content)) for content in
+       (b"{}", b"[]", b"null", b'{"files": []}', b'{"files": {"one": 3}}', b'{"files": {"one": {"bytes": 2048}}}', b"\xff\xfe")},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [name for name in DAMAGES if name != f"grow {SEAL}"])
+def test_what_is_damaged_is_made_again(folder: Path, capfd: pytest.CaptureFixture[str], name: str) -> None:
+    file, damage = DAMAGES[name]
+    make = Maker()
+    entry(folder, "thing", make)
+    damage(folder / file)
+    assert flaw(folder) is not None
+    assert entry(folder, "thing", make) == folder
+    assert (make.made, flaw(folder)) == (2, None)
+    said = capfd.readouterr().err
+    assert str(folder) in said and "damaged" in said and said.count("\n") == 1
+    assert os.listdir(folder.parent) == [folder.name], "nothing may be left beside it"
+    entry(folder, "thing", make)
+    assert make.made == 2
+
+
+def test_an_emptied_entry_is_made_again(folder: Path) -> None:
+    entry(folder, "thing", Maker())
+    for file in folder.iterdir():
+        file.unlink()
+    entry(folder, "thing", Maker())
+    assert flaw(folder) is None
+
+
+def test_a_disk_that_loses_what_is_written(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def lossy(source: Path, target: Path) -> None:
+        rename(source, target)
+        if target == folder:
+            _zero(folder / "one")
+
+    monkeypatch.setattr(store.os, "rename", lossy)
+    make = Maker()
+    with pytest.raises(
+        KvdslError, match=r"damaged as soon as it is written \(one is not what was written\); set KVDSL_CACHE_DIR"
+    ):
+        entry(folder, "thing", make)
+    assert make.made == 1, "an error, and no loop"
+
+
+def test_what_fails_leaves_nothing(folder: Path) -> None:
+    def fail(made: Path) -> None:
+        (made / "half").write_bytes(b"half")
+        raise KvdslError("no")
+
+    with pytest.raises(KvdslError, match="no"):
+        entry(folder, "thing", fail)
+    assert os.listdir(folder.parent) == []
+    entry(folder, "thing", Maker())
+
+
+def test_a_full_disk_is_an_error_that_names_the_place(folder: Path) -> None:
+    def full(made: Path) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))  # as `write` has it: without a path
+
+    with pytest.raises(
+        KvdslError, match=r"cannot write .*thing-0123 \(No space left on device\); free some space there, or set KVD"
+    ):
+        entry(folder, "thing", full)
+    assert os.listdir(folder.parent) == []
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="needs limits of a process")
+@pytest.mark.parametrize("limit", [0, 100, 1000])
+def test_files_that_may_not_grow(folder: Path, limit: int) -> None:
+    """At a limit of 0 the claim cannot be written, at 100 its owner's name, at 1000 the entry."""
+    code = (
+        "import resource, sys\nfrom pathlib import Path\nfrom kvdsl.build.store import entry\n"
+        "from kvdsl.errors import KvdslError\n"
+        f"resource.setrlimit(resource.RLIMIT_FSIZE, ({limit}, {limit}))\n"
+        "def make(folder): (folder / 'one').write_bytes(bytes(2000))\n"
+        f"try: entry(Path({str(folder)!r}), 'thing', make)\n"
+        "except KvdslError as error: print(error)\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert "thing-0123 (File too large); free some space" in done.stdout, done.stderr
+    assert os.listdir(folder.parent) == []
+
+
+def test_a_folder_that_cannot_be_written_serves_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    entry(folder, "thing", Maker())
+
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    for name in ("mkdir", "rename", "unlink", "rmdir"):
+        monkeypatch.setattr(os, name, refuse)
+    entry(folder, "thing", Maker())
+    with pytest.raises(KvdslError, match=r"cannot write .*other \(Read-only file system\); set KVDSL_CACHE_DIR"):
+        entry(folder.with_name("other"), "thing", Maker())
