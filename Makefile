@@ -34,11 +34,11 @@ help:  ## list what can be made
 
 venv: $(READY)  ## create .venv with everything that development needs
 
-$(READY): pyproject.toml
+$(READY): pyproject.toml lab/pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
 	$(PY) -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
 	  || $(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable ./lab
 	touch $@
 
 demo: $(READY)  ## the full cache and RoCo at a quarter of it, side by side on a page of a book
@@ -65,7 +65,7 @@ test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl
 	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)
 
 $(VENV)/.lm-eval-ready: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[lm-eval]'
+	$(PY) -m pip install --quiet --disable-pip-version-check --editable . --editable './lab[lm-eval]'
 	touch $@
 
 generate: $(READY)  ## compile every shipped policy into generated/
@@ -89,24 +89,24 @@ bench: $(READY)  ## one decode step of RoCo against torch's attention, on this m
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
 
 peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers*.json; ten minutes
-	PYTHONPATH=. $(PEERS)/bin/python -m pytest -q tests/integrations $(PYTEST_ARGS)
+	PYTHONPATH=.:lab $(PEERS)/bin/python -m pytest -q tests/integrations $(PYTEST_ARGS)
 	mkdir -p build
 	$(PEERS)/bin/python benchmarks/peers.py --out build/peers.json
 	$(PEERS)/bin/python benchmarks/peers.py --memory --repeats 2 --out build/peers_memory.json
 	for file in peers peers_memory; do $(PEERS)/bin/python benchmarks/peers.py --table build/$$file.json; done
 
 # torch first, so that nothing else chooses another build of it.
-$(PEERS)/.ready: pyproject.toml
+$(PEERS)/.ready: pyproject.toml lab/pyproject.toml
 	test -x $(PEERS)/bin/python || $(PYTHON) -m venv $(PEERS)
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
 	  || $(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check 'transformers==5.2.*'
 	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps '$(KVPRESS)'
-	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(BESIDE) hypothesis pytest --editable .
+	$(PEERS)/bin/python -m pip install --quiet --disable-pip-version-check $(BESIDE) hypothesis pytest --editable . --editable ./lab
 	touch $@
 
 reproduce: $(READY)  ## every paper's tables and figures at toy sizes, in build/reproduce
-	for paper in $$($(PY) -c 'from kvdsl.reproduce import PAPERS; print(*PAPERS)'); do \
+	for paper in $$($(PY) -c 'from kvdsl_lab.reproduce import PAPERS; print(*PAPERS)'); do \
 	  $(KVDSL) reproduce $$paper --quick --out build/reproduce || exit 1; \
 	done
 

@@ -17,8 +17,8 @@ import torch
 from contestants import CONTESTANTS, Contestant, Task
 from torch import Tensor
 
-from kvdsl.bench.measure import peak_bytes
-from kvdsl.eval.models import load_model, read_text, windows
+from kvdsl.generation.models import load_model, read_text, windows
+from kvdsl_lab.bench.measure import peak_bytes
 
 WARM_TOKENS = 8
 

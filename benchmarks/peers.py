@@ -29,9 +29,9 @@ from typing import Any
 import click
 from contestants import CONTESTANTS, KVDSL, Contestant, Task
 
-from kvdsl.bench.measure import finite, quartiles, ratios, summary
 from kvdsl.cli.progress import progress
 from kvdsl.environment import environment, version
+from kvdsl_lab.bench.measure import finite, quartiles, ratios, summary
 
 CONTESTANT = Path(__file__).resolve().parent / "contestant.py"
 

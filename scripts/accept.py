@@ -18,7 +18,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-sys.path.insert(0, str(REPO))  # a checkout needs no installation for this
+sys.path[:0] = [str(REPO), str(REPO / "lab")]  # a checkout needs no installation for this
 
 COLORS = {PASS: "green", FAIL: "red", OPEN: "yellow"}
 

@@ -1,12 +1,13 @@
 #!/usr/bin/env python
-"""`make demo`: see `kvdsl/demo.py`."""
+"""`make demo`: see `lab/kvdsl_lab/demo.py`."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # a checkout needs no installation for this
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installation for this
 
-from kvdsl.demo import main
+from kvdsl_lab.demo import main  # noqa: E402
 
 if __name__ == "__main__":
     main()

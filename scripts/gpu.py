@@ -28,16 +28,12 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = [str(ROOT), str(ROOT / "lab")]
 if importlib.util.find_spec("transformers") is None:  # the kernels do without; generated packages import their base class
     stand_in = ModuleType("kvdsl.runtime.hf")
     stand_in.KVCache = object  # type: ignore[attr-defined]
     sys.modules[stand_in.__name__] = stand_in
 
-from kvdsl.bench import baselines, prefill  # noqa: E402
-from kvdsl.bench.baselines import Cache, Token  # noqa: E402
-from kvdsl.bench.decode import SETTLING, Shape, decode_step, live_bytes, new_tokens, rotation, steady_state  # noqa: E402
-from kvdsl.bench.selecting import period  # noqa: E402
 from kvdsl.runtime.backend import Backend  # noqa: E402
 from kvdsl.runtime.backends import choose  # noqa: E402
 from kvdsl.runtime.call import AttentionCall  # noqa: E402
@@ -45,6 +41,10 @@ from kvdsl.runtime.spec import PolicySpec  # noqa: E402
 from kvdsl.runtime.state.layouts import slot_state  # noqa: E402
 from kvdsl.runtime.state.slots import SlotState  # noqa: E402
 from kvdsl.runtime.torch.backend import TorchBackend  # noqa: E402
+from kvdsl_lab.bench import baselines, prefill  # noqa: E402
+from kvdsl_lab.bench.baselines import Cache, Token  # noqa: E402
+from kvdsl_lab.bench.decode import SETTLING, Shape, decode_step, live_bytes, new_tokens, rotation, steady_state  # noqa: E402
+from kvdsl_lab.bench.selecting import period  # noqa: E402
 
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "equip_blocks", "sparcas")
 SELECTED = {"tokens": 512.0, "dims": 16.0}

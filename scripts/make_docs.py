@@ -19,7 +19,7 @@ from typing import Any
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
+sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installation for this
 
 from kvdsl.cli.list import paragraphs  # noqa: E402
 from kvdsl.codes import CODES, Code  # noqa: E402
@@ -249,7 +249,8 @@ here, and the other way round. So this page says what holds *of this model*;
 `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
-decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `kvdsl/reproduce/`; nobody has sorted them.
+decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; nobody has
+sorted them.
 """
 HOLDS = {True: "yes", False: "**no**", None: "open"}
 

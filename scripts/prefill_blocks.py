@@ -19,10 +19,10 @@ import torch
 from rich.progress import track
 
 import kvdsl
-from kvdsl.assets import book_index, book_text
 from kvdsl.environment import environment
-from kvdsl.eval.models import encode, first_token, load_model
-from kvdsl.eval.perplexity import token_losses
+from kvdsl.generation.models import encode, first_token, load_model
+from kvdsl_lab.assets import book_index, book_text
+from kvdsl_lab.eval.perplexity import token_losses
 
 POLICY = Path(__file__).resolve().parents[1] / "benchmarks" / "policies" / "roco_blocks.kv"
 

@@ -63,6 +63,17 @@ def test_the_compiler_answers_fast(tmp_path: Path, name: str) -> None:
     pytest.fail(f"`kvdsl {name}` took {min(taken):.2f} s at best, more than {LIMITS[name]} s")
 
 
+def test_kvdsl_needs_no_laboratory() -> None:
+    """Only `kvdsl/lab.py` names it, and imports it where something of it is asked for; generated packages know nothing of it."""
+    sources = [
+        path for folder in ("kvdsl", "generated", "templates") for path in (ROOT / folder).rglob("*") if path.is_file()
+    ]
+    named = {
+        path.relative_to(ROOT).as_posix() for path in sources if b"kvdsl_lab" in path.read_bytes() and path.suffix != ".pyc"
+    }
+    assert named == {"kvdsl/lab.py"}
+
+
 def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
     from kvdsl.cli import main
 

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvdsl.assets import AssetError, book_index, book_text, check_digests, load_reference_model, reference_model_path
-from kvdsl.assets.retrieval import KEYS, key_values, lay_out, pass_key, training_window
+from kvdsl_lab.assets import AssetError, book_index, book_text, check_digests, load_reference_model, reference_model_path
+from kvdsl_lab.assets.retrieval import KEYS, key_values, lay_out, pass_key, training_window
 
 
 def spell(text: str) -> list[int]:
@@ -27,9 +27,7 @@ def loaded():
 
 
 def test_the_compiler_may_import_the_assets_without_torch():
-    code = (
-        "import sys, kvdsl.assets, kvdsl.assets.retrieval; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    )
+    code = "import sys, kvdsl_lab.assets, kvdsl_lab.assets.retrieval; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

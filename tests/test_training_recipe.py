@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 
-from kvdsl.assets import load_reference_model
-from kvdsl.assets.retrieval import KEYS
+from kvdsl_lab.assets import load_reference_model
+from kvdsl_lab.assets.retrieval import KEYS
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab" / "scripts"))
 
 import evaluate_reference_model as evaluation
 import train_reference_model as recipe

@@ -96,7 +96,7 @@ def kernel_library(source: Path, name: str) -> Path:
 
 
 def shared_library(source: Path, name: str) -> Path:
-    """The same of a source that needs no driver."""
+    """The same of a source that is not linked with the driver; it may include its headers."""
     return _library(source, name, driven=False)
 
 
@@ -146,7 +146,7 @@ def compile_cpp(command: list[str], sources: list[Path], made: Path) -> None:
         OSError: if there is no writing there.
     """
     with tempfile.TemporaryDirectory(prefix="compiling-", dir=made.parent) as temporary:
-        command = [*command, f"-I{INCLUDE}", *map(str, sources), "-o", str(made)]
+        command = [*command, f"-I{INCLUDE}", f"-I{DRIVER}", *map(str, sources), "-o", str(made)]
         try:
             done = subprocess.run(
                 command,

@@ -189,8 +189,6 @@ def _in_words(failure: Exception) -> tuple[str, str | None] | None:
         return f"{about}{failure.strerror}", None
     if isinstance(failure, ModuleNotFoundError) and not (failure.name or "").startswith("kvdsl"):
         return f"this needs {failure.name}, which is not installed", "`kvdsl doctor` says what is there and what is missing"
-    if type(failure).__name__ == "AssetError":  # its module need not be imported to know it
-        return _one_line(str(failure)), None
     return None
 
 

@@ -129,12 +129,14 @@ def _files() -> Iterator[Finding]:
 
 
 def _reference_model() -> Iterator[Finding]:
-    from kvdsl.assets import check_digests, reference_model_path
+    from kvdsl.errors import KvdslError
+    from kvdsl.lab import lab
 
-    folder = reference_model_path()
     try:
-        check_digests(folder)
-    except RuntimeError as error:
+        assets = lab("assets", "the reference model")
+        folder = assets.reference_model_path()
+        assets.check_digests(folder)
+    except KvdslError as error:
         yield Finding("files", "reference model", None, str(error))
     else:
         yield Finding("files", "reference model", True, str(folder))

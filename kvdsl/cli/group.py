@@ -1,16 +1,17 @@
-"""The group of all commands. A command's file is imported when the command is used."""
+"""The group of all commands. A command's file is imported when the command is used, and other packages when they may have it."""
 
 from __future__ import annotations
 
 import importlib
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import click
 
-from kvdsl import __version__
-from kvdsl.cli.common import guarded
+from kvdsl import __version__, lab
+from kvdsl.cli.common import error, guarded
 
 COMMANDS = {
     "compile": "Turn policies into Python packages.",
@@ -21,13 +22,39 @@ COMMANDS = {
     "list": "List the policies that come with kvdsl.",
     "explain": "Say in words what a policy does, or what an error code means.",
     "run": "Generate text under a policy, next to the full cache.",
-    "trace": "Show which tokens a policy kept, step by step, as a page.",
-    "bench": "Measure how fast a policy runs.",
-    "eval": "Measure what a policy costs in quality.",
-    "reproduce": "Measure a paper's tables and figures anew.",
     "doctor": "Say what works on this machine, and why the rest does not.",
 }
 """Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""
+
+Place = tuple[str, str]
+"""The package that holds a command's module, and the command's line of help."""
+
+
+@cache
+def commands() -> dict[str, Place]:
+    """All commands by name: kvdsl's own, and those of packages that are installed beside it.
+
+    A package adds commands by an entry point of the group `kvdsl.commands` that names a dict such as `COMMANDS`.
+    """
+    found = {name: ("kvdsl.cli", line) for name, line in COMMANDS.items()}
+    for package, added in _added():
+        found = {name: (package, line) for name, line in added.items()} | found
+    return dict(sorted(found.items(), key=lambda one: one[1][0] != "kvdsl.cli"))
+
+
+def _added() -> Iterator[tuple[str, Mapping[str, str]]]:
+    """Packages that are there, with the commands that they add. The laboratory counts where it can be imported, installed or not."""
+    from importlib import metadata, util
+
+    points = {point.module: point.attr for point in metadata.entry_points(group="kvdsl.commands")}
+    points.setdefault(f"{lab.PACKAGE}.cli", "COMMANDS")
+    for package, name in points.items():
+        if util.find_spec(package.partition(".")[0]) is None:
+            continue
+        try:
+            yield package, getattr(importlib.import_module(package), name)
+        except Exception as failure:  # a broken package must not take the other commands away
+            error(f"the commands of {package} cannot be imported: {type(failure).__name__}: {failure}")
 
 
 class LazyGroup(click.Group):
@@ -35,33 +62,40 @@ class LazyGroup(click.Group):
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         """The names, in the order in which they are useful."""
-        return list(COMMANDS)
+        return list(commands())
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """The command, imported now; None if there is none of that name."""
-        if cmd_name not in COMMANDS:
+        package = "kvdsl.cli" if cmd_name in COMMANDS else commands().get(cmd_name, (None,))[0]
+        if package is None:
             return None
-        command: click.Command = importlib.import_module(f"kvdsl.cli.{cmd_name}").command
+        command: click.Command = importlib.import_module(f"{package}.{cmd_name}").command
         return command
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with a help for names that are no commands."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-"):
+        if args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in commands():
             raise click.UsageError(_unknown(args[0]), ctx)
         return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """The list in `--help`, without importing anything."""
         with formatter.section("Commands"):
-            formatter.write_dl(list(COMMANDS.items()))
+            formatter.write_dl([(name, line) for name, (_, line) in commands().items()])
+        missing = [name for name in lab.COMMANDS if name not in commands()]
+        if missing:
+            with formatter.section("Not installed"):
+                formatter.write_dl([(", ".join(missing), f"part of kvdsl-lab: {lab.INSTALL}")])
 
 
 def _unknown(name: str) -> str:
     from kvdsl.diagnostics import did_you_mean, printable
 
+    if name in lab.COMMANDS:
+        return f"`kvdsl {name}` is part of kvdsl-lab, which is not installed: {lab.INSTALL}"
     if name.endswith(".kv"):
         return f"`{printable(name)}` is a file, not a command; did you mean `kvdsl compile {printable(name)}`?"
-    hint = did_you_mean(name, COMMANDS)
+    hint = did_you_mean(name, commands())
     return f"there is no command `{printable(name)}`" + (f"; {hint}" if hint else "")
 
 

@@ -12,7 +12,7 @@ from kvdsl.cli.common import json_option, print_json, set_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
 if TYPE_CHECKING:
-    from kvdsl.eval.generate import Generated
+    from kvdsl.generation.generate import Generated
 
 
 def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,7 +35,7 @@ def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
     """The tokens of the given text, with what the tokenizer puts before it."""
-    from kvdsl.eval.models import encode, first_token, page, read_text
+    from kvdsl.generation.models import encode, first_token, page, read_text
 
     text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
     return first_token(tokenizer) + encode(tokenizer, text)
@@ -64,8 +64,8 @@ def command(
     """
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
-    from kvdsl.eval.generate import generate, generate_full, same_prefix, warm_up
-    from kvdsl.eval.models import check_length, load_model
+    from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up
+    from kvdsl.generation.models import check_length, load_model
     from kvdsl.loading import load
 
     cache_class: Any = load(policy, **settings)
@@ -96,7 +96,7 @@ def _figures(found: Generated) -> dict[str, Any]:
 def _show(name: str, ours: Generated, full: Generated | None) -> None:
     from rich.console import Console
 
-    from kvdsl.eval.report import comparison, summary_line
+    from kvdsl.generation.report import comparison, summary_line
 
     console = Console(highlight=False)
     if full is None:

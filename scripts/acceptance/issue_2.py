@@ -39,7 +39,7 @@ def _everything() -> Measured:
 @criterion(2, "make demo: exit code, seconds")
 def _demo() -> Measured:
     begun = time.perf_counter()
-    done = run("-m", "kvdsl.demo")
+    done = run("-m", "kvdsl_lab.demo")
     taken = time.perf_counter() - begun
     return f"exit {done.returncode}, {taken:.0f} s", "exit 0, < 60 s", done.returncode == 0 and taken < 60
 
@@ -186,7 +186,7 @@ def _logits() -> Measured:
     from transformers import DynamicCache
 
     from kvdsl import load
-    from kvdsl.eval.models import load_model, windows
+    from kvdsl.generation.models import load_model, windows
 
     model, tokenizer = load_model(None)
     ids = windows(tokenizer, _book(), 160, 2)
@@ -203,7 +203,7 @@ def _logits() -> Measured:
 
 
 def _book() -> str:
-    from kvdsl.assets import book_text
+    from kvdsl_lab.assets import book_text
 
     return book_text()
 
@@ -269,7 +269,7 @@ def _memory() -> Measured:
     import torch
 
     from kvdsl import load
-    from kvdsl.eval.models import load_model, windows
+    from kvdsl.generation.models import load_model, windows
 
     model, tokenizer = load_model(None)
     made: Any = load("roco")

@@ -17,7 +17,7 @@ CHANCE = 1e-4
 
 @lru_cache
 def _training() -> dict[str, Any]:
-    from kvdsl.assets import reference_model_path
+    from kvdsl_lab.assets import reference_model_path
 
     found: dict[str, Any] = json.loads((reference_model_path() / "training.json").read_text(encoding="utf-8"))
     return found
@@ -26,13 +26,13 @@ def _training() -> dict[str, Any]:
 def _evaluation() -> dict[str, Any]:
     found: dict[str, Any] | None = _training().get("evaluation")
     if found is None:
-        raise NotMeasured("training.json holds no evaluation yet: run scripts/evaluate_reference_model.py")
+        raise NotMeasured("training.json holds no evaluation yet: run lab/scripts/evaluate_reference_model.py")
     return found
 
 
 @criterion(3, "size of the weights: MB")
 def _size() -> Measured:
-    from kvdsl.assets import reference_model_path
+    from kvdsl_lab.assets import reference_model_path
 
     size = (reference_model_path() / "model.safetensors").stat().st_size / 1e6
     return round(size, 1), "<= 32", size <= 32
@@ -40,8 +40,8 @@ def _size() -> Measured:
 
 @criterion(3, "the weights' digests are checked on load")
 def _digests() -> Measured:
-    from kvdsl.assets import AssetError, load_reference_model, reference_model_path
-    from kvdsl.eval.models import load_model
+    from kvdsl.generation.models import load_model
+    from kvdsl_lab.assets import AssetError, load_reference_model, reference_model_path
 
     load_model(None)
     with tempfile.TemporaryDirectory() as folder:

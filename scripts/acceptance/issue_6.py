@@ -20,7 +20,7 @@ SPR = {
     "h2o": (11.62, 27.32, 19.36, 35.73, 38.12, 39.90, 39.75, 31.43),
     "streaming_llm": (26.54, 36.04, 27.65, 47.94, 46.67, 45.04, 50.58, 47.34),
 }
-"""EQUIP's Table 5, the columns of its CPU, in the order of `kvdsl.bench.update.EQUIP_SHAPES`."""
+"""EQUIP's Table 5, the columns of its CPU, in the order of `kvdsl_lab.bench.update.EQUIP_SHAPES`."""
 
 
 # -- equal to what they replace ----------------------------------------------------------------------------------------

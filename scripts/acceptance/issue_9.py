@@ -21,7 +21,7 @@ MINUTES = 20
 
 
 def _known() -> tuple[str, ...]:
-    from kvdsl.reproduce import PAPERS as known
+    from kvdsl_lab.reproduce import PAPERS as known
 
     return tuple(name for name in PAPERS if name in known)
 

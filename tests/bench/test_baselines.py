@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvdsl.bench import baselines
-from kvdsl.bench.baselines import Cache, Evicting
 from kvdsl.build.cxx import compiler
 from kvdsl.errors import KvdslError
+from kvdsl_lab.bench import baselines
+from kvdsl_lab.bench.baselines import Cache, Evicting
 
 BATCH, HEADS, GROUP, SLOTS, DIM = 2, 3, 4, 24, 16
 

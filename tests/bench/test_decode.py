@@ -9,12 +9,12 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.bench import decode
-from kvdsl.bench.decode import Shape
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl_lab.bench import decode
+from kvdsl_lab.bench.decode import Shape
 
 SHAPE = Shape(batch=2, kv_heads=2, group=2, head_dim=32, live=48, dtype="fp32")
 KEYS = ("ms", "gbps", "read_gbps", "roofline", "sdpa_ms", "eager_ms", "grouped_ms", "vs_sdpa", "vs_eager", "vs_grouped")

@@ -9,13 +9,13 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from kvdsl.bench import generate, measure
-from kvdsl.bench.generate import NATIVE, Text, Times, bench_generate, contenders
-from kvdsl.bench.shapes import SHAPES, parse_shape, shaped_model
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
-from kvdsl.eval.caches import Policies
-from kvdsl.eval.generate import greedy
+from kvdsl.generation.generate import greedy
+from kvdsl_lab.bench import generate, measure
+from kvdsl_lab.bench.generate import NATIVE, Text, Times, bench_generate, contenders
+from kvdsl_lab.bench.shapes import SHAPES, parse_shape, shaped_model
+from kvdsl_lab.eval.caches import Policies
 
 
 @pytest.fixture(scope="module")

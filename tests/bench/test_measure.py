@@ -6,8 +6,8 @@ import math
 
 import pytest
 
-from kvdsl.bench import measure
-from kvdsl.bench.measure import Candidate
+from kvdsl_lab.bench import measure
+from kvdsl_lab.bench.measure import Candidate
 
 
 class Clock:

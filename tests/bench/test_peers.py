@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from kvdsl.environment import version
-from kvdsl.eval.models import load_model, read_text, windows
-from kvdsl.eval.perplexity import perplexities
+from kvdsl.generation.models import load_model, read_text, windows
 from kvdsl.loading import load
+from kvdsl_lab.eval.perplexity import perplexities
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = {name: ROOT / "benchmarks" / "results" / "cpu" / f"{name}.json" for name in ("peers", "peers_memory")}

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.bench import baselines, measure, prefill
-from kvdsl.bench.prefill import Shape
 from kvdsl.cli import main
+from kvdsl_lab.bench import baselines, measure, prefill
+from kvdsl_lab.bench.prefill import Shape
 
 SHAPE = Shape(batch=1, kv_heads=2, group=2, head_dim=16, length=96, dtype="fp32")
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import kvdsl
-from kvdsl.bench import decode, selecting
-from kvdsl.bench.decode import Shape
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl_lab.bench import decode, selecting
+from kvdsl_lab.bench.decode import Shape
 
 SHAPE = Shape(batch=1, kv_heads=2, group=2, head_dim=32, live=200, dtype="fp32")
 

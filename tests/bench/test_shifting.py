@@ -13,10 +13,10 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.assets import load_reference_model
-from kvdsl.bench import shifting
-from kvdsl.bench.shifting import ShiftedCache, rule, twin
 from kvdsl.errors import KvdslError
-from kvdsl.eval.models import encode, page
+from kvdsl.generation.models import encode, page
+from kvdsl_lab.bench import shifting
+from kvdsl_lab.bench.shifting import ShiftedCache, rule, twin
 from tests.hf import policies, zoo
 
 BUDGET = 12

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor
 
 import kvdsl
-from kvdsl.bench import baselines, update
-from kvdsl.bench.baselines import Shifting
-from kvdsl.bench.update import Shape
 from kvdsl.cli import main
 from kvdsl.runtime.backends import choose
+from kvdsl_lab.bench import baselines, update
+from kvdsl_lab.bench.baselines import Shifting
+from kvdsl_lab.bench.update import Shape
 
 SHAPE = Shape(batch=2, heads=3, head_dim=16, live=40, evict=7, dtype="fp32")
 LARGE = Shape(batch=1, heads=48, head_dim=64, live=400, evict=7, dtype="fp32")

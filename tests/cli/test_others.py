@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import kvdsl
-from kvdsl.cli import COMMANDS
+from kvdsl.cli import commands
 from kvdsl.compiler import shipped_policies
 from tests.cli.harness import run
 
@@ -16,11 +16,11 @@ def test_version_and_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert kvdsl.__version__ in run(capsys, "--version").out
     result = run(capsys, "--help")
     assert result.code == 0
-    assert all(name in result.out for name in COMMANDS)
+    assert all(name in result.out for name in commands())
     assert run(capsys).code == 2
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+@pytest.mark.parametrize("name", commands())
 def test_every_command_has_examples(capsys: pytest.CaptureFixture[str], name: str) -> None:
     result = run(capsys, name, "--help")
     assert result.code == 0

@@ -9,9 +9,9 @@ from pathlib import Path
 import click
 import pytest
 
-from kvdsl.assets import reference_model_path
 from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
+from kvdsl_lab.assets import reference_model_path
 from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
 
 LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid"}

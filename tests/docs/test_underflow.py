@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from kvdsl.assets import load_reference_model, reference_model_path
-from kvdsl.eval.models import read_text
+from kvdsl.generation.models import read_text
 from kvdsl.policies import RoCoCache
+from kvdsl_lab.assets import load_reference_model, reference_model_path
 
 TOKENS = 700
 VANISHES = 2.0**-25

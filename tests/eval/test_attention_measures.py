@@ -12,10 +12,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
-from kvdsl.eval import consistency, persistence
-from kvdsl.eval.models import windows
-from kvdsl.eval.recording import Recording, record
+from kvdsl.generation.models import windows
 from kvdsl.runtime.call import AttentionCall
+from kvdsl_lab.eval import consistency, persistence
+from kvdsl_lab.eval.recording import Recording, record
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 10
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from kvdsl.cli.eval import command as evaluate
 from kvdsl.errors import KvdslError
-from kvdsl.eval.benchmarks import longbench, metrics, ruler, run
-from kvdsl.eval.benchmarks.tasks import Example, Task
-from kvdsl.eval.caches import Policies
+from kvdsl_lab.cli.eval import command as evaluate
+from kvdsl_lab.eval.benchmarks import longbench, metrics, ruler, run
+from kvdsl_lab.eval.benchmarks.tasks import Example, Task
+from kvdsl_lab.eval.caches import Policies
 
 # -- metrics -----------------------------------------------------------------------------------------------------------
 

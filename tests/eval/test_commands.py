@@ -7,11 +7,11 @@ import json
 import pytest
 from click.testing import CliRunner
 
-from kvdsl import demo
 from kvdsl.cli import main
-from kvdsl.cli.eval import command as evaluate
 from kvdsl.errors import KvdslError
-from kvdsl.eval.models import load_model, page, read_text
+from kvdsl.generation.models import load_model, page, read_text
+from kvdsl_lab import demo
+from kvdsl_lab.cli.eval import command as evaluate
 
 
 def run_json(capsys, *words: str) -> dict:

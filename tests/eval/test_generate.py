@@ -9,9 +9,9 @@ import torch
 from transformers import DynamicCache
 
 import kvdsl
-from kvdsl.eval import generate
-from kvdsl.eval.models import windows
-from kvdsl.eval.report import shared_words, size
+from kvdsl.generation import generate
+from kvdsl.generation.models import windows
+from kvdsl.generation.report import shared_words, size
 
 PROMPT = list(range(40, 100))
 

@@ -12,7 +12,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.eval.generate import greedy
+from kvdsl.generation.generate import greedy
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: `make test-lm-eval` installs it")
 
@@ -21,7 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
-from kvdsl.eval import lm_eval as ours
+from kvdsl_lab.eval import lm_eval as ours
 
 LONG = "Once upon a time, in a house by the sea, there lived an old captain who had a lantern."
 REQUESTS = [

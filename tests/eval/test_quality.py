@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from kvdsl.errors import KvdslError
-from kvdsl.eval import fidelity, perplexity, retrieval
-from kvdsl.eval.caches import Policies, parse_budgets, parse_policies
-from kvdsl.eval.models import windows
+from kvdsl.generation.models import windows
+from kvdsl_lab.eval import fidelity, perplexity, retrieval
+from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 

@@ -13,11 +13,11 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvdsl
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
-from kvdsl.eval import sketch
-from kvdsl.eval.models import windows
-from kvdsl.eval.recording import Recording
-from kvdsl.eval.sketch import PAGE, Setting
+from kvdsl.generation.models import windows
 from kvdsl.runtime.call import AttentionCall
+from kvdsl_lab.eval import sketch
+from kvdsl_lab.eval.recording import Recording
+from kvdsl_lab.eval.sketch import PAGE, Setting
 
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 

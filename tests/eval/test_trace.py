@@ -17,7 +17,7 @@ import torch
 
 import kvdsl
 from kvdsl.cli import main
-from kvdsl.eval import trace as tracing
+from kvdsl_lab.eval import trace as tracing
 
 PROMPT = "Once upon a time, in a house by the sea, "
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 import kvdsl
-from kvdsl.eval import trace as tracing
-from kvdsl.eval.models import encode
+from kvdsl.generation.models import encode
+from kvdsl_lab.eval import trace as tracing
 from tests.eval.browser import CHROMIUM, DRIVER, Browser, browser
 
 pytestmark = pytest.mark.skipif(

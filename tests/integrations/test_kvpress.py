@@ -97,7 +97,7 @@ def test_a_prompt_that_is_to_be_decoded_under_another_press(model: Any) -> None:
 
 
 def test_in_kvpress_own_pipeline() -> None:
-    from kvdsl.eval.models import load_model
+    from kvdsl.generation.models import load_model
 
     model, tokenizer = load_model(None)
     pipe = kvpress.KVPressTextGenerationPipeline(model=model, tokenizer=tokenizer)

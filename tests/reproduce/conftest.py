@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from kvdsl.assets import reference_model_path
+from kvdsl_lab.assets import reference_model_path
 
 
 @pytest.fixture(scope="session")

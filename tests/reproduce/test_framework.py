@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from kvdsl.errors import KvdslError
-from kvdsl.reproduce import Cell, Experiment, Finding, Paper, Row, Setup, plots, tables
-from kvdsl.reproduce.run import count, reproduce
+from kvdsl_lab.reproduce import Cell, Experiment, Finding, Paper, Row, Setup, plots, tables
+from kvdsl_lab.reproduce.run import count, reproduce
 
 HEAD = {"format_version": "1.0", "environment": {
     "kvdsl": "0", "torch": "2", "transformers": "4", "cpu": "slow", "gpu": None, "threads": 2, "dtype": "float32",

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.reproduce import PAPERS, Setup
-from kvdsl.reproduce.run import load_paper
+from kvdsl_lab.reproduce import PAPERS, Setup
+from kvdsl_lab.reproduce.run import load_paper
 from tests.cli.harness import run
 
 

@@ -14,12 +14,12 @@ import torch
 import triton.runtime.interpreter as interpreter
 
 import kvdsl
-from kvdsl.bench.decode import Shape, new_tokens, rotation, steady_state
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu.sizes import MAX_SPLITS, Sizes
+from kvdsl_lab.bench.decode import Shape, new_tokens, rotation, steady_state
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=128, live=1500, dtype="fp16")

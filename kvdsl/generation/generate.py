@@ -1,0 +1,170 @@
+"""Text under a policy and under the full cache, with times and sizes."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.generation.streamers import BaseStreamer
+
+from kvdsl.generation.models import quiet
+from kvdsl.generation.times import quartiles
+
+
+@dataclass(frozen=True)
+class Generated:
+    """What one prompt gave.
+
+    Attributes:
+        token_ms: the time of every token after the first, in order.
+        cache_bytes: what the cache occupies at the end.
+        full_cache_bytes: what keys and values of every token would occupy.
+    """
+
+    text: str
+    tokens: tuple[int, ...]
+    prompt_tokens: int
+    ttft_ms: float
+    token_ms: tuple[float, ...]
+    cache_bytes: int
+    full_cache_bytes: int
+
+    @property
+    def tpot_ms(self) -> float:
+        """Median time of a token after the first; NaN if there is none."""
+        return quartiles(self.token_ms)[1]
+
+    def times(self) -> dict[str, float | None]:
+        """`ttft_ms`, and `tpot_ms` with its quartiles, for JSON."""
+        first, median, third = (None if x != x else round(x, 4) for x in quartiles(self.token_ms))
+        return {"ttft_ms": round(self.ttft_ms, 4), "tpot_ms": median, "tpot_ms_q1": first, "tpot_ms_q3": third}
+
+
+class _Clock(BaseStreamer):  # type: ignore[misc]
+    """Notes when every token comes."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def put(self, value: Tensor) -> None:
+        """The prompt first, then every token."""
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        """Nothing."""
+
+
+def generate(
+    model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any, stop: Sequence[int] = ()
+) -> Generated:  # fmt: skip
+    """Greedy text after the prompt, through `model.generate`.
+
+    Args:
+        cache: of kvdsl or of transformers, empty.
+        stop: tokens that end the text as the model's own end-of-text token does, except as its first token.
+    """
+    ids = torch.tensor([list(prompt)], device=model.device)
+    clock = _Clock()
+    with quiet(), torch.inference_mode():
+        out = model.generate(
+            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False,
+            num_beams=1, streamer=clock, pad_token_id=_pad(tokenizer), **_ending(model, stop),
+        )  # fmt: skip
+    tokens = tuple(out[0, ids.shape[1] :].tolist())
+    ms = [(after - before) * 1e3 for before, after in zip(clock.times, clock.times[1:], strict=False)]
+    return Generated(
+        text=tokenizer.decode(tokens, skip_special_tokens=True), tokens=tokens, prompt_tokens=ids.shape[1],
+        ttft_ms=ms[0], token_ms=tuple(ms[1:]), cache_bytes=cache_bytes(cache), full_cache_bytes=full_cache_bytes(cache),
+    )  # fmt: skip
+
+
+def _ending(model: Any, stop: Sequence[int]) -> dict[str, Any]:
+    if not stop:
+        return {}
+    own = model.generation_config.eos_token_id
+    return {"eos_token_id": [*([own] if isinstance(own, int) else own or []), *stop], "min_new_tokens": 1}
+
+
+def _pad(tokenizer: Any) -> int | None:
+    pad: int | None = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    return pad
+
+
+def generate_full(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int) -> Generated:
+    """The same with transformers' own cache and the model's own attention."""
+    from transformers import DynamicCache
+
+    return generate(model, tokenizer, prompt, new_tokens, DynamicCache(config=model.config))
+
+
+def warm_up(model: Any, tokenizer: Any, prompt: Sequence[int], cache: Any) -> None:
+    """Run a few tokens untimed, so that kernels are built and threads are awake; the cache is empty afterwards."""
+    generate(model, tokenizer, prompt, 3, cache)
+    cache.reset()
+
+
+# -- sizes -------------------------------------------------------------------------------------------------------------
+
+
+def cache_bytes(cache: Any) -> int:
+    """What a cache of kvdsl or of transformers occupies."""
+    if hasattr(cache, "bytes"):
+        return int(cache.bytes())
+    return sum(_native_bytes(layer) for layer in cache.layers)
+
+
+def full_cache_bytes(cache: Any) -> int:
+    """What keys and values of every token that the model has seen occupy where nothing is evicted."""
+    if hasattr(cache, "full_bytes"):
+        return int(cache.full_bytes())
+    return sum(_layer_bytes(layer) for layer in cache.layers)
+
+
+def _layer_bytes(layer: Any) -> int:
+    state = getattr(layer, "state", None)
+    if state is None:
+        return _native_bytes(layer)
+    if not state.allocated:
+        return 0
+    batch, heads, _, key_dim = state.keys.shape
+    return int(batch * heads * (key_dim + state.values.shape[-1]) * state.keys.element_size() * layer.length)
+
+
+def _native_bytes(layer: Any) -> int:
+    return sum(value.nbytes for value in vars(layer).values() if isinstance(value, Tensor))
+
+
+def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
+    """How many tokens two texts have in common from the start."""
+    count = 0
+    for a, b in zip(one, other, strict=False):
+        if a != b:
+            break
+        count += 1
+    return count
+
+
+# -- many rows at once -------------------------------------------------------------------------------------------------
+
+
+def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
+    """Run prompts of equal length through the cache, whole or chunk by chunk; the last logits, float32 [batch, vocabulary]."""
+    size = chunk or ids.shape[1]
+    logits = ids.new_zeros(0)
+    for part in ids.split(size, dim=1):
+        logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    return logits[:, -1].float()
+
+
+def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | None = None) -> Tensor:
+    """The likeliest continuations of prompts of equal length, all of `new_tokens` tokens: int64 [batch, new_tokens]."""
+    with torch.inference_mode():
+        found = [feed(model, ids.to(model.device), cache, chunk).argmax(-1, keepdim=True)]
+        while len(found) < new_tokens:
+            logits = model(input_ids=found[-1], past_key_values=cache, use_cache=True).logits
+            found.append(logits[:, -1].argmax(-1, keepdim=True))
+    return torch.cat(found, dim=1).cpu()

@@ -1,0 +1,33 @@
+"""The one place that knows of the laboratory, kvdsl-lab: evaluations, benchmarks, papers, the reference model and the books.
+
+It is a package of its own (`lab/` in the repository). Nothing here needs it until it is asked for something.
+"""
+
+from __future__ import annotations
+
+import importlib
+from types import ModuleType
+
+from kvdsl.errors import KvdslError
+
+PACKAGE = "kvdsl_lab"
+COMMANDS = ("trace", "bench", "eval", "reproduce")
+"""Commands that come with it: where it is not installed, they are told apart from misspelt ones."""
+INSTALL = "pip install 'kvdsl[lab]' (in a clone: pip install ./lab)"
+
+
+def lab(module: str, what: str) -> ModuleType:
+    """A module of the laboratory.
+
+    Args:
+        what: what is wanted of it, for the message.
+
+    Raises:
+        KvdslError: if the laboratory is not installed; in one line, with what to do.
+    """
+    try:
+        return importlib.import_module(f"{PACKAGE}.{module}")
+    except ModuleNotFoundError as error:
+        if error.name != PACKAGE:
+            raise
+        raise KvdslError(f"{what} is part of kvdsl-lab, which is not installed: {INSTALL}") from error

@@ -1,0 +1,9 @@
+"""What the laboratory adds to the command line: `kvdsl` finds this module by the entry point `kvdsl.commands`."""
+
+COMMANDS = {
+    "trace": "Show which tokens a policy kept, step by step, as a page.",
+    "bench": "Measure how fast a policy runs.",
+    "eval": "Measure what a policy costs in quality.",
+    "reproduce": "Measure a paper's tables and figures anew.",
+}
+"""Name -> one line of help. The module of that name beside this one holds the click command, called `command`."""

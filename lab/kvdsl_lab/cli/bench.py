@@ -1,0 +1,275 @@
+"""`kvdsl bench`: how fast a policy runs, next to what it would replace."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import click
+
+from kvdsl.cli.common import json_option, print_json, set_option
+from kvdsl.cli.options import BACKENDS, refuse_triton
+from kvdsl_lab.cli.generate import generate
+
+
+@click.group()
+def command() -> None:
+    """Measure how fast a policy runs.
+
+    What is compared runs in turns in one process, on the same threads and the same bytes. Times are medians in milliseconds, in
+    brackets the first and third quartile; ratios are taken within a round, and their median over the rounds is given.
+    """
+
+
+command.add_command(generate)
+
+
+@command.command()
+@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Rows.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
+@click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
+@click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
+@click.option("--live", type=click.IntRange(8), default=4096, show_default=True, help="Slots that a step attends to.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
+@set_option
+@json_option
+def decode(
+    policy: str, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """One decode step: place, attend, observe, settle, over a full cache.
+
+    Compared with a streaming read of the same bytes (the roofline), torch's fused attention, which keeps no statistics and evicts
+    nothing, and with the same statistics and eviction in eager torch, with repeat_kv (as H2O's and EasyKV's code does) and without.
+
+    \b
+    Examples:
+      kvdsl bench decode --policy roco --live 4096
+      kvdsl bench decode --policy h2o --live 8192 --dtype bf16 --json
+    """
+    refuse_triton(backend)
+    import torch
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+    from kvdsl_lab.bench.decode import Shape, bench_decode
+
+    if "budget" in settings:
+        raise click.BadParameter("`--live` decides the budget here (it is live - 1)", param_hint="--set")
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shape = Shape(batch, kv_heads, group, head_dim, live, dtype)
+    with progress(f"{spec.name}, {live} live slots", repeats + warmup) as tick:
+        result = bench_decode(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+    if as_json:
+        print_json(result, dtype=dtype, seed=seed)
+    else:
+        _show(result)
+
+
+@command.command()
+@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--heads", type=click.IntRange(1), default=64, show_default=True, help="KV heads of a row.")
+@click.option("--head-dim", type=click.IntRange(8), default=64, show_default=True, help="Size of a head.")
+@click.option("--live", type=click.IntRange(2), default=1024, show_default=True, help="Tokens that are cached.")
+@click.option(
+    "--evict", type=click.IntRange(1), default=64, show_default=True, help="Tokens that leave, and come, at a time."
+)
+@click.option("--equip", is_flag=True, help="All shapes of EQUIP's Table 5, instead of --batch, --heads and --head-dim.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random keys, values and victims.")
+@set_option
+@json_option
+def update(
+    policy: str, batch: int, heads: int, head_dim: int, live: int, evict: int, equip: bool, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """Some tokens leave a cache and as many come in; nobody attends (EQUIP, appendix D.5).
+
+    In place, the new tokens overwrite the victims. Shift and append moves what is left together instead: between two buffers that
+    are allocated once, or into fresh memory, as models' code has it. A plain copy of the same bytes is the shift's bound.
+
+    \b
+    Examples:
+      kvdsl bench update --policy h2o --batch 8 --heads 64 --head-dim 64 --live 1024 --evict 64
+      kvdsl bench update --policy streaming_llm --equip
+    """
+    refuse_triton(backend)
+    if evict >= live:
+        raise click.BadParameter(f"of {live} tokens, fewer must leave", param_hint="--evict")
+    import torch
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+    from kvdsl_lab.bench.update import EQUIP_SHAPES, Shape, bench_update
+
+    if "budget" in settings:
+        raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shapes = [Shape(*sizes, live, evict, dtype) for sizes in (EQUIP_SHAPES if equip else ((batch, heads, head_dim),))]
+    with progress(f"{spec.name}, {evict} of {live}", len(shapes) * (repeats + warmup)) as tick:
+        rows = [
+            bench_update(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+            for shape in shapes
+        ]
+    if as_json:
+        print_json({"rows": rows} if equip else rows[0], dtype=dtype, seed=seed)
+    else:
+        _show_updates(rows)
+
+
+def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console, first = Console(), rows[0]
+    title = (
+        f"{first['policy']} ({first['backend']}): {first['evict']} of {first['live']} tokens, {first['dtype']}, "
+        f"{first['threads']} threads, {first['repeats']} rounds"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    sizes, times = ("batch", "heads", "head size", "MB"), ("in place, ms", "shift, ms", "slower by", "of a copy")
+    for header in (*sizes, *times, "fresh, ms", "slower by"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        table.add_row(
+            *(str(row[name]) for name in ("batch", "heads", "head_dim")), f"{row['bytes'] / 1e6:.0f}",
+            f"{row['ms']:.3f}", f"{row['shift_ms']:.2f}", f"{row['speedup']:.1f}x", f"{100 * row['shift_of_copy']:.0f} %",
+            f"{row['fresh_ms']:.2f}", f"{row['speedup_over_fresh']:.1f}x",
+        )  # fmt: skip
+    console.print(table, markup=False)
+
+
+@command.command()
+@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@click.option("--length", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the prompt.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
+@click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
+@click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds that are recorded.")
+@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
+@set_option
+@json_option
+def prefill(
+    policy: str, length: int, batch: int, kv_heads: int, group: int, head_dim: int, dtype: str, backend: str,
+    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+) -> None:  # fmt: skip
+    """One layer's prompt: attend, observe, evict.
+
+    Compared with torch's fused attention, which keeps no statistics and evicts nothing, and, where it fits into half of the free
+    memory, with the path that H2O's code takes: all probabilities at once. Beside the times, by how much the process grows at most.
+
+    \b
+    Examples:
+      kvdsl bench prefill --policy h2o --length 8192
+      kvdsl bench prefill --policy snapkv --length 65536 --repeats 1 --warmup 0
+    """
+    refuse_triton(backend)
+    import torch
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.loading import load
+    from kvdsl_lab.bench.prefill import Shape, bench_prefill
+
+    if threads:
+        torch.set_num_threads(threads)
+    spec = load(policy, **settings).spec
+    shape = Shape(batch, kv_heads, group, head_dim, length, dtype)
+    with progress(f"{spec.name}, {length} tokens", repeats + warmup) as tick:
+        result = bench_prefill(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
+    if as_json:
+        print_json(result, dtype=dtype, seed=seed)
+    else:
+        _show_prompt(result)
+
+
+_PROMPT_ROWS = (("{policy} ({backend})", ""), ("SDPA (no statistics)", "sdpa_"), ("eager torch with repeat_kv", "eager_"))
+
+
+def _show_prompt(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    title = (
+        f"batch {result['batch']}, {result['kv_heads']} KV heads x {result['group']}, head size {result['head_dim']}, "
+        f"{result['length']} tokens, {result['dtype']}, {result['threads']} threads, {result['repeats']} rounds"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for header in ("", "ms a layer", "", "peak, MB"):
+        table.add_column(header, justify="left" if header == "" else "right")
+    for label, name in _PROMPT_ROWS:
+        time, peak = result[f"{name}ms"], result[f"{name}peak_bytes"]
+        spread = "does not fit" if time is None else f"[{result[f'{name}ms_q1']:.0f} .. {result[f'{name}ms_q3']:.0f}]"
+        size = "" if peak is None else f"{peak / 1e6:.0f}"
+        table.add_row(label.format(**result), "" if time is None else f"{time:.0f}", spread, size)
+    console.print(table, markup=False)
+    console.print(f"{result['ratio']:.2f}x the time of SDPA", highlight=False)
+
+
+_ROWS = (
+    ("{name} ({backend})", "ms", None),
+    ("our dense step (`full`)", "dense_ms", "vs_dense"),
+    ("SDPA ({sdpa_call}; no statistics)", "sdpa_ms", "vs_sdpa"),
+    ("SDPA, group folded into rows", "sdpa_folded_ms", "vs_sdpa_folded"),
+    ("grouped eager torch", "grouped_ms", "vs_grouped"),
+    ("eager torch with repeat_kv", "eager_ms", "vs_eager"),
+    ("the same, buffers allocated once", "eager_preallocated_ms", "vs_eager_preallocated"),
+)
+
+
+def _show(result: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console()
+    table = Table(title=_title(result), title_justify="left", box=None, pad_edge=False)
+    for header in ("", "ms a step", "", "slower by"):
+        table.add_column(header, justify="left" if header == "" else "right")
+    for label, time, ratio in _ROWS:
+        if result.get(time) is None:
+            continue
+        spread = f"[{result[time + '_q1']:.2f} .. {result[time + '_q3']:.2f}]"
+        slower = "" if ratio is None else f"{result[ratio]:.2f}x"
+        table.add_row(label.format(name=result["policy"], **result), f"{result[time]:.2f}", spread, slower)
+    console.print(table, markup=False)
+    for stage, ms in result.get("breakdown", {}).items():
+        console.print(f"  {stage.removesuffix('_ms').replace('_', ' '):<16}{ms:8.3f} ms", highlight=False)
+    console.print(
+        f"{result['gbps']:.1f} GB/s of keys and values; a streaming read of the same bytes moves {result['read_gbps']:.1f} GB/s: "
+        f"{100 * result['roofline']:.0f} % of the roofline",
+        highlight=False,
+    )
+
+
+def _title(result: Mapping[str, Any]) -> str:
+    return (
+        f"batch {result['batch']}, {result['kv_heads']} KV heads x {result['group']}, head size {result['head_dim']}, "
+        f"{result['live']} live slots, {result['dtype']}, {result['bytes'] / 1e6:.0f} MB, {result['threads']} threads, "
+        f"{result['repeats']} rounds"
+    )

@@ -1,0 +1,95 @@
+"""`kvdsl eval consistency` and `kvdsl eval persistence`: what policies can know of attention, and how it behaves."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import click
+
+from kvdsl.errors import KvdslError
+from kvdsl_lab.cli.measuring import Measured, model_and_text, names, show, tell
+
+
+@click.command()
+@click.option("--scores", default="aas,aqas,ltas,mas", show_default=True, metavar="A,B", help="Scores to compare.")
+@click.option(
+    "--budgets", default="0.3,0.4,0.5,0.6", show_default=True, metavar="R,S", help="Budgets, as rates of a stretch."
+)
+@click.option("--length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a stretch of text.")
+@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@model_and_text
+def consistency(scores: str, budgets: str, length: int, stretches: int, as_json: bool, **given: Any) -> None:
+    """How far scores that see only what is cached agree with those of the full cache (RoCo, figure 2).
+
+    \b
+    aas   sum(attn)                           H2O
+    aqas  sum(attn > mean(attn over slots))   ScissorHands
+    ltas  last(attn)                          TOVA
+    mas   mean(attn)                          RoCo
+
+    The text is fed token by token to a policy that keeps the highest scores, without a window of recent tokens. After every token,
+    the Jaccard similarity of what it keeps and of as many tokens that score highest under the full cache: 1 where they are the same.
+
+    \b
+    Example:
+      kvdsl eval consistency --budgets 0.3,0.5 --length 512
+    """
+    begun = Measured(**given)
+    from kvdsl.cli.progress import progress
+    from kvdsl_lab.eval import consistency as measuring
+
+    wanted, rates = names(scores), _rates(budgets)
+    ids = begun.stretches(length, stretches)
+    with progress("consistency", measuring.steps(length, wanted, rates)) as tick:
+        rows = measuring.consistencies(begun.model, ids, wanted, rates, backend=begun.backend, tick=tick)
+    found = measuring.findings(rows)
+    if as_json:
+        begun.print_json({"length": length, "stretches": stretches, "rows": rows, "findings": found})
+        return
+    show(rows)
+    tell(found, "budgets")
+
+
+def _rates(text: str) -> list[float]:
+    from kvdsl_lab.eval.caches import parse_budgets
+
+    found = parse_budgets(text)
+    if max(found) >= 1:
+        raise KvdslError(f"`{text}`: budgets are rates of a stretch here, below 1, for example 0.3,0.5")
+    return found
+
+
+@click.command()
+@click.option(
+    "--life", type=click.IntRange(2), default=256, show_default=True, help="Queries for which a token is followed."
+)
+@click.option("--length", type=click.IntRange(8), default=512, show_default=True, help="Tokens of a stretch of text.")
+@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Stretches, evenly over the text.")
+@model_and_text
+def persistence(life: int, length: int, stretches: int, as_json: bool, **given: Any) -> None:
+    """How the deviation of the attention that a token receives develops while it ages (RoCo, figure 3).
+
+    \b
+    peak     queries after which a token's deviation is highest (median)
+    brief    share of tokens for which that is at most 50
+    falling  share of the steps after the peak at which it falls
+    left     what is left of the peak at the end (median)
+    --json has the mean deviation after 1, 2, ... queries too, as `curve`.
+
+    \b
+    Example:
+      kvdsl eval persistence --life 256 --length 512
+    """
+    begun = Measured(**given)
+    from kvdsl.cli.progress import progress
+    from kvdsl_lab.eval import persistence as measuring
+
+    ids = begun.stretches(length, stretches)
+    with progress("persistence", int(begun.model.config.get_text_config().num_hidden_layers)) as tick:
+        rows = measuring.lives(begun.model, ids, life, tick)
+    found = measuring.findings(rows)
+    if as_json:
+        begun.print_json({"life": life, "length": length, "stretches": stretches, "rows": rows, "findings": found})
+        return
+    show(rows)
+    tell(found, "heads")

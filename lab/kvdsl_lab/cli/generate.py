@@ -1,0 +1,162 @@
+"""`kvdsl bench generate`: whole models, from the prompt to the last token."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli.common import json_option, print_json, set_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+
+if TYPE_CHECKING:
+    from rich.table import Table
+    from torch import Tensor
+
+
+@click.command()
+@click.option(
+    "--policies", default="transformers,full,h2o,roco", show_default=True, metavar="A,B",
+    help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one, `shift:h2o` "
+    "for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` for the same as published code has it.",
+)  # fmt: skip
+@click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
+@set_option
+@model_option
+@click.option("--shape", metavar="NAME[:LAYERS]",
+              help="Instead of a model, one with random weights: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip
+@click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+              help="What the prompts are taken from [default: the book that ships with kvdsl].")  # fmt: skip
+@click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of a prompt.")
+@click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate after it.")
+@click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
+@click.option("--share-prompt", is_flag=True,
+              help="All rows share one prompt, which is read once; each goes on with another of its likeliest tokens.")  # fmt: skip
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
+@click.option(
+    "--repeats", type=click.IntRange(1), default=3, show_default=True, help="Rounds: a prompt and its tokens each."
+)
+@click.option("--warmup", type=click.IntRange(0), default=0, show_default=True, help="Rounds before that.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random weights and prompts.")
+@dtype_option
+@json_option
+def generate(
+    policies: str, budgets: str, settings: dict[str, str], model: str | None, shape: str | None, text: Path | None,
+    prompt_tokens: int, new_tokens: int, batch: int, share_prompt: bool, backend: str, threads: int | None, repeats: int,
+    warmup: int, seed: int, dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """A whole model: the prompt, then token by token, and the memory that it takes.
+
+    All generate from the same prompts with the same weights, in turns, token by token; before that each generates once alone, which
+    warms it up and shows by how much its memory grows at most, and which shares of a token's time go to attention and to the cache's
+    update (appending, moving, evicting, the statistics that decide). Tokens a second are those of all rows, after the first token;
+    `as fast` compares with whoever is named first.
+
+    Shift and append, what in-place updates replace, is there for h2o, equip_h2o, streaming_llm and equip_streaming. From a prompt that
+    fills the budget on, every token evicts one.
+
+    \b
+    Examples:
+      kvdsl bench generate --policies transformers,full,h2o,roco --budgets 128,256 --prompt-tokens 1024
+      kvdsl bench generate --policies full,sparcas --set tokens=128 --model path/to/model --prompt-tokens 8192
+      kvdsl bench generate --policies full,streaming_llm --shape llama-2-7b:2 --batch 8 --dtype bf16
+      kvdsl bench generate --policies shift:equip_h2o,equip_h2o --shape llama-2-7b:2 --batch 8 --share-prompt --prompt-tokens 256
+    """
+    refuse_triton(backend)
+    if model is not None and shape is not None:
+        raise click.UsageError("give --model or --shape, not both")
+    if shape is not None and text is not None:
+        raise click.UsageError("random weights read random tokens: give --text with a model only")
+    import torch
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.generation.models import check_length
+    from kvdsl_lab.bench.generate import bench_generate, contenders, steps
+    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
+
+    if threads:
+        torch.set_num_threads(threads)
+    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
+    prompts = 1 if share_prompt else batch
+    loaded, ids = (
+        _random(shape, dtype, prompts, prompt_tokens, seed) if shape else _read(model, text, dtype, prompts, prompt_tokens)
+    )
+    check_length(loaded, prompt_tokens + new_tokens)
+    wanted = contenders(names, settings, sizes, loaded, backend)
+    with progress("generate", steps(wanted, repeats, warmup)) as tick:
+        rows = bench_generate(
+            loaded, ids, new_tokens, wanted, rows=batch if share_prompt else None, repeats=repeats, warmup=warmup, tick=tick
+        )
+    facts = {
+        "model": shape or model or "the reference model", "share_prompt": share_prompt, "repeats": repeats, "warmup": warmup,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    kind = str(loaded.dtype).removeprefix("torch.")
+    if as_json:
+        print_json({**facts, "rows": rows}, dtype=kind, seed=seed)
+    else:
+        _show(rows, {**facts, "dtype": kind})
+
+
+def _random(shape: str, dtype: str | None, batch: int, length: int, seed: int) -> tuple[Any, Tensor]:
+    """A model with random weights, and random prompts."""
+    import torch
+
+    from kvdsl_lab.bench.shapes import shaped_model
+
+    model = shaped_model(shape, dtype, seed)
+    generator = torch.Generator().manual_seed(seed)
+    return model, torch.randint(model.config.vocab_size, (batch, length), generator=generator)
+
+
+def _read(model: str | None, text: Path | None, dtype: str | None, batch: int, length: int) -> tuple[Any, Tensor]:
+    """A model, and prompts evenly over the text."""
+    from kvdsl.generation.models import load_model, read_text, windows
+
+    loaded, tokenizer = load_model(model, dtype)
+    return loaded, windows(tokenizer, read_text(text), length, batch)
+
+
+def _show(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvdsl.generation.report import size
+
+    console, first = Console(), rows[0]
+    title = (
+        f"{facts['model']} in {facts['dtype']}: batch {first['batch']}, {first['prompt_tokens']} prompt tokens, "
+        f"{first['new_tokens']} new ones, {facts['threads']} threads, {facts['repeats']} rounds"
+    )
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
+    for header in ("policy", "budget", "first\nms", "a token\nms", "", "as fast", "memory", "cache"):
+        table.add_column(header, justify="left" if header in ("policy", "") else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row["policy"], "" if row["budget"] is None else f"{row['budget']:g}", f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.2f}",
+            f"[{row['tpot_ms_q1']:.3g} .. {row['tpot_ms_q3']:.3g}]", f"{row['vs_first']:.2f}x",
+            "" if row["peak_bytes"] is None else size(row["peak_bytes"]), size(row["cache_bytes"]),
+        )  # fmt: skip
+    console.print(table, markup=False)
+    if any(share is not None for row in rows for share in row["shares"].values()):
+        console.print(_shares(rows), markup=False)
+
+
+_SHARES = {"attention": "attention", "rotation": "turning keys", "update": "cache's update", "head": "model's head"}
+
+
+def _shares(rows: Sequence[Mapping[str, Any]]) -> Table:
+    """Where a token's time goes; nothing where it cannot be told."""
+    from rich.table import Table
+
+    table = Table(title="\nof a token's time, %", title_justify="left", box=None, pad_edge=False)
+    for header in ("policy", "budget", *_SHARES.values()):
+        table.add_column(header, justify="left" if header == "policy" else "right", no_wrap=True)
+    for row in rows:
+        shares = [row["shares"][name] for name in _SHARES]
+        cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
+        table.add_row(row["policy"], "" if row["budget"] is None else f"{row['budget']:g}", *cells)
+    return table

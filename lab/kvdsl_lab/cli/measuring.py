@@ -1,0 +1,132 @@
+"""What evaluations of a model share: the options that say which model and text, loading them, and tables of rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+
+if TYPE_CHECKING:
+    from kvdsl_lab.eval.caches import Policies
+
+text_option = click.option(
+    "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
+    help="A text file [default: the book that ships with kvdsl].",
+)  # fmt: skip
+
+
+def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
+    """The options that say what is measured, and with what: the arguments of `Measured`, and `as_json`."""
+    for option in reversed((
+        model_option, text_option,
+        click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies."),
+        click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own]."),
+        dtype_option, json_option,
+    )):  # fmt: skip
+        command = option(command)
+    return command
+
+
+class Measured:
+    """A model and a text, as the options ask."""
+
+    def __init__(self, model: str | None, text: Path | None, backend: str, threads: int | None, dtype: str | None) -> None:
+        refuse_triton(backend)
+        import torch
+
+        from kvdsl.generation.models import load_model, read_text
+
+        if threads:
+            torch.set_num_threads(threads)
+        self.backend = backend
+        self.text = read_text(text)
+        self.model, self.tokenizer = load_model(model, dtype)
+
+    def stretches(self, length: int, count: int) -> Any:
+        """Pieces of the text, int64 [count, length]; refused where the model was not made for so many tokens."""
+        from kvdsl.generation.models import check_length, windows
+
+        check_length(self.model, length)
+        return windows(self.tokenizer, self.text, length, count)
+
+    def print_json(self, content: Mapping[str, Any], seed: int | None = None) -> None:
+        """The command's one JSON object."""
+        print_json(content, dtype=str(self.model.dtype).removeprefix("torch."), seed=seed)
+
+
+class Setting(Measured):
+    """What an evaluation of policies begins with."""
+
+    def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
+        from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
+
+        self.budgets = parse_budgets(budgets)
+        self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
+        super().__init__(**given)
+        self.pairs = len(list(self.policies.pairs(self.budgets)))
+
+    def finish(self, rows: Sequence[Mapping[str, Any]], as_json: bool, seed: int | None = None, **facts: Any) -> None:
+        """Print the result."""
+        if as_json:
+            self.print_json({**facts, "rows": list(rows)}, seed)
+        else:
+            show(rows)
+
+
+# -- rows --------------------------------------------------------------------------------------------------------------
+
+_FOR_PROGRAMS = ("depths", "curve", "by_length")
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """A table of rows that have the same keys."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    columns = [name for name in rows[0] if name not in _FOR_PROGRAMS]
+    for name in columns:
+        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
+    for row in rows:
+        table.add_row(*(_cell(row[name]) for name in columns))
+    Console(highlight=False).print(table)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, list):
+        return " ".join(f"{one:.2f}" for one in value)
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def tell(findings: Mapping[str, Mapping[str, Any]], of: str) -> None:
+    """Whether a paper's claims hold, a line each; `of` names the count of what was compared."""
+    for claim, found in findings.items():
+        if found[of]:
+            click.echo(f"{'holds' if found['holds'] else 'does not hold'}: {claim} ({found['held']} of {found[of]})")
+
+
+# -- lists -------------------------------------------------------------------------------------------------------------
+
+
+def names(text: str) -> list[str]:
+    """`a,b` as words, each once."""
+    return list(dict.fromkeys(piece.strip() for piece in text.split(",") if piece.strip()))
+
+
+def whole_numbers(text: str) -> list[int]:
+    """Numbers of at least 1, separated by commas."""
+    try:
+        found = [int(part) for part in text.split(",")]
+    except ValueError:
+        found = [0]
+    if min(found) < 1:
+        raise click.BadParameter(f"`{text}` is no list of whole numbers above 0")
+    return found

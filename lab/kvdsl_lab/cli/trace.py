@@ -1,0 +1,78 @@
+"""`kvdsl trace`: a page that shows which tokens a policy kept, step by step."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdsl.cli.common import FORMAT_VERSION, json_option, print_json, set_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
+
+
+@click.command()
+@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@set_option
+@model_option
+@prompt_options
+@click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
+@click.option("--chunk", type=click.IntRange(1), help="Tokens of the prompt fed at a time [default: all].")
+@click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("trace.html"), show_default=True,
+              help="The page.")  # fmt: skip
+@click.option("--backend", type=BACKENDS, default="torch", show_default=True,
+              help="What runs the policy; only torch tells the scores of decoded tokens.")  # fmt: skip
+@dtype_option
+@json_option
+def command(
+    policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
+    max_new_tokens: int, chunk: int | None, out: Path, backend: str, dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Show which tokens a policy kept while a model read a prompt and went on from it: one HTML file that needs no network.
+
+    Every token is coloured by when it was evicted (blue early, red late) and in how many KV heads (the stronger, the more), or by
+    its score. A slider goes through the steps, two lists choose a layer and a KV head, and pointing at a token shows what every head
+    knew of it at that step, its score and its state columns, and when it let it go. The prompt is one step, unless --chunk divides it.
+
+    \b
+    Examples:
+      kvdsl trace --policy roco --set budget=128 --out roco.html
+      kvdsl trace --policy h2o --set budget=64 --chunk 1 --max-new-tokens 1 --prompt-file chapter.txt
+    """
+    refuse_triton(backend)
+    check_prompt(prompt, prompt_file)
+    from kvdsl.cli.progress import progress
+    from kvdsl.compiler import analyse, find_policy
+    from kvdsl.environment import environment
+    from kvdsl.generation.models import check_length, load_model
+    from kvdsl.ir.printer import print_expression
+    from kvdsl.loading import load
+    from kvdsl_lab.eval import trace as tracing
+
+    cache_class: Any = load(policy, **settings)
+    lm, tokenizer = load_model(model, dtype)
+    ids = prompt_ids(tokenizer, prompt, prompt_file)
+    check_length(lm, len(ids) + max_new_tokens)
+    with progress("trace", tracing.steps(ids, max_new_tokens, chunk)) as tick:
+        made = tracing.trace(lm, ids, max_new_tokens, cache_class(lm, backend=backend), chunk, tick)
+    score = analyse(find_policy(policy), settings=settings).policy.score
+    dtype_name = str(lm.dtype).removeprefix("torch.")
+    facts = {
+        "policy": cache_class.spec.name,
+        "expression": "" if score is None else print_expression(score),
+        "settings": ", ".join(f"{name}={value}" for name, value in settings.items()) or "its own settings",
+        "model": model or "the model that ships with kvdsl",
+    }
+    head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype_name)}
+    out.write_text(tracing.page({**head, **facts, **tracing.as_data(made, tokenizer)}), encoding="utf-8")
+    evicted, all_of_them = int((made.gone >= 0).sum()), made.gone[..., : made.seen[-1]].numel()
+    result = {
+        **facts, "prompt_tokens": made.prompt_tokens, "new_tokens": max_new_tokens, "steps": len(made.seen), "evicted": evicted,
+        "out": str(out),
+    }  # fmt: skip
+    if as_json:
+        print_json(result, dtype=dtype_name)
+    else:
+        click.echo(f"{out}: {made.seen[-1]} tokens in {made.gone.shape[0] * made.gone.shape[1]} KV heads, "
+                   f"{evicted / all_of_them:.0%} of them evicted")  # fmt: skip

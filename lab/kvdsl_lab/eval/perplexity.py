@@ -1,0 +1,73 @@
+"""Perplexity of a text whose every token is predicted through the cache."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl_lab.eval.caches import Policies
+
+Row = dict[str, Any]
+
+
+def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable[[], None] = lambda: None) -> Tensor:
+    """Loss of every token but the first, given what the cache holds of those before it: float32 [rows, length - 1].
+
+    The text is fed `chunk` tokens at a time: within a chunk a token sees those before it as well, and the policy settles after
+    each. With chunks of one token it evicts token by token, as it does while generating.
+    """
+    ids = ids.to(model.device)
+    losses = []
+    with torch.inference_mode():
+        for start in range(0, ids.shape[1] - 1, chunk):
+            part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
+            target = ids[:, start + 1 : start + 1 + part.shape[1]]
+            logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits.float()
+            losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none"))
+            tick()
+    return torch.cat(losses, dim=1).cpu()
+
+
+def steps(length: int, chunk: int) -> int:
+    """How many forwards `token_losses` makes."""
+    return -(-(length - 1) // chunk)
+
+
+def perplexities(
+    model: Any,
+    ids: Tensor,
+    policies: Policies,
+    budgets: Sequence[float],
+    chunk: int = 1,
+    tick: Callable[[], None] = lambda: None,
+    by: int | None = None,
+) -> list[Row]:
+    """One row for every policy and budget: `policy, budget, ppl, tokens`.
+
+    Args:
+        by: so many tokens have a row for themselves, which says where they lie in their stretch: `first` to `last`.
+    """
+    rows: list[Row] = []
+    for name, budget in policies.pairs(budgets):
+        cache = policies.make(name, model, budget)
+        losses = token_losses(model, ids, cache, chunk, tick)
+        rows += ({"policy": name, "budget": budget, **part} for part in _parts(losses, by))
+    return rows
+
+
+def _parts(losses: Tensor, by: int | None) -> Iterator[Row]:
+    """Perplexities of losses [rows, length - 1], of which the first is that of the stretch's second token."""
+    if by is None:
+        yield {"ppl": _perplexity(losses), "tokens": losses.numel()}
+        return
+    for start in range(0, losses.shape[1], by):
+        part = losses[:, start : start + by]
+        yield {"first": start + 1, "last": start + part.shape[1], "ppl": _perplexity(part), "tokens": part.numel()}
+
+
+def _perplexity(losses: Tensor) -> float:
+    return round(math.exp(losses.double().mean()), 4)

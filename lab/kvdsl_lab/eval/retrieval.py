@@ -1,0 +1,115 @@
+"""What a policy forgets: pass-keys and named numbers hidden in a text, asked for at its end.
+
+The tasks are those of `kvdsl_lab.assets.retrieval`, in whose words the reference model was trained.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.generation.generate import greedy
+from kvdsl.generation.models import encode
+from kvdsl_lab.assets.retrieval import Recall, key_values, lay_out, pass_key
+from kvdsl_lab.eval.caches import Policies
+
+TASKS = ("pass-key", "key-value")
+DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Trials:
+    """Prompts of equal length about one task at one depth, and their answers."""
+
+    task: str
+    depth: float
+    prompts: Tensor
+    answers: tuple[tuple[int, ...], ...]
+
+
+def make_task(name: str, rng: np.random.Generator, depth: float, pairs: int) -> Recall:
+    """A task whose asked-for fact stands at `depth`."""
+    if name == "pass-key":
+        return pass_key(rng, depth)
+    task = key_values(rng, pairs, asked=1)
+    subject = task.questions[0][0].strip()
+    return replace(task, facts=tuple((depth if subject in text else at, text) for at, text in task.facts))
+
+
+def make_trials(tokenizer: Any, text: str, length: int, count: int, seed: int = 0, pairs: int = 8) -> list[Trials]:
+    """`count` trials for every task and depth.
+
+    Raises:
+        KvdslError: if the text or the prompt is too short.
+    """
+    rng = np.random.default_rng(seed)
+    ids = encode(tokenizer, text)
+    if len(ids) < length:
+        raise KvdslError(
+            f"the text has {len(ids)} tokens, fewer than the {length} of a prompt; give a longer text or shorter prompts"
+        )
+    cached = lru_cache(4096)(lambda piece: tuple(encode(tokenizer, piece)))
+    try:
+        return [
+            _trials(name, depth, rng, ids, length, count, pairs, cached, tokenizer) for name in TASKS for depth in DEPTHS
+        ]
+    except ValueError as error:
+        raise KvdslError(f"{error}; ask for longer prompts") from error
+
+
+def _trials(
+    name: str, depth: float, rng: np.random.Generator, ids: list[int], length: int, count: int, pairs: int,
+    cached: Callable[[str], Sequence[int]], tokenizer: Any,
+) -> Trials:  # fmt: skip
+    prompts, answers = [], []
+    for _ in range(count):
+        task = make_task(name, rng, depth, pairs)
+        start = int(rng.integers(0, len(ids) - length + 1))
+        prompts.append(lay_out(task, ids[start : start + length], length, cached, tokenizer.bos_token_id, answered=False))
+        answers.append(tuple(cached(task.questions[-1][1])))
+    return Trials(name, depth, torch.tensor(prompts), tuple(answers))
+
+
+def accuracy(model: Any, trials: Trials, make_cache: Callable[[], Any], chunk: int | None, batch: int = 10) -> float:
+    """Share of answers that greedy decoding gives in full."""
+    longest = max(len(answer) for answer in trials.answers)
+    right = []
+    for at in range(0, len(trials.answers), batch):
+        found = greedy(model, trials.prompts[at : at + batch], longest, make_cache(), chunk).tolist()
+        right += [
+            row[: len(answer)] == list(answer) for row, answer in zip(found, trials.answers[at : at + batch], strict=True)
+        ]
+    return statistics.fmean(right)
+
+
+def retrievals(
+    model: Any,
+    trials: Sequence[Trials],
+    policies: Policies,
+    budgets: Sequence[float],
+    chunk: int | None = None,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """One row for every policy, budget and task: `policy, budget, task, accuracy`, and the accuracies by depth."""
+    rows: list[Row] = []
+    for name, budget in policies.pairs(budgets):
+        for task in dict.fromkeys(one.task for one in trials):
+            shares: dict[float, float] = {}
+            for one in (found for found in trials if found.task == task):
+                shares[one.depth] = accuracy(model, one, lambda: policies.make(name, model, budget), chunk)  # noqa: B023
+                tick()
+            mean = round(statistics.fmean(shares.values()), 4)
+            rows.append({
+                "policy": name, "budget": budget, "task": task, "accuracy": mean,
+                "depths": list(shares), "by_depth": [round(share, 4) for share in shares.values()],
+            })  # fmt: skip
+    return rows

@@ -1,0 +1,152 @@
+"""Running a paper's cells: what is measured is saved after each, and a run goes on where the last one stopped.
+
+`OUT/NAME.json` is the result and the memory of it:
+
+    {"format_version": "1.0", "environment": {...}, "paper": "sparcas", "title": ..., "setup": {...}, "finished": true, "seconds": 812.4,
+     "experiments": [{"name", "title", "source", "says", "rows": [...], "cells": [{"name", "rows": 6, "seconds": 3.2}],
+                      "findings": [{"claim", "holds", "measured"}], "figures": ["sparcas/table2a.png", ...]}]}
+
+Cells say how many of the rows are theirs, in order. Another setup or environment makes another result: the old one is kept beside it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdsl.errors import KvdslError
+from kvdsl_lab.reproduce.experiment import Experiment, Paper, Row, Setup
+
+
+def load_paper(name: str) -> Paper:
+    """The paper of `PAPERS`."""
+    paper: Paper = importlib.import_module(f"kvdsl_lab.reproduce.{name}").PAPER
+    return paper
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A cell that has been run."""
+
+    rows: list[Row]
+    seconds: float
+
+
+Done = dict[tuple[str, str], Measured]
+"""By experiment and cell."""
+
+
+def reproduce(
+    paper: Paper,
+    setup: Setup,
+    out: Path,
+    head: Mapping[str, Any],
+    *,
+    fresh: bool = False,
+    drawn: bool = True,
+    tick: Callable[[str], None] = lambda name: None,
+) -> dict[str, Any]:
+    """Run what has not been run yet, and give the whole result. Only `OUT/NAME.json` is written.
+
+    Args:
+        head: what the result begins with: its format's version and the environment.
+        fresh: forget what was measured before.
+        drawn: whether the result names figures, which `plots.draw_all` then draws.
+        tick: told the name of every cell before it begins.
+
+    Raises:
+        KvdslError: if a result of before cannot be read.
+    """
+    path = out / f"{paper.name}.json"
+    head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts(paper.reads_text)}
+    done = _earlier(path, head, fresh)
+    out.mkdir(parents=True, exist_ok=True)
+    for experiment, cell in ((one, cell) for one in paper.experiments for cell in one.cells(setup)):
+        tick(f"{experiment.source}: {cell.name}")
+        if (experiment.name, cell.name) in done:
+            continue
+        begun = time.perf_counter()
+        rows = cell.run(setup)
+        done[experiment.name, cell.name] = Measured(rows, round(time.perf_counter() - begun, 2))
+        _save(path, _result(paper, setup, head, done))
+    result = _result(paper, setup, head, done, drawn)
+    _save(path, result)
+    return result
+
+
+def count(paper: Paper, setup: Setup) -> int:
+    """How many cells there are."""
+    return sum(1 for one in paper.experiments for _ in one.cells(setup))
+
+
+# -- the result --------------------------------------------------------------------------------------------------------
+
+
+def _result(paper: Paper, setup: Setup, head: Mapping[str, Any], done: Done, drawn: bool = False) -> dict[str, Any]:
+    names = {one.name: [cell.name for cell in one.cells(setup)] for one in paper.experiments}
+    run = [done.get((one, cell)) for one, cells in names.items() for cell in cells]
+    finished = None not in run
+    return {
+        **head, "finished": finished, "seconds": round(sum(cell.seconds for cell in run if cell is not None), 1),
+        "experiments": [_part(one, names[one.name], done, paper.name, finished, drawn) for one in paper.experiments],
+    }  # fmt: skip
+
+
+def _part(
+    experiment: Experiment, cells: Sequence[str], done: Done, paper: str, finished: bool, drawn: bool
+) -> dict[str, Any]:  # fmt: skip
+    """One experiment as far as it has come; what it finds, when all is measured."""
+    run = {name: done[experiment.name, name] for name in cells if (experiment.name, name) in done}
+    rows = [row for cell in run.values() for row in cell.rows]
+    stem = f"{paper}/{experiment.name}"
+    return {
+        "name": experiment.name, "title": experiment.title, "source": experiment.source, "says": experiment.says, "rows": rows,
+        "cells": [{"name": name, "rows": len(cell.rows), "seconds": cell.seconds} for name, cell in run.items()],
+        "findings": [asdict(one) for one in experiment.findings(rows)] if finished else [],
+        "figures": [f"{stem}.png", f"{stem}.svg"] if drawn and experiment.plot else [],
+    }  # fmt: skip
+
+
+def _save(path: Path, result: Mapping[str, Any]) -> None:
+    """Write the file as a whole, so that a run that is killed meanwhile leaves the one before."""
+    text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
+    beside = path.with_suffix(".json.part")
+    beside.write_text(text + "\n", encoding="utf-8")
+    os.replace(beside, path)
+
+
+# -- what was measured before ------------------------------------------------------------------------------------------
+
+
+def _earlier(path: Path, head: Mapping[str, Any], fresh: bool) -> Done:
+    """The cells of a run with the same head. What another run left is put aside."""
+    if not path.exists():
+        return {}
+    try:
+        result = json.loads(path.read_text(encoding="utf-8"))
+        same = all(result[name] == value for name, value in head.items())
+        found = {} if fresh or not same else _cells(result)
+    except (ValueError, KeyError, TypeError) as error:
+        raise KvdslError(
+            f"{path} is no result of `kvdsl reproduce`; move it away, or give another folder with --out"
+        ) from error
+    if not found:
+        os.replace(path, path.with_suffix(".previous.json"))
+    return found
+
+
+def _cells(result: Mapping[str, Any]) -> Done:
+    done: Done = {}
+    for experiment in result["experiments"]:
+        at = 0
+        for cell in experiment["cells"]:
+            rows = experiment["rows"][at : at + cell["rows"]]
+            done[experiment["name"], cell["name"]] = Measured(rows, cell["seconds"])
+            at += cell["rows"]
+    return done
