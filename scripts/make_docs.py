@@ -87,7 +87,7 @@ INPUTS = {
     "age": "newest position minus `position`",
     "budget": "the tokens that are kept",
     "live": "the tokens that are cached, of each row",
-    "prompt": "the length of each row's prompt, padding not counted",
+    "prompt": "each row's tokens up to the end of its last prompt, padding not counted",
     "layer": "the layer's number, from 0",
     "layers": "how many there are",
 }
@@ -108,7 +108,7 @@ FUNCTIONS = {
 }
 
 STATEMENTS = {
-    "param": ("a number that the user may set; a budget below 1 given there is a rate of the prompt", ""),
+    "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
     "let": ("a name for an expression, or a function", ""),
     "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer` and `prompt`", ""),
     "score": ("one number per slot; the lowest leaves first", ""),
@@ -161,6 +161,17 @@ def language_reference() -> str:
         "A policy that `extends` another takes over its statements; `keep` lines accumulate; `override` stands before a statement that "
         'changes one. `import roco` makes a shipped policy known (`kvdsl list` shows them), and `import "mine.kv"` the policies and lets '
         "of a file, by its path from the importing one: no file of yours can be taken for a shipped policy, or the other way round.\n",
+        "## Prompts and rates\n",
+        "Tokens that come in together are a prompt, and so is the first token, should it come alone; a single token after it is decoded. A "
+        "chat has a prompt each turn. A policy settles after every prompt (or after its blocks), and after every decoded token; `when "
+        "prefill` evicts after each prompt, and `when decode` after decoded tokens only.\n",
+        "At every prompt the policy's numbers are found anew. `prompt` is all of the row's text by then: earlier prompts, what was decoded "
+        "after them, and the new tokens. So a chat on one cache has the budget of a cache that is given the whole text at once. Each row "
+        "of a batch counts its own tokens, and a row to which none come keeps its numbers. Nothing changes while tokens are decoded. A "
+        "policy that remembers `over last N queries` an N that reads `prompt` cannot take another prompt.\n",
+        "What a user gives for `budget` is a number of tokens, `512`, or a rate of `prompt`, `0.25`: written with a point, and up to "
+        "`1.0`, which is all of it. `1` is one token. A rate is at least one token; a prompt that comes token by token has no rate, "
+        "and is refused. In a policy's own lines a rate is written `0.25 * prompt`.\n",
         "## Inputs\n",
         _table(("name", "axes", "meaning"), ((f"`{name}`", axes[name], text) for name, text in INPUTS.items())),
         "## Functions and operators\n",

@@ -1,7 +1,7 @@
 """The reference interpreter: what a policy means, in NumPy and float64, slow and obvious.
 
-It sees one KV head of one layer of one row; a `Layer` sees heads that decide together. Every backend is tested
-against it, so nothing in here comes from a backend.
+It sees one KV head of one layer of one row; a `Layer` sees heads that decide together, and a `Text` its prompts and what is
+decoded after each. Every backend is tested against it, so nothing in here comes from a backend.
 
     numbers = resolve(policy, {"budget": 64}, prompt=100)
     interpreter = Interpreter(policy, numbers, Call(scaling=0.125))
@@ -18,6 +18,7 @@ from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import Numbers, resolve
 from kvdsl.interp.rotation import Rope
 from kvdsl.interp.settle import overflow, protected, victims
+from kvdsl.interp.text import Text
 
 __all__ = [
     "Attention",
@@ -28,6 +29,7 @@ __all__ = [
     "Numbers",
     "Rope",
     "Step",
+    "Text",
     "attend",
     "overflow",
     "protected",

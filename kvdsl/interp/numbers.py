@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
 from kvdsl.ir.nodes import Expr, Policy
 
@@ -17,7 +18,7 @@ class Numbers:
     Attributes:
         params: the params by name; a `budget` that was given as a rate of the prompt is in tokens here.
         budget: the tokens kept after a settle (the soft capacity C), floored; inf keeps everything.
-        prompt: the length of the row's prompt, padding excluded.
+        prompt: the row's tokens up to the end of its last prompt, padding excluded (see `kvdsl.interp.text`).
         layer, layers: the layer, counted from 0, and how many there are.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
@@ -54,6 +55,10 @@ class Numbers:
         """The inputs that are the same for every slot and moment."""
         return {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
 
+    def value(self, expr: Expr) -> float:
+        """The value of an expression without axes: of params and these numbers."""
+        return evaluate_number(expr, Scope(0, 0, self.inputs(), self.params))
+
 
 def resolve(
     policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1
@@ -61,12 +66,15 @@ def resolve(
     """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
 
     Args:
-        given: values of params by name; None stands for the default.
+        given: values of params by name; None stands for the default. Of `budget` an int is tokens, a float up to 1.0 a rate.
+        prompt: the row's tokens up to the end of its last prompt.
 
     Raises:
-        ValueError: if a given name is none of the policy's params.
+        ValueError: if a given name is none of the policy's params, or a given budget none.
     """
-    chosen = {name: float(value) for name, value in (given or {}).items() if value is not None}
+    chosen = {name: value for name, value in (given or {}).items() if value is not None}
+    if "budget" in chosen:
+        chosen["budget"] = tokens_or_rate(chosen["budget"])
     unknown = chosen.keys() - {param.name for param in policy.params}
     if unknown:
         raise ValueError(f"{policy.name} has no param {', '.join(sorted(unknown))}")
@@ -113,8 +121,11 @@ class _Params(dict[str, float]):
         self.scope = replace(scope, params=self)
 
     def __missing__(self, name: str) -> float:
-        value = self._given[name] if name in self._given else evaluate_number(self._defaults[name], self.scope)
-        if name == "budget" and name in self._given and 0 < value < 1:  # a rate of the prompt
-            value = max(1.0, floored(value * float(self.scope.inputs["prompt"].item())))
+        if name not in self._given:
+            value = evaluate_number(self._defaults[name], self.scope)
+        elif name == "budget" and is_rate(self._given[name]):
+            value = max(1.0, floored(self._given[name] * float(self.scope.inputs["prompt"].item())))
+        else:
+            value = float(self._given[name])
         self[name] = value
         return value

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group
-from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate, evaluate_number, evaluate_slots, number, per_slot
+from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate, evaluate_slots, number, per_slot
 from kvdsl.interp.head import Head
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
@@ -203,7 +203,7 @@ class Operations:
         return Moment(chosen, head.position[chosen], observed, self.call.window, self._number)
 
     def _number(self, expr: Expr) -> float:
-        return evaluate_number(expr, Scope(0, 0, self.numbers.inputs(), self.numbers.params))
+        return self.numbers.value(expr)
 
     def _per_query(self, body: Expr, scope: Scope, q: Array | None, value: Callable[[Expr, Scope], Array]) -> Array:
         """The value of what belongs to one query.

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvdsl.budget import is_rate
 from kvdsl.errors import KvdslError
 
 
@@ -39,13 +40,13 @@ class Given:
         return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
     def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
-        """The param as tokens: a value below 1 that the user gave is a rate of the row's prompt (at least one token).
+        """The param as tokens: a float up to 1.0 that the user gave is a rate of the row's prompt (at least one token).
 
         Raises:
             KvdslError: if it holds nothing.
         """
         given = self._values.get(name)
-        if given is not None and 0 < given < 1:
+        if given is not None and is_rate(given):
             return (given * self.prompt).floor().clamp(min=1)
         value = self.number(name, default, low=low, high=high)
         if bool(((value <= 0) & (self.prompt > 0)).any()):

@@ -119,17 +119,19 @@ class _Check:
             labels = [Label(same.span, "first here")]
             self._report(codes.TEST_SETTING, step.span, f"`{step.name.text}` is set twice", labels=labels)
         token = next((one for one in before if isinstance(one, (syn.Incoming, syn.Prompt))), None)
-        if token is not None and not isinstance(step, syn.Incoming):
+        if token is not None and isinstance(step, (syn.Use, syn.Set)):
             word = step.span.text.split()[0]
             labels = [Label(token.span, "the first token")]
-            help = "a prompt comes in once, before all other tokens" if isinstance(step, syn.Prompt) else None
-            self._report(codes.TEST_ORDER, step.span, f"`{word}` stands behind a token", help, labels)
+            self._report(codes.TEST_ORDER, step.span, f"`{word}` stands behind a token", None, labels)
         if isinstance(step, syn.Prompt):
-            self._prompt(step)
+            self._prompt(step, is_first=token is None)
 
-    def _prompt(self, prompt: syn.Prompt) -> None:
+    def _prompt(self, prompt: syn.Prompt, *, is_first: bool) -> None:
         if not prompt.tokens:
             self._report(codes.TEST_ORDER, prompt.span, "the prompt has no tokens", "leave it out")
+        elif not is_first and sum(token.times for token in prompt.tokens) == 1:
+            help = "write the token alone, without `prompt { }`"
+            self._report(codes.TEST_ORDER, prompt.span, "behind other tokens, one that comes alone is no prompt", help)
         kinds = {_is_attended(token) for token in prompt.tokens}
         if len(kinds) > 1:
             self._report(codes.TEST_ORDER, prompt.span, "a prompt's tokens are all `attend`, or all `token`")
@@ -283,21 +285,24 @@ class _Meaning:
 
     def check(self) -> None:
         """Checks every step."""
-        decoded = False
+        decoded, known = False, True
         for step in self.test.steps:
             if isinstance(step, syn.Prompt):
-                self._prompt(step)
+                decoded = False
+                self._prompt(step, sized=known)
+                known = False
             elif isinstance(step, syn.Incoming):
-                decoded = True
+                decoded, known = True, False
                 self._token(step)
             elif isinstance(step, syn.Expect):
                 self._expect(step, decoded)
 
-    def _prompt(self, prompt: syn.Prompt) -> None:
+    def _prompt(self, prompt: syn.Prompt, *, sized: bool) -> None:
+        """Checks a prompt's tokens. `sized`: nothing came before, so that it is known how much each attends to."""
         there = 0
         for token in prompt.tokens:
             self._token(token)
-            attends = next((given for given in token.given if given.kind == "attend"), None)
+            attends = next((given for given in token.given if given.kind == "attend"), None) if sized else None
             for (row,) in attends.heads if attends is not None else ():
                 self._row(row, there + 1)
                 if token.times > 1 and row.fits(there + 1):

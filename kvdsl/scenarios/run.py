@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from kvdsl.interp.attention import Call
 from kvdsl.interp.evaluate import Array, Scope, evaluate_number, floored
 from kvdsl.interp.layer import Layer
-from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.step import Step
+from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
 from kvdsl.scenarios.scenario import Scenario, of_head
 from kvdsl.scenarios.show import numbers_in_words, positions_in_words, table
@@ -70,6 +70,10 @@ class _StopError(Exception):
         super().__init__(message)
 
 
+class _RefusedError(_StopError):
+    """A cache would refuse the policy's numbers."""
+
+
 @dataclass
 class _Run:
     """A run of one test. `last` is what the last tokens did to each KV head."""
@@ -81,60 +85,89 @@ class _Run:
 
     def __post_init__(self) -> None:
         scenario = self.scenario
-        self.numbers = resolve(self.policy, {}, scenario.prompt, scenario.layer, scenario.layers)
-        self.layer = Layer(self.policy, self.numbers, Call(), heads=scenario.heads)
-        self.heads = self.layer.empty(scenario.key_dim, scenario.value_dim)
+        self.text = Text(
+            self.policy, {}, scenario.layer, scenario.layers, heads=scenario.heads, key_dim=scenario.key_dim,
+            value_dim=scenario.value_dim,
+        )  # fmt: skip
+        self.heads = self.text.heads
 
     def steps(self) -> None:
         """Takes the test's steps."""
-        refusal, expected = _refusal(self.policy, self.numbers, self.scenario.key_dim), self.scenario.expected_error
-        if expected is not None and expected.word is not None:
-            if refusal is None or expected.word.text not in refusal:
-                raise _StopError(expected.span, refusal or f"expected an error, but `{self.policy.name}` takes this")
+        expected = self.scenario.expected_error
+        try:
+            self._take()
+        except _RefusedError as refused:
+            if expected is None or expected.word is None:
+                raise
+            if expected.word.text not in refused.failure.message:
+                raise _StopError(expected.span, refused.failure.message) from None
             return
-        if refusal is not None:
-            raise _StopError(self.scenario.test.title.span, refusal)
+        if expected is not None:
+            raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` takes this")
+
+    def _take(self) -> None:
+        if not isinstance(next(iter(self.scenario.tokens), None), syn.Prompt):
+            self._check_refusal(self.text.decoding)
         for step in self.scenario.test.steps:
             if isinstance(step, syn.Prompt):
                 self._prompt(step)
             elif isinstance(step, syn.Incoming):
                 for _ in range(step.times):
                     self._token(step)
-            elif isinstance(step, syn.Expect):
+            elif isinstance(step, syn.Expect) and step.what != "error":
                 self._expect(step)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
 
     def _prompt(self, prompt: syn.Prompt) -> None:
         tokens = [token for token in prompt.tokens for _ in range(token.times)]
+        layer = self._layer_of_prompt(len(tokens))
         keys, values = ([self._vectors(token, kind) for token in tokens] for kind in ("key", "value"))
         k, v = np.stack(keys, axis=1), np.stack(values, axis=1)
         if _given(prompt.tokens[0], "attend") is None:
             q = np.stack([self._queries(token) for token in tokens], axis=1)
-            self.last = self.layer.prefill(self.heads, q, k, v)
+            self.last = layer.prefill(self.heads, q, k, v)
             return
-        rows = np.zeros((self.scenario.heads, len(tokens), len(tokens)))
+        live = [head.live for head in self.heads]
+        rows = [np.zeros((len(tokens), there + len(tokens))) for there in live]
         for place, token in enumerate(tokens):
-            rows[:, place, : place + 1] = self._attention(token, [place + 1] * self.scenario.heads)
-        self.last = self.layer.observe_rows(self.heads, list(rows), k, v)
+            there = [before + place + 1 for before in live]
+            for row, given in zip(rows, self._attention(token, there, place), strict=True):
+                row[place, : len(given)] = given
+        self.last = layer.observe_rows(self.heads, rows, k, v)
 
     def _token(self, token: syn.Incoming) -> None:
         k, v = self._vectors(token, "key"), self._vectors(token, "value")
         if _given(token, "attend") is None:
-            self.last = self.layer.decode(self.heads, self._queries(token), k, v)
+            self.last = self.text.decoding.decode(self.heads, self._queries(token), k, v)
             return
         rows = self._attention(token, [head.live + 1 for head in self.heads])
-        self.last = self.layer.observe_row(self.heads, rows, k, v)
+        self.last = self.text.decoding.observe_row(self.heads, rows, k, v)
 
-    def _attention(self, token: syn.Incoming, there: list[int]) -> list[Array]:
-        """What the token pays in each KV head to the tokens that are there: [there] each."""
+    def _layer_of_prompt(self, tokens: int) -> Layer:
+        """The layer as it takes in a prompt of so many tokens."""
+        try:
+            layer = self.text.prompt(tokens)
+        except ValueError as error:
+            raise _RefusedError(self.scenario.test.title.span, str(error)) from None
+        self._check_refusal(layer)
+        return layer
+
+    def _check_refusal(self, layer: Layer) -> None:
+        refusal = _refusal(self.policy, layer.machines[0].numbers, self.scenario.key_dim)
+        if refusal is not None:
+            raise _RefusedError(self.scenario.test.title.span, refusal)
+
+    def _attention(self, token: syn.Incoming, there: list[int], ahead: int = 0) -> list[Array]:
+        """What the token pays in each KV head to the tokens that are there: [there] each; of a prompt `ahead` came with it."""
         given = _given(token, "attend")
         assert given is not None
         rows = []
         for head, count in enumerate(there):
             (row,) = of_head(given.heads, head)
             if not row.fits(count):
-                tokens = positions_in_words(sorted([*self.heads[head].position, self.heads[head].seen]))
+                coming = self.heads[head].seen + np.arange(ahead + 1)
+                tokens = positions_in_words(sorted([*self.heads[head].position, *coming]))
                 message = f"expected {count} numbers, for the tokens {tokens}, not {len(row.values)}"
                 raise _StopError(row.span, message + self._at_head(head))
             rows.append(np.array(row.of(count)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -40,9 +40,9 @@ class Scenario:
         return self.test.title.text
 
     @property
-    def prompt(self) -> int:
-        """How many tokens come in together."""
-        return sum(token.times for step in self.test.steps if isinstance(step, syn.Prompt) for token in step.tokens)
+    def tokens(self) -> Iterator[syn.Prompt | syn.Incoming]:
+        """What comes in: prompts, and tokens by themselves."""
+        return (step for step in self.test.steps if isinstance(step, (syn.Prompt, syn.Incoming)))
 
     @property
     def expected_error(self) -> syn.Expect | None:

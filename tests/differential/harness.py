@@ -43,7 +43,8 @@ LAYERS = 4
 @dataclass(frozen=True)
 class Case:
     """One random trace. Rows are left-padded by up to `padding` tokens; the prompt comes in `cuts` forwards, through `layers`
-    layers from `layer` on.
+    layers from `layer` on. If there is `later`, a prompt of so many tokens follows the steps, and as many steps again; the second row
+    has fewer of them, the third none.
     """
 
     policy: str
@@ -66,6 +67,7 @@ class Case:
     layer: int = 1
     layers: int = 1
     cuts: int = 1
+    later: int = 0
     rope: str | None = None
     given: tuple[tuple[str, float], ...] = ()
 
@@ -116,13 +118,24 @@ class _Run:
         real = torch.tensor([[t >= pad for t in range(case.prompt)] for pad in pads])
         self.prompts = [0] * case.batch
         for part in real.tensor_split(min(case.cuts, case.prompt), dim=1):
-            self.prompts = [prompt + new for prompt, new in zip(self.prompts, part.sum(1).tolist(), strict=True)]
-            self._step(part, prefill=True)
-        for state in self.states:
-            state.decoding = True
-        for _ in range(0, case.steps, case.at_once):
-            self._step(torch.ones(case.batch, case.at_once, dtype=torch.bool), prefill=False)
+            self._prompt(part)
+        self._decode()
+        if case.later:
+            pads = [0, case.later // 2, case.later][: case.batch]
+            self._prompt(torch.tensor([[t >= pad for t in range(case.later)] for pad in pads]))
+            self._decode()
         return self.tally
+
+    def _prompt(self, real: Tensor) -> None:
+        """A forward of a prompt: of all tokens so far, in rows to which any come."""
+        seen = self.states[0].seen.tolist() if self.states[0].allocated else self.prompts
+        counts = zip(self.prompts, seen, real.sum(1).tolist(), strict=True)
+        self.prompts = [before + new if new else prompt for prompt, before, new in counts]
+        self._step(real, prefill=True)
+
+    def _decode(self) -> None:
+        for _ in range(0, self.case.steps, self.case.at_once):
+            self._step(torch.ones(self.case.batch, self.case.at_once, dtype=torch.bool), prefill=False)
 
     # -- inputs --------------------------------------------------------------------------------------------------------
 

@@ -124,6 +124,7 @@ def random_case(policy: str, number: int) -> Case:
         given=tuple((name, draw.choice(values)) for name, values in room.given.items()),
         layer=draw.choice(room.layers),
         cuts=draw.choice([1, 1, 1, 2]),
+        later=draw.choice([0, 0, 0, 2, 9]),
         rope=draw.choice([None, "half", "interleaved", "partial"]),
     )
     if load(policy)[1].compact and case.rope is not None and case.inputs == "inf":

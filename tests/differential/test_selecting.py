@@ -88,7 +88,6 @@ class Twins:
         prompt = self.call(shape.prompt, real)
         for state, backend in zip(self.states, self.backends, strict=True):
             backend.prefill(state, prompt)
-            state.decoding = True
 
     def call(self, tokens: int, real: Tensor | None = None) -> AttentionCall:
         shape = self.shape
@@ -177,7 +176,7 @@ def test_all_that_there_is_equals_dense_attention(spec) -> None:
     for name in other.TENSORS:
         setattr(other, name, getattr(twins.states[0], name).clone())
     other.numbers = other.numbers[:, :0]
-    other.allocated = other.grows = other.decoding = True
+    other.allocated = other.grows = True
     other.filled = twins.states[0].filled
     for _ in range(3):
         call = twins.call(1)

@@ -57,7 +57,8 @@ RANDOM_INPUTS = ("normal", "peaky", "large")
 class Trace:
     """A random trace: see `harness.Case`. `layers` are those that run, of `LAYERS`.
 
-    `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it.
+    `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it; `later`: tokens of a prompt
+    after the steps, where steps follow again.
     """
 
     group: int = 2
@@ -80,6 +81,7 @@ class Trace:
     seed: int = 0
     at_once: int = 1
     ragged: bool = False
+    later: int = 0
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__
@@ -116,6 +118,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         seed=draw.randrange(2**31),
         at_once=1 if together else draw.choice([1, 1, 1, 2]),
         ragged=draw.random() < 0.15,
+        later=draw.choice([0, 0, 0, 2, 7]),
     )
 
 
@@ -218,13 +221,27 @@ class Run:
         pads = [trace.padding * row // max(1, trace.batch - 1) for row in range(trace.batch)]
         real = torch.tensor([[t >= pad for t in range(trace.prompt)] for pad in pads])
         for part in real.split(-(-trace.prompt // trace.chunks), dim=1):
-            self.prompts = [before + new for before, new in zip(self.prompts, part.sum(1).tolist(), strict=True)]
-            self._forward(part, prompt=True)
-        for state in self.states:
-            state.decoding = True
-        for _ in range(0, trace.steps, trace.at_once):
-            kept = 0.7 if trace.ragged else 1.0
-            self._forward(torch.from_numpy(self.rng.random((trace.batch, trace.at_once)) < kept), prompt=False)
+            self._take_prompt(part)
+        self._decode()
+        if trace.later:
+            self._take_prompt(self._some(trace.later))
+            self._decode()
+
+    def _take_prompt(self, real: Tensor) -> None:
+        """A forward of a prompt: of all tokens so far, in rows to which any come."""
+        seen = self.states[0].seen.tolist() if self.states[0].allocated else self.prompts
+        counts = zip(self.prompts, seen, real.sum(1).tolist(), strict=True)
+        self.prompts = [before + new if new else prompt for prompt, before, new in counts]
+        self._forward(real, prompt=True)
+
+    def _decode(self) -> None:
+        for _ in range(0, self.trace.steps, self.trace.at_once):
+            self._forward(self._some(self.trace.at_once), prompt=False)
+
+    def _some(self, tokens: int) -> Tensor:
+        """Which of so many tokens come, bool [batch, tokens]: of ragged rows not all."""
+        kept = 0.7 if self.trace.ragged else 1.0
+        return torch.from_numpy(self.rng.random((self.trace.batch, tokens)) < kept)
 
     def _call(self, real: Tensor) -> AttentionCall:
         trace, (batch, tokens) = self.trace, real.shape

@@ -84,9 +84,8 @@ class Run:
     def forward(self, tokens: int) -> torch.Tensor:
         query = torch.randn(2, HEADS * GROUP, tokens, DIM, generator=self.random) * 2
         key, value = torch.randn(2, 2, HEADS, tokens, DIM, generator=self.random)
-        if self.state.decoding:
+        if self.state.allocated:
             return self.backend.decode(self.state, AttentionCall(query, key, value, None, 0.5, window=self.window))
-        self.state.decoding = True
         real = torch.arange(tokens) >= torch.tensor([[0], [4]])
         return self.backend.prefill(self.state, AttentionCall(query, key, value, real, 0.5, window=self.window))
 

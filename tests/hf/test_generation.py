@@ -8,8 +8,10 @@ from typing import Any
 import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 
+from kvdsl.errors import KvdslError
 from tests.hf import policies, zoo
 
 BUDGETS = [12, 200]
@@ -74,31 +76,95 @@ def test_padding_between_two_turns() -> None:
         assert (found - expected)[masks[:, begin:end].bool()].abs().max() < 1e-4
 
 
-def test_prompt_of_one_token_ends_the_prompt() -> None:
-    """What follows a forward of a single token comes token by token, even after the very first."""
-    model, (whole, single) = zoo.model("llama"), caches(12, 2)
-    ids = zoo.prompt(1, 30)
+def forwards(cache: Any, ids: Tensor, *ends: int) -> Tensor:
+    """Run a text in forwards that end there: the logits of the last one."""
+    model, begin = zoo.model("llama"), 0
     with torch.no_grad():
-        model(ids[:, :1], past_key_values=whole)
-        together = model(ids[:, 1:], past_key_values=whole).logits[:, -1]
-        for at in range(30):
-            last = model(ids[:, at : at + 1], past_key_values=single).logits[:, -1]
-    assert (together - last).abs().max() < 1e-4
-    assert torch.equal(whole.positions(0).sort(-1).values, single.positions(0).sort(-1).values)
+        for end in ends:
+            logits: Tensor = model(ids[:, begin:end], past_key_values=cache).logits
+            begin = end
+    return logits
 
 
-def test_second_turn_under_eviction_is_token_by_token() -> None:
-    """A later prompt acts as if its tokens came one by one."""
-    model = zoo.model("llama")
-    whole, single = caches(12, 2)
-    first, second = zoo.prompt(1, 20), zoo.prompt(1, 9, seed=3)
-    for cache in (whole, single):
-        model(first, past_key_values=cache)
-        model(second[:, :1], past_key_values=cache)
-    together = model(second[:, 1:], past_key_values=whole).logits
-    steps = [model(second[:, at : at + 1], past_key_values=single).logits for at in range(1, 9)]
-    assert (together - torch.cat(steps, 1)).abs().max() < 1e-4
-    assert whole.positions(0).sort(-1).values.equal(single.positions(0).sort(-1).values)
+def held(cache: Any, row: int = 0) -> list[int]:
+    """How many tokens each KV head of the first layer holds."""
+    return [int(count) for count in (cache.positions(0)[row] >= 0).sum(-1)]
+
+
+def test_a_rate_is_of_all_tokens_up_to_the_last_prompts_end() -> None:
+    """A greeting of 4 tokens, 3 that were generated, a document of 53: half of 60. And what is generated makes no room."""
+    (cache,) = caches(0.5)
+    ids = zoo.prompt(1, 70)
+    forwards(cache, ids, 4, 5, 6, 7)
+    assert held(cache) == [2, 2]
+    forwards_from(cache, ids, 7, 60)
+    assert held(cache) == [30, 30]
+    forwards_from(cache, ids, 60, *range(61, 71))
+    assert held(cache) == [30, 30]
+
+
+def forwards_from(cache: Any, ids: Tensor, begin: int, *ends: int) -> None:
+    """Go on with a text."""
+    forwards(cache, ids[:, begin:], *(end - begin for end in ends))
+
+
+def test_a_later_prompt_is_one() -> None:
+    """Its tokens attend to each other before any leaves, as if all had come at once, and not one by one."""
+    whole, cut, single = caches(12, 3)
+    ids = zoo.prompt(1, 30)
+    prompt = forwards(whole, ids, 30)[:, -1]
+    for before in ([1], [10], [9, 10]):  # all of which fits
+        cut.reset()
+        assert (forwards(cut, ids, *before, 30)[:, -1] - prompt).abs().max() < 1e-4
+        assert cut.positions(0).equal(whole.positions(0))
+    assert (forwards(single, ids, *range(1, 31))[:, -1] - prompt).abs().max() > 1e-2
+
+
+def test_a_row_without_a_new_token_keeps_its_rate() -> None:
+    (cache,) = caches(0.5)
+    first, second = zoo.prompt(2, 20), zoo.prompt(2, 12, seed=3)
+    mask = torch.ones(2, 34, dtype=torch.long)
+    mask[1, 22:] = 0
+    with torch.no_grad():
+        for ids, end in ((first, 20), (second[:, :1], 21), (second[:, 1:2], 22), (second, 34)):
+            positions = (mask[:, :end].cumsum(1) - 1)[:, end - ids.shape[1] :]
+            zoo.model("llama")(ids, attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+    assert (held(cache, 0), held(cache, 1)) == ([17, 17], [10, 10])
+
+
+def test_a_prompt_that_comes_token_by_token_has_no_rate() -> None:
+    (cache,) = caches(0.25)
+    options = {"past_key_values": cache, "prefill_chunk_size": 1}
+    with pytest.raises(
+        KvdslError, match=r"is 0.25, a rate of the prompt, and one token has come.*`prefill_chunk_size` of 2"
+    ):
+        zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, **options)
+    cache.reset()
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache, prefill_chunk_size=2)
+    assert held(cache) == [5, 5]
+
+
+def test_tensors_that_fit_a_later_prompt_stay_where_they_are() -> None:
+    """So that a graph of the first turn serves the next."""
+    (cache,) = caches(12)
+    ids = zoo.prompt(1, 60)
+    state = cache.layers[0].state
+    forwards(cache, ids, 20, 21)
+    before = {name: getattr(state, name).data_ptr() for name in state.TENSORS}
+    forwards_from(cache, ids, 21, 50, 51)
+    assert {name: getattr(state, name).data_ptr() for name in state.TENSORS} == before
+
+
+@pytest.mark.parametrize("policy", ["snapkv", "adakv"])
+def test_who_evicts_in_prompts_does_so_in_later_ones(policy: str) -> None:
+    cache = policies.cache_class(policy)(zoo.model("llama"), budget=40)
+    ids = zoo.prompt(1, 200)
+    forwards(cache, ids, 100, 101, 102)
+    assert sum(held(cache)) == 2 * 42
+    forwards_from(cache, ids, 102, 190)
+    assert sum(held(cache)) == 2 * 40
+    forwards_from(cache, ids, 190, 191, 192)
+    assert sum(held(cache)) == 2 * 42
 
 
 def test_reset_forgets_everything() -> None:

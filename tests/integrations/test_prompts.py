@@ -45,7 +45,6 @@ def test_the_next_token_sees_what_the_policys_cache_shows_it(policy: str) -> Non
 
     state = SlotState(spec, dict.fromkeys(spec.params) | given, layer=1, layers=2)
     TorchBackend().prefill(state, made(0, TOKENS))
-    state.decoding = True
     expected = TorchBackend().decode(state, made(TOKENS, 1))
     torch.testing.assert_close(plain(found, made(TOKENS, 1)), expected, atol=2e-6, rtol=0)
     assert found.position.shape[-1] < TOKENS

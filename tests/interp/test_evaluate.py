@@ -153,10 +153,25 @@ def test_the_budget_comes_first_wherever_it_is_declared() -> None:
 
 @pytest.mark.parametrize(
     ("given", "prompt", "expected"),
-    [(0.25, 1000, 250), (0.3, 999, 299), (0.25, 3, 1), (0.5, 0, 1), (1, 1000, 1), (1.75, 1000, 1), (64.9, 10, 64)],
+    [
+        (0.25, 1000, 250),
+        (0.3, 999, 299),
+        (0.25, 3, 1),
+        (0.5, 0, 1),
+        (1, 1000, 1),
+        (1.0, 1000, 1000),
+        (2.0, 1000, 2),
+        (64, 10, 64),
+    ],
 )
-def test_a_budget_below_one_is_a_rate(given: float, prompt: int, expected: float) -> None:
+def test_a_float_up_to_one_is_a_rate(given: float, prompt: int, expected: float) -> None:
     assert resolve(_with_params(), {"budget": given}, prompt).budget == expected
+
+
+@pytest.mark.parametrize("given", [1.75, 64.9, 0, -1, -0.5, INF, float("nan")])
+def test_what_is_no_budget(given: float) -> None:
+    with pytest.raises(ValueError, match=r"give a number of tokens \(512\), or a rate of the prompt above 0 and up to 1.0"):
+        resolve(_with_params(), {"budget": given}, 100)
 
 
 def test_budgets_are_expressions_of_layer_and_prompt() -> None:

@@ -91,7 +91,6 @@ class Run:
         self.rope = Rope(100.0 ** -(torch.arange(DIM // 2, dtype=torch.float64) / (DIM // 2)), "half")
         real = torch.arange(prompt) >= torch.tensor(padding)[:, None]
         self.out = [self.backend.prefill(self.state, self.call(prompt, 0, real))]
-        self.state.decoding = True
 
     def call(self, tokens: int, seed: int, real: Tensor | None = None) -> AttentionCall:
         make = torch.Generator().manual_seed(seed)

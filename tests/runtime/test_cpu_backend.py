@@ -27,7 +27,6 @@ def prefilled(policy: str, batch: int = 2, **given: float) -> SlotState:
     spec = kvdsl.load(policy).spec
     state = SlotState(spec, dict.fromkeys(spec.params) | given)
     TorchBackend().prefill(state, call(batch, 30))
-    state.decoding = True
     return state
 
 

@@ -34,7 +34,6 @@ class Run:
         self.state = state
         self.backend: Backend = choose(state.spec, backend, torch.device("cpu"), torch.float32)
         self.out = [self.backend.prefill(state, self.call(PROMPT, 0))]
-        state.decoding = True
 
     def call(self, tokens: int, seed: int) -> AttentionCall:
         make = torch.Generator().manual_seed(seed)
@@ -119,9 +118,7 @@ def test_a_second_prompt(backend: str) -> None:
     flat, padded = pair(backend)
     for run in (flat, padded):
         run.steps(1, 2)
-        run.state.decoding = False
         run.out.append(run.backend.prefill(run.state, run.call(PROMPT, 7)))
-        run.state.decoding = True
         run.steps(3, 4)
     assert_same(flat, padded)
 

@@ -43,7 +43,6 @@ class Run:
         self.backend = choose(spec, backend, torch.device("cpu"), dtype)
         real = torch.arange(30) >= torch.tensor([[0], [7]])
         self.backend.prefill(self.state, self.call(30, 0, real))
-        self.state.decoding = True
 
     def call(self, tokens: int, seed: int, real: Tensor | None) -> AttentionCall:
         make = torch.Generator().manual_seed(seed)

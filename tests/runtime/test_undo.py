@@ -52,7 +52,6 @@ class Run:
         real = torch.ones(BATCH, prompt, dtype=torch.bool)
         real[1, :7] = False
         self.backend.prefill(self.state, self.call(prompt, 0, real))
-        self.state.decoding = True
 
     def call(self, tokens: int, seed: int, real: Tensor | None = None) -> AttentionCall:
         make = torch.Generator().manual_seed(seed)

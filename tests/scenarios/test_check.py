@@ -52,9 +52,9 @@ def test_query_heads() -> None:
         (
             ("use H2O", "attend 1", "prompt { attend 1 }", LIVE),
             "KV0604",
-            "`prompt` stands behind a token",
+            "behind other tokens, one that comes alone is no prompt",
             "prompt { attend 1 }",
-            "a prompt comes in once, before all other tokens",
+            "write the token alone, without `prompt { }`",
         ),
         (("use H2O", "prompt { }", "attend 1", LIVE), "KV0604", "the prompt has no tokens", "prompt { }", "leave it out"),
         (

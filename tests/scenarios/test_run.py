@@ -120,6 +120,30 @@ def test_a_prompt_settles_once() -> None:
     assert outcome(*steps, "expect evicted 1, 2", "expect kept 0").passed
 
 
+def test_a_chat_has_a_prompt_each_turn() -> None:
+    """A quarter of 8 tokens, then of 8, one that was decoded and 7: the budget follows, and nothing else makes room."""
+    first = ("use TOVA", "set budget = 0.25", "prompt { 8 times attend rest 0 }", "expect kept 6, 7")
+    assert outcome(*first, "attend 0, 1, 0", "expect kept 7, 8").passed
+    later = "prompt { attend rest 0; attend 1, rest 0; 5 times attend rest 0 }"
+    assert outcome(*first, "attend 0, 1, 0", later, "expect kept 12..15").passed
+    steps = ("use SnapKV", "set budget = 32", "40 times attend rest 1", "expect live 40", "prompt { 2 times attend rest 1 }")
+    assert outcome(*steps, "expect live 32").passed
+
+
+def test_a_prompt_attends_to_what_was_kept() -> None:
+    steps = (
+        "use TOVA",
+        "set budget = 1",
+        "prompt { attend 1; attend 1, 0 }",
+        "expect kept 0",
+        "prompt { attend 1, 0; attend 0, 1, 0 }",
+    )
+    assert outcome(*steps, "expect attn 0, 1, 0", "expect kept 2").passed
+    assert failures("use TOVA", "prompt { 2 times attend rest 0 }", "prompt { 2 times attend 1 }", "expect live 4") == [
+        ("expected 3 numbers, for the tokens 0, 1, 2, not 1", "1")
+    ]
+
+
 def test_the_layer_is_known() -> None:
     tokens = ("set tokens = 1", "set dims = 1", "prompt { 3 times token query 1 }", "token query 1")
     assert outcome("use SparCas at layer 1 of 4", *tokens, "expect selected 0..3").passed

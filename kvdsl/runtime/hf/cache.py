@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Mapping
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
+from kvdsl.budget import ALLOWED, spelled, tokens_or_rate
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
@@ -137,7 +138,7 @@ class KVCache(Cache):
         return sum(layer.bytes() if isinstance(layer, SlotLayer) else _native_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
-        given = [f"{name}={value:g}" for name, value in self._given.items() if value is not None]
+        given = [f"{name}={spelled(value)}" for name, value in self._given.items() if value is not None]
         first = self.layers[self.managed[0]]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
@@ -228,8 +229,8 @@ class KVCache(Cache):
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
-    def expect_guesses(self, count: int) -> None:
-        """The last `count` tokens of the next forward are an assistant's guesses; asked by `kvdsl.runtime.hf.speculation`."""
+    def expect_guesses(self, count: int | None) -> None:
+        """The last `count` tokens of the next forward are guesses, None: who knows; asked by `kvdsl.runtime.hf.speculation`."""
         self._turn.guesses = count
 
 
@@ -270,22 +271,22 @@ def _native_bytes(layer: Any) -> int:
 
 
 def _number(policy: str, name: str, value: Any) -> float | None:
-    """The param as a float, None for the default.
+    """The param as a number of Python, of a budget an int for tokens and a float for a rate; None for the default.
 
     Raises:
-        KvdslError: if it is no finite number, or a budget that holds nothing.
+        KvdslError: if it is no finite number, or no budget.
     """
     if value is None:
         return None
+    allowed = ALLOWED if name == "budget" else "give a finite number"
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise KvdslError(f"`{name}` of {policy} is {value!r}; {_allowed(name)}")
-    number = float(value)
-    if not math.isfinite(number) or (name == "budget" and number <= 0):
-        raise KvdslError(f"`{name}` of {policy} is {number:g}; {_allowed(name)}")
-    return number
-
-
-def _allowed(name: str) -> str:
-    if name == "budget":
-        return "give a number of tokens (512), or a rate of the prompt between 0 and 1 (0.25)"
-    return "give a finite number"
+        raise KvdslError(f"`{name}` of {policy} is {value!r}; {allowed}")
+    if not math.isfinite(value):
+        raise KvdslError(f"`{name}` of {policy} is {float(value):g}; {allowed}")
+    number = int(value) if isinstance(value, Integral) else float(value)
+    if name != "budget":
+        return float(number)
+    try:
+        return tokens_or_rate(number)
+    except ValueError as error:
+        raise KvdslError(f"`{name}` of {policy} {error}") from None

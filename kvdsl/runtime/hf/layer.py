@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
+from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
@@ -40,7 +41,7 @@ class SlotLayer(CacheLayerMixin):
         state: the slots.
         window: how far back queries see, themselves included, or None.
         rope: how the module rotates queries and keys, where the policy must know; else None.
-        prompt_length: tokens of the prompt, of which none can be taken back.
+        prompt_length: tokens up to the end of the last prompt, of which none can be taken back.
         log: what the last steps overwrote, while somebody records; else None.
         backend: what serves the layer, from its first forward on.
     """
@@ -62,6 +63,7 @@ class SlotLayer(CacheLayerMixin):
         self.head_offset: Callable[[int], int] = lambda local_heads: 0
         self.is_initialized = False
         self._counted = 0
+        self._has_rate_of_one = False
         self._choose = choose
         self._turn = turn
         self._module: Callable[[], nn.Module | None] = lambda: None
@@ -159,22 +161,25 @@ class SlotLayer(CacheLayerMixin):
             if self.log is None:
                 return self._serve(cast).to(call.value.dtype)
             guesses = self._turn.take_guesses(self)
-            return speculation.serve(self.log, self.state, cast, guesses, self._serve).to(call.value.dtype)
+            prompt = speculation.prompt_tokens(cast.query.shape[2], guesses, self.length, self.prompt_length)
+            return speculation.serve(self.log, self.state, cast, prompt, guesses or 0, self._serve).to(call.value.dtype)
 
     def _serve(self, call: AttentionCall) -> Tensor:
-        """The prompt is every forward before the first one of a single token; the very first is, whatever its length."""
+        """A forward of several tokens is a prompt, and so is the very first; a single token after it is decoded."""
         batch, heads, tokens, _ = call.key.shape
-        if self.length == 0:
+        length = self.length
+        if length == 0:
             self.state.head_offset = self.head_offset(heads)
             self.batch_size = batch
             self.is_initialized = True
-        elif tokens == 1:
-            self.state.decoding = True
         self.backend = self._choose(call.key.device, call.key.dtype)
-        if not self.state.decoding:
-            self.prompt_length += tokens
-        out = (self.backend.decode if self.state.decoding else self.backend.prefill)(self.state, call)
-        self.state.decoding |= tokens == 1
+        if length == 0 or tokens > 1:
+            out = self.backend.prefill(self.state, call)
+            self.prompt_length = length + tokens
+            self._has_rate_of_one = self.prompt_length == 1 and is_rate(self.state.given.get("budget"))
+        else:
+            self._check_rate()
+            out = self.backend.decode(self.state, call)
         self._counted += tokens
         self._turn.add(self, tokens)
         return out
@@ -184,6 +189,8 @@ class SlotLayer(CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
+        if self._has_rate_of_one:
+            return False
         return self.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
     def _fits_a_graph(self, call: AttentionCall) -> bool:
@@ -194,6 +201,8 @@ class SlotLayer(CacheLayerMixin):
         state = self.state
         if not state.allocated or not state.stays_fixed() or self.log is not None or call.key.shape[2] != 1:
             return False
+        if self._has_rate_of_one:
+            return False
         return call.key.device == state.position.device and call.key.shape[0] == self.batch_size
 
     def _attend_in_a_graph(self, call: AttentionCall) -> Tensor:
@@ -203,10 +212,19 @@ class SlotLayer(CacheLayerMixin):
             out = step(self.backend, self.state, call.cast(self.state.dtype)).to(call.value.dtype)
             self._turn.add(self, 1)
         self._turn.ahead = True
-        self.state.decoding = True
         return out
 
     # -- what must not happen ------------------------------------------------------------------------------------------
+
+    def _check_rate(self) -> None:
+        """Raise KvdslError where a rate would bound the whole text by its first token: a prompt that comes token by token, say."""
+        rate = self.state.given.get("budget")
+        if self._has_rate_of_one and rate is not None:
+            raise KvdslError(
+                f"`budget` of {self.state.spec.name} is {spelled(rate)}, a rate of the prompt, and one token has come as "
+                f"the prompt: pass the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), or give a number of "
+                f"tokens (512)"
+            )
 
     def _check_module(self, module: nn.Module) -> None:
         if self._module() is module:
@@ -268,6 +286,7 @@ class SlotLayer(CacheLayerMixin):
         self.state.reset()
         self.log = None
         self._counted = self.prompt_length = 0
+        self._has_rate_of_one = False
         self.batch_size = -1
         self.is_initialized = False
         self._turn.forget()

@@ -54,28 +54,42 @@ def _tell_guesses(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     tell: Callable[[int], None] | None = getattr(kwargs.get("past_key_values"), "expect_guesses", None)
     wanted = kwargs.get("logits_to_keep")
     if tell is not None:
-        tell(max(0, wanted - 1) if isinstance(wanted, int) else 0)
+        tell(wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
 
 
 # -- a forward ---------------------------------------------------------------------------------------------------------
 
 
+def prompt_tokens(tokens: int, guesses: int | None, length: int, prompt_length: int) -> int:
+    """How many of a forward's first tokens are a prompt, while steps are noted; those behind it come one by one.
+
+    Args:
+        tokens: of the forward.
+        guesses: how many of the last ones are guesses; None where nobody says: then all are that follow a generated token.
+        length, prompt_length: tokens cached before it, and up to the end of the last prompt.
+    """
+    if guesses is None:
+        guesses = tokens if length > prompt_length else 0
+    sure = max(0, tokens - guesses)
+    if length == 0:
+        return max(1, sure)
+    return sure if sure > 1 else 0  # a single one is the last generated token
+
+
 def serve(
-    log: UndoLog, state: SlotState, call: AttentionCall, guesses: int, one: Callable[[AttentionCall], Tensor]
+    log: UndoLog, state: SlotState, call: AttentionCall, prompt: int, guesses: int, one: Callable[[AttentionCall], Tensor]
 ) -> Tensor:
     """Cache a forward's tokens and attend, noting every step: [batch, tokens, query_heads, value_dim].
 
     Args:
-        guesses: how many of the last tokens are guesses.
+        prompt: how many of the first tokens are a prompt.
+        guesses: how many of the last ones are guesses.
         one: serves what belongs together: the prompt, or one token after it.
 
     Raises:
         KvdslError: if the layers must agree after every token, but several came.
     """
     tokens, outs = call.query.shape[2], []
-    prompt = 0 if state.decoding else max(1, tokens - guesses)
-    if prompt == 1 and state.allocated:
-        prompt = 0  # the prompt has ended: this is the first generated token
     if tokens - prompt > 1 and state.spec.victims == "layers":
         raise KvdslError(together(state.spec.name))
     if prompt:

@@ -24,14 +24,14 @@ class Turn:
 
     Attributes:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
-        guesses: how many of this forward's last tokens an assistant guessed.
+        guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
         total: tokens that the model has seen, int64 [], or None before the first forward.
         ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
-        self.guesses = 0
+        self.guesses: int | None = None
         self.total: Tensor | None = None
         self.ahead = False
         self._model = weakref.ref(model)
@@ -75,11 +75,11 @@ class Turn:
             )
         self.open = None
 
-    def take_guesses(self, layer: SlotLayer) -> int:
-        """How many tokens of this forward are guesses; once all layers have asked, none."""
+    def take_guesses(self, layer: SlotLayer) -> int | None:
+        """How many tokens of this forward are guesses, if somebody has said; once all layers have asked, nobody has."""
         guesses = self.guesses
         if layer is self._layers[-1]:
-            self.guesses = 0
+            self.guesses = None
         return guesses
 
     def listen(self) -> None:
@@ -111,7 +111,7 @@ class Turn:
 
     def forget(self) -> None:
         """Nothing has been seen."""
-        self.open, self.guesses, self.total, self.ahead = None, 0, None, False
+        self.open, self.guesses, self.total, self.ahead = None, None, None, False
 
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""

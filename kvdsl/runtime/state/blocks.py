@@ -95,13 +95,6 @@ class BlockState(PooledState):
         whole = torch.nn.functional.pad(slots, (0, -count % size))
         return whole.view(batch, heads, -1, size).any(3).any(1)
 
-    def _filled(self, name: str, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
-        """The tensor of that name if it has this shape and dtype, else a new one; full of the value."""
-        old: Tensor | None = self.__dict__.get(name)
-        if old is not None and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
-            return old.fill_(value)
-        return allocated(like, shape, value, dtype)
-
     def _most_blocks(self, size: int) -> Tensor:
         """How many blocks each row can ever need, [batch]: new tokens take the lowest free slots."""
         slots = self.position.shape[2]

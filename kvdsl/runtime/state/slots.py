@@ -34,7 +34,7 @@ _GROWTH = 64
 class SlotState:
     """What one layer has cached.
 
-    Tensors (N slots per KV head; allocated at the end of the prompt, and again only while the cache `grows`):
+    Tensors (N slots per KV head; allocated at the end of a prompt, and again before the next one only while the cache `grows`):
         keys [batch, kv_heads, N, key_dim], values [batch, kv_heads, N, value_dim]: the model's dtype.
         position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
         columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
@@ -42,7 +42,7 @@ class SlotState:
         numbers [batch, len(spec.numbers)] float64: the policy's numbers per row.
     A policy that sketches has two more:
         sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
-        prompt [batch] int32: the row's prompt length, padding excluded.
+        prompt [batch] int32: the row's tokens up to its last prompt's end, padding excluded.
     What a backend may keep beside the keys, made from them and empty until it is:
         sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys over the sketch's dims.
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
@@ -130,12 +130,11 @@ class SlotState:
         """
         self.__dict__.update(tensors)
         self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
-        self.allocated = self.decoding = True
+        self.allocated = True
 
     def reset(self) -> None:
         """Forget everything; the next forward allocates anew."""
         self.allocated = False
-        self.decoding = False
         self.grows = False
         self.limit: int | None = None
         self.evicts = False
@@ -194,6 +193,18 @@ class SlotState:
             return given.prompt.new_zeros(len(prompt), 0)
         return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
 
+    def resolve_after(self, seen: Tensor) -> Tensor:
+        """The policy's numbers after a forward of a prompt, float64 [batch, len(spec.numbers)]: the prompt is all of a row's text so far.
+
+        Args:
+            seen: int32 [batch], the rows' tokens, the new ones included; a row to which none came keeps its numbers.
+
+        Raises:
+            KvdslError: as `resolve` does.
+        """
+        numbers = self.resolve(seen)
+        return torch.where((seen > self.seen)[:, None], numbers, self.numbers) if self.allocated else numbers
+
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
         """The columns of a table of numbers by name, [batch] each."""
         return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
@@ -208,15 +219,15 @@ class SlotState:
         """Find how many rows each ring needs: as many as the row with the longest history.
 
         Raises:
-            KvdslError: if a history that is cached already had another size.
+            KvdslError: if a history that is cached already has another size.
         """
         sizes = [self.named(numbers)[size] for _, size in self.spec.rings]
         if self.allocated:
             known = [self.named(self.numbers)[size] for _, size in self.spec.rings]
             if any(bool((old != new).any()) for old, new in zip(known, sizes, strict=True)):
                 raise KvdslError(
-                    f"{self.spec.name} remembers a number of queries that depends on the prompt, which came in several "
-                    f"forwards: pass the prompt in one"
+                    f"{self.spec.name} remembers a number of queries that depends on the prompt, and more of a prompt came: pass "
+                    f"the prompt in one forward, and call `cache.reset()` before a later one"
                 )
         self.ring_sizes = tuple(_whole(float(size.max()), "queries to remember") for size in sizes)
 
@@ -242,7 +253,7 @@ class SlotState:
     # -- storage -------------------------------------------------------------------------------------------------------
 
     def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor) -> None:
-        """Allocate the slots at the end of a prompt and fill them with what was kept, in text order.
+        """Fill the slots with what was kept at the end of a prompt, in text order; they are allocated unless as many are there.
 
         Args:
             kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
@@ -253,10 +264,11 @@ class SlotState:
         self.limit = self._limit(numbers)
         slots = self._first_slots(position.device)
         self.grows = slots != self.limit
-        self.seen, self.numbers = seen.clone(), numbers
-        self._allocate(kept, text_order(position)[..., :slots], slots)
         if self.spec.sketches:
-            self.prompt = seen.clone()
+            self._put("prompt", torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
+        self._put("seen", seen)
+        self._put("numbers", numbers)
+        self._allocate(kept, text_order(position)[..., :slots], slots)
         self.allocated = True
         if not self.grows:
             stays_where_it_is(*(getattr(self, name) for name in self.TENSORS))
@@ -329,18 +341,34 @@ class SlotState:
         self.grows = slots != self.limit
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
-        """Fresh tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
+        """Tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
         for name in self.PLAIN:
             old, dim = kept[name], SLOT_DIM[name]
-            new = allocated(old, (*old.shape[:dim], slots, *old.shape[dim + 1 :]), FREE if name == "position" else 0)
+            shape = (*old.shape[:dim], slots, *old.shape[dim + 1 :])
+            new = self._filled(name, old, shape, FREE if name == "position" else 0, old.dtype)
             first = old if order is None else taken(name, old, order)
             new.narrow(dim, 0, first.shape[dim]).copy_(first)
             setattr(self, name, new)
         if self.spec.compact:
-            self.rank = ranks(self.position)
+            self._put("rank", ranks(self.position))
         self._place(kept, order)
         self.forget_copies()
         self.forget_halves()
+
+    def _filled(self, name: str, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
+        """The tensor of that name if it has this shape and dtype, else a new one; full of the value."""
+        old: Tensor | None = self.__dict__.get(name)
+        if old is not None and old is not like and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
+            return old.fill_(value)
+        return allocated(like, shape, value, dtype)
+
+    def _put(self, name: str, value: Tensor) -> None:
+        """Have the tensor of that name hold a copy, where it lies if it has that shape: graphs of earlier turns still hold then."""
+        old: Tensor | None = self.__dict__.get(name)
+        if old is not None and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+            old.copy_(value)
+        else:
+            setattr(self, name, value.clone())
 
     def _place(self, kept: dict[str, Tensor], order: Tensor | None) -> None:
         """Place what is not `PLAIN`; the arguments are those of `_allocate`, which has placed everything else."""

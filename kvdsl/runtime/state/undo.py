@@ -34,7 +34,6 @@ class Step:
         keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
         rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
         filled: `SlotState.filled`.
-        decoding: whether the prompt had ended already.
     """
 
     whole: dict[str, Tensor]
@@ -43,7 +42,6 @@ class Step:
     values: Tensor
     rings: tuple[Tensor, ...]
     filled: int
-    decoding: bool
 
     @classmethod
     def before(cls, state: SlotState) -> Step:
@@ -54,7 +52,7 @@ class Step:
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
         keys, values = (x.clone() if slot is None else x.gather(2, _at(slot, x)) for x in (state.keys, state.values))
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
-        return cls(whole, slot, keys, values, rings, state.filled, state.decoding)
+        return cls(whole, slot, keys, values, rings, state.filled)
 
     def undo(self, state: SlotState) -> None:
         """Put it back, in place; the slots may have grown since."""
@@ -72,7 +70,7 @@ class Step:
             state.write(self.slot, self.keys, self.values, everywhere)
         for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
             ring[place, rows, :, :slots] = old
-        state.filled, state.decoding = self.filled, self.decoding
+        state.filled = self.filled
         state.forget_copies()
         state.forget_halves()
 

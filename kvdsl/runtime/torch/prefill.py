@@ -33,7 +33,7 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     state.window = call.window
     position = new_positions(state, call)
     seen = seen_before(state, call) + (position >= 0).sum(1, dtype=torch.int32)
-    numbers = state.resolve(seen)
+    numbers = state.resolve_after(seen)
     state.size_rings(numbers)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, observe)

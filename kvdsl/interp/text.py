@@ -1,0 +1,87 @@
+"""A row's text as it comes in, forward by forward: what a prompt is, and what a policy's numbers are after it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from numpy.typing import ArrayLike
+
+from kvdsl.interp.evaluate import at_least_one
+from kvdsl.interp.head import Head
+from kvdsl.interp.layer import Layer
+from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.operations import floats
+from kvdsl.interp.step import Step
+from kvdsl.ir.nodes import Policy
+
+
+class Text:
+    """One row's heads of one layer, through prompts and the tokens that are decoded after each.
+
+    A forward of several tokens is a prompt, and so is the very first; a single token after it is decoded. At every prompt the policy's
+    numbers are found anew, with `prompt` the row's tokens so far: earlier prompts, what was decoded after them, and the new tokens.
+
+    Args:
+        given: the policy's params by name.
+        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`.
+
+    Attributes:
+        heads: what each KV head has cached.
+        numbers: since the last prompt; None before the first.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        given: Mapping[str, float | None] | None = None,
+        layer: int = 0,
+        layers: int = 1,
+        *,
+        key_dim: int = 0,
+        value_dim: int = 0,
+        **more: Any,
+    ) -> None:
+        self.policy, self._given, self._where, self._more = policy, given, (layer, layers), more
+        self.numbers: Numbers | None = None
+        self._layer = self._with_prompt(0)
+        self.heads: list[Head] = self._layer.empty(key_dim, value_dim)
+
+    def forward(self, q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
+        """Some tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv]: each head's step."""
+        query, key, value = floats(q), floats(k), floats(v)
+        tokens = key.shape[1]
+        if self.is_prompt(tokens):
+            return self.prompt(tokens).prefill(self.heads, query, key, value)
+        return self.decoding.decode(self.heads, query[:, 0], key[:, 0], value[:, 0])
+
+    def is_prompt(self, tokens: int) -> bool:
+        """Whether so many tokens that come in together are a prompt."""
+        return tokens > 1 or self.numbers is None
+
+    def prompt(self, tokens: int) -> Layer:
+        """The layer as it takes in a prompt of so many tokens.
+
+        Raises:
+            ValueError: if a reduction over the last queries would go over another number of them than before.
+        """
+        before = self.numbers
+        self._layer = self._with_prompt(self.heads[0].seen + tokens)
+        self.numbers = self._layer.machines[0].numbers
+        if before is not None and self._histories(before) != self._histories(self.numbers):
+            raise ValueError(
+                f"{self.policy.name} remembers a number of queries that depends on the prompt, and more of a prompt came"
+            )
+        return self._layer
+
+    @property
+    def decoding(self) -> Layer:
+        """The layer as it takes in a token after the last prompt."""
+        return self._layer
+
+    def _with_prompt(self, prompt: int) -> Layer:
+        return Layer(self.policy, resolve(self.policy, self._given, prompt, *self._where), **self._more)
+
+    def _histories(self, numbers: Numbers) -> list[float]:
+        """Of how many queries each ring tells."""
+        return [at_least_one(numbers.value(column.size)) for column in self.policy.columns if column.size is not None]
