@@ -1,9 +1,12 @@
 """kvdsl: a small language for the KV-cache policies of large language models, and its compiler.
 
-`kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and gives its cache class.
+`kvdsl.load("roco")` compiles a shipped policy (or a .kv file) and gives its cache class, `kvdsl.compile("kv 1 ...")` does so for a
+policy in a string. All errors are `kvdsl.KvdslError`; what is wrong with a policy's source is a `kvdsl.DiagnosticError`.
 """
 
-from kvdsl.loading import load  # light: it imports torch only when a policy is loaded
+from kvdsl.diagnostics import DiagnosticError
+from kvdsl.errors import KvdslError
+from kvdsl.loading import compile, load  # light: torch is imported only when a policy is loaded
 
 __version__ = "0.1.0"
-__all__ = ["__version__", "load"]
+__all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load"]

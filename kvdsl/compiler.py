@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from kvdsl import codes
-from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean
+from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean, nearest
 from kvdsl.ir.nodes import Policy
 from kvdsl.resources import read_resource, resource
 from kvdsl.sema.check import Checker
@@ -172,10 +172,45 @@ def find_policy(name_or_path: str | Path) -> Path:
             return path
     except (OSError, ValueError):
         pass
+    raise _no_such_policy(text, path, shipped)
+
+
+def _no_such_policy(text: str, path: Path, shipped: Mapping[str, Path]) -> DiagnosticError:
+    """What to say of a name or path that is neither a shipped policy's nor a file's."""
     sink = Sink()
-    source = SourceFile("<policy>", text)
-    is_path = path.suffix == ".kv" or len(path.parts) > 1
-    message = f"there is no file `{text}`" if is_path else f"there is no policy `{text}`"
-    help = did_you_mean(path.stem, shipped) or f"the shipped policies are {', '.join(f'`{stem}`' for stem in shipped)}"
-    sink.report(codes.NO_SUCH_POLICY, source.span(0, len(text)), message, help)
-    raise DiagnosticError(sink)
+    name = " ".join(text.split())
+    source = SourceFile("<policy>", name)
+    if "\n" in text:
+        message, help = (
+            "this is a text, not a policy's name or path",
+            "`kvdsl.compile` takes a policy that is given as a string",
+        )
+    elif path.suffix == ".kv" or len(path.parts) > 1:
+        message, help = f"there is no file `{name}`", _near_file(path, shipped)
+    else:
+        near = did_you_mean(name, [*shipped, *_kv_files(Path())])
+        message, help = f"there is no policy `{name}`", near or f"{_LIST}; your own is named by its file, `mine.kv`"
+    sink.report(codes.NO_SUCH_POLICY, source.span(0, len(name)), message, help)
+    return DiagnosticError(sink)
+
+
+_LIST = "`kvdsl list` shows the shipped policies"
+
+
+def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
+    """The file that was perhaps meant: one in the same folder, or a shipped policy."""
+    near = nearest(path.name, _kv_files(path.parent))
+    if near is not None:
+        return f"did you mean `{path.with_name(near)}`?"
+    if path.stem in shipped:
+        return f"`{path.stem}`, without `.kv`, is the shipped policy"
+    near = nearest(path.stem, shipped)
+    return f"did you mean `{near}`, the shipped policy?" if near else f"paths are relative to the current folder; {_LIST}"
+
+
+def _kv_files(folder: Path) -> list[str]:
+    """The names of a folder's .kv files; none where it cannot be read."""
+    try:
+        return [path.name for path in folder.glob("*.kv")]
+    except (OSError, ValueError):
+        return []

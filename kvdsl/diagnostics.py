@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TextIO
 
 from kvdsl.codes import Code, Severity
+from kvdsl.errors import KvdslError
 from kvdsl.source import SourceFile, Span
 
 
@@ -42,12 +43,19 @@ class Diagnostic:
         return self.span.file.name
 
 
-class DiagnosticError(Exception):
-    """A failure that diagnostics explain, for callers that need a result rather than a list."""
+class DiagnosticError(KvdslError):
+    """A policy that cannot be compiled, or is not there.
+
+    Attributes:
+        diagnostics: what is wrong, and where; the text shows them as `kvdsl check` does.
+    """
 
     def __init__(self, diagnostics: Iterable[Diagnostic]) -> None:
         self.diagnostics = tuple(diagnostics)
         super().__init__(render_human(self.diagnostics, color=False))
+
+    def __reduce__(self) -> tuple[type[DiagnosticError], tuple[tuple[Diagnostic, ...]]]:
+        return type(self), (self.diagnostics,)  # another process gets the diagnostics, not only their text
 
 
 MAX_FINDINGS = 50

@@ -12,8 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
+    from kvdsl.emit.package import Compiled
     from kvdsl.runtime.hf import KVCache
 
 
@@ -31,7 +33,29 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
     """
     from kvdsl.emit.package import compile_file
 
-    compiled = compile_file(policy, {name: str(value) for name, value in settings.items()})
+    return _cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
+
+
+def compile(source: str, **settings: Any) -> type[KVCache]:
+    """The cache class of a policy that is given as a string.
+
+    Args:
+        source: the text of a .kv file; what it imports is looked for in the current folder.
+        settings: defaults of params to change, as `--set` does.
+
+    Raises:
+        DiagnosticError: if the policy has errors; the text lists them.
+        KvdslError: if the cache folder cannot be written to.
+    """
+    from kvdsl.emit.package import compile_text
+
+    if "\n" not in source and Path(source).suffix == ".kv":
+        raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({source!r})` compiles the file")
+    return _cache_class(compile_text(source, {name: str(value) for name, value in settings.items()}))
+
+
+def _cache_class(compiled: Compiled) -> type[KVCache]:
+    """The class out of a package that is written where it was not yet, and imported."""
     stem = compiled.policy.stem
     digest = hashlib.sha256("\0".join(compiled.files[key] for key in sorted(compiled.files)).encode()).hexdigest()[:16]
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled.files, folder))

@@ -21,12 +21,13 @@ def shipped_policy(stem: str) -> Path | None:
     return next((path for path in shipped_policies() if path.stem == stem), None)
 
 
+def policy_name(text: str) -> str | None:
+    """The name that the first `policy NAME` line of a source gives."""
+    head = _HEAD.search(text)
+    return None if head is None else head[1]
+
+
 @lru_cache(maxsize=1)
 def stems_by_name() -> dict[str, str]:
     """`RoCo` -> `roco`, read from the files' `policy NAME` lines."""
-    stems = {}
-    for path in shipped_policies():
-        head = _HEAD.search(path.read_text(encoding="utf-8"))
-        if head:
-            stems[head.group(1)] = path.stem
-    return stems
+    return {name: path.stem for path in shipped_policies() if (name := policy_name(path.read_text(encoding="utf-8")))}

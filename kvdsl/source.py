@@ -13,7 +13,7 @@ class SourceFile:
     """A text that diagnostics may point into.
 
     Attributes:
-        name: how messages call it: the path as the user gave it, `-` for standard input.
+        name: how messages call it: the path as the user gave it, `-` for standard input, `<NAME>` for a string.
         text: the text, with plain line ends and without a byte order mark.
         path: where it lies, if it is a file: imports are relative to it.
     """
@@ -25,7 +25,7 @@ class SourceFile:
     @property
     def stem(self) -> str:
         """The name that the generated package and the command line use."""
-        return self.path.stem if self.path is not None else Path(self.name).stem.lstrip("-") or "policy"
+        return self.path.stem if self.path is not None else Path(self.name).stem.strip("-<>") or "policy"
 
     @cached_property
     def _line_starts(self) -> list[int]:

@@ -1,6 +1,6 @@
 """EQUIPBlocks: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: run `kvdsl compile equip_blocks.kv`.
+Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

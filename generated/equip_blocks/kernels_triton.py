@@ -1,6 +1,6 @@
 """EQUIPBlocks on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: run `kvdsl compile equip_blocks.kv`.
+Made by kvdsl 0.1.0 from equip_blocks.kv (326b154d2363). Do not edit: `kvdsl compile` makes it anew.
 
 EQUIP_H2O in blocks: every layout of the language that kernels have.
 

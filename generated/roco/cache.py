@@ -1,6 +1,6 @@
 """RoCo: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: run `kvdsl compile roco.kv`.
+Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """SparCas: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: run `kvdsl compile sparcas.kv`.
+Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """StreamingLLM: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """StreamingLLM on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: run `kvdsl compile streaming_llm.kv`.
+Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: `kvdsl compile` makes it anew.
 
 Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
 

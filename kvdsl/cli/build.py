@@ -52,7 +52,7 @@ def _build(spec: PolicySpec, targets: list[str]) -> Iterator[Row]:
     gpus = {target: parse_target(target) for target in targets if target != "cpu"}
     if gpus:
         if not spec.triton_source.exists():
-            raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain {spec.stem}` says why); `--target cpu`")
+            raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
         yield from build(spec.stem, spec.triton_source, gpus)
     if "cpu" in targets:
         yield _cpu(spec)
@@ -63,7 +63,7 @@ def _cpu(spec: PolicySpec) -> Row:
     from kvdsl.runtime.gpu.build import Row
 
     if not spec.cpu_source.exists():
-        raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain {spec.stem}` says why)")
+        raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain` says why)")
     begun = time.perf_counter()
     kernel_library(spec.cpu_source, spec.stem)
     return Row(spec.stem, "decode", "cpu", None, None, None, round((time.perf_counter() - begun) * 1e3, 1))

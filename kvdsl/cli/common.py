@@ -53,7 +53,9 @@ set_option = click.option(
 )  # fmt: skip
 """`--set NAME=VALUE`, given to the command as `settings: dict[str, str]`."""
 
-json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object instead of text.")
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print one JSON object instead of text, also of what goes wrong."
+)
 """`--json`, given to the command as `as_json: bool`."""
 
 
@@ -145,8 +147,12 @@ def _could_not_run(found: Diagnostic) -> bool:
 # -- errors ------------------------------------------------------------------------------------------------------------
 
 
-def guarded(action: Callable[[], Any]) -> int:
-    """Run a command; whatever goes wrong becomes a clear message and the right exit code."""
+def guarded(action: Callable[[], Any], as_json: bool = False) -> int:
+    """Run a command; whatever goes wrong becomes a clear message and the right exit code.
+
+    Args:
+        as_json: whether the command was asked for JSON: what goes wrong is then told in its one object, too.
+    """
     try:
         code = action()
         sys.stdout.flush()
@@ -159,14 +165,17 @@ def guarded(action: Callable[[], Any]) -> int:
         error("interrupted")
         return 130
     except Exception as failure:
-        return _tell(failure)
+        return _tell(failure, as_json)
 
 
-def _tell(failure: Exception) -> int:
-    from kvdsl.diagnostics import DiagnosticError
+def _tell(failure: Exception, as_json: bool) -> int:
+    from kvdsl.diagnostics import DiagnosticError, render_json, summary
 
     if isinstance(failure, DiagnosticError):
         report(failure.diagnostics)
+        if as_json:
+            told = {"message": summary(failure.diagnostics), "help": None}
+            print_json({"error": told, "diagnostics": render_json(failure.diagnostics)})
         return exit_code(failure.diagnostics)
     if isinstance(failure, NoArgsIsHelpError):
         click.echo(failure.format_message(), err=True)
@@ -174,7 +183,10 @@ def _tell(failure: Exception) -> int:
     known = _in_words(failure)
     if known is None and os.environ.get("KVDSL_DEBUG") == "1":
         traceback.print_exception(failure)
-    error(*(known or _internal(failure)))
+    message, hint = known or _internal(failure)
+    error(message, hint)
+    if as_json:
+        print_json({"error": {"message": message, "help": hint}, "diagnostics": []})
     return COULD_NOT_RUN
 
 

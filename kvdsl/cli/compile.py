@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import click
 
-from kvdsl.cli.common import CLEAN, FINDINGS, exit_code, finish, json_option, print_json, report, set_option
+from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, report, set_option
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
 from kvdsl.ir.printer import print_expression
@@ -20,10 +21,12 @@ class Compiled:
     """A policy and the files of its package, by path below the output folder.
 
     Attributes:
+        name: how the command line calls it.
         changed: those that differ from what is there.
         stale: what is there of an earlier compilation that the package has no more.
     """
 
+    name: str
     policy: Policy
     files: dict[str, str]
     changed: tuple[str, ...]
@@ -64,28 +67,29 @@ def command(
             for policy, source in analysed:
                 click.echo(_stage(policy, source, emit), nl=False)
         return
-    compiled = [_compile(policy, source, out) for policy, source in analysed]
+    compiled = [_compile(name, policy, source, out) for name, (policy, source) in zip(policies, analysed, strict=True)]
     _refuse_same_names(compiled)
     if not check:
         _write(compiled, out)
     if as_json:
         print_json({"policies": [_as_data(one, out) for one in compiled]})
     else:
-        _show(compiled, out, check)
+        _show(compiled, out, settings, check)
     finish(FINDINGS if check and any(one.changed or one.stale for one in compiled) else CLEAN)
 
 
 def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     """The checked policy and its source; warnings are shown, errors end the command."""
     from kvdsl.compiler import analyse, find_policy
+    from kvdsl.diagnostics import DiagnosticError
 
     if Path(name).is_dir():
         raise KvdslError(f"`{name}` is a folder; name the .kv files in it, such as {Path(name) / '*.kv'}")
     path = find_policy(name)
     analysis = analyse(path, settings=settings)
-    report(analysis.diagnostics)
     if not analysis.ok:
-        finish(exit_code(analysis.diagnostics))
+        raise DiagnosticError(analysis.diagnostics)
+    report(analysis.diagnostics)
     if analysis.scenarios:
         raise KvdslError(f"`{name}` has tests, but no policy; `kvdsl test {name}` runs them")
     if not analysis.policies:
@@ -93,7 +97,7 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     return analysis.policy, path.read_text(encoding="utf-8-sig")
 
 
-def _compile(policy: Policy, source: str, out: Path) -> Compiled:
+def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
     from kvdsl.emit.package import package
     from kvdsl.emit.render import differing, stale
 
@@ -102,7 +106,7 @@ def _compile(policy: Policy, source: str, out: Path) -> Compiled:
     old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():
         files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n'} | files
-    return Compiled(policy, files, tuple(differing(files, out)), old)
+    return Compiled(name, policy, files, tuple(differing(files, out)), old)
 
 
 def _refuse_same_names(compiled: list[Compiled]) -> None:
@@ -132,7 +136,7 @@ def _as_data(one: Compiled, out: Path) -> dict[str, object]:
 # -- for people --------------------------------------------------------------------------------------------------------
 
 
-def _show(compiled: list[Compiled], out: Path, check: bool) -> None:
+def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], check: bool) -> None:
     for one in compiled:
         for name in one.files:
             state = ("would change" if check else "written") if name in one.changed else "unchanged"
@@ -144,8 +148,10 @@ def _show(compiled: list[Compiled], out: Path, check: bool) -> None:
             for name in one.changed:
                 click.echo("".join(_difference(out, name, one.files[name])), nl=False)
         if any(one.changed or one.stale for one in compiled):
-            names = " ".join(one.policy.stem for one in compiled if one.changed or one.stale)
-            click.echo(f"not up to date: run `kvdsl compile {names}`", err=True)
+            again = ["kvdsl", "compile", *(one.name for one in compiled if one.changed or one.stale)]
+            again += [] if out == Path("generated") else ["--out", str(out)]
+            again += [word for name, value in settings.items() for word in ("--set", f"{name}={value}")]
+            click.echo(f"not up to date: run `{shlex.join(again)}`", err=True)
     elif len(compiled) == 1:
         click.echo(f"\n{_usage(compiled[0].policy, out)}")
 

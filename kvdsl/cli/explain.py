@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import click
 
-from kvdsl.cli.common import error, exit_code, finish, json_option, params_as_data, print_json, report, set_option
+from kvdsl.cli.common import error, finish, json_option, params_as_data, print_json, set_option
 from kvdsl.explain.facts import DTYPES, Facts, as_data, facts
 from kvdsl.explain.words import rows
 from kvdsl.ir.nodes import Policy
@@ -49,11 +49,11 @@ def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, as_j
 
 def _policy(name: str, settings: dict[str, str]) -> Policy:
     from kvdsl.compiler import analyse, find_policy
+    from kvdsl.diagnostics import DiagnosticError
 
     analysis = analyse(find_policy(name), settings=settings)
     if not analysis.ok:
-        report(analysis.diagnostics)
-        finish(exit_code(analysis.diagnostics))
+        raise DiagnosticError(analysis.diagnostics)
     return analysis.policy
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -120,4 +121,5 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line (the process's own by default) and give its exit code. Errors become one clear line."""
     # pydantic would look for plugins in every installed package, which takes a tenth of the time to start.
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
-    return guarded(lambda: group.main(None if argv is None else list(argv), prog_name="kvdsl", standalone_mode=False))
+    words = sys.argv[1:] if argv is None else list(argv)
+    return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json="--json" in words)

@@ -2,7 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import click
+
+POLICY = "roco"
+"""What runs where no policy is named."""
+
+
+def policy_options(command: Any) -> Any:
+    """`POLICY` as an argument or as `--policy`, given to the command as `named` and `policy`: what `chosen` takes."""
+    for option in (
+        click.option("--policy", show_default=POLICY, help="The same as an option."),
+        click.argument("named", metavar="[POLICY]", required=False),
+    ):
+        command = option(command)
+    return command
+
+
+def chosen(named: str | None, policy: str | None) -> str:
+    """The policy that was named, in the one way or the other."""
+    if named is not None and policy is not None and named != policy:
+        raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
+    return named or policy or POLICY
+
 
 BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
 """What `--backend` takes."""

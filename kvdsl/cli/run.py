@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+from kvdsl.cli.options import BACKENDS, chosen, dtype_option, model_option, policy_options, refuse_triton
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
@@ -42,32 +42,40 @@ def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> 
 
 
 @click.command()
-@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@policy_options
 @set_option
 @model_option
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
 @dtype_option
+@click.option("--threads", type=click.IntRange(1), help="CPU threads of the model and the kernels [default: torch's own].")
 @click.option("--compare", is_flag=True, help="Generate with the full cache too, and say how far the texts agree.")
 @json_option
 def command(
-    policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
-    max_new_tokens: int, backend: str, dtype: str | None, compare: bool, as_json: bool,
+    named: str | None, policy: str | None, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
+    max_new_tokens: int, backend: str, dtype: str | None, threads: int | None, compare: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Generate text under a policy, greedily.
 
+    POLICY is a shipped policy or a .kv file; without any it is roco.
+
     \b
     Examples:
-      kvdsl run --policy roco --set budget=128 --compare
-      kvdsl run --policy mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
+      kvdsl run roco --set budget=128 --compare
+      kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
+    policy = chosen(named, policy)
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
+    import torch
+
     from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.loading import load
 
+    if threads:
+        torch.set_num_threads(threads)
     cache_class: Any = load(policy, **settings)
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)

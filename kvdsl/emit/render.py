@@ -50,7 +50,7 @@ def _uses_torch(plan: PackagePlan) -> bool:
 
 
 def _banner(plan: PackagePlan, source: str) -> str:
-    return f"Made by kvdsl {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: run `kvdsl compile {plan.stem}.kv`."
+    return f"Made by kvdsl {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
 
 
 def _manifest(plan: PackagePlan, source: str, files: dict[str, str]) -> str:

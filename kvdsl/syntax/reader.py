@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from kvdsl import codes
-from kvdsl.diagnostics import Sink
+from kvdsl.diagnostics import Label, Sink
 from kvdsl.source import SourceFile, Span
 
 MAX_BYTES = 32_768
@@ -53,12 +53,20 @@ def decode(data: bytes, sink: Sink, name: str, path: Path | None = None, blame: 
     try:
         text = data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        where = blame or SourceFile(name, "", path).span(0, 0)
-        line = data.count(b"\n", 0, error.start) + 1
-        message = f"`{name}` is not UTF-8: line {line} has the byte 0x{data[error.start]:02x}"
-        sink.report(codes.ENCODING, where, message, help="save the file as UTF-8")
+        place = _replaced(data, error, name, path)
+        message = f"`{name}` is not UTF-8: line {place.file.location(place.start)[0]} has the byte 0x{data[error.start]:02x}"
+        labels = () if blame is None else (Label(blame, "imported here"),)
+        sink.report(codes.ENCODING, place, message, "save the file as UTF-8", labels)
         return None
     return normalized(SourceFile(name, text, path), sink)
+
+
+def _replaced(data: bytes, error: UnicodeDecodeError, name: str, path: Path | None) -> Span:
+    """Where the first byte that is no UTF-8 stands, in a text that has `U+FFFD` in the place of each."""
+    before = data[: error.start].decode("utf-8-sig", "replace")
+    text = data.decode("utf-8-sig", "replace").replace("\r\n", "\n")
+    at = len(before.replace("\r\n", "\n"))
+    return SourceFile(name, text, path).span(at, at + 1)
 
 
 def normalized(source: SourceFile, sink: Sink) -> SourceFile | None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shlex
 from pathlib import Path
 
 import pytest
@@ -58,6 +59,17 @@ def test_check_shows_the_difference_and_writes_nothing(capsys: pytest.CaptureFix
     assert file.read_text() == edited
 
 
+def test_check_says_the_command_that_mends_it(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("my policies").mkdir()
+    Path("my policies/calm.kv").write_text('kv 1\n\npolicy Calm {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n')
+    arguments = ["compile", "my policies/calm.kv", "--out", "caches", "--set", "budget=32"]
+    said = run(capsys, *arguments, "--check").err
+    command = shlex.split(said.partition("`")[2].partition("`")[0])
+    assert command == ["kvdsl", *arguments]
+    assert run(capsys, *command[1:]).code == 0
+    assert run(capsys, *arguments, "--check").code == 0
+
+
 def test_check_reports_what_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "compile", "h2o", "--check")
     assert result.code == 1
@@ -72,6 +84,30 @@ def test_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert first[0]["changed"] == first[0]["files"]
     second = run(capsys, "compile", "roco", "h2o", "--out", "caches", "--json").json()["policies"]
     assert [one["changed"] for one in second] == [[], []]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "diagnostic"),
+    [
+        (["compile", "bad.kv"], 1, "KV0301"),
+        (["compile", "roco", "--set", "budget=0"], 1, "KV0403"),
+        (["compile", "rocco"], 2, "KV0214"),
+        (["compile", "roco", "--bogus"], 2, None),
+        (["compile", "."], 2, None),
+        (["explain", "bad.kv"], 1, "KV0301"),
+        (["run", "rocco"], 2, "KV0214"),
+        (["run", "roco", "--policy", "h2o"], 2, None),
+    ],
+)
+def test_errors_are_one_json_object(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], code: int, diagnostic: str | None
+) -> None:
+    Path("bad.kv").write_text('kv 1\n\npolicy Bad {\n  "Mine."\n  param budget = 64\n  score attn\n}\n')
+    result = run(capsys, *arguments, "--json")
+    told = result.json()
+    assert (result.code, [one["code"] for one in told["diagnostics"]]) == (code, [] if diagnostic is None else [diagnostic])
+    assert told["error"]["message"]
+    assert "error" in result.err
 
 
 def test_set_changes_a_default(capsys: pytest.CaptureFixture[str]) -> None:

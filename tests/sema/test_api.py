@@ -50,6 +50,30 @@ def test_policies_that_are_not_there(name: str) -> None:
     assert found.help
 
 
+@pytest.mark.parametrize(
+    ("name", "help"),
+    [
+        ("rocco", "did you mean `roco`?"),
+        ("calm", "did you mean `calm.kv`?"),
+        ("nothing_like_it", "`kvdsl list` shows the shipped policies; your own is named by its file, `mine.kv`"),
+        ("clam.kv", "did you mean `calm.kv`?"),
+        ("below/tiny.kv", "did you mean `below/tiny2.kv`?"),
+        ("roco.kv", "`roco`, without `.kv`, is the shipped policy"),
+        ("below/rocco.kv", "did you mean `roco`, the shipped policy?"),
+        ("else/where.kv", "paths are relative to the current folder; `kvdsl list` shows the shipped policies"),
+        ('kv 1\npolicy P { "d" }', "`kvdsl.compile` takes a policy that is given as a string"),
+    ],
+)
+def test_what_was_perhaps_meant(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, help: str) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "below").mkdir()
+    for own in ("calm.kv", "below/tiny2.kv"):
+        (tmp_path / own).write_text("kv 1\n")
+    with pytest.raises(DiagnosticError) as raised:
+        find_policy(name)
+    assert raised.value.diagnostics[0].help == help
+
+
 def test_tests_are_no_policies() -> None:
     assert all(not path.stem.endswith("_test") for path in shipped_policies())
 

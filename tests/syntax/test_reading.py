@@ -45,6 +45,7 @@ def test_other_encodings(tmp_path: Path) -> None:
     assert found.code == "KV0105"
     assert found.message.endswith("is not UTF-8: line 3 has the byte 0xe4")
     assert found.help == "save the file as UTF-8"
+    assert (found.span.file.location(found.span.start), found.span.text) == ((3, 10), "\ufffd")
     for codec in ("utf-16", "utf-32"):
         assert not analyse(write(tmp_path, FULL.encode(codec))).ok
 
