@@ -111,7 +111,7 @@ def driver_objects() -> list[Path]:
 
     def make(folder: Path) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
-            list(pool.map(lambda source: compile_cpp(command, [source], folder / f"{source.stem}.o"), sources))
+            list(pool.map(lambda source: _compile(command, [source], folder / f"{source.stem}.o"), sources))
 
     folder = entry(_place("driver"), "driver", make)
     return [folder / f"{source.stem}.o" for source in sources]
@@ -121,7 +121,7 @@ def _library(source: Path, name: str, driven: bool) -> Path:
     def make(folder: Path) -> None:
         started = time.perf_counter()
         objects = driver_objects() if driven else []
-        compile_cpp([*compiler(), *FLAGS, "-shared"], [source, *objects], folder / f"{name}.so")
+        build_library([source, *objects], folder / f"{name}.so")
         taken = time.perf_counter() - started
         print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {place.parent}", file=sys.stderr)
 
@@ -138,13 +138,18 @@ def _place(name: str, source: str = "") -> Path:
     return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}"
 
 
-def compile_cpp(command: list[str], sources: list[Path], made: Path) -> None:
-    """Run the compiler. What it writes on its way, and what a compiler that dies leaves, lies beside the file that it makes.
+def build_library(sources: list[Path], library: Path) -> None:
+    """Build a library of sources and objects, in the cache or anywhere.
 
     Raises:
-        KvdslError: if it fails or makes nothing.
+        KvdslError: without a compiler, or if it fails or makes nothing.
         OSError: if there is no writing there.
     """
+    _compile([*compiler(), *FLAGS, "-shared"], sources, library)
+
+
+def _compile(command: list[str], sources: list[Path], made: Path) -> None:
+    """Run the compiler. What it writes on its way, and leaves if it dies, lies beside the file that it makes."""
     with tempfile.TemporaryDirectory(prefix="compiling-", dir=made.parent) as temporary:
         command = [*command, f"-I{INCLUDE}", f"-I{DRIVER}", *map(str, sources), "-o", str(made)]
         try:

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -22,13 +22,19 @@ from kvdsl.environment import cores, processor, version
 
 @dataclass(frozen=True)
 class Finding:
-    """One thing that was looked at. `ok` is None for plain facts."""
+    """One thing that was looked at.
+
+    Attributes:
+        ok: None for plain facts.
+        needed: whether there is no working without it, so that the command fails.
+    """
 
     group: str
     name: str
     ok: bool | None
     detail: str
     help: str | None = None
+    needed: bool = True
 
 
 Probe = Callable[[], Iterator[Finding]]
@@ -39,15 +45,17 @@ Probe = Callable[[], Iterator[Finding]]
 def command(as_json: bool) -> None:
     """Say what works on this machine, and why the rest does not.
 
-    Looks at the versions of what kvdsl needs, the C++ compiler, the cache folders and the backends. The exit code is 1 if
-    something is missing that kvdsl cannot do without.
+    Looks at the versions of what kvdsl needs, the C++ compiler, the cache folders and the backends; builds what a first use would
+    build, and compares what the backends make of a small model. The exit code is 1 if something fails or is missing that
+    kvdsl cannot do without. Without a C++ compiler it is slower, but works.
 
     \b
     Examples:
       kvdsl doctor
       kvdsl doctor --json        for a bug report
     """
-    findings = [finding for probe in PROBES for finding in _guarded(probe)]
+    with click.progressbar(PROBES, label="looking", file=sys.stderr, hidden=not sys.stderr.isatty()) as probes:
+        findings = [finding for probe in probes for finding in _guarded(probe)]
     if as_json:
         print_json({"ok": _healthy(findings), "checks": [asdict(finding) for finding in findings]})
     else:
@@ -56,9 +64,7 @@ def command(as_json: bool) -> None:
 
 
 def _healthy(findings: list[Finding]) -> bool:
-    """The torch backend serves wherever torch does; without a C++ compiler kvdsl is slow, but it works."""
-    needed = {"packages", "files"}
-    return all(finding.ok is not False or finding.group not in needed for finding in findings)
+    return all(finding.ok is not False or not finding.needed for finding in findings)
 
 
 def _guarded(probe: Probe) -> Iterator[Finding]:
@@ -114,7 +120,7 @@ def _packages() -> Iterator[Finding]:
         found = version(name)
         detail = found or "not installed"
         yield Finding("packages", name, found is not None, detail, None if found else f"pip install {name}")
-    yield Finding("packages", "triton", None, version("triton") or "not installed (nothing needs it in this version)")
+    yield Finding("packages", "triton", None, version("triton") or "not installed (only GPUs need it)")
 
 
 def _files() -> Iterator[Finding]:
@@ -171,38 +177,48 @@ def _unwritable(folder: Path) -> str | None:
 _PROGRAM = """
 #include <cmath>
 #include <omp.h>
+#include <kvdsl/decode.hpp>
 extern "C" int kvdsl_probe() { return omp_get_max_threads(); }
 """
 
 
 def _compiler() -> Iterator[Finding]:
-    from kvdsl.build.cxx import FLAGS, compiler, compiler_version
+    from kvdsl.build.cxx import compiler, compiler_version
     from kvdsl.errors import KvdslError
 
     try:
         command = compiler()
     except KvdslError as error:
-        yield Finding("C++", "compiler", False, str(error), "without one the torch backend serves, which is slower")
+        hint = "without one the torch backend serves, which is slower"
+        yield Finding("C++", "compiler", False, str(error), hint, needed=False)
         return
     yield Finding("C++", "compiler", True, f"{compiler_version(*command)} ({' '.join(command)})")
-    problem = _build_problem([*command, *FLAGS])
-    hint = "the compiler needs C++17, -march=native and OpenMP" if problem else None
-    yield Finding("C++", "builds", problem is None, problem or "a test library with OpenMP", hint)
+    if problem := _build_problem():
+        hint = "the compiler needs C++17, -march=native and OpenMP; CXX names another one"
+        yield Finding("C++", "builds", False, problem, hint)
+    else:
+        yield Finding("C++", "builds", True, "a test library with OpenMP, and runs it")
 
 
-def _build_problem(command: list[str]) -> str | None:
-    with tempfile.TemporaryDirectory() as folder:
-        source = Path(folder) / "probe.cpp"
+def _build_problem() -> str | None:
+    """What keeps a library from being built anew, as a policy's is, and from being run."""
+    import ctypes
+
+    from kvdsl.build.cxx import build_library
+    from kvdsl.errors import KvdslError
+
+    with tempfile.TemporaryDirectory(prefix="kvdsl-doctor-") as folder:
+        source, library = Path(folder) / "probe.cpp", Path(folder) / "probe.so"
         source.write_text(_PROGRAM, encoding="utf-8")
-        arguments = [*command, str(source), "-o", str(source.with_suffix(".so"))]
-        done = subprocess.run(arguments, capture_output=True, text=True, check=False)
-    if done.returncode == 0:
-        return None
-    return next((line.strip() for line in done.stderr.splitlines() if "error" in line), "it failed without a word")
+        try:
+            build_library([source], library)
+            threads = ctypes.CDLL(str(library)).kvdsl_probe()
+        except (KvdslError, OSError, AttributeError) as error:
+            return str(error)
+    return None if threads > 0 else "OpenMP says that there is no thread"
 
 
 def _backends() -> Iterator[Finding]:
-    from kvdsl.build.cache import cache_folder
     from kvdsl.build.cxx import compiler
     from kvdsl.errors import KvdslError
 
@@ -215,18 +231,48 @@ def _backends() -> Iterator[Finding]:
     yield Finding("backends", "torch", True, f"serves anywhere{gpu}")
     try:
         compiler()
-        problem = _unwritable(cache_folder())
     except KvdslError as error:
-        problem = str(error)
-    yield Finding("backends", "cpu", problem is None, problem or "C++ kernels, fused and threaded")
+        yield Finding("backends", "cpu", False, str(error), needed=False)
+    else:
+        problem = _decode_problem()
+        yield Finding(
+            "backends", "cpu", problem is None, problem or "C++ kernels, fused and threaded: a test decodes as torch does"
+        )
     yield _triton(torch.cuda.is_available())
+
+
+def _decode_problem() -> str | None:
+    """What keeps a policy's C++ kernels, built as for any user, from giving a small random model the logits of the torch backend."""
+    import torch
+    import transformers
+
+    import kvdsl
+    from kvdsl.errors import KvdslError
+
+    sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
+    with torch.random.fork_rng(), torch.no_grad():
+        torch.manual_seed(0)
+        model: Any = transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes))  # ready for inference, without dropout
+        tokens, logits = torch.randint(64, (1, 32)), {}
+        steps = (tokens[:, :24], *tokens[:, 24:].unbind(1))
+        try:
+            roco: Any = kvdsl.load("roco")
+            for backend in ("cpu", "torch"):
+                cache = roco(model, budget=16, backend=backend)
+                logits[backend] = torch.cat([model(step.view(1, -1), past_key_values=cache).logits for step in steps], dim=1)
+        except KvdslError as error:
+            return str(error)
+    apart = (logits["cpu"] - logits["torch"]).abs().max().item()
+    return None if apart < 1e-3 else f"the logits of a test differ by {apart:.2g} from those of the torch backend"
 
 
 def _triton(gpu: bool) -> Finding:
     try:
         import triton
     except ImportError as error:
-        return Finding("backends", "triton", False, f"Triton cannot be imported: {error}", "pip install triton")
+        hint = "pip install triton"
+        return Finding("backends", "triton", False, f"Triton cannot be imported: {error}", hint, needed=gpu)
     where = "serves here" if gpu else "compiles for GPUs (`kvdsl build`), of which there is none here"
     return Finding("backends", "triton", True, f"Triton {triton.__version__} {where}")
 

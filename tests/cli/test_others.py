@@ -7,6 +7,7 @@ import pytest
 import kvdsl
 from kvdsl.cli import commands
 from kvdsl.compiler import shipped_policies
+from kvdsl.runtime.cpu.backend import CpuBackend
 from tests.cli.harness import run
 
 STEMS = [path.stem for path in shipped_policies()]
@@ -48,8 +49,12 @@ def test_doctor(capsys: pytest.CaptureFixture[str]) -> None:
     assert result.code == 0
     for name in ("python", "torch", "transformers", "compiler", "kvdsl", "triton"):
         assert f" {name} " in result.out
-    checks = run(capsys, "doctor", "--json").json()["checks"]
-    assert all({"group", "name", "ok", "detail", "help"} == check.keys() for check in checks)
+    found = run(capsys, "doctor", "--json").json()
+    checks = found["checks"]
+    assert found["ok"] and all(
+        check["ok"] is not False for check in checks if check["group"] in ("C++", "caches", "packages")
+    )
+    assert all({"group", "name", "ok", "detail", "help", "needed"} == check.keys() for check in checks)
 
 
 def test_doctor_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,8 +68,33 @@ def test_doctor_without_a_compiler(capsys: pytest.CaptureFixture[str], monkeypat
     assert checks["torch"]["ok"] is True
 
 
+@pytest.mark.parametrize(
+    ("command", "says"), [("true", "makes no file"), ("false", "without a word"), ("g++ -fno-such", "-fno-such")]
+)
+def test_doctor_with_a_compiler_that_fails(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, command: str, says: str
+) -> None:
+    monkeypatch.setenv("CXX", command)
+    result = run(capsys, "doctor", "--json")
+    assert (result.code, result.json()["ok"]) == (1, False)
+    checks = {check["name"]: check for check in result.json()["checks"]}
+    for name in ("builds", "cpu"):
+        assert checks[name]["ok"] is False
+        assert says in checks[name]["detail"]
+
+
+def test_doctor_notices_kernels_that_go_wrong(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    decode = CpuBackend.decode
+    monkeypatch.setattr(CpuBackend, "decode", lambda *arguments: decode(*arguments) * 1.1)
+    result = run(capsys, "doctor", "--json")
+    assert result.code == 1
+    assert "differ by" in {check["name"]: check for check in result.json()["checks"]}["cpu"]["detail"]
+
+
 def test_doctor_without_a_cache_folder(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDSL_CACHE_DIR", "/dev/null/below")
-    checks = {check["name"]: check for check in run(capsys, "doctor", "--json").json()["checks"]}
+    result = run(capsys, "doctor", "--json")
+    assert result.code == 1, "nothing can be loaded without one"
+    checks = {check["name"]: check for check in result.json()["checks"]}
     assert checks["kvdsl"]["ok"] is False
     assert "KVDSL_CACHE_DIR" in checks["kvdsl"]["help"]
