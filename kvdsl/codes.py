@@ -377,6 +377,13 @@ SKETCH_READ = _code(
     "The dims of a sketch are found for the queries that select. Scores and keeps read all dims, and so does the sketch itself.",
     _policy(_BUDGET, "score sum(dot(q, k over sketch))"),
 )
+VECTOR = _code(
+    "KV0317",
+    "a vector of every token",
+    "A reduction over queries is one number per cached token, which every query moves. So what it reduces may vary over queries and "
+    "slots, but no longer over dims: `mean(dot(q, k))` can be remembered, `dot(mean(q), k)` would take a whole vector of every token.",
+    _policy(_BUDGET, "score dot(mean(q), k)"),
+)
 
 # -- KV04: policies as a whole ---------------------------------------------------------------------------------------
 

@@ -26,7 +26,7 @@ from kvdsl.codes import CODES, Code  # noqa: E402
 from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
 from kvdsl.explain.facts import facts  # noqa: E402
 from kvdsl.explain.words import rows  # noqa: E402
-from kvdsl.ir.axes import INPUT_AXES  # noqa: E402
+from kvdsl.ir import ops  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
 
@@ -77,32 +77,7 @@ def _visible(example: str) -> str:
 
 # -- the language ------------------------------------------------------------------------------------------------------
 
-INPUTS = {
-    "attn": "the softmax probability that the query gives the slot, reduced over the query heads of the KV head's group",
-    "logit": "the scaled score before the softmax, reduced likewise",
-    "q": "the query vector; what reads it is evaluated per query head, and the result is reduced over the group",
-    "k": "the cached key",
-    "v": "the cached value",
-    "position": "the token's place in the row's text, padding not counted",
-    "age": "newest position minus `position`",
-    "budget": "the tokens that are kept",
-    "live": "the tokens that are cached, of each row",
-    "prompt": "each row's tokens up to the end of its last prompt, padding not counted",
-    "layer": "the layer's number, from 0",
-    "layers": "how many there are",
-}
-
-FUNCTIONS = {
-    "`sum` `mean` `std` `var` `max` `min` `last`": "reductions: `mean(x)` over queries, `mean(x over slots)`, `over dims`, `over page`, "
-    "`over sketch`, `sum(x over last 32 queries)`",
-    "`ema(x, d)`": "the moving average over queries: the first gives x, each later one d * ema + (1 - d) * x",
-    "`count()`": "how many queries could see the slot while it was cached",
-    "`dot(q, k)`": "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only",
-    "`max_pool(x, n)` `mean_pool(x, n)`": "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind",
-    "`random()`": "a number in [0, 1) per slot, the same on every backend",
-    "`max(a, b)` `min(a, b)`": "the larger or smaller of two or more",
-    "`where(c, a, b)`": "a where c holds, else b",
-    "`abs` `sqrt` `exp` `log` `floor` `ceil`": "as in mathematics",
+OPERATORS = {
     "`+` `-` `*` `/` `%` `**`": "arithmetic; `/` is real division, `**` binds to the right",
     "`<` `<=` `>` `>=` `==` `!=` `and` `or` `not`": "conditions; in arithmetic they count as 0 or 1",
 }
@@ -150,7 +125,6 @@ def grammar_sections() -> dict[str, str]:
 
 def language_reference() -> str:
     """Statements, inputs, functions, the prelude, and the grammar itself."""
-    axes = {name: ", ".join(sorted(axis.value for axis in INPUT_AXES[name])) or "–" for name in INPUTS}
     parts = [
         MADE + "# The language, edition 1\n",
         "One KV head of one layer sees a matrix of queries × slots; a slot holds one cached token. Every expression varies over some of "
@@ -173,9 +147,13 @@ def language_reference() -> str:
         "`1.0`, which is all of it. `1` is one token. A rate is at least one token; a prompt that comes token by token has no rate, "
         "and is refused. In a policy's own lines a rate is written `0.25 * prompt`.\n",
         "## Inputs\n",
-        _table(("name", "axes", "meaning"), ((f"`{name}`", axes[name], text) for name, text in INPUTS.items())),
+        _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
+        "## Reductions\n",
+        "`mean(x)` reduces over queries, `mean(x over slots)` over the slots that a query sees, or that are cached. `over page` gives "
+        "every slot the value of its page, `over sketch` reads the sketch's dims only.\n",
+        _table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
-        _table(("", "meaning"), FUNCTIONS.items()),
+        _table(("", "meaning"), _functions()),
         "## The prelude\n",
         "What every policy knows without an import; a policy may define these names anew.\n",
         f"```kv\n{read_resource('grammar', 'prelude.kv')}```\n",
@@ -185,6 +163,28 @@ def language_reference() -> str:
     for title, text in grammar_sections().items():
         parts.append(f"### {title[0].upper()}{title[1:]}\n\n```text\n{text}\n```\n")
     return "\n".join(parts)
+
+
+def _input(row: ops.InputRow) -> tuple[str, str, str]:
+    return f"`{row.name}`", ", ".join(sorted(axis.value for axis in row.axes)) or "–", row.doc
+
+
+def _reduction(row: ops.ReductionRow) -> tuple[str, str, str]:
+    ranges = {"history": "last N queries"}
+    return f"`{row.name}(x{', d' if row.decay else ''})`", row.doc, ", ".join(ranges.get(over, over) for over in row.over)
+
+
+def _functions() -> Iterator[tuple[str, str]]:
+    """Functions that mean the same stand in one line."""
+    lines: dict[str, list[str]] = {}
+    calls = {1: "{}", 2: "{}(a, b)", 3: "{}(c, a, b)"}
+    written = [(row.written, row.doc) for row in ops.FORMS.values()]
+    written += [(f"{row.name}(x, n)", row.doc) for row in ops.POOLS.values()]
+    written += [(calls[count].format(name), ops.FUNCTIONS[name].doc) for name, count in ops.ELEMENTWISE.items()]
+    for text, doc in written:
+        lines.setdefault(doc, []).append(f"`{text}`")
+    yield from ((" ".join(texts), doc) for doc, texts in lines.items())
+    yield from OPERATORS.items()
 
 
 def _statement(rule: str) -> tuple[str, str, str]:

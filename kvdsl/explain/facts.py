@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, Policy, RingRef
+from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.plan import PackagePlan, make_plan
@@ -17,15 +18,6 @@ DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
 """Bytes of one number of a key or a value."""
 FLOAT32 = POSITION = 4
 """Bytes of one number of a state column, and of a token's position."""
-
-READS = {
-    "attn": "attention probabilities",
-    "logit": "attention scores before the softmax",
-    "q": "query vectors",
-    "k": "key vectors",
-    "v": "value vectors",
-}
-"""The tensors that a policy may need beside positions."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +118,7 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
         values=values,
         state=tuple(_state(column, lowered, values) for column in lowered.columns),
         peaks=tuple(_peaks(policy, values)),
-        requires=tuple(name for name in READS if name in read),
+        requires=tuple(name for name, row in INPUTS.items() if row.reads and name in read),
     )
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvdsl.explain.facts import POSITION, READS, Facts, State
-from kvdsl.ir.axes import INPUT_AXES
+from kvdsl.explain.facts import POSITION, Facts, State
 from kvdsl.ir.nodes import Expr, Input, Keep, LayerRange, Number, Param, Policy, Random
+from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_expression, print_range
 from kvdsl.ir.visitors import walk
 
@@ -28,7 +28,8 @@ def rows(found: Facts) -> Rows:
         "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
         "costs": list(_costs(found)),
         "peak": list(_peak(found)),
-        "reads": [READS[name] for name in found.requires] or ["positions only, so any attention implementation serves it"],
+        "reads": [INPUTS[name].reads for name in found.requires]
+        or ["positions only, so any attention implementation serves it"],
         "backends": [f"{one['name']:<7} {'yes' if one['ok'] else 'no: ' + one['why_not']}" for one in found.backends],
     }
     return {title: lines for title, lines in said.items() if lines}
@@ -59,7 +60,7 @@ def _evicts(policy: Policy) -> Iterator[str]:
         return
     score, parts = print_expression(policy.score), list(walk(policy.score))
     chance = any(isinstance(node, Random) for node in parts)
-    if chance and not any(isinstance(node, Input) and INPUT_AXES[node.name] for node in parts):
+    if chance and not any(isinstance(node, Input) and INPUTS[node.name].axes for node in parts):
         yield f"by lot: the token with the lowest {score} leaves first"
     else:
         lots = "; `random()` is a lot that each token draws anew" if chance else ""
@@ -154,26 +155,10 @@ def _param(param: Param) -> str:
 
 # -- what it remembers and costs ---------------------------------------------------------------------------------------
 
-_FOLDS = {
-    "sum": "the sum of {}",
-    "max": "the largest {}",
-    "min": "the smallest {}",
-    "last": "the newest {}",
-    "squares": "the sum of squares of {}",
-}
-
 
 def meaning(column: State) -> str:
     """What a state column holds, in words."""
-    if column.rule == "token":
-        return f"{column.body}, once, when the token comes in"
-    if column.rule == "ring":
-        return f"{column.body}, from each of the last {column.size} queries"
-    if column.rule == "ema":
-        return (
-            f"the moving average of {column.body} over the queries that see the token, which keeps {column.decay} of itself"
-        )
-    return f"{_FOLDS[column.rule].format(column.body)} over the queries that see the token"
+    return RULES[column.rule].doc.format(column.body, decay=column.decay, size=column.size)
 
 
 def _tracks(column: State) -> str:

@@ -168,22 +168,20 @@ def at_least_one(count: float) -> float:
 @np.errstate(all="ignore")
 def fold(op: str, x: Array, axis: int) -> Array:
     """Reduce an axis to size 1, straight from the definitions; `std` and `var` are the population's."""
-    if op == "count":
-        return np.full_like(x.take([0], axis), x.shape[axis])
-    if op == "last":
-        return x.take([-1], axis)
-    result: Array = _FOLDS[op](x, axis=axis, keepdims=True)
+    result: Array = np.expand_dims(_REDUCTIONS[op](x, axis), axis)
     return result
 
 
-_FOLDS: dict[str, Callable[..., Array]] = {
+_REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
     "sum": np.sum,
     "mean": np.mean,
     "var": np.var,
     "std": np.std,
     "max": np.max,
     "min": np.min,
+    "last": lambda x, axis: x.take(np.array(-1), axis),
 }
+"""What the reductions of `kvdsl.ir.ops` mean, but for `ema`, which is `kvdsl.interp.memory.over_queries`."""
 
 
 def _truth(x: Array) -> Mask:

@@ -15,6 +15,7 @@ import numpy as np
 
 from kvdsl.interp.evaluate import Array, Indices, Remembered, at_least_one, fold, per_slot
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Policy, Reduce, RingRef
+from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, walk
 
 Values = Callable[[Expr], Array]
@@ -105,19 +106,16 @@ class History:
 def over_queries(op: str, values: list[float], decay: float = 0.0) -> float:
     """A reduction of what one slot was given, in the queries' order.
 
-    A slot may have been given nothing: its sum and count are 0, its max -inf, its min inf, and anything else NaN.
+    A slot may have been given nothing: its sum is 0, its max -inf, its min inf, and anything else NaN.
     """
     if not values:
-        return _OF_NOTHING.get(op, np.nan)
+        return REDUCTIONS[op].of_nothing
     if op != "ema":
         return float(fold(op, np.array(values), axis=0)[0])
     average, *later = values
     for value in later:
         average = decay * average + (1 - decay) * value
     return average
-
-
-_OF_NOTHING = {"sum": 0.0, "count": 0.0, "max": -np.inf, "min": np.inf}
 
 
 class Columns:
@@ -141,7 +139,7 @@ class Columns:
             elif column.rule == "ring":
                 new = np.full((count, old.shape[1] if len(old) else _ring_size(column, number)), np.nan)
             else:
-                new = np.full(count, _FRESH[column.rule])
+                new = np.full(count, RULES[column.rule].fresh)
             self.values[column.name] = np.concatenate([old, new]) if len(old) else new
 
     def observe(self, moment: Moment, values: Values) -> None:
@@ -209,9 +207,6 @@ def _read_before_reading(columns: tuple[Column, ...]) -> tuple[Column, ...]:
 
     return tuple(dict.fromkeys(read for column in columns for read in with_what_it_reads(column)))
 
-
-_FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
-"""What a column holds before the first query; the token's own query follows at once."""
 
 _RULES: dict[str, Callable[[Array, Array], Array]] = {
     "sum": np.add,

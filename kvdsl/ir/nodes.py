@@ -10,18 +10,13 @@ queries (the tokens that attend), slots (the cached tokens) and dims (of a key, 
 
 from __future__ import annotations
 
-from enum import Enum
+from collections.abc import Container
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
-
-class Axis(str, Enum):
-    """What an expression can vary over."""
-
-    QUERY = "query"
-    SLOT = "slot"
-    DIM = "dim"
+from kvdsl.ir import ops
+from kvdsl.ir.ops import Axis as Axis
 
 
 class Node(BaseModel):
@@ -32,13 +27,23 @@ class Node(BaseModel):
 
 # -- expressions -----------------------------------------------------------------------------------------------------
 
-InputName = Literal[
-    "attn", "logit", "q", "k", "v", "position", "age", "budget", "live", "prompt", "layer", "layers", "observed"
-]
-Function = Literal["neg", "not", "abs", "sqrt", "exp", "log", "floor", "ceil", "min", "max", "where"]
-Operator = Literal["+", "-", "*", "/", "%", "**", "<", "<=", ">", ">=", "==", "!=", "and", "or"]
-ReduceOp = Literal["sum", "mean", "var", "std", "max", "min", "last", "count", "ema"]
-ColumnRule = Literal["sum", "squares", "max", "min", "last", "ema", "ring", "token"]
+
+def _row_of(table: Container[str]) -> AfterValidator:
+    """A name that stands in one of the tables of `kvdsl.ir.ops`."""
+
+    def known(name: str) -> str:
+        if name not in table:
+            raise ValueError(f"there is no `{name}` in kvdsl.ir.ops")
+        return name
+
+    return AfterValidator(known)
+
+
+InputName = Annotated[str, _row_of(ops.INPUTS)]
+Function = Annotated[str, _row_of(ops.FUNCTIONS)]
+Operator = Annotated[str, _row_of(ops.OPERATORS)]
+ReduceOp = Annotated[str, _row_of(ops.REDUCTIONS)]
+ColumnRule = Annotated[str, _row_of(ops.RULES)]
 
 
 class Number(Node):
@@ -107,6 +112,11 @@ class Reduce(Node):
     decay: Expr | None = None
     within: Literal["all", "page", "sketch"] = "all"
 
+    @property
+    def over(self) -> str:
+        """Which of `kvdsl.ir.ops.RANGES` it ranges over."""
+        return ops.range_of(self.axis, self.within, last=self.last is not None)
+
 
 class Pool(Node):
     """At every unprotected slot the largest (or mean) `body` of the unprotected slots at most size // 2 places before or behind.
@@ -133,7 +143,7 @@ class RingRef(Node):
 
     kind: Literal["ring"] = "ring"
     name: str
-    op: Literal["sum", "mean", "var", "std", "max", "min"]
+    op: ReduceOp
 
 
 Expr = Annotated[

@@ -25,6 +25,7 @@ from kvdsl.ir.nodes import (
     Select,
     Sketch,
 )
+from kvdsl.ir.ops import FUNCTIONS, INPUTS
 
 _OR, _AND, _NOT, _COMPARE, _SUM, _PRODUCT, _FACTOR, _POWER, _ATOM = range(9)
 
@@ -50,7 +51,7 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Number):
         return print_number(expr.value), _ATOM if expr.value >= 0 else _FACTOR
     if isinstance(expr, Input):
-        return ("count()" if expr.name == "observed" else expr.name), _ATOM
+        return INPUTS[expr.name].written or expr.name, _ATOM
     if isinstance(expr, Random):
         return "random()", _ATOM
     if isinstance(expr, Binary):
@@ -74,7 +75,7 @@ def _over(expr: Reduce) -> str:
         return f" over last {_text(expr.last, _OR)} queries"
     if expr.within != "all":
         return f" over {expr.within}"
-    return " over queries" if expr.axis is Axis.QUERY and expr.op in ("min", "max") else _OVER[expr.axis]
+    return " over queries" if expr.axis is Axis.QUERY and expr.op in FUNCTIONS else _OVER[expr.axis]
 
 
 def _binary(expr: Binary) -> tuple[str, int]:

@@ -27,18 +27,36 @@ from kvdsl.ir.nodes import (
     Reduce,
     RingRef,
 )
+from kvdsl.ir.ops import OPERATORS
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, as_float32, form_of_ranks, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, Target, as_float32, form_of_ranks, literal, pair, reads
 from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.passes.parts import in_parts
 
 # Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
 _STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
 _UNARY = 14
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
+_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "floor", "ceil")} | {"abs": "std::fabs"}
+_FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
+_FOLDED = ("sum", "mean", "var", "std", "max", "min")
+CAN = Target(
+    reduces={
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "history": _FOLDED,
+        "slots": _FOLDED,
+        "dims": _FOLDED,
+        "sketch": _FOLDED,
+    },
+    functions=("neg", "not", "where", *_FUNCTIONS),
+    operators=OPERATORS,
+)
+"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/head.hpp` has the reductions."""
 
 
 class _CppPrinter(Printer):
+    can = CAN
     strength = _STRENGTH
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
@@ -64,10 +82,9 @@ class _CppPrinter(Printer):
         if expr.function == "where":
             condition, yes, no = expr.args
             return f"({self.truth(condition, _STRENGTH['or'])} ? {self.value(yes)} : {self.value(no)})", ATOM
-        names = {"min": "kvdsl::minimum", "max": "kvdsl::maximum", "abs": "std::fabs"}
         args = pair(expr) if expr.function in ("min", "max") else expr.args
         arguments = ", ".join(self.value(arg) for arg in args)
-        return f"{names.get(expr.function, 'std::' + expr.function)}({arguments})", ATOM
+        return f"{_FUNCTIONS[expr.function]}({arguments})", ATOM
 
 
 class CountPrinter(_CppPrinter):
@@ -237,6 +254,8 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         NotLowerable: if it has no C++ form; the torch backend serves such a policy.
     """
     _refuse_statements(policy)
+    policy = in_parts(policy, CAN.knows)
+    CAN.check_columns(policy.columns)
     folded = [column for column in policy.columns if column.rule != "token"]
     bodies = [column.body for column in folded]
     before, hoisted = _hoist("row", bodies)
@@ -289,8 +308,8 @@ def _fold(column: Column, body: str) -> str:
         return f"{old} += seen ? {body} : 0.0f;"
     if column.rule == "squares":
         return f"{old} += seen ? kvdsl::square({body}) : 0.0f;"
-    new = body if column.rule in ("last", "ring") else f"kvdsl::{column.rule}imum({old}, {body})"
-    return f"{old} = seen ? {new} : {old};"
+    new = {"max": f"kvdsl::maximum({old}, {body})", "min": f"kvdsl::minimum({old}, {body})", "last": body, "ring": body}
+    return f"{old} = seen ? {new[column.rule]} : {old};"
 
 
 def _column_pointers(view: str, written: list[Column], exprs: list[Expr]) -> list[str]:

@@ -4,9 +4,26 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from typing import ClassVar
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Input,
+    Number,
+    ParamRef,
+    Pool,
+    Random,
+    Reduce,
+    RingRef,
+)
+from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
 from kvdsl.ir.visitors import walk
 
 ATOM = 100
@@ -17,7 +34,7 @@ Leaf = Number | ParamRef | Input | Random | ColumnRef | RingRef
 def is_condition(expr: Expr) -> bool:
     """Whether the expression is true or false rather than a number."""
     if isinstance(expr, Binary):
-        return expr.op in ("<", "<=", ">", ">=", "==", "!=", "and", "or")
+        return expr.op in COMPARISONS | LOGICAL
     return isinstance(expr, Call) and expr.function == "not"
 
 
@@ -52,9 +69,59 @@ class NotLowerable(Exception):
     """The target has no code for this expression; the text says which and why."""
 
 
+@dataclass(frozen=True)
+class Target:
+    """What a target has code for, by the names of `kvdsl.ir.ops`. What is not named here is refused, whatever the printer says.
+
+    Attributes:
+        reduces: the reductions, by what they range over; over queries these are the rules of columns.
+        functions, operators, pools: as the language has them.
+    """
+
+    reduces: Mapping[str, Iterable[str]]
+    functions: Iterable[str]
+    operators: Iterable[str]
+    pools: Iterable[str] = ()
+
+    def knows(self, expr: Reduce) -> bool:
+        """Whether there is code for a reduction as it stands."""
+        return expr.op in self.reduces.get(expr.over, ())
+
+    def check(self, expr: Expr) -> None:
+        """Whether there is code for an operation, whatever its operands are.
+
+        Raises:
+            NotLowerable: if not.
+        """
+        missing = None
+        if isinstance(expr, Reduce) and not self.knows(expr):
+            missing = f"{expr.op} {RANGES[expr.over]}"
+        elif isinstance(expr, RingRef) and expr.op not in self.reduces.get("history", ()):
+            missing = f"{expr.op} {RANGES['history']}"
+        elif isinstance(expr, Call) and expr.function not in self.functions:
+            missing = expr.function
+        elif isinstance(expr, Binary) and expr.op not in self.operators:
+            missing = expr.op
+        elif isinstance(expr, Pool) and expr.op not in self.pools:
+            missing = f"{expr.op}_pool"
+        if missing is not None:
+            raise NotLowerable(f"`{missing}`")
+
+    def check_columns(self, columns: Iterable[Column]) -> None:
+        """Whether there is code for the columns' rules.
+
+        Raises:
+            NotLowerable: if not.
+        """
+        for column in columns:
+            if column.rule not in self.reduces["queries"]:
+                raise NotLowerable(f"columns of `{column.rule}`")
+
+
 class Printer(ABC):
     """Prints an expression for one target in one context. Subclasses say how leaves, functions and reductions look."""
 
+    can: ClassVar[Target]
     # Binding strength of the target's binary operators; higher binds tighter.
     strength: ClassVar[dict[str, int]]
     spelling: ClassVar[dict[str, str]]
@@ -68,6 +135,7 @@ class Printer(ABC):
 
     def parts(self, expr: Expr) -> tuple[str, int]:
         """The expression's text and how tightly it binds."""
+        self.can.check(expr)
         if isinstance(expr, Binary):
             return self.binary(expr)
         if isinstance(expr, Call):
@@ -85,8 +153,8 @@ class Printer(ABC):
     def binary(self, expr: Binary) -> tuple[str, int]:
         """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
         binds = self.strength[expr.op]
-        chained = 1 if expr.op in ("<", "<=", ">", ">=", "==", "!=") else 0
-        operand = self.truth if expr.op in ("and", "or") else self.value
+        chained = 1 if expr.op in COMPARISONS else 0
+        operand = self.truth if expr.op in LOGICAL else self.value
         left, right = operand(expr.left, binds + chained), operand(expr.right, binds + 1)
         return f"{left} {self.spelling.get(expr.op, expr.op)} {right}", binds
 

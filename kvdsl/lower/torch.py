@@ -7,18 +7,36 @@ from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Reduce, RingRef
-from kvdsl.lower.expression import ATOM, Leaf, Printer, as_float32, literal, pair, reads
+from kvdsl.ir.ops import OPERATORS
+from kvdsl.lower.expression import ATOM, Leaf, Printer, Target, as_float32, literal, pair, reads
 from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
 _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
-_DIM_METHODS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
-_DIM_METHODS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
+_OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
+_OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
+_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")}
+_MASKED = ("sum", "mean", "var", "std", "max", "min")
+CAN = Target(
+    reduces={
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "history": _MASKED,
+        "slots": _MASKED,
+        "dims": _OVER_DIMS,
+        "sketch": _MASKED,
+        "page": ("max", "min"),
+    },
+    functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
+    operators=OPERATORS,
+    pools=("max", "mean"),
+)
+"""What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
 
 class _TorchPrinter(Printer):
+    can = CAN
     strength = _STRENGTH
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
@@ -55,7 +73,7 @@ class _TorchPrinter(Printer):
             return f"torch.where({self.truth(condition)}, {chosen}, {self.value(no)})", ATOM
         if expr.function in ("min", "max"):
             return self._extreme(expr)
-        return f"torch.{expr.function}({self.value(expr.args[0])})", ATOM
+        return f"{_FUNCTIONS[expr.function]}({self.value(expr.args[0])})", ATOM
 
     def _extreme(self, expr: Call) -> tuple[str, int]:
         """Min and max; against a literal it is a clamp."""
@@ -160,7 +178,7 @@ class TensorPrinter(_TorchPrinter):
         elif expr.within == "sketch":
             text = f'{self._view}.over_sketch("{expr.op}", {self._inside(dims=True).value(expr.body)})'
         else:
-            text = f"({self._inside(dims=True).value(expr.body)}).{_DIM_METHODS[expr.op]}"
+            text = f"({self._inside(dims=True).value(expr.body)}).{_OVER_DIMS[expr.op]}"
         return text + (".unsqueeze(-1)" if self._dims else ""), ATOM
 
     def _over_page(self, expr: Reduce) -> tuple[str, int]:

@@ -29,9 +29,11 @@ from kvdsl.ir.nodes import (
     Reduce,
     RingRef,
 )
+from kvdsl.ir.ops import OPERATORS
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, form_of_ranks, literal, pair, reads
+from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, Target, form_of_ranks, literal, pair, reads
 from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.passes.parts import in_parts
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -41,10 +43,23 @@ _INT_MAX = 2**31 - 1
 _INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
 _SLOTS = {"visible": "visible = (pos >= 0) & (now - pos < window)", "cached": "cached = pos >= 0"}
 _OVER_DIMS = {"sum": "ops.total", "mean": "ops.mean", "var": "ops.var", "max": "ops.largest", "min": "ops.least"}
+_FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
+CAN = Target(
+    reduces={
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "history": ("sum", "mean", "var", "std", "max", "min"),
+        "slots": ("sum", "mean", "max", "min"),
+        "dims": (*_OVER_DIMS, "std"),
+    },
+    functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
+    operators=OPERATORS,
+)
+"""What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
 
 
 class _TritonPrinter(Printer):
+    can = CAN
     strength = _STRENGTH
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
@@ -78,7 +93,7 @@ class _TritonPrinter(Printer):
         if expr.function in ("min", "max"):
             left, right = pair(expr)
             return f"ops.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
-        function = self.sqrt if expr.function == "sqrt" else f"tl.{expr.function}"
+        function = self.sqrt if expr.function == "sqrt" else _FUNCTIONS[expr.function]
         return f"{function}({self.value(expr.args[0])})", ATOM
 
 
@@ -257,6 +272,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         NotLowerable: if it has no Triton form; the torch backend serves such a policy.
     """
     _refuse_statements(policy)
+    policy = in_parts(policy, CAN.knows)
+    CAN.check_columns(policy.columns)
     settles = policy.budget is not None and policy.when != "prefill"
     folded = [column for column in policy.columns if column.rule != "token"]
     observe = _observe(policy, folded)
@@ -369,7 +386,7 @@ def _fold(column: Column, printer: BlockPrinter) -> str:
     elif column.rule == "squares":
         new = f"{old} + ops.square({body})"
     else:
-        new = body if column.rule == "last" else f"ops.{column.rule}imum({old}, {body})"
+        new = {"last": body, "max": f"ops.maximum({old}, {body})", "min": f"ops.minimum({old}, {body})"}[column.rule]
     return f"tl.store({row} + i, {new}, mask=visible)"
 
 
@@ -434,7 +451,7 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Loop], d
 
 
 def _reduction(name: str, op: str, body: str, slots: str, given: list[str]) -> Iterator[Loop]:
-    """The loops of one reduction over slots. A deviation takes two: no cancellation."""
+    """The loops of one reduction over slots."""
     if op in ("max", "min"):
         fold = f"{name} = ops.{op}imum({name}, ops.{'largest' if op == 'max' else 'least'}({body}, {slots}))"
         yield Loop((f"{name} = {_INITIAL[op]}",), (*given, fold))
@@ -442,17 +459,13 @@ def _reduction(name: str, op: str, body: str, slots: str, given: list[str]) -> I
     if op == "sum":
         yield Loop((f"{name} = 0.0",), (*given, f"{name} += ops.total({body}, {slots})"))
         return
-    centre, n = (name, f"{name}_count") if op == "mean" else (f"{name}_mean", f"{name}_count")
-    counted = f"{n} += tl.sum({slots}.to(tl.float32), 0)"
+    assert op == "mean", op
+    counted = f"{name}_count += tl.sum({slots}.to(tl.float32), 0)"
     yield Loop(
-        (f"{centre}, {n} = 0.0, 0.0",),
-        (*given, f"{centre} += ops.total({body}, {slots})", counted),
-        (f"{centre} = tl.div_rn({centre}, {n})",),
+        (f"{name}, {name}_count = 0.0, 0.0",),
+        (*given, f"{name} += ops.total({body}, {slots})", counted),
+        (f"{name} = tl.div_rn({name}, {name}_count)",),
     )
-    if op in ("var", "std"):
-        squares = f"{name} += ops.total(ops.square({body} - {centre}), {slots})"
-        root = f"tl.sqrt_rn(tl.div_rn({name}, {n}))" if op == "std" else f"tl.div_rn({name}, {n})"
-        yield Loop((f"{name} = 0.0",), (*given, squares), (f"{name} = {root}",))
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
 from kvdsl.ir.visitors import children
 from kvdsl.lower.spelling import size_of
-from kvdsl.lower.triton import BlockPrinter, CountPrinter, Loop
+from kvdsl.lower.triton import CAN, BlockPrinter, CountPrinter, Loop
+from kvdsl.passes.parts import in_parts
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}
 _COUNT = Loop(("count = tl.zeros([QUERIES], tl.float32)",), ("count += tl.sum(visible.to(tl.float32), 0)",))
@@ -62,6 +63,7 @@ def triton_prompt_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPrompt
     Args:
         numbers: names of the numbers in the table, in order.
     """
+    policy = in_parts(policy, CAN.knows)
     folded = [column for column in policy.columns if column.rule != "token"]
     if not folded:
         return None
@@ -196,7 +198,7 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Loop], dict
 
 
 def _reduction(name: str, op: str, body: str, given: tuple[str, ...]) -> Iterator[Loop]:
-    """The loops of one reduction over slots, [1, QUERIES] in the end. A deviation takes two: no cancellation."""
+    """The loops of one reduction over slots, [1, QUERIES] in the end."""
     nothing = f"{name} = tl.zeros([QUERIES], tl.float32)"
     if op in ("max", "min"):
         least = f'{name} = tl.full([QUERIES], float("{"-" if op == "max" else ""}inf"), tl.float32)'
@@ -207,9 +209,5 @@ def _reduction(name: str, op: str, body: str, given: tuple[str, ...]) -> Iterato
     if op == "sum":
         yield Loop((nothing,), (*given, fold), (f"{name} = {name}[None, :]",))
         return
-    mean = f"tl.div_rn({name}, count)[None, :]"
-    centre = name if op == "mean" else f"{name}_mean"
-    yield Loop((nothing,), (*given, fold), (f"{centre} = {mean}",))
-    if op in ("var", "std"):
-        spread = f"{name} += ops.total(ops.square({body} - {centre}), visible)"
-        yield Loop((nothing,), (*given, spread), (f"{name} = {'tl.sqrt_rn(' + mean + ')' if op == 'std' else mean}",))
+    assert op == "mean", op
+    yield Loop((nothing,), (*given, fold), (f"{name} = tl.div_rn({name}, count)[None, :]",))

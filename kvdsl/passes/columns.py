@@ -28,9 +28,10 @@ from kvdsl.ir.nodes import (
     Reduce,
     RingRef,
 )
+from kvdsl.ir.ops import OPERATORS, REDUCTIONS
 from kvdsl.ir.visitors import rewrite, walk, with_policy
+from kvdsl.passes.parts import from_formula
 
-_OBSERVED = Input(name="observed")
 _MAX_NAME = 40
 
 
@@ -73,28 +74,22 @@ class _Columns:
 
     def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
         if expr.last is not None:
-            return RingRef(name=self._column("ring", body, size=expr.last), op=expr.op)  # type: ignore[arg-type]  # a checked op
-        if expr.op == "count":
-            return _OBSERVED
-        if expr.op == "mean":
-            return self._mean("sum", body)
-        if expr.op in ("var", "std"):
-            squares = self._mean("squares", body)
-            square = Binary(op="**", left=self._mean("sum", body), right=Number(value=2))
-            # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
-            variance = Call(function="max", args=(Binary(op="-", left=squares, right=square), Number(value=0)))
-            return variance if expr.op == "var" else Call(function="sqrt", args=(variance,))
-        return ColumnRef(name=self._column(expr.op, body, decay=expr.decay))
+            return RingRef(name=self._column("ring", body, size=expr.last), op=expr.op)
+        return self._of_columns(expr.op, body, expr.decay)
 
-    def _mean(self, rule: str, body: Expr) -> Expr:
-        return Binary(op="/", left=ColumnRef(name=self._column(rule, body)), right=_OBSERVED)
+    def _of_columns(self, op: str, body: Expr, decay: Expr | None) -> Expr:
+        """The reduction as a column, or as what its row says of columns."""
+        formula = REDUCTIONS[op].columns if op in REDUCTIONS else None
+        if formula is None:
+            return ColumnRef(name=self._column(op, body, decay=decay))
+        return from_formula(formula, body, lambda inner, of: self._of_columns(inner, of, None))
 
     def _column(self, rule: str, body: Expr, *, decay: Expr | None = None, size: Expr | None = None) -> str:
         """The name of the column with this meaning."""
         meaning = (rule, body, decay or size)
         if meaning not in self._by_meaning:
             name = self._fresh(_slug(rule, body))
-            self._by_meaning[meaning] = Column(name=name, rule=rule, body=body, decay=decay, size=size)  # type: ignore[arg-type]
+            self._by_meaning[meaning] = Column(name=name, rule=rule, body=body, decay=decay, size=size)
         return self._by_meaning[meaning].name
 
     def _fresh(self, name: str) -> str:
@@ -112,10 +107,6 @@ def _is_of_token(expr: Expr) -> bool:
         or (isinstance(part, Input) and part.name in ("k", "v"))
         for part in walk(expr)
     )
-
-
-_WORDS = {"+": "plus", "-": "minus", "*": "times", "/": "over", "%": "mod", "**": "to", "<": "lt", "<=": "le", ">": "gt"}
-_WORDS |= {">=": "ge", "==": "eq", "!=": "ne", "and": "and", "or": "or"}
 
 
 def _slug(rule: str, body: Expr) -> str:
@@ -146,5 +137,5 @@ def _words(expr: Expr) -> str:
     if isinstance(expr, Call):
         return "_".join([expr.function, *map(_words, expr.args)])
     if isinstance(expr, Binary):
-        return f"{_words(expr.left)}_{_WORDS[expr.op]}_{_words(expr.right)}"
+        return f"{_words(expr.left)}_{OPERATORS[expr.op].word}_{_words(expr.right)}"
     return "random"

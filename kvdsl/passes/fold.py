@@ -7,54 +7,11 @@ left as it is.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TypeVar, cast, get_args
 
-from kvdsl.ir.nodes import (
-    Binary,
-    Call,
-    Expr,
-    Function,
-    Input,
-    Node,
-    Number,
-    Operator,
-    ParamRef,
-    Policy,
-    Pool,
-    Reduce,
-)
-
-_BINARY: dict[str, Callable[..., float]] = {
-    "+": lambda a, b: a + b,
-    "-": lambda a, b: a - b,
-    "*": lambda a, b: a * b,
-    "/": lambda a, b: a / b,
-    "%": lambda a, b: a % b,
-    "**": lambda a, b: math.pow(a, b),
-    "<": lambda a, b: float(a < b),
-    "<=": lambda a, b: float(a <= b),
-    ">": lambda a, b: float(a > b),
-    ">=": lambda a, b: float(a >= b),
-    "==": lambda a, b: float(a == b),
-    "!=": lambda a, b: float(a != b),
-    "and": lambda a, b: float(a != 0 and b != 0),
-    "or": lambda a, b: float(a != 0 or b != 0),
-}
-
-_FUNCTIONS: dict[str, Callable[..., float]] = {
-    "neg": lambda a: -a,
-    "not": lambda a: float(a == 0),
-    "abs": abs,
-    "sqrt": math.sqrt,
-    "exp": math.exp,
-    "log": math.log,
-    "floor": lambda a: float(math.floor(a)),
-    "ceil": lambda a: float(math.ceil(a)),
-    "min": min,
-    "max": max,
-    "where": lambda c, a, b: a if c != 0 else b,
-}
+from kvdsl.ir.nodes import Binary, Call, Expr, Input, Node, Number, ParamRef, Policy, Pool, Reduce
+from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 
 
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
@@ -73,13 +30,14 @@ def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | No
     return None
 
 
-def apply(name: Operator | Function, *args: float | None) -> float | None:
+def apply(name: str, *args: float | None) -> float | None:
     """An operator or function of constants; None if one is not known or there is no finite result."""
-    if None in args:
+    known = [arg for arg in args if arg is not None]
+    if len(known) < len(args):
         return None
-    function = _BINARY.get(name) or _FUNCTIONS[name]
+    row = OPERATORS.get(name) or FUNCTIONS[name]
     try:
-        value = float(function(*args))
+        value = float(row.value(*known))
     except (ArithmeticError, ValueError):
         return None
     return value if math.isfinite(value) else None

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
+from kvdsl.ir.ops import PLAIN_REDUCTIONS
 from kvdsl.sema.needs import Report
-from kvdsl.sema.reductions import REDUCTIONS
 from kvdsl.syntax import nodes as syn
 
 _SHOWN = 8
@@ -63,7 +63,7 @@ def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], 
 def over_without_reduction(function: str, over: syn.Over, report: Report) -> None:
     """Reports an `over` in a call that reduces nothing."""
     message = f"`{function}` is not a reduction of one value, so `over` has no meaning here"
-    report(codes.ARGUMENTS, over.span, message, f"the reductions are {listed(REDUCTIONS, 'and')}")
+    report(codes.ARGUMENTS, over.span, message, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}")
 
 
 def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:

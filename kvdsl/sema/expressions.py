@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from types import MappingProxyType
-from typing import Literal, cast, get_args
+from typing import Literal, cast
 
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
-from kvdsl.ir.axes import INPUT_AXES
-from kvdsl.ir.nodes import Axis, Expr, Function, InputName, Operator, ReduceOp
+from kvdsl.ir.nodes import Axis, Expr
+from kvdsl.ir.ops import ELEMENTWISE, LOGICAL, NAMED_FUNCTIONS, NAMED_INPUTS, POOLS, REDUCTIONS, ReductionRow
 from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
-from kvdsl.sema.reductions import REDUCTIONS, Over, Reductions
+from kvdsl.sema.reductions import Over, Reductions, vector
 from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
@@ -34,12 +35,6 @@ from kvdsl.syntax.shape import MAX_DEPTH
 
 MAX_PARTS = 1_000
 MAX_STEPS = 20_000
-
-INPUTS = frozenset(INPUT_AXES) - {"observed"}
-ELEMENTWISE = {"abs": 1, "sqrt": 1, "exp": 1, "log": 1, "floor": 1, "ceil": 1, "where": 3}
-POOLS: dict[str, Literal["max", "mean"]] = {"max_pool": "max", "mean_pool": "mean"}
-BUILTIN_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, "count", "random", "dot", "ema"})
-BUILTINS = INPUTS | BUILTIN_FUNCTIONS
 
 
 NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
@@ -81,6 +76,7 @@ class Expressions:
     Attributes:
         bounded: the numbers inside of expressions that lie in bounds, to be checked when the params are known.
         histories: where `over last N queries` stands, by the N.
+        vectors: reductions over queries that would have to be remembered dim by dim; each reports itself.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
@@ -88,6 +84,7 @@ class Expressions:
         self.reductions = Reductions(self._report)
         self.bounded: list[Bounded] = []
         self.histories: dict[Expr, Span] = {}
+        self.vectors: dict[Expr, Callable[[], None]] = {}
         self._uses: list[_Use] = []
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
@@ -128,11 +125,16 @@ class Expressions:
 
     def _report(self, code: Code, span: Span, message: str, help: str | None = None, labels: Iterable[Label] = ()) -> None:
         """An error at a place; what goes wrong inside of the prelude is shown where the prelude is used."""
+        self._reporting(code, span, message, help, labels)()
+
+    def _reporting(
+        self, code: Code, span: Span, message: str, help: str | None, labels: Iterable[Label] = ()
+    ) -> Callable[[], None]:
+        """A report of what is found here, to be made later if it matters."""
         if (prelude := self._from_prelude()) is not None:
-            self.sink.report(code, prelude.span, prelude.filled(message), prelude.definition_in_words())
-            return
+            return partial(self.sink.report, code, prelude.span, prelude.filled(message), prelude.definition_in_words())
         used = [Label(use.span, "used here") for use in reversed(self._uses)]
-        self.sink.report(code, span, message, help, [*labels, *used[:1]])
+        return partial(self.sink.report, code, span, message, help, [*labels, *used[:1]])
 
     def _from_prelude(self) -> _Use | None:
         """Where the prelude is used, while something of it is being put in."""
@@ -162,15 +164,15 @@ class Expressions:
         definition = scope.find(node.name)
         if definition is not None:
             return self._defined(node, definition)
-        if node.name in INPUTS:
-            return values.read_input(cast(InputName, node.name))
-        if node.name in BUILTIN_FUNCTIONS:
+        if node.name in NAMED_INPUTS:
+            return values.read_input(node.name)
+        if node.name in NAMED_FUNCTIONS:
             help = f"write `{node.name}()`" if node.name in ("count", "random") else f"write `{node.name}(...)`"
             self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", help)
             return None
         if not self._speaks_of(node.span):
             return None
-        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *INPUTS})
+        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS})
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
         return None
 
@@ -225,8 +227,8 @@ class Expressions:
         left, right = self.check(node.left, scope), self.check(node.right, scope)
         if left is None or right is None:
             return None
-        op = cast(Operator, node.op)
-        if op in values.LOGICAL:
+        op = node.op
+        if op in LOGICAL:
             sides = ((left, node.left.span), (right, node.right.span))
             if not all([self.condition(value, span, f"`{op}`") for value, span in sides]):
                 return None
@@ -261,22 +263,22 @@ class Expressions:
             return self._expand(node, definition, definition.let.parameters, scope)
         if isinstance(definition, Bound) and definition.value is None:
             return None
-        if definition is not None or name in INPUTS:
+        if definition is not None or name in NAMED_INPUTS:
             message = f"`{name}` is not a function"
             self._report(codes.NOT_A_FUNCTION, node.function.span, message, "leave out the parentheses")
             return None
         if name in ("max", "min") and len(node.arguments) > 1:
-            return self._extreme(node, cast(Function, name), scope)
-        if name in REDUCTIONS or name == "ema":
-            return self._reduction(node, cast(ReduceOp, name), scope)
+            return self._extreme(node, name, scope)
+        if name in REDUCTIONS:
+            return self._reduction(node, REDUCTIONS[name], scope)
         if name in POOLS:
-            return self._pool(node, POOLS[name], scope)
-        if name in BUILTIN_FUNCTIONS:
+            return self._pool(node, cast(Literal["max", "mean"], POOLS[name].op), scope)
+        if name in NAMED_FUNCTIONS:
             return self._function(node, scope)
         if not self._speaks_of(node.function.span):
             return None
         functions = {name for name in scope.known() if _is_function(scope.find(name))}
-        help = habits.FUNCTIONS.get(name) or did_you_mean(name, BUILTIN_FUNCTIONS | functions)
+        help = habits.FUNCTIONS.get(name) or did_you_mean(name, NAMED_FUNCTIONS | functions)
         self._report(codes.UNKNOWN_FUNCTION, node.function.span, f"unknown function `{name}`", help)
         return None
 
@@ -312,7 +314,7 @@ class Expressions:
         known = tuple(arg for arg in args if arg is not None)
         if name == "where" and not self.condition(known[0], node.arguments[0].value.span, "`where`"):
             return None
-        return self._finite(values.call(cast(Function, name), *known), known, node.span)
+        return self._finite(values.call(name, *known), known, node.span)
 
     def _without_arguments(self, node: syn.Call) -> Value | None:
         name = node.function.text
@@ -325,7 +327,7 @@ class Expressions:
         self._report(codes.ARGUMENTS, node.span, f"`{name}()` takes no arguments", help)
         return None
 
-    def _extreme(self, node: syn.Call, name: Function, scope: Scope) -> Value | None:
+    def _extreme(self, node: syn.Call, name: str, scope: Scope) -> Value | None:
         """`max(a, b, ...)`: the largest of several values, two at a time."""
         args = self._arguments(node, len(node.arguments), scope)
         if args is None or any(arg is None for arg in args):
@@ -358,22 +360,26 @@ class Expressions:
 
     # -- reductions --------------------------------------------------------------------------------------------------
 
-    def _reduction(self, node: syn.Call, op: ReduceOp, scope: Scope) -> Value | None:
+    def _reduction(self, node: syn.Call, row: ReductionRow, scope: Scope) -> Value | None:
         """`sum(x)`, `sum(x over dims)`, `ema(x, d)`: the first argument is reduced, and may say over what."""
-        count = 2 if op == "ema" else 1
-        if len(node.arguments) != count or node.arguments[0].keyword is not None:
-            what = "one value, and takes a decay" if op == "ema" else "exactly one value"
-            help = "for example `ema(attn, 0.9)`" if op == "ema" else f"for example `{op}(attn)`"
+        op = row.name
+        if len(node.arguments) != 1 + row.decay or node.arguments[0].keyword is not None:
+            what = "one value, and takes a decay" if row.decay else "exactly one value"
+            help = f"for example `{op}(attn, 0.9)`" if row.decay else f"for example `{op}(attn)`"
             self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces {what}", help)
             return None
         if not self._plain(node.function.text, node.arguments[1:]):
             return None
         over = self._over(node.arguments[0].over, scope, Over())
         body = self.check(node.arguments[0].value, scope)
-        decay = self._fixed(node.arguments[1].value, scope, "the decay of `ema`", 0, 1) if op == "ema" else None
-        if over is None or body is None or (op == "ema" and decay is None):
+        decay = self._fixed(node.arguments[1].value, scope, f"the decay of `{op}`", 0, 1) if row.decay else None
+        if over is None or body is None or (row.decay and decay is None):
             return None
-        return self.reductions.reduce(node, op, over, body, decay)
+        made = self.reductions.reduce(node, op, over, body, decay)
+        if made is not None and over.axis is Axis.QUERY and Axis.DIM in body.axes:
+            message, help = vector(node, body)
+            self.vectors.setdefault(made.expr, self._reporting(codes.VECTOR, node.arguments[0].value.span, message, help))
+        return made
 
     def _over(self, over: syn.Over | None, scope: Scope, default: Over) -> Over | None:
         """What a reduction ranges over."""
@@ -430,6 +436,3 @@ class Expressions:
 
 def _is_function(definition: Definition | None) -> bool:
     return isinstance(definition, LetName) and definition.let.parameters is not None
-
-
-assert set(REDUCTIONS) < set(get_args(ReduceOp))

@@ -7,7 +7,7 @@ from itertools import pairwise
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
-from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, BUILTINS
+from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 
@@ -27,6 +27,7 @@ _CLASS_NAMES = """
     release
 """
 
+_BUILT_IN = NAMED_INPUTS | NAMED_FUNCTIONS
 _CPP = frozenset(_CPP_KEYWORDS.split())
 _RESERVED = frozenset(_CLASS_NAMES.split())
 
@@ -77,8 +78,8 @@ def check_stem(source: SourceFile, sink: Sink) -> None:
 def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
     """Whether the names that a param or let defines may be used; reports if not."""
     name = statement.name
-    if name.text in BUILTINS and not (name.text == "budget" and isinstance(statement, syn.Param)):
-        kind = "function" if name.text in BUILTIN_FUNCTIONS else "input"
+    if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
+        kind = "function" if name.text in NAMED_FUNCTIONS else "input"
         sink.report(codes.BUILTIN, name.span, f"`{name.text}` is a built-in {kind} and cannot be redefined")
         return False
     if isinstance(statement, syn.Param):
@@ -93,7 +94,7 @@ def _check_parameters(parameters: tuple[syn.Parameter, ...], sink: Sink) -> bool
         word = parameter.name
         if not check_name(word, "name", sink):
             return False
-        if word.text in BUILTINS:
+        if word.text in _BUILT_IN:
             sink.report(codes.BUILTIN, word.span, f"`{word.text}` is built in and cannot be an argument's name")
             return False
         if word.text in seen:

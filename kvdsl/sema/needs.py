@@ -7,11 +7,10 @@ from collections.abc import Callable
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.ir.nodes import Axis, Input, Random, Reduce
+from kvdsl.ir.ops import FIXED
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
-
-FIXED = ("budget", "prompt", "layer", "layers")
 
 Report = Callable[..., None]
 """Takes a code, a place, a message, and perhaps a help, as `Sink.report` does."""

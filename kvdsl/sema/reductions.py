@@ -10,14 +10,13 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Random, Reduce, ReduceOp
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Random, Reduce
+from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
-from kvdsl.sema.needs import FIXED, Report
+from kvdsl.sema.needs import Report
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.syntax import nodes as syn
-
-REDUCTIONS = ("sum", "mean", "std", "var", "max", "min", "last")
 
 Within = Literal["all", "page", "sketch"]
 
@@ -39,6 +38,11 @@ class Over:
     within: Within = "all"
     last: Value | None = None
 
+    @property
+    def range(self) -> str:
+        """Which of `kvdsl.ir.ops.RANGES` it is."""
+        return range_of(self.axis, self.within, last=self.last is not None)
+
 
 @dataclass(frozen=True)
 class Reductions:
@@ -54,25 +58,31 @@ class Reductions:
         self.report(codes.AXIS, word.span, f"unknown axis `{word.text}`", help)
         return None
 
-    def reduce(self, node: syn.Call, op: ReduceOp, over: Over, body: Value, decay: Value | None = None) -> Value | None:
+    def reduce(self, node: syn.Call, op: str, over: Over, body: Value, decay: Value | None = None) -> Value | None:
         """The reduction that a call stands for; `decay` is that of `ema`."""
         fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, body)
         return values.reduce(op, over.axis, body, over.last, decay, over.within) if fits else None
 
-    def _fits_operator(self, node: syn.Call, op: ReduceOp, over: Over) -> bool:
-        if op in ("last", "ema") and over.axis is not Axis.QUERY:
-            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over queries only")
-        elif op in ("last", "ema") and over.last is not None:
+    def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
+        ranges = REDUCTIONS[op].over
+        if over.range in ranges:
+            return True
+        if over.range == "history":
             help = f"leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `{op}`"
             self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
-        elif over.within == "page" and op not in ("min", "max"):
+        elif over.range == "page" and len(ranges) > 1:
             help = "write `min(... over page)` or `max(... over page)`"
             self.report(codes.PAGE, node.span, f"of a page the smallest and the largest are known, but not the `{op}`", help)
+        elif over.range == "queries":
+            text = node.arguments[0].value.span.quoted()
+            message = f"`{op}` of all queries cannot be kept up to date with one number per token"
+            self.report(codes.ARGUMENTS, node.span, message, f"write `{op}({text} over last 32 queries)`, say")
         else:
-            return True
+            only = " and ".join(RANGES[name].removeprefix("over ") for name in ranges)
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only")
         return False
 
-    def _fits_body(self, node: syn.Call, op: ReduceOp, over: Over, body: Value) -> bool:
+    def _fits_body(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
         span = node.arguments[0].value.span
         if over.axis is Axis.QUERY and body.observes:
             self._nested(node, op)
@@ -108,11 +118,11 @@ class Reductions:
     def _pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")
 
-    def _nested(self, node: syn.Call, op: ReduceOp) -> None:
+    def _nested(self, node: syn.Call, op: str) -> None:
         inner = _inner_reduction(node.arguments[0].value)
         span = node.arguments[0].value.span if inner is None else inner.span
         help = None
-        if inner is not None and inner.function.text in REDUCTIONS:
+        if inner is not None and inner.function.text in PLAIN_REDUCTIONS:
             text = inner.arguments[0].value.span.quoted()
             help = f"over the cached tokens it would be `{inner.function.text}({text} over slots)`"
         message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
@@ -134,6 +144,14 @@ class Reductions:
         self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
 
+def vector(node: syn.Call, body: Value) -> tuple[str, str]:
+    """What is wrong with a reduction over queries whose body has dims, and how to mend it."""
+    text, *rest = (argument.value.span.quoted() for argument in node.arguments)
+    message = f"of every token a number can be remembered, but no vector: `{text}` {extent(body.axes)}"
+    inner = f"sum({text} over dims)" if Axis.SLOT in body.axes else f"dot({text}, k)"
+    return message, f"reduce it over dims before: `{node.function.text}({', '.join([inner, *rest])})`"
+
+
 def _unknown_to_pages(expr: Expr) -> str | None:
     """What an expression reads that a page cannot keep, in words."""
     if isinstance(expr, Input) and expr.name not in ("k", "v", *FIXED):
@@ -149,7 +167,7 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
     """The first reduction over queries that is written in an expression."""
     if isinstance(node, syn.Call):
         name, over = node.function.text, node.arguments[0].over if node.arguments else None
-        reduces = name in ("count", "ema") or (name in REDUCTIONS and len(node.arguments) == 1)
+        reduces = name == "count" or (name in REDUCTIONS and len(node.arguments) == 1 + REDUCTIONS[name].decay)
         if reduces and (over is None or over.axis.text == "queries"):
             return node
         parts: tuple[syn.Expr, ...] = tuple(argument.value for argument in node.arguments)

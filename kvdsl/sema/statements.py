@@ -10,6 +10,7 @@ from typing import Literal, cast
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
 from kvdsl.ir import nodes as ir
+from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.needs import is_fixed, ranks, selects, sketches
@@ -124,6 +125,13 @@ class Statements:
             return None
         return value
 
+    def _ranks(self, value: Value, span: Span, what: str) -> bool:
+        """Whether slots can be ranked by a value, and what it reduces over queries can be remembered; reports if not."""
+        vectors = [report for expr, report in self.expressions.vectors.items() if expr in walk(value.expr)]
+        for report in vectors[:1]:
+            report()
+        return not vectors and ranks(value, span, what, self.sink)
+
     def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
         """A number for a field of the IR, and its bounds."""
         part = self._part(node, placed, what)
@@ -213,7 +221,7 @@ class Statements:
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, "a score")
-        if value is not None and ranks(value, node.span, "a score", self.sink):
+        if value is not None and self._ranks(value, node.span, "a score"):
             self.parts.exprs["score"] = Part(value.expr, node.span)
         else:
             self.flat.broken.add("score")
@@ -255,4 +263,4 @@ class Statements:
         value = self._value(node, placed, what)
         if value is None or (scope == "where" and not self.expressions.condition(value, node.span, "`keep where`")):
             return None
-        return Part(value.expr, node.span) if ranks(value, node.span, what, self.sink) else None
+        return Part(value.expr, node.span) if self._ranks(value, node.span, what) else None

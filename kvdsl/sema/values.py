@@ -5,29 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvdsl.ir.axes import INPUT_AXES
-from kvdsl.ir.nodes import (
-    Axis,
-    Binary,
-    Call,
-    Expr,
-    Function,
-    Input,
-    InputName,
-    Number,
-    Operator,
-    ParamRef,
-    Pool,
-    Random,
-    Reduce,
-    ReduceOp,
-)
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce
+from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
 from kvdsl.passes import fold
 
 NO_AXES: frozenset[Axis] = frozenset()
-
-COMPARISONS = {"<", "<=", ">", ">=", "==", "!="}
-LOGICAL = {"and", "or"}
 
 
 @dataclass(frozen=True)
@@ -58,9 +40,9 @@ def number(value: float) -> Value:
     return Value(Number(value=value), constant=value)
 
 
-def read_input(name: InputName) -> Value:
+def read_input(name: str) -> Value:
     """An input."""
-    return Value(Input(name=name), INPUT_AXES[name], observes=name == "observed")
+    return Value(Input(name=name), INPUTS[name].axes, observes=name == "observed")
 
 
 def read_param(name: str) -> Value:
@@ -73,14 +55,14 @@ def random() -> Value:
     return Value(Random(), frozenset({Axis.SLOT}))
 
 
-def call(function: Function, *args: Value) -> Value:
+def call(function: str, *args: Value) -> Value:
     """An elementwise function."""
     expr = Call(function=function, args=tuple(arg.expr for arg in args))
     condition = function == "not" or (function == "where" and all(arg.condition for arg in args))
     return _combined(expr, args, condition, fold.apply(function, *(arg.constant for arg in args)))
 
 
-def binary(op: Operator, left: Value, right: Value) -> Value:
+def binary(op: str, left: Value, right: Value) -> Value:
     """An operator."""
     expr = Binary(op=op, left=left.expr, right=right.expr)
     constant = fold.apply(op, left.constant, right.constant)
@@ -88,7 +70,7 @@ def binary(op: Operator, left: Value, right: Value) -> Value:
 
 
 def reduce(
-    op: ReduceOp,
+    op: str,
     axis: Axis,
     body: Value,
     last: Value | None = None,

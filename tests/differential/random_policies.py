@@ -15,6 +15,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 
+from kvdsl.ir import ops
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
@@ -42,9 +43,9 @@ QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
 
 LITERALS = (1.0, 2.0, 0.0, 3.0, 0.5, 7.0, 0.1, 10.0, 1.5, 100.0, 0.003, 1e6)
 ARITHMETIC = ("+", "*", "-", "/", "+", "*", "%", "**")
-COMPARISONS = (">", "<", ">=", "<=", "==", "!=")
-UNARY = ("abs", "neg", "floor", "sqrt", "ceil", "exp", "log")
-FOLDS = ("sum", "mean", "max", "min", "std", "var")
+COMPARISONS = tuple(sorted(ops.COMPARISONS))
+UNARY = ("neg", *(name for name, count in ops.ELEMENTWISE.items() if count == 1))
+OF_QUERIES = tuple(name for name, row in ops.REDUCTIONS.items() if {"queries", "history"} & set(row.over))
 SHAPES = ("leaf", *["reduce"] * 4, *["binary"] * 3, "unary", "extreme", "where", "condition")
 
 ONE, NOTHING = Number(value=1), Number(value=0)
@@ -134,14 +135,14 @@ class Maker:
 
     def binary(self, op: str, left: Expr, right: Expr) -> Expr:
         """An operator, or its left side where the checker would find no value."""
-        expr = Binary(op=op, left=left, right=right)  # type: ignore[arg-type]
+        expr = Binary(op=op, left=left, right=right)
         constant = value_of(fold_expression(left)) is not None and value_of(fold_expression(right)) is not None
         if op in ("/", "%") and value_of(fold_expression(right)) == 0:
             return left
         return left if constant and value_of(fold_expression(expr)) is None else expr
 
     def call(self, function: str, *args: Expr) -> Expr:
-        expr = Call(function=function, args=args)  # type: ignore[arg-type]
+        expr = Call(function=function, args=args)
         constant = all(value_of(fold_expression(arg)) is not None for arg in args)
         return args[-1] if constant and value_of(fold_expression(expr)) is None else expr
 
@@ -203,7 +204,7 @@ class Maker:
     def attention(self) -> Expr:
         """The plainest reduction over queries."""
         body = Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
-        return self.of_queries(self.one_of("sum", *FOLDS, "last"), body)
+        return self.of_queries(self.one_of("sum", *ops.reducing("queries")), body)
 
     # -- reductions ----------------------------------------------------------------------------------------------------
 
@@ -220,13 +221,13 @@ class Maker:
         body = self.value(place.deeper(query=True, dims=False, pools=False))
         if QUERY not in axes_of(body):
             body = self.binary(self.one_of("*", "+", ">"), Input(name="attn"), body)
-        return self.of_queries(self.one_of(*FOLDS, "last", "ema"), body)
+        return self.of_queries(self.one_of(*OF_QUERIES), body)
 
     def of_queries(self, op: str, body: Expr) -> Expr:
-        if op == "ema":
-            return Reduce(op="ema", axis=QUERY, body=body, decay=self.decay())
-        last = self.count(7, 1) if op != "last" and self.rarely() else None
-        return Reduce(op=op, axis=QUERY, body=body, last=last)  # type: ignore[arg-type]
+        over = ops.REDUCTIONS[op].over
+        history = "history" in over and ("queries" not in over or self.rarely())
+        decay = self.decay() if ops.REDUCTIONS[op].decay else None
+        return Reduce(op=op, axis=QUERY, body=body, last=self.count(7, 1) if history else None, decay=decay)
 
     def decay(self) -> Expr:
         if self.one_of(True, False):
@@ -237,7 +238,7 @@ class Maker:
         body = self.value(place.deeper(dims=False, pools=False))
         if SLOT not in axes_of(body):
             body = self.binary("*", self.slot_value(place), body)
-        return Reduce(op=self.one_of(*FOLDS), axis=SLOT, body=body)
+        return Reduce(op=self.one_of(*ops.reducing("slots")), axis=SLOT, body=body)
 
     def slot_value(self, place: Place) -> Expr:
         if place.query:
@@ -258,18 +259,19 @@ class Maker:
         )
         if DIM not in axes_of(body):
             body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
-        return Reduce(op=self.one_of(*FOLDS), axis=DIM, body=body, within="sketch" if sketched else "all")
+        op = self.one_of(*ops.reducing("sketch" if sketched else "dims"))
+        return Reduce(op=op, axis=DIM, body=body, within="sketch" if sketched else "all")
 
     def over_page(self, body: Expr) -> Expr:
         if self.rarely():
             body = self.binary("*", self.call("abs", body), self.one_of(*self.fixed))
-        return Reduce(op=self.one_of("max", "min"), axis=SLOT, body=body, within="page")
+        return Reduce(op=self.one_of(*ops.reducing("page")), axis=SLOT, body=body, within="page")
 
     def pool(self, place: Place) -> Expr:
         body = self.value(place.deeper(pools=False))
         if axes_of(body) != {SLOT}:
             body = self.binary("*", self.attention(), body)
-        return Pool(op=self.one_of("max", "mean"), body=body, size=self.count(7, 1))
+        return Pool(op=self.one_of(*(row.op for row in ops.POOLS.values())), body=body, size=self.count(7, 1))
 
     # -- statements ----------------------------------------------------------------------------------------------------
 

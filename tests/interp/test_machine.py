@@ -263,8 +263,6 @@ def test_inputs_at_a_query() -> None:
     assert score_of(queries("sum", read("age"))).score.tolist() == [10, 6, 3, 1, 0]
     assert score_of(queries("max", read("live"))).score.tolist() == [5] * 5
     assert score_of(queries("min", read("live"))).score.tolist() == [1, 2, 3, 4, 5]
-    assert score_of(queries("count", num(1))).score.tolist() == [5, 4, 3, 2, 1]
-    assert score_of(queries("count", num(1)), call=Call(window=2)).score.tolist() == [2, 2, 2, 2, 1]
     in_sight = queries("last", over("sum", "slot", num(1)))
     assert score_of(in_sight, call=Call(window=2)).score.tolist() == [2] * 5
     assert len(set(score_of(queries("max", Random())).score)) == 5

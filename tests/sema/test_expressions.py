@@ -292,10 +292,10 @@ def test_errors_inside_of_the_prelude_are_shown_where_it_is_used() -> None:
 
 
 def test_what_people_write_elsewhere_is_nothing_of_the_language() -> None:
-    from kvdsl.sema.expressions import BUILTIN_FUNCTIONS, INPUTS
+    from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 
-    assert not habits.NAMES.keys() & INPUTS
-    assert not habits.FUNCTIONS.keys() & BUILTIN_FUNCTIONS
+    assert not habits.NAMES.keys() & NAMED_INPUTS
+    assert not habits.FUNCTIONS.keys() & NAMED_FUNCTIONS
     for word in habits.STATEMENTS:
         found = check(body("param budget = 512", f"{word} 4", "score age")).diagnostics
         assert [(one.code, one.help) for one in found] == [("KV0104", habits.STATEMENTS[word])]

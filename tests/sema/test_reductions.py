@@ -138,6 +138,21 @@ def test_refused(text: str, code: str, message: str, at: str, help: str | None) 
     expect_in(f"score {text}", code, message, at, help)
 
 
+@pytest.mark.parametrize(
+    ("text", "at", "axes", "help"),
+    [
+        ("dot(mean(q), k)", "q", "query and dim", "mean(dot(q, k))"),
+        ("norm2(ema(q, 0.9))", "q", "query and dim", "ema(dot(q, k), 0.9)"),
+        ("sum(sum(q * k) over dims)", "q * k", "query, slot and dim", "sum(sum(q * k over dims))"),
+        ("norm1(max(attn * v over last 4 queries))", "attn * v", "query, slot and dim", "max(sum(attn * v over dims))"),
+    ],
+)
+def test_no_column_holds_a_vector(text: str, at: str, axes: str, help: str) -> None:
+    message = f"of every token a number can be remembered, but no vector: `{at}` has one number per {axes}"
+    for statement in ("score {}", "score age\nkeep top 3 by {}", "score age\nkeep where {} > 0", "let x = {}\nscore x + 1"):
+        expect_in(statement.format(text), "KV0317", message, at, f"reduce it over dims before: `{help}`")
+
+
 @pytest.mark.parametrize("statement", ["keep top 3 by max_pool(age, 3)", "keep where mean_pool(age, 3) > 2"])
 def test_only_a_score_pools(statement: str) -> None:
     found = only(body("param budget = 8", "score age", statement), "KV0313")

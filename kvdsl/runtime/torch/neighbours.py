@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -29,9 +31,15 @@ def pool(op: str, x: Tensor, position: Tensor, apart: Tensor, size: Tensor) -> T
     return torch.where(apart, x, pooled if op == "max" else pooled / length)
 
 
+_JOINS: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], float]] = {
+    "max": (torch.maximum, -torch.inf),
+    "mean": (torch.add, 0.0),
+}
+
+
 def _stretch(op: str, x: Tensor, begin: Tensor, length: Tensor) -> Tensor:
     """The maximum or the sum of x over begin .. begin + length, which may not pass the end."""
-    join, nothing = (torch.maximum, -torch.inf) if op == "max" else (torch.add, 0.0)
+    join, nothing = _JOINS[op]
     found = torch.full_like(x, nothing)
     step = 1
     while step <= x.shape[-1]:

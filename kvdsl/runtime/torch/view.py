@@ -196,20 +196,32 @@ class View:
 
 
 def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """Reduce an axis to size 1 over what is visible: `sum`, `mean`, `var`, `std`, `max` or `min`."""
-    count = visible.sum(dim, keepdim=True)
-    if op in ("max", "min"):
-        worst = -torch.inf if op == "max" else torch.inf
-        hidden = torch.where(visible, x, worst)
-        return hidden.amax(dim, keepdim=True) if op == "max" else hidden.amin(dim, keepdim=True)
-    total = torch.where(visible, x, 0.0).sum(dim, keepdim=True)
-    if op == "sum":
-        return total
-    mean = total / count
-    if op == "mean":
-        return mean
-    variance = torch.where(visible, (x - mean) ** 2, 0.0).sum(dim, keepdim=True) / count
-    return variance if op == "var" else variance.sqrt()
+    """Reduce an axis to size 1 over what is visible, by one of `MASKED`."""
+    return MASKED[op](x, visible, dim)
+
+
+def _sum(x: Tensor, visible: Tensor, dim: int) -> Tensor:
+    return torch.where(visible, x, 0.0).sum(dim, keepdim=True)
+
+
+def _mean(x: Tensor, visible: Tensor, dim: int) -> Tensor:
+    return _sum(x, visible, dim) / visible.sum(dim, keepdim=True)
+
+
+def _var(x: Tensor, visible: Tensor, dim: int) -> Tensor:
+    """In two passes: no cancellation."""
+    return _mean((x - _mean(x, visible, dim)) ** 2, visible, dim)
+
+
+MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": lambda x, visible, dim: _var(x, visible, dim).sqrt(),
+    "max": lambda x, visible, dim: torch.where(visible, x, -torch.inf).amax(dim, keepdim=True),
+    "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
+}
+"""The reductions that `kvdsl/lower/torch.py` says there are."""
 
 
 # -- looking at slots --------------------------------------------------------------------------------------------------

@@ -1,0 +1,343 @@
+"""The operations of the language, one row each: what everything else knows of them by itself.
+
+The checker, the passes, the printer, the targets, the documents and the random policies of the tests read these tables, so that
+an operation is added here first. What it computes is said by `kvdsl.interp`, by its name; what has code for it, by each target
+(`CAN` in `kvdsl/lower/*.py`). An operation that somebody does not know is an error there, never another operation.
+
+Nothing here is slow to import: no pydantic, no NumPy.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from enum import Enum
+from typing import Protocol, TypeVar
+
+
+class Axis(str, Enum):
+    """What an expression can vary over."""
+
+    QUERY = "query"
+    SLOT = "slot"
+    DIM = "dim"
+
+
+class _Named(Protocol):
+    @property
+    def name(self) -> str: ...
+
+
+_Row = TypeVar("_Row", bound=_Named)
+
+
+def _table(rows: Iterable[_Row]) -> dict[str, _Row]:
+    return {row.name: row for row in rows}
+
+
+# -- inputs ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class InputRow:
+    """Something that an expression can read.
+
+    Attributes:
+        doc: one line, for the language's reference.
+        reads: the tensor that it needs beside positions, in words.
+        fixed: whether it is a number that is known once the prompt is.
+        written: how it is written, if not by its name.
+    """
+
+    name: str
+    axes: frozenset[Axis]
+    doc: str
+    reads: str = ""
+    fixed: bool = False
+    written: str = ""
+
+
+_QUERY_SLOT, _QUERY_DIM, _SLOT_DIM = (
+    frozenset({a, b}) for a, b in ((Axis.QUERY, Axis.SLOT), (Axis.QUERY, Axis.DIM), (Axis.SLOT, Axis.DIM))
+)
+_SLOT: frozenset[Axis] = frozenset({Axis.SLOT})
+_NONE: frozenset[Axis] = frozenset()
+
+INPUTS = _table(
+    [
+        InputRow(
+            "attn",
+            _QUERY_SLOT,
+            "the softmax probability that the query gives the slot, reduced over the query heads of the KV head's group",
+            "attention probabilities",
+        ),
+        InputRow(
+            "logit",
+            _QUERY_SLOT,
+            "the scaled score before the softmax, reduced likewise",
+            "attention scores before the softmax",
+        ),
+        InputRow(
+            "q",
+            _QUERY_DIM,
+            "the query vector; what reads it is evaluated per query head, and the result is reduced over the group",
+            "query vectors",
+        ),
+        InputRow("k", _SLOT_DIM, "the cached key", "key vectors"),
+        InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
+        InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
+        InputRow("age", _SLOT, "newest position minus `position`"),
+        InputRow("budget", _NONE, "the tokens that are kept", fixed=True),
+        InputRow("live", _NONE, "the tokens that are cached, of each row"),
+        InputRow("prompt", _NONE, "each row's tokens up to the end of its last prompt, padding not counted", fixed=True),
+        InputRow("layer", _NONE, "the layer's number, from 0", fixed=True),
+        InputRow("layers", _NONE, "how many there are", fixed=True),
+        InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
+    ]
+)
+
+FIXED = tuple(row.name for row in INPUTS.values() if row.fixed)
+"""What a budget or a count may read, beside params."""
+
+
+# -- functions and operators -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class FunctionRow:
+    """An elementwise function.
+
+    Attributes:
+        value: of numbers, in float64; an error where there is none.
+        arguments: how many, of one that is written as a call; None for the operators of one operand.
+        doc: one line; functions that share it stand in one line of the language's reference.
+    """
+
+    name: str
+    value: Callable[..., float]
+    arguments: int | None
+    doc: str
+
+
+_AS_IN_MATHEMATICS = "as in mathematics"
+_OF_SEVERAL = "the larger or smaller of two or more"
+
+FUNCTIONS = _table(
+    [
+        FunctionRow("neg", lambda a: -a, None, "-x"),
+        FunctionRow("not", lambda a: float(a == 0), None, "not x"),
+        FunctionRow("max", max, 2, _OF_SEVERAL),
+        FunctionRow("min", min, 2, _OF_SEVERAL),
+        FunctionRow("where", lambda c, a, b: a if c != 0 else b, 3, "a where c holds, else b"),
+        FunctionRow("abs", abs, 1, _AS_IN_MATHEMATICS),
+        FunctionRow("sqrt", math.sqrt, 1, _AS_IN_MATHEMATICS),
+        FunctionRow("exp", math.exp, 1, _AS_IN_MATHEMATICS),
+        FunctionRow("log", math.log, 1, _AS_IN_MATHEMATICS),
+        FunctionRow("floor", lambda a: float(math.floor(a)), 1, _AS_IN_MATHEMATICS),
+        FunctionRow("ceil", lambda a: float(math.ceil(a)), 1, _AS_IN_MATHEMATICS),
+    ]
+)
+
+ELEMENTWISE = {row.name: row.arguments for row in FUNCTIONS.values() if row.arguments is not None}
+"""The functions that are called by name, and how many arguments they take; `max` and `min` take more, too."""
+
+
+class Kind(Enum):
+    """What an operator is between, and what it gives."""
+
+    ARITHMETIC = "numbers, a number"
+    COMPARISON = "numbers, a condition"
+    LOGICAL = "conditions, a condition"
+
+
+@dataclass(frozen=True)
+class OperatorRow:
+    """A binary operator.
+
+    Attributes:
+        name: as it is written. `word`: as a part of a column's name.
+        value: of numbers, in float64; an error where there is none.
+    """
+
+    name: str
+    word: str
+    kind: Kind
+    value: Callable[[float, float], float]
+
+
+OPERATORS = _table(
+    [
+        OperatorRow("+", "plus", Kind.ARITHMETIC, lambda a, b: a + b),
+        OperatorRow("-", "minus", Kind.ARITHMETIC, lambda a, b: a - b),
+        OperatorRow("*", "times", Kind.ARITHMETIC, lambda a, b: a * b),
+        OperatorRow("/", "over", Kind.ARITHMETIC, lambda a, b: a / b),
+        OperatorRow("%", "mod", Kind.ARITHMETIC, lambda a, b: a % b),
+        OperatorRow("**", "to", Kind.ARITHMETIC, math.pow),
+        OperatorRow("<", "lt", Kind.COMPARISON, lambda a, b: float(a < b)),
+        OperatorRow("<=", "le", Kind.COMPARISON, lambda a, b: float(a <= b)),
+        OperatorRow(">", "gt", Kind.COMPARISON, lambda a, b: float(a > b)),
+        OperatorRow(">=", "ge", Kind.COMPARISON, lambda a, b: float(a >= b)),
+        OperatorRow("==", "eq", Kind.COMPARISON, lambda a, b: float(a == b)),
+        OperatorRow("!=", "ne", Kind.COMPARISON, lambda a, b: float(a != b)),
+        OperatorRow("and", "and", Kind.LOGICAL, lambda a, b: float(a != 0 and b != 0)),
+        OperatorRow("or", "or", Kind.LOGICAL, lambda a, b: float(a != 0 or b != 0)),
+    ]
+)
+
+COMPARISONS = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.COMPARISON)
+LOGICAL = frozenset(row.name for row in OPERATORS.values() if row.kind is Kind.LOGICAL)
+
+
+# -- reductions --------------------------------------------------------------------------------------------------------
+
+RANGES = {
+    "queries": "over queries",
+    "history": "over the last N queries",
+    "slots": "over slots",
+    "dims": "over dims",
+    "sketch": "over sketch",
+    "page": "over page",
+}
+"""What a reduction can range over, and how a sentence says it."""
+
+
+def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
+    """Which of `RANGES` it is: an axis, all of it or a part, or only the last queries."""
+    if last:
+        return "history"
+    return {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}[axis] if within == "all" else within
+
+
+Formula = float | str | tuple[object, ...]
+"""How a reduction is made of others: a number, `x` for what is reduced, `count` for how many queries saw the slot, or a tuple of
+a function, an operator or a reduction and what it takes. A reduction ranges over what the whole does; over queries it is a column."""
+
+
+@dataclass(frozen=True)
+class ReductionRow:
+    """A reduction of one value.
+
+    Attributes:
+        doc: one line, for the language's reference.
+        over: what it can range over.
+        decay: whether it takes a decay, as a second argument.
+        of_nothing: what it is where no query of the range saw the slot.
+        columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
+        parts: how it is made of simpler reductions over slots or dims, for targets without code of their own; None if it is as simple
+            as it gets.
+    """
+
+    name: str
+    doc: str
+    over: tuple[str, ...]
+    decay: bool = False
+    of_nothing: float = math.nan
+    columns: Formula | None = None
+    parts: Formula | None = None
+
+
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch")
+_ROOT: Formula = ("sqrt", ("var", "x"))
+_SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
+
+REDUCTIONS = _table(
+    [
+        ReductionRow("sum", "the sum", _EVERYWHERE, of_nothing=0.0),
+        ReductionRow("mean", "the mean", _EVERYWHERE, columns=("/", ("sum", "x"), "count")),
+        ReductionRow("std", "the standard deviation, of the population", _EVERYWHERE, columns=_ROOT, parts=_ROOT),
+        ReductionRow(
+            "var",
+            "the variance, of the population",
+            _EVERYWHERE,
+            # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
+            columns=("max", ("-", ("/", ("squares", "x"), "count"), ("**", ("mean", "x"), 2)), 0),
+            parts=("mean", _SQUARED_DISTANCE),
+        ),
+        ReductionRow("max", "the largest", (*_EVERYWHERE, "page"), of_nothing=-math.inf),
+        ReductionRow("min", "the smallest", (*_EVERYWHERE, "page"), of_nothing=math.inf),
+        ReductionRow("last", "what the newest query gives", ("queries",)),
+        ReductionRow(
+            "ema",
+            "the moving average: the first query gives x, each later one makes it d * ema + (1 - d) * x",
+            ("queries",),
+            decay=True,
+        ),
+    ]
+)
+
+PLAIN_REDUCTIONS = tuple(row.name for row in REDUCTIONS.values() if not row.decay)
+"""The reductions of one value and nothing else."""
+
+
+def reducing(over: str) -> tuple[str, ...]:
+    """The plain reductions over one of `RANGES`."""
+    return tuple(name for name in PLAIN_REDUCTIONS if over in REDUCTIONS[name].over)
+
+
+@dataclass(frozen=True)
+class RuleRow:
+    """How a state column is kept up to date; see `kvdsl.ir.nodes.Column`.
+
+    Attributes:
+        doc: what it holds of {}, in words.
+        fresh: what it holds before the first query.
+    """
+
+    name: str
+    doc: str
+    fresh: float
+
+
+RULES = _table(
+    [
+        RuleRow("token", "{}, once, when the token comes in", 0.0),
+        RuleRow("sum", "the sum of {} over the queries that see the token", 0.0),
+        RuleRow("squares", "the sum of squares of {} over the queries that see the token", 0.0),
+        RuleRow("max", "the largest {} over the queries that see the token", -math.inf),
+        RuleRow("min", "the smallest {} over the queries that see the token", math.inf),
+        RuleRow("last", "the newest {} over the queries that see the token", math.nan),
+        RuleRow(
+            "ema", "the moving average of {} over the queries that see the token, which keeps {decay} of itself", math.nan
+        ),
+        RuleRow("ring", "{}, from each of the last {size} queries", math.nan),
+    ]
+)
+
+
+# -- what is written as a function, too --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolRow:
+    """A pool along the text: which reduction it makes of each slot's neighbours."""
+
+    name: str
+    op: str
+    doc: str
+
+
+_NEIGHBOURS = "the largest, or mean, x of the unprotected slots at most n // 2 places before or behind"
+POOLS = _table([PoolRow("max_pool", "max", _NEIGHBOURS), PoolRow("mean_pool", "mean", _NEIGHBOURS)])
+
+
+@dataclass(frozen=True)
+class FormRow:
+    """A name that stands for something of other tables, or for a leaf."""
+
+    name: str
+    written: str
+    doc: str
+
+
+FORMS = _table(
+    [
+        FormRow("count", "count()", INPUTS["observed"].doc),
+        FormRow("dot", "dot(q, k)", "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only"),
+        FormRow("random", "random()", "a number in [0, 1) per slot, the same on every backend"),
+    ]
+)
+
+NAMED_INPUTS = frozenset(row.name for row in INPUTS.values() if not row.written)
+NAMED_FUNCTIONS = frozenset({*REDUCTIONS, *ELEMENTWISE, *POOLS, *FORMS})
+"""Every built-in name, of values and of functions."""

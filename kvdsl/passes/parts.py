@@ -1,0 +1,54 @@
+"""How a reduction is made of simpler ones: the formulas of `kvdsl.ir.ops` as expressions."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from kvdsl.ir.nodes import Binary, Call, Column, Expr, Input, Keep, Number, Policy, Reduce, Select, Sketch
+from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS, Formula
+from kvdsl.ir.visitors import rewrite
+
+
+def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, Expr], Expr]) -> Expr:
+    """What a formula says of a body; `reduced` makes the reductions in it, by their names."""
+    if isinstance(formula, (int, float)):
+        return Number(value=formula)
+    if isinstance(formula, str):
+        return {"x": body, "count": Input(name="observed")}[formula]
+    assert isinstance(formula, tuple)
+    name, *rest = formula
+    args = tuple(from_formula(part, body, reduced) for part in rest)
+    if name in OPERATORS:
+        return Binary(op=name, left=args[0], right=args[1])
+    # `max` of one is the reduction, of two the function.
+    if name in FUNCTIONS and (name not in REDUCTIONS or len(args) > 1):
+        return Call(function=name, args=args)
+    return reduced(str(name), args[0])
+
+
+def in_parts(policy: Policy, knows: Callable[[Reduce], bool]) -> Policy:
+    """The policy with every reduction that a target does not know made of others, as far as it is made of any."""
+
+    def changed(name: str, value: object) -> object:
+        """A field of the policy, or of a part of it."""
+        if isinstance(value, tuple):
+            return tuple(changed(name, one) for one in value)
+        if isinstance(value, (Column, Keep, Select, Sketch)):
+            return value.model_copy(update={name: changed(name, part) for name, part in value})
+        return _in_parts(value, knows) if name in ("score", "by", "body") and value is not None else value  # type: ignore[arg-type]
+
+    return policy.model_copy(update={name: changed(name, value) for name, value in policy})
+
+
+def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:
+
+    def rule(node: Expr) -> Expr | None:
+        if not isinstance(node, Reduce) or knows(node):
+            return None
+        formula = REDUCTIONS[node.op].parts
+        if formula is None or node.last is not None:
+            return None
+        made = from_formula(formula, node.body, lambda op, body: node.model_copy(update={"op": op, "body": body}))
+        return _in_parts(made, knows)
+
+    return rewrite(expr, rule)

@@ -1,0 +1,78 @@
+"""Policies that use one operation of `kvdsl.ir.ops` each, wherever it can stand, for every target."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from kvdsl.compiler import analyse
+from kvdsl.ir import ops
+from kvdsl.ir.nodes import Policy
+from kvdsl.passes.fold import fold
+from kvdsl.source import SourceFile
+
+from .traces import Trace
+
+TARGETS = ("cpu", "torch", "triton")
+
+_EVICTS = "param budget = 7\nscore {}"
+_REDUCED = {
+    "queries": (_EVICTS, "{op}(attn{decay})"),
+    "history": (_EVICTS, "{op}(attn over last 3 queries)"),
+    "slots": (_EVICTS, "sum(attn > {op}(attn over slots)) + position * {op}(sum(attn) over slots)"),
+    "dims": (_EVICTS, "{op}(k over dims) + sum({op}(q * k over dims))"),
+    "sketch": ("sketch top 3 dims by abs(q) every 2 queries\nselect top 5 by {}", "{op}(q * k over sketch)"),
+    "page": ("pages 4\nselect top 8 by {}", "sum(q * {op}(k over page) over dims)"),
+}
+"""By what a reduction ranges over: where it stands, and what it is there."""
+
+_CALLED = {
+    1: "{name}(sum(attn)) + sum({name}(attn + age))",
+    2: "{name}(sum(attn), age) + sum({name}(attn, 0.3))",
+    3: "{name}(last(attn) > 0.3, sum(attn), age) + sum({name}(attn > 0.3, attn, age))",
+}
+_WRITTEN = {"neg": "-sum(-attn)", "not": "(not (last(attn) > 0.3)) + sum(not (attn > 0.3))"}
+"""Functions by how many arguments they take, and the operators of one operand."""
+
+TRACE = Trace(budget=None, prompt=9, steps=6, batch=2, padding=3, dtype=torch.float32, seed=7)
+
+
+def policy(body: str) -> Policy:
+    """A checked and folded policy of these statements."""
+    analysis = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\n{body}\n}}\n'))
+    assert analysis.ok, analysis.diagnostics
+    return fold(analysis.policy)
+
+
+def reduction(op: str, over: str) -> Policy:
+    """A policy that reduces by `op` over a range."""
+    statement, text = _REDUCED[over]
+    return policy(statement.format(text.format(op=op, decay=", 0.5" if ops.REDUCTIONS[op].decay else "")))
+
+
+def function(name: str) -> Policy:
+    """A policy that applies a function, or an operator of one operand, to columns and to what one query gives."""
+    arguments = ops.FUNCTIONS[name].arguments
+    return policy(_EVICTS.format(_WRITTEN[name] if arguments is None else _CALLED[arguments].format(name=name)))
+
+
+def operator(name: str) -> Policy:
+    """A policy that applies an operator of two operands."""
+    sides = ("(sum(attn) > 1)", "(age > 3)") if name in ops.LOGICAL else ("sum(attn)", "(age + 1)")
+    return policy(_EVICTS.format(f"{sides[0]} {name} {sides[1]}"))
+
+
+def pool(name: str) -> Policy:
+    """A policy that pools its score."""
+    return policy(_EVICTS.format(f"{name}(sum(attn), 3)"))
+
+
+def all_operations() -> Iterator[tuple[str, Policy]]:
+    """Every operation at every place, by what it is called in messages."""
+    for op, row in ops.REDUCTIONS.items():
+        for over in row.over:
+            yield f"{op} {ops.RANGES[over]}", reduction(op, over)
+    yield from ((name, function(name)) for name in ops.FUNCTIONS)
+    yield from ((name, operator(name)) for name in ops.OPERATORS)
+    yield from ((name, pool(name)) for name in ops.POOLS)

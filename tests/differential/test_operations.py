@@ -1,0 +1,120 @@
+"""The contract of the table of operations: for every operation, at every place where the checker takes it, a target has code that does
+what the interpreter does, or refuses it with a reason that `kvdsl explain` shows. Triton's agreement is in tests/triton.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from pydantic import ValidationError
+
+from kvdsl.emit.package import package
+from kvdsl.explain.facts import facts
+from kvdsl.interp.evaluate import Scope, evaluate, fold, per_slot
+from kvdsl.interp.memory import over_queries
+from kvdsl.ir import ops
+from kvdsl.ir.nodes import Axis, Call, Input, Reduce, RingRef
+from kvdsl.ir.printer import print_policy
+from kvdsl.lower import cpp, triton
+from kvdsl.lower import torch as torch_target
+from kvdsl.lower.expression import NotLowerable
+from kvdsl.passes.parts import from_formula
+from kvdsl.runtime.torch import neighbours, view
+from kvdsl.runtime.torch.backend import TorchBackend
+
+from .operations import TRACE, all_operations
+from .traces import run_policy, spec_of
+from .units import build
+
+OPERATIONS = dict(all_operations())
+CAN = {"cpu": cpp.CAN, "torch": torch_target.CAN, "triton": triton.CAN}
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_a_target_has_code_or_says_what_it_lacks(name: str) -> None:
+    served = {one["name"]: one for one in facts(OPERATIONS[name]).backends}
+    assert served["torch"]["ok"], "torch serves what nothing else does"
+    for backend in ("cpu", "triton"):
+        assert served[backend]["ok"] == (served[backend]["why_not"] is None)
+        assert served[backend]["ok"] or served[backend]["why_not"]
+
+
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_torch_does_what_the_interpreter_does(name: str) -> None:
+    one = run_policy(OPERATIONS[name], TorchBackend(), TRACE)
+    assert one.steps
+    assert not one.failures, f"{print_policy(OPERATIONS[name])}\n{one.failures[0]}"
+
+
+def test_cpp_does_what_the_interpreter_does() -> None:
+    """All in one translation unit; over all that it has code for."""
+    named = {
+        f"p{n}": policy.model_copy(update={"stem": f"p{n}", "name": f"P{n}"}) for n, policy in enumerate(OPERATIONS.values())
+    }
+    files = {stem: package(policy, print_policy(policy)) for stem, policy in named.items()}
+    fused = {stem: named[stem] for stem in named if "kernels_cpu.cpp" in files[stem]}
+    specs = {stem: spec_of(policy, files[stem]) for stem, policy in fused.items()}
+    backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], TRACE.dtype) for stem in fused}, "-O0")
+    for stem, policy in fused.items():
+        one = run_policy(policy, backends[stem], TRACE, spec=specs[stem])
+        assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
+
+
+# -- no row without a meaning, no meaning without a row ----------------------------------------------------------------
+
+
+@pytest.mark.parametrize("op", ops.REDUCTIONS)
+def test_the_interpreter_has_a_meaning_for_every_reduction(op: str) -> None:
+    values = [0.25, -1.5, 4.0]
+    assert math.isfinite(over_queries(op, values, 0.5))
+    nothing = over_queries(op, [], 0.5)
+    assert nothing == ops.REDUCTIONS[op].of_nothing or (math.isnan(nothing) and math.isnan(ops.REDUCTIONS[op].of_nothing))
+    if set(ops.REDUCTIONS[op].over) - {"queries", "history"}:
+        assert fold(op, np.array([values]), 1).shape == (1, 1)
+
+
+@pytest.mark.parametrize("op", [op for op, row in ops.REDUCTIONS.items() if row.parts is not None])
+def test_the_parts_of_a_reduction_are_what_it_means(op: str) -> None:
+    formula, x = ops.REDUCTIONS[op].parts, Input(name="position")
+    made = from_formula(formula, x, lambda inner, body: Reduce(op=inner, axis=Axis.SLOT, body=body))
+    scope = Scope(4, 1, {"position": per_slot([0.25, -1.5, 4.0, 1e3])}, {})
+    assert made != Reduce(op=op, axis=Axis.SLOT, body=x)
+    np.testing.assert_allclose(evaluate(made, scope), evaluate(Reduce(op=op, axis=Axis.SLOT, body=x), scope), rtol=1e-12)
+
+
+def test_the_torch_backend_has_what_lowering_says() -> None:
+    can = torch_target.CAN.reduces
+    assert {*can["history"], *can["slots"], *can["sketch"]} == view.MASKED.keys()
+    assert set(can["queries"]) == view.INITIAL.keys() | {"ring"}
+    assert pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == view.INITIAL
+
+
+# -- nothing falls through ---------------------------------------------------------------------------------------------
+
+
+def test_an_operation_without_a_row_is_an_error() -> None:
+    with pytest.raises(ValidationError, match="there is no `mode`"):
+        Reduce(op="mode", axis=Axis.SLOT, body=Input(name="age"))
+    x, visible = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
+    with pytest.raises(KeyError):
+        view.masked_reduce("mode", x, visible, -1)
+    with pytest.raises(KeyError):
+        neighbours.pool("mode", torch.zeros(1, 1, 3), torch.arange(3).view(1, 1, 3), ~visible.unsqueeze(1), torch.tensor(3))
+
+
+@pytest.mark.parametrize("target", CAN)
+def test_a_target_refuses_what_it_does_not_name(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for table, row in ((ops.REDUCTIONS, ops.ReductionRow("mode", "", ("slots", "history"))),
+                       (ops.FUNCTIONS, ops.FunctionRow("tanh", math.tanh, 1, ""))):  # fmt: skip
+        monkeypatch.setitem(table, row.name, row)
+    age = Input(name="age")
+    for expr, name in (
+        (Reduce(op="mode", axis=Axis.SLOT, body=age), "mode over slots"),
+        (RingRef(name="age_ring", op="mode"), "mode over the last N queries"),
+        (Call(function="tanh", args=(age,)), "tanh"),
+    ):
+        with pytest.raises(NotLowerable, match=f"`{name}`"):
+            CAN[target].check(expr)
