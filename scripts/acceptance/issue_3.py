@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import json
-import shutil
-import tempfile
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
-from acceptance.registry import Measured, NotMeasured, all_pass, at_least, criterion, kvdsl_json, tests
+from acceptance.registry import Measured, NotMeasured, at_least, criterion, kvdsl_json
 
 CHANCE = 1e-4
 """Of guessing five different digits: 1 in 30,240, rounded up."""
@@ -28,33 +25,6 @@ def _evaluation() -> dict[str, Any]:
     if found is None:
         raise NotMeasured("training.json holds no evaluation yet: run lab/scripts/evaluate_reference_model.py")
     return found
-
-
-@criterion(3, "size of the weights: MB")
-def _size() -> Measured:
-    from kvdsl_lab.assets import reference_model_path
-
-    size = (reference_model_path() / "model.safetensors").stat().st_size / 1e6
-    return round(size, 1), "<= 32", size <= 32
-
-
-@criterion(3, "the weights' digests are checked on load")
-def _digests() -> Measured:
-    from kvdsl.generation.models import load_model
-    from kvdsl_lab.assets import AssetError, load_reference_model, reference_model_path
-
-    load_model(None)
-    with tempfile.TemporaryDirectory() as folder:
-        copy = Path(shutil.copytree(reference_model_path(), Path(folder) / "model"))
-        weights = copy / "model.safetensors"
-        content = bytearray(weights.read_bytes())
-        content[-1] ^= 1
-        weights.write_bytes(content)
-        try:
-            load_reference_model(folder=copy)
-        except AssetError:
-            return "one flipped bit is refused", "refused", True
-    return "one flipped bit is accepted", "refused", False
 
 
 @criterion(3, "perplexity of dev books with the full cache at contexts 512, 1024, 2048")
@@ -123,8 +93,3 @@ def _fidelity() -> Measured:
 def _retrieval() -> Measured:
     rows = kvdsl_json("eval", "retrieval", "--policies", "full", "--length", "512", "--trials", "4")["rows"]
     return ", ".join(f"{row['task']} {row['accuracy']:.0%}" for row in rows), "reported", len(rows) == 2
-
-
-@criterion(3, "the recipe runs end to end at toy size")
-def _recipe() -> Measured:
-    return all_pass(tests("tests", named="recipe|toy"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from acceptance.registry import Measured, NotMeasured, all_pass, at_least, criterion, kvdsl_json, tests
+from acceptance.registry import Measured, NotMeasured, at_least, criterion, kvdsl_json
 
 LIVE, TOKENS, DIMS = 32768, 512, 16
 LENGTHS = (4096, 8192, 16384, 32768, 65536, 131072)
@@ -55,21 +55,6 @@ def _slope() -> Measured:
 def _least_squares(x: tuple[int, ...], y: list[float]) -> float:
     centre, level = sum(x) / len(x), sum(y) / len(y)
     return sum((a - centre) * (b - level) for a, b in zip(x, y, strict=True)) / sum((a - centre) ** 2 for a in x)
-
-
-def _tested(name: str, path: str, named: str, least: int) -> None:
-    @criterion(7, name)
-    def _() -> Measured:
-        return all_pass(tests(path, named), least)
-
-
-_SELECTING = "tests/differential"
-_tested("C++ chooses what torch and the interpreter choose: ties, NaN, windows, pages", _SELECTING, "test_selecting", 100)
-_tested("T >= live equals dense attention to the bit", _SELECTING, "test_all_that_there_is_equals_dense", 1)
-_tested("D = head size equals the oracle's top T exactly", _SELECTING, "test_all_dims_choose_as_the_whole_product", 1)
-_tested("D > head size is refused", _SELECTING, "test_more_dims_than_keys_have_are_refused", 1)
-_tested("storage grows by a quarter, and nothing is copied in between", _SELECTING, "test_growth_copies_only_when", 2)
-_tested("eviction and selection together", _SELECTING, "test_what_was_evicted_is_not_chosen", 4)
 
 
 @lru_cache

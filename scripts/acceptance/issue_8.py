@@ -7,28 +7,10 @@ from functools import lru_cache
 from itertools import pairwise
 from typing import Any
 
-from acceptance.registry import REPO, Measured, NotMeasured, all_pass, criterion, kvdsl_json, run, tests
+from acceptance.registry import REPO, Measured, NotMeasured, criterion, kvdsl_json, run
 
 LENGTH, LONG = 8192, 65536
 RATIO, EXTRA = 2.2, 64e6
-_PREFILL = "tests/runtime/test_prefill.py"
-
-
-def _tested(name: str, path: str, named: str, least: int) -> None:
-    @criterion(8, name)
-    def _() -> Measured:
-        return all_pass(tests(path, named), least)
-
-
-_tested(
-    "columns equal those of a float64 matrix to 1e-5: causal, windowed, padded, grouped, capped", _PREFILL, "columns", 160
-)
-_tested("the victims are the interpreter's", "tests/differential", "interpreter", 40)
-_tested("nothing is of the size of queries x slots", _PREFILL, "queries_times_slots", 6)
-_tested("a score of the last W queries looks at W queries", _PREFILL, "queries_that_matter", 7)
-_tested("blocks of one token equal decoding", _PREFILL, "blocks_of_one", 1)
-_tested("blocks do not depend on how the prompt is cut", "tests", "do_not_depend_on_how_the_prompt_is_cut", 2)
-_tested("a whole prompt is held in one layer at a time", "tests/hf/test_memory.py", "one_layer_at_a_time", 1)
 
 
 @lru_cache

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
-import tempfile
 import time
-import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 REPO = Path(__file__).resolve().parents[2]
-PASS, FAIL, OPEN = "pass", "fail", "open"
+PASS, FAIL, OPEN, HELD = "pass", "fail", "open", "held"
 
 
 class NotMeasured(Exception):
@@ -30,11 +26,17 @@ Measured = tuple[Any, str, bool]
 
 @dataclass(frozen=True)
 class Criterion:
-    """One bullet of an issue, or a part of it."""
+    """One bullet of an issue, or a part of it.
+
+    Attributes:
+        measure: None where tests hold it.
+        tests: those tests, as `FOLDER/FILE.py::NAME` below tests/.
+    """
 
     issue: int
     name: str
-    measure: Callable[[], Measured]
+    measure: Callable[[], Measured] | None = None
+    tests: tuple[str, ...] = ()
 
 
 CRITERIA: list[Criterion] = []
@@ -48,6 +50,11 @@ def criterion(issue: int, name: str) -> Callable[[Callable[[], Measured]], Calla
         return measure
 
     return register
+
+
+def held(issue: int, name: str, *tests: str) -> None:
+    """Register what tests hold: `make test`, `make test-slow` and CI say whether it does."""
+    CRITERIA.append(Criterion(issue, name, tests=tests))
 
 
 @dataclass(frozen=True)
@@ -64,6 +71,10 @@ class Result:
 
 def judge(one: Criterion) -> Result:
     """Measure a criterion; whatever goes wrong is its value."""
+    if one.measure is None:
+        absent = [test for test in one.tests if not exists(test)]
+        value = f"there is no {', '.join(absent)}" if absent else ", ".join(f"tests/{test}" for test in one.tests)
+        return Result(one.issue, one.name, value, "tests", FAIL if absent else HELD, 0.0)
     begun = time.perf_counter()
     try:
         value, bound, ok = one.measure()
@@ -73,6 +84,13 @@ def judge(one: Criterion) -> Result:
     except Exception as error:
         value, bound, verdict = f"{type(error).__name__}: {str(error).strip()[:300]}", "", FAIL
     return Result(one.issue, one.name, value, bound, verdict, round(time.perf_counter() - begun, 1))
+
+
+def exists(test: str) -> bool:
+    """Whether there is such a test, or such a file of tests."""
+    name, _, function = test.partition("::")
+    path = REPO / "tests" / name
+    return path.exists() and (not function or f"def {function}(" in path.read_text(encoding="utf-8"))
 
 
 # -- bounds ------------------------------------------------------------------------------------------------------------
@@ -117,77 +135,3 @@ def median_seconds(*words: str, repeats: int = 5) -> float:
         if done.returncode:
             raise RuntimeError(f"{' '.join(words)} exited with {done.returncode}: {done.stderr.strip()[-300:]}")
     return round(sorted(times)[repeats // 2], 3)
-
-
-# -- tests -------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Counts:
-    """How tests ended."""
-
-    passed: int
-    failed: int
-    skipped: int
-
-    def __str__(self) -> str:
-        return f"{self.passed} passed, {self.failed} failed, {self.skipped} skipped"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A test with its module, how it ended, and what it recorded."""
-
-    name: str
-    outcome: str
-    recorded: tuple[tuple[str, str], ...]
-
-
-@lru_cache
-def test_cases(path: str) -> tuple[Case, ...]:
-    """Every test under a path, slow ones included; the whole suite is run once only."""
-    if path != SUITE and _whole_suite_ran:
-        module = path.removesuffix(".py").replace("/", ".") + "."
-        return tuple(case for case in test_cases(SUITE) if case.name.startswith(module))
-    if not (REPO / path).exists():
-        raise NotMeasured(f"there is no {path}")
-    with tempfile.TemporaryDirectory() as folder:
-        report = Path(folder) / "report.xml"
-        done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", f"--junitxml={report}", path, timeout=3600)
-        if not report.exists():
-            raise RuntimeError(f"pytest {path} made no report: {done.stdout[-300:]}")
-        found = tuple(_cases(ET.parse(report).getroot().iter("testcase")))
-    if path == SUITE:
-        _whole_suite_ran.append(True)
-    return found
-
-
-SUITE = "tests"
-_whole_suite_ran: list[bool] = []
-
-
-def _cases(found: Iterable[ET.Element]) -> Iterable[Case]:
-    for case in found:
-        kinds = {child.tag for child in case}
-        outcome = "failed" if kinds & {"failure", "error"} else "skipped" if "skipped" in kinds else "passed"
-        recorded = tuple((one.get("name", ""), one.get("value", "")) for one in case.iter("property"))
-        yield Case(f"{case.get('classname')}.{case.get('name')}", outcome, recorded)
-
-
-def tests(path: str, named: str = "") -> Counts:
-    """How the tests under a path ended whose names hold one of `named` (words, divided by |)."""
-    words = named.split("|")
-    outcomes = [case.outcome for case in test_cases(path) if any(word in case.name for word in words)]
-    return Counts(*(outcomes.count(kind) for kind in ("passed", "failed", "skipped")))
-
-
-def interpreted(*paths: str) -> Counts:
-    """How the tests of kernels under these paths ended in Triton's interpreter, which needs a process of their own."""
-    done = run("-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, env={"TRITON_INTERPRET": "1"}, timeout=3600)
-    found = {word: int(count) for count, word in re.findall(r"(\d+) (passed|failed|error|skipped)", done.stdout[-300:])}
-    return Counts(found.get("passed", 0), found.get("failed", 0) + found.get("error", 0), found.get("skipped", 0))
-
-
-def all_pass(counts: Counts, least: int = 1) -> Measured:
-    """Tests of which at least `least` passed and none failed."""
-    return str(counts), f">= {least} passed, 0 failed", counts.passed >= least and counts.failed == 0
