@@ -211,6 +211,6 @@ def test_what_is_too_long_loses_its_beginning() -> None:
 
 def test_what_is_fed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ours, "PIECE", 3)
-    assert list(ours.steps(9)) == [(0, 1), (1, 4), (4, 7), (7, 9)]
-    assert list(ours.steps(9, 5)) == [(0, 5), (5, 6), (6, 9)] and list(ours.steps(9, 9)) == [(0, 9)]
+    assert list(ours.steps(9)) == [(0, 3), (3, 6), (6, 9)]
+    assert list(ours.steps(9, 5)) == [(0, 5), (5, 8), (8, 9)] and list(ours.steps(9, 9)) == [(0, 9)]
     assert list(ours.steps(1)) == [(0, 1)] and list(ours.steps(2, 1)) == [(0, 1), (1, 2)]

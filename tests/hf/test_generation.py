@@ -120,6 +120,24 @@ def test_a_later_prompt_is_one() -> None:
     assert (forwards(single, ids, *range(1, 31))[:, -1] - prompt).abs().max() > 1e-2
 
 
+@pytest.mark.parametrize("noted", [False, True])
+def test_a_text_that_is_scored_acts_as_if_its_tokens_came_one_by_one(noted: bool) -> None:
+    whole, single = caches(12, 2)
+    if noted:
+        whole.activate_past_recording(9)
+    ids = zoo.prompt(1, 30)
+    with whole.one_by_one():
+        together = forwards(whole, ids, 20, 29)
+    forwards(single, ids, 20)
+    steps = [forwards(single, ids[:, at:], 1) for at in range(20, 29)]
+    assert (together - torch.cat(steps, 1)).abs().max() < 1e-4
+    assert whole.positions(0).sort(-1).values.equal(single.positions(0).sort(-1).values)
+    if noted:
+        whole.crop(-9)
+    forwards(whole, ids[:, 20:], 10)  # a prompt again
+    assert held(whole) == [12, 12]
+
+
 def test_a_row_without_a_new_token_keeps_its_rate() -> None:
     (cache,) = caches(0.5)
     first, second = zoo.prompt(2, 20), zoo.prompt(2, 12, seed=3)

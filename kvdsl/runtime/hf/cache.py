@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from numbers import Integral, Real
 from typing import Any, ClassVar
 
@@ -189,6 +190,18 @@ class KVCache(Cache):
                 f"the keys of layer {self._turn.open} did not reach kvdsl's attention: the model changes them after caching "
                 f"(as compressed latents, for example) or calls an attention of its own"
             )
+
+    @contextmanager
+    def one_by_one(self) -> Iterator[None]:
+        """In this block, several tokens that come in one forward act as if each came alone, once there is a prompt.
+
+        So a given text is scored as if it were being generated, and in fewer forwards: the policy settles after every token.
+        """
+        before, self._turn.one_by_one = self._turn.one_by_one, True
+        try:
+            yield
+        finally:
+            self._turn.one_by_one = before
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: what they made leave returns, and the cache is to the bit what it was before them.

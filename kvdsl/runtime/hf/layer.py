@@ -161,11 +161,13 @@ class SlotLayer(CacheLayerMixin):
             if self.log is None:
                 return self._serve(cast).to(call.value.dtype)
             guesses = self._turn.take_guesses(self)
+            if self._turn.one_by_one and self.length:
+                guesses = cast.query.shape[2]
             prompt = speculation.prompt_tokens(cast.query.shape[2], guesses, self.length, self.prompt_length)
             return speculation.serve(self.log, self.state, cast, prompt, guesses or 0, self._serve).to(call.value.dtype)
 
     def _serve(self, call: AttentionCall) -> Tensor:
-        """A forward of several tokens is a prompt, and so is the very first; a single token after it is decoded."""
+        """A forward of several tokens is a prompt, unless `one_by_one`, and so is the very first; a token after it is decoded."""
         batch, heads, tokens, _ = call.key.shape
         length = self.length
         if length == 0:
@@ -173,7 +175,7 @@ class SlotLayer(CacheLayerMixin):
             self.batch_size = batch
             self.is_initialized = True
         self.backend = self._choose(call.key.device, call.key.dtype)
-        if length == 0 or tokens > 1:
+        if length == 0 or (tokens > 1 and not self._turn.one_by_one):
             out = self.backend.prefill(self.state, call)
             self.prompt_length = length + tokens
             self._has_rate_of_one = self.prompt_length == 1 and is_rate(self.state.given.get("budget"))

@@ -25,6 +25,7 @@ class Turn:
     Attributes:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
+        one_by_one: whether several tokens of one forward are no prompt, once there is one.
         total: tokens that the model has seen, int64 [], or None before the first forward.
         ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
@@ -32,6 +33,7 @@ class Turn:
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
         self.guesses: int | None = None
+        self.one_by_one = False
         self.total: Tensor | None = None
         self.ahead = False
         self._model = weakref.ref(model)

@@ -112,6 +112,10 @@ class KvdslLM(HFLM):
     def _scores(self, batch: Sequence[Group]) -> dict[int, Answer]:
         """The contexts are prompts, each fed once; from there on every continuation has a row for itself."""
         cache = self.make_cache()
+        with cache.one_by_one():
+            return self._scores_through(cache, batch)
+
+    def _scores_through(self, cache: Any, batch: Sequence[Group]) -> dict[int, Answer]:
         ids, mask = left_padded([context for context, _ in batch], self.device)
         for start, stop in steps(ids.shape[1], ids.shape[1] - tail_of(batch[0], self.tail)):
             logits = self._forward(ids[:, start:stop], mask[:, :stop], cache, logits_to_keep=1)
@@ -183,11 +187,8 @@ def batches(groups: Sequence[Group], size: int, tail: int = 0) -> Iterator[list[
 
 
 def steps(length: int, prompt: int = 0) -> Iterator[tuple[int, int]]:
-    """From where to where `length` tokens are fed at a time, the first `prompt` together.
-
-    The first one after the prompt goes alone, which ends it; from then on a cache takes several as if they came one by one.
-    """
-    ends = [*([prompt] if prompt else []), prompt + 1, *range(prompt + 1 + PIECE, length, PIECE), length]
+    """From where to where `length` tokens are fed at a time, the first `prompt` together."""
+    ends = [*([prompt] if prompt else []), *range(prompt + PIECE, length, PIECE), length]
     start = 0
     for end in ends:
         if start < end <= length:
