@@ -144,8 +144,9 @@ def language_reference() -> str:
         "of a batch counts its own tokens, and a row to which none come keeps its numbers. Nothing changes while tokens are decoded. A "
         "policy that remembers `over last N queries` an N that reads `prompt` cannot take another prompt.\n",
         "What a user gives for `budget` is a number of tokens, `512`, or a rate of `prompt`, `0.25`: written with a point, and up to "
-        "`1.0`, which is all of it. `1` is one token. A rate is at least one token; a prompt that comes token by token has no rate, "
-        "and is refused. In a policy's own lines a rate is written `0.25 * prompt`.\n",
+        "`1.0`, which is all of it. `1` is one token. A rate is at least one token; a prompt that comes token by token has no rate "
+        "and is refused, unless it is said beforehand how long it will be: `cache.expect_prompt(4096)`. In a policy's own lines "
+        "a rate is written `0.25 * prompt`.\n",
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -82,7 +82,7 @@ def command(
     check_length(lm, len(ids) + max_new_tokens)
     full = generate_full(lm, tokenizer, ids, max_new_tokens) if compare else None
     cache = cache_class(lm, backend=backend)
-    warm_up(lm, tokenizer, ids[:64], cache)
+    warm_up(lm, tokenizer, ids, cache)
     ours = generate(lm, tokenizer, ids, max_new_tokens, cache)
     result: dict[str, Any] = {"policy": cache_class.spec.stem, **_figures(ours), "full_cache_bytes": ours.full_cache_bytes}
     if full is not None:

@@ -44,6 +44,9 @@ class Generated:
         return {"ttft_ms": round(self.ttft_ms, 4), "tpot_ms": median, "tpot_ms_q1": first, "tpot_ms_q3": third}
 
 
+_WARM_UP_TOKENS = 64
+
+
 class _Clock(BaseStreamer):  # type: ignore[misc]
     """Notes when every token comes."""
 
@@ -102,8 +105,13 @@ def generate_full(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens:
 
 
 def warm_up(model: Any, tokenizer: Any, prompt: Sequence[int], cache: Any) -> None:
-    """Run a few tokens untimed, so that kernels are built and threads are awake; the cache is empty afterwards."""
-    generate(model, tokenizer, prompt, 3, cache)
+    """Run a few tokens untimed, so that kernels are built and threads are awake; the cache is empty afterwards.
+
+    Args:
+        prompt: the whole one, of which the beginning is read with the budget that all of it will have.
+    """
+    cache.expect_prompt(len(prompt))
+    generate(model, tokenizer, prompt[:_WARM_UP_TOKENS], 3, cache)
     cache.reset()
 
 
@@ -152,12 +160,22 @@ def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:
 
 
 def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
-    """Run prompts of equal length through the cache, whole or chunk by chunk; the last logits, float32 [batch, vocabulary]."""
+    """Run prompts of equal length through the cache, whole or chunk by chunk; the last logits, float32 [batch, vocabulary].
+
+    However they are cut, a rate is of the whole prompt.
+    """
+    expect_prompt(cache, ids.shape[1])
     size = chunk or ids.shape[1]
     logits = ids.new_zeros(0)
     for part in ids.split(size, dim=1):
         logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
     return logits[:, -1].float()
+
+
+def expect_prompt(cache: Any, tokens: int) -> None:
+    """Tell a cache of kvdsl, not one of transformers, how long the prompt will be."""
+    if hasattr(cache, "expect_prompt"):
+        cache.expect_prompt(tokens)
 
 
 def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | None = None) -> Tensor:

@@ -18,7 +18,9 @@ class Numbers:
     Attributes:
         params: the params by name; a `budget` that was given as a rate of the prompt is in tokens here.
         budget: the tokens kept after a settle (the soft capacity C), floored; inf keeps everything.
-        prompt: the row's tokens up to the end of its last prompt, padding excluded (see `kvdsl.interp.text`).
+        prompt: the row's tokens up to the end of its last prompt, padding excluded, or as many as are expected (see
+            `kvdsl.interp.text`).
+        prompt_end: the same without what is only expected.
         layer, layers: the layer, counted from 0, and how many there are.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
@@ -45,6 +47,7 @@ class Numbers:
     sketch_dims: float = 1
     sketch_every: float = 1
     prefill_block: float = math.inf
+    prompt_end: float = 0
 
     @property
     def capacity(self) -> float:
@@ -61,13 +64,15 @@ class Numbers:
 
 
 def resolve(
-    policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1
-) -> Numbers:
+    policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1,
+    *, expected: float = 0,
+) -> Numbers:  # fmt: skip
     """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
 
     Args:
         given: values of params by name; None stands for the default. Of `budget` an int is tokens, a float up to 1.0 a rate.
         prompt: the row's tokens up to the end of its last prompt.
+        expected: as how many they count at least.
 
     Raises:
         ValueError: if a given name is none of the policy's params, or a given budget none.
@@ -78,7 +83,8 @@ def resolve(
     unknown = chosen.keys() - {param.name for param in policy.params}
     if unknown:
         raise ValueError(f"{policy.name} has no param {', '.join(sorted(unknown))}")
-    inputs = {name: number(value) for name, value in (("prompt", prompt), ("layer", layer), ("layers", layers))}
+    counted_prompt = max(prompt, expected)
+    inputs = {name: number(value) for name, value in (("prompt", counted_prompt), ("layer", layer), ("layers", layers))}
     params = _Params(policy, chosen, Scope(0, 0, inputs, {}))
     # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
     budget = math.inf if policy.budget is None else counted(evaluate_number(policy.budget, params.scope))
@@ -95,7 +101,8 @@ def resolve(
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
         budget=budget,
-        prompt=prompt,
+        prompt=counted_prompt,
+        prompt_end=prompt,
         layer=layer,
         layers=layers,
         trigger=counted(value(policy.trigger, 1)),

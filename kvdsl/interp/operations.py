@@ -143,7 +143,7 @@ class Operations:
 
     def is_refresh(self, head: Head, newest: int) -> bool:
         """Whether the decode query at `newest` refreshes the sketch before it selects."""
-        return head.sketch is None or (newest - (self.numbers.prompt - 1)) % self.numbers.sketch_every == 0
+        return head.sketch is None or (newest - (self.numbers.prompt_end - 1)) % self.numbers.sketch_every == 0
 
     def select(self, head: Head, newest: int, q: Array) -> Mask | None:
         """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.

@@ -21,9 +21,11 @@ class Text:
 
     A forward of several tokens is a prompt, and so is the very first; a single token after it is decoded. At every prompt the policy's
     numbers are found anew, with `prompt` the row's tokens so far: earlier prompts, what was decoded after them, and the new tokens.
+    Where it is known that more will come, so many are `expected`.
 
     Args:
         given: the policy's params by name.
+        expected: what `prompt` is at least.
         more: of `Layer`: `call`, `heads`, `head_offset`, `seed`.
 
     Attributes:
@@ -40,9 +42,11 @@ class Text:
         *,
         key_dim: int = 0,
         value_dim: int = 0,
+        expected: float = 0,
         **more: Any,
     ) -> None:
         self.policy, self._given, self._where, self._more = policy, given, (layer, layers), more
+        self._expected = expected
         self.numbers: Numbers | None = None
         self._layer = self._with_prompt(0)
         self.heads: list[Head] = self._layer.empty(key_dim, value_dim)
@@ -80,7 +84,8 @@ class Text:
         return self._layer
 
     def _with_prompt(self, prompt: int) -> Layer:
-        return Layer(self.policy, resolve(self.policy, self._given, prompt, *self._where), **self._more)
+        numbers = resolve(self.policy, self._given, prompt, *self._where, expected=self._expected)
+        return Layer(self.policy, numbers, **self._more)
 
     def _histories(self, numbers: Numbers) -> list[float]:
         """Of how many queries each ring tells."""

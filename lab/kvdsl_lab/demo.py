@@ -78,7 +78,7 @@ def _generate(console: Any, cache_class: Any, new_tokens: int) -> None:
     generate(model, tokenizer, prompt[:64], 3, DynamicCache(config=model.config))
     full = generate_full(model, tokenizer, prompt, new_tokens)
     cache = cache_class(model, budget=RATE)
-    warm_up(model, tokenizer, prompt[:64], cache)
+    warm_up(model, tokenizer, prompt, cache)
     ours = generate(model, tokenizer, prompt, new_tokens, cache)
     name = f"RoCo, {RATE:.0%} of the prompt"
     for table in comparison(name, ours, full):

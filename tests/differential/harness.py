@@ -44,7 +44,7 @@ LAYERS = 4
 class Case:
     """One random trace. Rows are left-padded by up to `padding` tokens; the prompt comes in `cuts` forwards, through `layers`
     layers from `layer` on. If there is `later`, a prompt of so many tokens follows the steps, and as many steps again; the second row
-    has fewer of them, the third none.
+    has fewer of them, the third none. Prompts count as `expected` tokens at least.
     """
 
     policy: str
@@ -68,6 +68,7 @@ class Case:
     layers: int = 1
     cuts: int = 1
     later: int = 0
+    expected: int = 0
     rope: str | None = None
     given: tuple[tuple[str, float], ...] = ()
 
@@ -103,6 +104,8 @@ class _Run:
         self.states = [
             SlotState(spec, self.given, layer=layer, layers=LAYERS, head_offset=3, seed=case.seed) for layer in self.layers
         ]
+        for state in self.states:
+            state.expected = case.expected
         if spec.victims == "layers":
             together = Together()
             for state in self.states:
@@ -166,7 +169,8 @@ class _Run:
         rope = None if self.rope is None else Rope(self.rope.inv_freq.numpy(), self.rope.layout, self.rope.offset)
         calls = [Call(case.head_dim**-0.5, case.softcap, case.window, sink, rope) for sink in sinks]
         numbers = [
-            resolve(self.policy, self.given, prompt=self.prompts[row], layer=layer, layers=LAYERS) for layer in self.layers
+            resolve(self.policy, self.given, self.prompts[row], layer, LAYERS, expected=case.expected)
+            for layer in self.layers
         ]
         return Layer(self.policy, numbers, calls * len(self.layers), heads=case.kv_heads, head_offset=3, seed=case.seed)
 

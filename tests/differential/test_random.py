@@ -125,6 +125,7 @@ def random_case(policy: str, number: int) -> Case:
         layer=draw.choice(room.layers),
         cuts=draw.choice([1, 1, 1, 2]),
         later=draw.choice([0, 0, 0, 2, 9]),
+        expected=draw.choice([0, 0, 0, 0, 60]),
         rope=draw.choice([None, "half", "interleaved", "partial"]),
     )
     if load(policy)[1].compact and case.rope is not None and case.inputs == "inf":

@@ -35,6 +35,13 @@ def test_run(capsys, tiny):
     assert "full" not in found
 
 
+def test_run_at_a_rate_that_the_beginning_of_the_prompt_would_not_bear(capsys, tiny):
+    """40 % of the 64 tokens that the warm-up reads would not hold the 32 that SnapKV protects."""
+    words = ("run", "--policy", "snapkv", "--set", "budget=0.4", "--model", tiny, "--prompt", "Once upon a time, " * 30)
+    found = run_json(capsys, *words, "--max-new-tokens", "2", "--backend", "torch")
+    assert found["prompt_tokens"] * 0.4 > 32 and found["new_tokens"] == 2
+
+
 def test_run_compared(capsys, tiny, tmp_path):
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("Once upon a time, " * 8, encoding="utf-8")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from kvdsl.errors import KvdslError
+from kvdsl.generation.generate import greedy
 from kvdsl.generation.models import windows
 from kvdsl_lab.eval import fidelity, perplexity, retrieval
 from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
@@ -48,6 +49,23 @@ def test_a_small_budget_evicts_token_by_token(model, tokenizer):
     held = cache.positions(0)
     assert held[held >= 0].min() == 39 - 8
     assert int((held >= 0).sum(-1).max()) == 8
+
+
+@pytest.mark.parametrize("chunk", [1, 7])
+def test_a_rate_is_of_the_stretch_however_it_is_fed(model, tokenizer, chunk):
+    ids = windows(tokenizer, TEXT, 41, 2)
+    rate, tokens = (policies("window").make("window", model, budget) for budget in (0.5, 20))
+    found = perplexity.token_losses(model, ids, rate, chunk)
+    assert found.equal(perplexity.token_losses(model, ids, tokens, chunk))
+    assert rate.positions(0).equal(tokens.positions(0))
+
+
+def test_a_rate_is_of_the_prompt_however_it_is_fed(model, tokenizer):
+    ids = windows(tokenizer, TEXT, 40, 2)
+    caches = [policies("h2o").make("h2o", model, budget) for budget in (0.5, 20)]
+    one, other = (greedy(model, ids, 3, cache, 7) for cache in caches)
+    assert one.equal(other)
+    assert caches[0].positions(0).equal(caches[1].positions(0))
 
 
 def test_perplexity_rows(model, tokenizer):

@@ -160,6 +160,18 @@ def test_a_prompt_that_comes_token_by_token_has_no_rate() -> None:
     cache.reset()
     zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache, prefill_chunk_size=2)
     assert held(cache) == [5, 5]
+    with pytest.raises(KvdslError, match=r"call `cache.reset\(\)` first"):
+        cache.expect_prompt(20)
+    cache.reset()
+    cache.expect_prompt(20)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, **options)
+    assert held(cache) == [5, 5]
+
+
+@pytest.mark.parametrize("tokens", [0, -3, True, 2.5, "all"])
+def test_lengths_that_no_prompt_has(tokens: Any) -> None:
+    with pytest.raises(KvdslError, match="give how many tokens the prompt will have"):
+        caches(0.25)[0].expect_prompt(tokens)
 
 
 def test_tensors_that_fit_a_later_prompt_stay_where_they_are() -> None:

@@ -50,3 +50,8 @@ def test_what_remembers_a_number_of_queries_by_the_prompt_takes_one() -> None:
     run(text, 12, 1)
     with pytest.raises(ValueError, match="number of queries that depends on the prompt, and more of a prompt came"):
         run(text, 12)
+
+
+def test_a_rate_is_of_the_prompt_that_is_expected() -> None:
+    text = Text(policy("param budget = 8\nscore position"), {"budget": 0.5}, key_dim=4, value_dim=4, expected=12)
+    assert [len(positions) for positions in run(text, 1, 1, 3, 5, 1, 9)] == [1, 2, 5, 6, 6, 10]

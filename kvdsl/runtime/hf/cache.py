@@ -191,6 +191,21 @@ class KVCache(Cache):
                 f"(as compressed latents, for example) or calls an attention of its own"
             )
 
+    def expect_prompt(self, tokens: int) -> None:
+        """Say how long the prompt is that will come in several forwards: rates are of it from the first on, until `reset()`.
+
+        Raises:
+            KvdslError: if something is cached already, or if it is no number of tokens.
+        """
+        if isinstance(tokens, bool) or not isinstance(tokens, int) or tokens < 1:
+            raise KvdslError(f"`tokens` is {tokens!r}; give how many tokens the prompt will have, 1 or more")
+        for index in self.managed:
+            if self.layers[index].length:
+                raise KvdslError(
+                    "a prompt has come already: call `cache.reset()` first, and then say how long the next one will be"
+                )
+            self.layers[index].state.expected = tokens
+
     @contextmanager
     def one_by_one(self) -> Iterator[None]:
         """In this block, several tokens that come in one forward act as if each came alone, once there is a prompt.

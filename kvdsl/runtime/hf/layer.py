@@ -178,7 +178,8 @@ class SlotLayer(CacheLayerMixin):
         if length == 0 or (tokens > 1 and not self._turn.one_by_one):
             out = self.backend.prefill(self.state, call)
             self.prompt_length = length + tokens
-            self._has_rate_of_one = self.prompt_length == 1 and is_rate(self.state.given.get("budget"))
+            reads_one = max(self.prompt_length, self.state.expected) == 1
+            self._has_rate_of_one = reads_one and is_rate(self.state.given.get("budget"))
         else:
             self._check_rate()
             out = self.backend.decode(self.state, call)
@@ -224,8 +225,8 @@ class SlotLayer(CacheLayerMixin):
         if self._has_rate_of_one and rate is not None:
             raise KvdslError(
                 f"`budget` of {self.state.spec.name} is {spelled(rate)}, a rate of the prompt, and one token has come as "
-                f"the prompt: pass the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), or give a number of "
-                f"tokens (512)"
+                f"the prompt: pass the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
+                f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
             )
 
     def _check_module(self, module: nn.Module) -> None:

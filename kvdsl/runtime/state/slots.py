@@ -61,6 +61,7 @@ class SlotState:
         together: the layers that agree on their victims, or None where this one decides by itself.
         workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
             cache.
+        expected: tokens that a row's prompt counts as at least, because more of it will come.
         filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
         limit: slots per KV head that are enough for ever, or None where nothing is.
         grows: whether the slots are fewer than that.
@@ -142,6 +143,7 @@ class SlotState:
         self.window = None
         self.ring_sizes = ()
         self.workspace: Any = None
+        self.expected = 0
         self.filled = 0
         for name in self.TENSORS:
             self.__dict__.pop(name, None)
@@ -202,7 +204,7 @@ class SlotState:
         Raises:
             KvdslError: as `resolve` does.
         """
-        numbers = self.resolve(seen)
+        numbers = self.resolve(seen.clamp(min=self.expected))
         return torch.where((seen > self.seen)[:, None], numbers, self.numbers) if self.allocated else numbers
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:

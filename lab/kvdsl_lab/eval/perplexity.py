@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.generation.generate import expect_prompt
 from kvdsl_lab.eval.caches import Policies
 
 Row = dict[str, Any]
@@ -18,9 +19,10 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
     """Loss of every token but the first, given what the cache holds of those before it: float32 [rows, length - 1].
 
     The text is fed `chunk` tokens at a time: within a chunk a token sees those before it as well, and the policy settles after
-    each. With chunks of one token it evicts token by token, as it does while generating.
+    each. With chunks of one token it evicts token by token, as it does while generating. A rate is of the whole stretch.
     """
     ids = ids.to(model.device)
+    expect_prompt(cache, ids.shape[1] - 1)
     losses = []
     with torch.inference_mode():
         for start in range(0, ids.shape[1] - 1, chunk):

@@ -68,6 +68,7 @@ def trace(
     """
     made = Trace(list(prompt), len(prompt), list(cache.managed))
     longest = len(prompt) + new_tokens
+    cache.expect_prompt(len(prompt))
     settled: list[_Settled] = []
     with torch.inference_mode(), eviction.watched(lambda *what: settled.append(_settled(len(made.seen), *what))):
         for part in _parts(prompt, chunk):
