@@ -222,6 +222,7 @@ class ReductionRow:
         doc: one line, for the language's reference.
         over: what it can range over.
         decay: whether it takes a decay, as a second argument.
+        rises: whether it can only rise if one of the values does, so that it lies between what their bounds give.
         of_nothing: what it is where no query of the range saw the slot.
         columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
         parts: how it is made of simpler reductions over slots or dims, for targets without code of their own; None if it is as simple
@@ -232,6 +233,7 @@ class ReductionRow:
     doc: str
     over: tuple[str, ...]
     decay: bool = False
+    rises: bool = True
     of_nothing: float = math.nan
     columns: Formula | None = None
     parts: Formula | None = None
@@ -245,11 +247,14 @@ REDUCTIONS = _table(
     [
         ReductionRow("sum", "the sum", _EVERYWHERE, of_nothing=0.0),
         ReductionRow("mean", "the mean", _EVERYWHERE, columns=("/", ("sum", "x"), "count")),
-        ReductionRow("std", "the standard deviation, of the population", _EVERYWHERE, columns=_ROOT, parts=_ROOT),
+        ReductionRow(
+            "std", "the standard deviation, of the population", _EVERYWHERE, rises=False, columns=_ROOT, parts=_ROOT
+        ),
         ReductionRow(
             "var",
             "the variance, of the population",
             _EVERYWHERE,
+            rises=False,
             # Rounding can leave the difference below zero, where no deviation exists (reference: E1).
             columns=("max", ("-", ("/", ("squares", "x"), "count"), ("**", ("mean", "x"), 2)), 0),
             parts=("mean", _SQUARED_DISTANCE),

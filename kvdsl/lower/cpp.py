@@ -349,6 +349,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
                 raise NotLowerable("a reduction over slots of something that is computed over dims")
             if reads(expr, "k", "v"):
                 raise NotLowerable("a reduction of whole keys or values over slots")
+            CAN.check(expr)
             body = SlotPrinter(view, names).value(expr.body)
             names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
             lines.append(f"const float {names[expr]} = {view}.{expr.op}({_function('i', body)});")
@@ -479,6 +480,7 @@ def _hoist_over_dims(by: Expr) -> tuple[list[str], dict[Expr, str]]:
             return
         if expr.axis is not Axis.SLOT or reads(expr, "q") or any(isinstance(part, Reduce) for part in walk(expr.body)):
             raise NotLowerable("a sketch by anything but queries and reductions of keys over slots")
+        CAN.check(expr)
         name = f"{expr.op}_over_slots_{len(names) + 1}"
         body = SlotPrinter("row", {}).value(expr.body)
         if reads(expr, "k"):

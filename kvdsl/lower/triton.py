@@ -440,6 +440,7 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Loop], d
         for child in children(expr):
             visit(child)
         if isinstance(expr, Reduce) and expr not in names:
+            CAN.check(expr)
             name = f"{expr.op}_over_slots_{len(names) + 1}"
             given = _values(policy, slots, [expr.body])
             loops.extend(_reduction(name, expr.op, BlockPrinter(dict(names)).value(expr.body), slots, given))

@@ -184,6 +184,7 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Loop], dict
         for child in children(expr):
             visit(child)
         if isinstance(expr, Reduce) and expr.axis is Axis.SLOT and expr not in names:
+            CAN.check(expr)
             name = f"{expr.op}_over_slots_{len(names) + 1}"
             body = BlockPrinter(dict(names)).value(expr.body)
             given = (*_of_tokens(policy, body), *_given(policy, body))

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from kvdsl.compiler import Analysis, analyse
-from kvdsl.diagnostics import Diagnostic
+from kvdsl.diagnostics import Diagnostic, listed
 from kvdsl.ir.nodes import Policy
+from kvdsl.ir.ops import PLAIN_REDUCTIONS
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
+
+REDUCTIONS = f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}"
+"""A help that names them all."""
 
 
 def check(text: str, **settings: str) -> Analysis:

@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
+from kvdsl.interp.evaluate import fold as exact_fold
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce
+from kvdsl.ir.ops import REDUCTIONS
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -375,8 +377,12 @@ _FOLDS: dict[str, Callable[[Range, int], Range]] = {
 
 
 def fold(op: str, x: Range, axis: int) -> Range:
-    """Reduce an axis to size 1."""
-    return _FOLDS[op](x, axis)
+    """Reduce an axis to size 1. What rises with its values lies between what their bounds give."""
+    if op in _FOLDS:
+        return _FOLDS[op](x, axis)
+    assert REDUCTIONS[op].rises, f"say what the bounds of `{op}` are"
+    never, nan = x.never.any(axis, keepdims=True), x.nan.any(axis, keepdims=True)
+    return _result([exact_fold(op, x.lo, axis), exact_fold(op, x.hi, axis)], nan, never)
 
 
 # -- expressions ---------------------------------------------------------------------------------------------------------

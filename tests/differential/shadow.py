@@ -20,6 +20,7 @@ from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, RingRef
+from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
 from .precision import (
@@ -56,7 +57,7 @@ Indices: TypeAlias = NDArray[np.int64]
 Doubt: TypeAlias = tuple[Mask, Mask]
 """Of slots: which perhaps, and which for certain."""
 
-FRESH = {"sum": 0.0, "squares": 0.0, "max": -np.inf, "min": np.inf, "last": np.nan, "ema": np.nan}
+FRESH = {name: row.fresh for name, row in RULES.items() if name not in ("token", "ring")}
 
 
 class Held(Protocol):
@@ -290,7 +291,7 @@ class Shadow:
     def _over_ring(self, leaf: RingRef, chosen: Mask, newest: int) -> Range:
         column = next(column for column in self.policy.columns if column.name == leaf.name)
         valid, held = self.ring_places(column, newest)[chosen], self.columns[leaf.name][chosen]
-        nothing = exactly({"sum": 0.0, "max": -np.inf, "min": np.inf}.get(leaf.op, np.nan)).map(lambda x: x.reshape(1))
+        nothing = exactly(REDUCTIONS[leaf.op].of_nothing).map(lambda x: x.reshape(1))
         rows = [held[slot, : valid.shape[1]][valid[slot]] for slot in range(len(valid))]
         if not rows:
             return exactly(np.zeros((0, 1)))

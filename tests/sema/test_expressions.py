@@ -7,7 +7,7 @@ from kvdsl.ir.nodes import Axis, Input, Number, Reduce
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
 from kvdsl.syntax import habits
-from tests.diagnostics.expect import body, check, expect_in, only, policy
+from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 
 def score(text: str, *lets: str) -> str:
@@ -162,7 +162,7 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
             "KV0306",
             "`abs` is not a reduction of one value, so `over` has no meaning here",
             "over slots",
-            "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`",
+            REDUCTIONS,
         ),
         ("last(age over slots)", "KV0306", "`last` reduces over queries only", "last(age over slots)", None),
         ("mean(attn over slot)", "KV0307", "unknown axis `slot`", "slot", "did you mean `slots`?"),

@@ -6,7 +6,7 @@ import pytest
 
 from kvdsl.ir.printer import print_expression
 from kvdsl.passes.fold import value_of
-from tests.diagnostics.expect import body, check, expect_in, only, policy
+from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 
 def budget(text: str, *statements: str) -> str:
@@ -55,7 +55,7 @@ def test_an_argument_without_parameters_is_none() -> None:
         ("norm1(y = 3)", "`norm1` has no argument named `y`", "y", "its argument is `x`"),
         ("pyramid(64, betta = 3)", "`pyramid` has no argument named `betta`", "betta", "did you mean `beta`?"),
         ("norm1(v over dims)", "`norm1` is not a reduction of one value, so `over` has no meaning here", "over dims",
-         "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+         REDUCTIONS),
     ],
 )  # fmt: skip
 def test_calls_that_do_not_fit(call: str, message: str, at: str, help: str | None) -> None:

@@ -5,7 +5,7 @@ import pytest
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Reduce
 from kvdsl.ir.printer import print_expression
-from tests.diagnostics.expect import body, check, expect_in, only, policy
+from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 ATTN = Input(name="attn")
 
@@ -67,7 +67,7 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("ema(attn)", "KV0306", "`ema` reduces one value, and takes a decay", "ema(attn)", "for example `ema(attn, 0.9)`"),
         ("ema(attn, decay = 0.9)", "KV0306", "`ema` has no argument named `decay`", "decay", None),
         ("ema(attn, 0.9 over slots)", "KV0306", "`ema` is not a reduction of one value, so `over` has no meaning here",
-         "over slots", "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+         "over slots", REDUCTIONS),
         ("ema(attn, age)", "KV0302", "the decay of `ema` is a single number, but `age` has one number per slot", "age", None),
         ("ema(attn, live)", "KV0308", "`live` changes from step to step, so the decay of `ema` cannot read it", "live",
          "it can read params, `budget`, `prompt`, `layer` and `layers`"),
@@ -97,7 +97,7 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("max_pool(age)", "KV0306", "`max_pool` takes a value and a width", "max_pool(age)",
          "for example `max_pool(sum(attn), 7)`"),
         ("max_pool(age over slots, 3)", "KV0306", "`max_pool` is not a reduction of one value, so `over` has no meaning here",
-         "over slots", "the reductions are `sum`, `mean`, `std`, `var`, `max`, `min` and `last`"),
+         "over slots", REDUCTIONS),
         ("max_pool(attn, 7)", "KV0313", "`max_pool` pools along the slots, but `attn` has one number per query and slot",
          "attn", "reduce it over queries: `max_pool(sum(attn), 7)`"),
         ("max_pool(v, 7)", "KV0313", "`max_pool` pools along the slots, but `v` has one number per slot and dim", "v", None),
