@@ -179,6 +179,7 @@ _REDUCTIONS: dict[str, Callable[[Array, int], Array]] = {
     "std": np.std,
     "max": np.max,
     "min": np.min,
+    "median": np.median,
     "last": lambda x, axis: x.take(np.array(-1), axis),
 }
 """What the reductions of `kvdsl.ir.ops` mean, but for `ema`, which is `kvdsl.interp.memory.over_queries`."""

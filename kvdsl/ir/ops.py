@@ -261,6 +261,7 @@ REDUCTIONS = _table(
         ),
         ReductionRow("max", "the largest", (*_EVERYWHERE, "page"), of_nothing=-math.inf),
         ReductionRow("min", "the smallest", (*_EVERYWHERE, "page"), of_nothing=math.inf),
+        ReductionRow("median", "the middle one, or the mean of the middle two", ("slots", "history")),
         ReductionRow("last", "what the newest query gives", ("queries",)),
         ReductionRow(
             "ema",

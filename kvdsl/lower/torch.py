@@ -22,8 +22,8 @@ _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
-        "history": _MASKED,
-        "slots": _MASKED,
+        "history": (*_MASKED, "median"),
+        "slots": (*_MASKED, "median"),
         "dims": _OVER_DIMS,
         "sketch": _MASKED,
         "page": ("max", "min"),

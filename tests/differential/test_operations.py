@@ -24,8 +24,9 @@ from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula
 from kvdsl.runtime.torch import neighbours, view
 from kvdsl.runtime.torch.backend import TorchBackend
+from tests.diagnostics.expect import expect_in
 
-from .operations import TRACE, all_operations
+from .operations import TRACE, all_operations, reduction
 from .traces import run_policy, spec_of
 from .units import build
 
@@ -118,3 +119,46 @@ def test_a_target_refuses_what_it_does_not_name(target: str, monkeypatch: pytest
     ):
         with pytest.raises(NotLowerable, match=f"`{name}`"):
             CAN[target].check(expr)
+
+
+# -- median: what only torch has code for ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("values", "visible", "expected"),
+    [
+        ([3.0, 1.0, 2.0], [1, 1, 1], 2.0),
+        ([3.0, 1.0, 9.0, 2.0], [1, 1, 0, 1], 2.0),
+        ([4.0, 1.0, 2.0, 8.0], [1, 1, 1, 1], 3.0),
+        ([math.inf, math.inf, -math.inf], [1, 1, 1], math.inf),
+        ([math.inf, -math.inf], [1, 1], math.nan),
+        ([1.0, math.nan, 2.0], [1, 1, 1], math.nan),
+        ([1.0, math.nan, 2.0], [1, 0, 1], 1.5),
+        ([3e38, 3.2e38], [1, 1], 3.1e38),
+        ([1.0], [0], math.nan),
+    ],
+)
+def test_a_median_is_the_middle_one_of_what_is_visible(values: list[float], visible: list[int], expected: float) -> None:
+    x, mask = torch.tensor([values]), torch.tensor([visible], dtype=torch.bool)
+    assert float(view.masked_reduce("median", x, mask, -1)) == pytest.approx(expected, nan_ok=True)
+    with np.errstate(invalid="ignore"):
+        seen = [value for value, counts in zip(values, visible, strict=True) if counts]
+        assert over_queries("median", seen) == pytest.approx(expected, nan_ok=True)
+
+
+def test_backends_without_a_median_say_so() -> None:
+    found = facts(reduction("median", "slots"))
+    assert [one["why_not"] for one in found.backends] == ["`median over slots`", None, "`median over slots`"]
+    found = facts(reduction("median", "history"))
+    assert [one["why_not"] for one in found.backends] == [
+        "`median over the last N queries`",
+        None,
+        "`median over the last N queries`",
+    ]
+
+
+def test_no_column_holds_a_median() -> None:
+    message = "`median` of all queries cannot be kept up to date with one number per token"
+    expect_in("score median(attn)", "KV0306", message, "median(attn)", "write `median(attn over last 32 queries)`, say")
+    message = "`median` reduces over slots and the last N queries only"
+    expect_in("score median(v over dims)", "KV0306", message, "median(v over dims)")
