@@ -6,7 +6,7 @@ policy in a string. All errors are `kvdsl.KvdslError`; what is wrong with a poli
 
 from kvdsl.diagnostics import DiagnosticError
 from kvdsl.errors import KvdslError
-from kvdsl.loading import compile, load  # light: torch is imported only when a policy is loaded
+from kvdsl.loading import compile, load, load_model  # light: torch is imported only when a policy is loaded
 
 __version__ = "0.1.0"
-__all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load"]
+__all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load", "load_model"]

@@ -63,6 +63,21 @@ def _cache_class(compiled: Compiled) -> type[KVCache]:
     return cache_class
 
 
+def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:
+    """A causal language model, ready for inference on the best device, and its tokenizer.
+
+    Args:
+        name: a name of `kvdsl models` (`"smollm2"`), a folder, or an id on the Hugging Face hub; None for the reference model.
+        dtype: `fp32`, `bf16` or `fp16`; None for what the checkpoint holds.
+
+    Raises:
+        KvdslError: if there is no such model; nothing is fetched for a name of `kvdsl models`.
+    """
+    from kvdsl.generation.models import load_model
+
+    return load_model(name, dtype)
+
+
 def _write(files: dict[str, str], folder: Path) -> None:
     for name, text in files.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -19,8 +19,15 @@ def cache_folder() -> Path:
     return Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
 
 
-def writable(folder: Path) -> Path:
+ELSEWHERE = "set KVDSL_CACHE_DIR to a folder that can be written to"
+"""What to do about a cache folder that cannot be used."""
+
+
+def writable(folder: Path, elsewhere: str = ELSEWHERE) -> Path:
     """Make the folder.
+
+    Args:
+        elsewhere: what to do where that fails.
 
     Raises:
         KvdslError: if it cannot be made or written to.
@@ -28,17 +35,16 @@ def writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise KvdslError(f"cannot make the cache folder {folder} ({error.strerror}); {_HINT}") from error
+        raise KvdslError(f"cannot make the folder {folder} ({error.strerror}); {elsewhere}") from error
     if not os.access(folder, os.W_OK):
-        raise KvdslError(f"cannot write to the cache folder {folder}; {_HINT}")
+        raise KvdslError(f"cannot write to {folder}; {elsewhere}")
     return folder
 
 
-def refusal(path: Path, error: OSError) -> KvdslError:
-    """What to say when something in the cache folder cannot be written."""
-    hint = f"free some space there, or {_HINT}" if error.errno in _FULL else _HINT
+def refusal(path: Path, error: OSError, elsewhere: str = ELSEWHERE) -> KvdslError:
+    """What to say when something in such a folder cannot be written."""
+    hint = f"free some space there, or {elsewhere}" if error.errno in _FULL else elsewhere
     return KvdslError(f"cannot write {path} ({error.strerror}); {hint}")
 
 
-_HINT = "set KVDSL_CACHE_DIR to a folder that can be written to"
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

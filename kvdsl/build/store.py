@@ -14,27 +14,30 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from kvdsl.build.cache import refusal, writable
+from kvdsl.build.cache import ELSEWHERE, refusal, writable
 from kvdsl.build.claim import Claim, claimed
 from kvdsl.errors import KvdslError
 
 SEAL = "seal.json"
 
 
-def entry(folder: Path, what: str, make: Callable[[Path], None], patience: float | None = None) -> Path:
+def entry(
+    folder: Path, what: str, make: Callable[[Path], None], patience: float | None = None, elsewhere: str = ELSEWHERE
+) -> Path:
     """The entry in `folder`: the one that is there if it is sound, else one that is made now, by one process for all.
 
     Args:
         what: its name in messages.
-        make: writes the entry's files into the empty folder that it is given.
+        make: writes the entry's files into the empty folder that it is given; what lies beside that folder is its own as well.
         patience: seconds to wait for another process that makes it; minutes, if not said.
+        elsewhere: what to do where the disk is full or cannot be written to.
 
     Raises:
         KvdslError: if it cannot be written, or is damaged as soon as it is; and whatever `make` raises.
     """
     if flaw(folder) is None:
         return folder
-    writable(folder.parent)
+    writable(folder.parent, elsewhere)
     try:
         with claimed(folder, what, patience) as claim:
             try:
@@ -42,24 +45,26 @@ def entry(folder: Path, what: str, make: Callable[[Path], None], patience: float
             except (OSError, KvdslError):
                 if claim.held():
                     raise
-                return entry(folder, what, make, patience)  # this process slept for long, and another one went on
+                return entry(folder, what, make, patience, elsewhere)  # this process slept for long, and another one went on
     except OSError as error:
-        raise refusal(folder, error) from error
+        raise refusal(folder, error, elsewhere) from error
     if (found := flaw(folder)) is not None:
-        raise KvdslError(
-            f"{folder} is damaged as soon as it is written ({found}); set KVDSL_CACHE_DIR to a folder on another disk"
-        )
+        raise KvdslError(f"{folder} is damaged as soon as it is written ({found}): is its disk sound? else {elsewhere}")
     return folder
 
 
-def flaw(folder: Path) -> str | None:
-    """What keeps an entry from being used; None if it is what was made."""
+def flaw(folder: Path, contents: bool = True) -> str | None:
+    """What keeps an entry from being used; None if it is what was made.
+
+    Args:
+        contents: whether to compare digests too, which takes a second and more for the weights of a model, not sizes alone.
+    """
     try:
         files = json.loads((folder / SEAL).read_bytes())["files"]
         for name, sealed in files.items():
             if (size := (folder / name).stat().st_size) != sealed["bytes"]:
                 return f"{name} has {size:,} of {sealed['bytes']:,} bytes"
-            if _digest(folder / name) != sealed["sha256"]:
+            if contents and digest_of(folder / name) != sealed["sha256"]:
                 return f"{name} is not what was written"
     except OSError as error:
         return f"{Path(error.filename or SEAL).name}: {error.strerror}"
@@ -75,7 +80,7 @@ def _make(folder: Path, claim: Claim, make: Callable[[Path], None]) -> None:
     made = claim.folder / "made"
     made.mkdir()
     make(made)
-    files = {file.name: {"bytes": file.stat().st_size, "sha256": _digest(file)} for file in sorted(made.iterdir())}
+    files = {file.name: {"bytes": file.stat().st_size, "sha256": digest_of(file)} for file in sorted(made.iterdir())}
     (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
     if folder.exists():
         print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
@@ -83,5 +88,10 @@ def _make(folder: Path, claim: Claim, make: Callable[[Path], None]) -> None:
     os.rename(made, folder)
 
 
-def _digest(file: Path) -> str:
-    return hashlib.sha256(file.read_bytes()).hexdigest()
+def digest_of(file: Path) -> str:
+    """SHA-256 of a file, in hexadecimal digits."""
+    digest = hashlib.sha256()
+    with file.open("rb") as source:
+        while chunk := source.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()

@@ -23,6 +23,7 @@ COMMANDS = {
     "list": "List the policies that come with kvdsl.",
     "explain": "Say in words what a policy does, or what an error code means.",
     "run": "Generate text under a policy, next to the full cache.",
+    "models": "Get language models by name, for --model NAME.",
     "doctor": "Say what works on this machine, and why the rest does not.",
 }
 """Name -> one line of help. `kvdsl/cli/NAME.py` holds the click command, called `command`."""

@@ -31,8 +31,8 @@ BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])
 """What `--backend` takes."""
 
 model_option = click.option(
-    "--model", metavar="PATH_OR_ID",
-    help="A model's folder, or its id on the Hugging Face hub [default: the model that ships with kvdsl].",
+    "--model", metavar="MODEL",
+    help="A name of `kvdsl models` (smollm2), a folder, or an id on the Hugging Face hub [default: the reference model].",
 )  # fmt: skip
 dtype_option = click.option("--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), help="Run the model in this dtype.")
 

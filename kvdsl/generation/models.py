@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.models import CATALOGUE, model_folder
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -19,11 +20,11 @@ def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
     """A causal language model, ready for inference on the best device, and its tokenizer.
 
     Args:
-        name: a folder or the id of a model on the Hugging Face hub; None for the model that ships with kvdsl.
+        name: a name of `kvdsl models`, a folder, or the id of a model on the Hugging Face hub; None for the reference model.
         dtype: `fp32`, `bf16` or `fp16`; None for float32 (the shipped model) or what the checkpoint holds.
 
     Raises:
-        KvdslError: if there is no such model, in one line.
+        KvdslError: if there is no such model, in one line; nothing is fetched for a name of `kvdsl models`.
     """
     kind = None if dtype is None else DTYPES[dtype]
     if name is None:
@@ -39,12 +40,24 @@ def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
 def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    _check_folder(name)
+    place = _place(name)
     try:
         with quiet():
-            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype or "auto"), AutoTokenizer.from_pretrained(name)
+            return AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto"), AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, ImportError) as error:
         raise KvdslError(f"cannot load the model `{name}`: {_first_sentence(error)}") from error
+
+
+def _place(name: str) -> str:
+    """What transformers is to load: the folder of a named model, or the folder or hub id that the user gave."""
+    if name not in CATALOGUE:
+        _check_folder(name)
+        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    if Path(name).is_dir():
+        raise KvdslError(
+            f"`{name}` is a folder here and the name of a model: write ./{name} for the folder, $(kvdsl models path {name}) for the model"
+        )
+    return str(model_folder(name))
 
 
 def _check_folder(name: str) -> None:

