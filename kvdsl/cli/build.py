@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.errors import KvdslError
 
@@ -20,7 +21,7 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
 
 
 @click.command()
-@click.argument("names", nargs=-1, required=True, metavar="POLICY...")
+@click.argument("names", nargs=-1, required=True, metavar="POLICY...", shell_complete=completion.policies)
 @click.option("--target", "targets", default=TARGETS, show_default=True, metavar="LIST", help="What to compile for.")
 @json_option
 def command(names: tuple[str, ...], targets: str, as_json: bool) -> None:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option
 
 if TYPE_CHECKING:
@@ -14,7 +15,7 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.argument("files", metavar="[FILE...|-]", nargs=-1)
+@click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
 @click.option("--format", "style", type=click.Choice(["human", "json", "github"]), default="human", show_default=True,
               help="For people, for programs, or as annotations of a pull request on GitHub.")  # fmt: skip
 @click.option("--json", "style", flag_value="json", hidden=True)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 from click.exceptions import NoArgsIsHelpError
 
+from kvdsl.cli import completion
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def _parse_settings(ctx: click.Context, param: click.Parameter, values: tuple[st
 
 
 set_option = click.option(
-    "--set", "settings", multiple=True, metavar="NAME=VALUE", callback=_parse_settings,
+    "--set", "settings", multiple=True, metavar="NAME=VALUE", callback=_parse_settings, shell_complete=completion.settings,
     help="Change the default of one of the policy's params; may be repeated.",
 )  # fmt: skip
 """`--set NAME=VALUE`, given to the command as `settings: dict[str, str]`."""

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, report, set_option
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Number, Policy
@@ -34,7 +35,7 @@ class Compiled:
 
 
 @click.command()
-@click.argument("policies", metavar="FILE...", nargs=-1, required=True)
+@click.argument("policies", metavar="FILE...", nargs=-1, required=True, shell_complete=completion.policies)
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
               help="The folder that the packages go into.")  # fmt: skip
 @set_option

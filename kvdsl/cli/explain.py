@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import error, finish, json_option, params_as_data, print_json, set_option
 from kvdsl.explain.facts import DTYPES, Facts, as_data, facts
 from kvdsl.explain.words import rows
@@ -17,7 +18,7 @@ _WIDTH = 100
 
 
 @click.command()
-@click.argument("what", metavar="POLICY|CODE")
+@click.argument("what", metavar="POLICY|CODE", shell_complete=completion.policies_or_codes)
 @set_option
 @click.option(
     "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="The model's head size, for the bytes."

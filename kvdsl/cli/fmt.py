@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, error, finish, kv_files, report
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ class Formatted:
 
 
 @click.command()
-@click.argument("files", metavar="[FILE...|-]", nargs=-1)
+@click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
 @click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
 def command(files: tuple[str, ...], check: bool, diff: bool) -> None:

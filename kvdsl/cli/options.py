@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import wraps
 from typing import Any
 
 import click
+
+from kvdsl.cli import completion
 
 POLICY = "roco"
 """What runs where no policy is named."""
 
 
-def policy_options(command: Any) -> Any:
-    """`POLICY` as an argument or as `--policy`, given to the command as `named` and `policy`: what `chosen` takes."""
-    for option in (
-        click.option("--policy", show_default=POLICY, help="The same as an option."),
-        click.argument("named", metavar="[POLICY]", required=False),
-    ):
-        command = option(command)
-    return command
+def policy_options(default: str = POLICY) -> Callable[[Any], Any]:
+    """`POLICY` as an argument or as `--policy`, given to the command as `policy: str`."""
+
+    def decorate(command: Any) -> Any:
+        @click.argument("named", metavar="[POLICY]", required=False, shell_complete=completion.policies)
+        @click.option("--policy", show_default=default, shell_complete=completion.policies, help="The same as an option.")
+        @wraps(command)
+        def with_policy(named: str | None, policy: str | None, **given: Any) -> Any:
+            if named is not None and policy is not None and named != policy:
+                raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
+            return command(policy=named or policy or default, **given)
+
+        return with_policy
+
+    return decorate
 
 
-def chosen(named: str | None, policy: str | None) -> str:
-    """The policy that was named, in the one way or the other."""
-    if named is not None and policy is not None and named != policy:
-        raise click.UsageError(f"two policies are named, `{named}` and `--policy {policy}`; give one")
-    return named or policy or POLICY
+def policies_option(default: str, *names: str, help: str = "Shipped policies, or .kv files.") -> Callable[[Any], Any]:
+    """`--policies A,B`, given to the command as `policies: str`."""
+    return click.option(
+        "--policies",
+        *names,
+        default=default,
+        show_default=True,
+        metavar="A,B",
+        shell_complete=completion.policies,
+        help=help,
+    )
 
 
 BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])

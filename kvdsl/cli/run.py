@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, chosen, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policy_options, refuse_triton
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
@@ -42,7 +42,7 @@ def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> 
 
 
 @click.command()
-@policy_options
+@policy_options()
 @set_option
 @model_option
 @prompt_options
@@ -53,7 +53,7 @@ def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> 
 @click.option("--compare", is_flag=True, help="Generate with the full cache too, and say how far the texts agree.")
 @json_option
 def command(
-    named: str | None, policy: str | None, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
+    policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
     max_new_tokens: int, backend: str, dtype: str | None, threads: int | None, compare: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Generate text under a policy, greedily.
@@ -65,7 +65,6 @@ def command(
       kvdsl run roco --set budget=128 --compare
       kvdsl run mine.kv --model path/to/model --prompt-file chapter.txt --max-new-tokens 200
     """
-    policy = chosen(named, policy)
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
     import torch

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.cli import completion
 from kvdsl.cli.common import (
     CLEAN,
     COULD_NOT_RUN,
@@ -39,7 +40,7 @@ class FileRun:
 
 
 @click.command()
-@click.argument("files", metavar="[FILE...]", nargs=-1)
+@click.argument("files", metavar="[FILE...]", nargs=-1, shell_complete=completion.policies)
 @click.option("-k", "expression", metavar="EXPR", default="",
               help="Only tests whose file and title contain EXPR; words may be joined by `and`, `or` and `not`.")  # fmt: skip
 @json_option

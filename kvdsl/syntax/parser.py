@@ -95,6 +95,17 @@ def _grammar() -> tuple[Lark, Lexer]:
     return tables, Lexer(list(tables.terminals), list(tables.lexer_conf.ignore))
 
 
+def keywords() -> frozenset[str]:
+    """Every word that the grammar knows somewhere."""
+    return frozenset(_grammar()[1].keywords)
+
+
+def patterns() -> dict[str, str]:
+    """The terminals that are no words, as regular expressions by their names in the grammar."""
+    tables, lexer = _grammar()
+    return {t.name: t.pattern.to_regexp() for t in tables.terminals if t.name not in lexer.keywords.values()}
+
+
 def _tables(text: str) -> Lark:
     return Lark(text, parser="lalr", propagate_positions=True, maybe_placeholders=True)
 

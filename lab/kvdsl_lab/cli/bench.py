@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, refuse_triton
+from kvdsl.cli.options import BACKENDS, policy_options, refuse_triton
 from kvdsl_lab.cli.generate import generate
 
 
@@ -25,7 +25,7 @@ command.add_command(generate)
 
 
 @command.command()
-@click.option("--policy", default="roco", show_default=True, help="A shipped policy, or a .kv file.")
+@policy_options()
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Rows.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
 @click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
@@ -52,8 +52,8 @@ def decode(
 
     \b
     Examples:
-      kvdsl bench decode --policy roco --live 4096
-      kvdsl bench decode --policy h2o --live 8192 --dtype bf16 --json
+      kvdsl bench decode roco --live 4096
+      kvdsl bench decode h2o --live 8192 --dtype bf16 --json
     """
     refuse_triton(backend)
     import torch
@@ -77,7 +77,7 @@ def decode(
 
 
 @command.command()
-@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@policy_options("h2o")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
 @click.option("--heads", type=click.IntRange(1), default=64, show_default=True, help="KV heads of a row.")
 @click.option("--head-dim", type=click.IntRange(8), default=64, show_default=True, help="Size of a head.")
@@ -107,8 +107,8 @@ def update(
 
     \b
     Examples:
-      kvdsl bench update --policy h2o --batch 8 --heads 64 --head-dim 64 --live 1024 --evict 64
-      kvdsl bench update --policy streaming_llm --equip
+      kvdsl bench update h2o --batch 8 --heads 64 --head-dim 64 --live 1024 --evict 64
+      kvdsl bench update streaming_llm --equip
     """
     refuse_triton(backend)
     if evict >= live:
@@ -159,7 +159,7 @@ def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 @command.command()
-@click.option("--policy", default="h2o", show_default=True, help="A shipped policy, or a .kv file.")
+@policy_options("h2o")
 @click.option("--length", type=click.IntRange(1), default=8192, show_default=True, help="Tokens of the prompt.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
@@ -186,8 +186,8 @@ def prefill(
 
     \b
     Examples:
-      kvdsl bench prefill --policy h2o --length 8192
-      kvdsl bench prefill --policy snapkv --length 65536 --repeats 1 --warmup 0
+      kvdsl bench prefill h2o --length 8192
+      kvdsl bench prefill snapkv --length 65536 --repeats 1 --warmup 0
     """
     refuse_triton(backend)
     import torch

@@ -8,6 +8,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import set_option
+from kvdsl.cli.options import policies_option
 from kvdsl_lab.cli.eval_attention import consistency, persistence
 from kvdsl_lab.cli.eval_benchmarks import longbench, ruler
 from kvdsl_lab.cli.measuring import Measured, Setting, model_and_text, names, show, tell, whole_numbers
@@ -19,7 +20,7 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
     """The options that all evaluations have."""
     command = model_and_text(command)
     for option in reversed((
-        click.option("--policies", default=_POLICIES, show_default=True, metavar="A,B", help="Shipped policies, or .kv files."),
+        policies_option(_POLICIES),
         click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M", help="Budgets to run each with."),
         set_option,
     )):  # fmt: skip

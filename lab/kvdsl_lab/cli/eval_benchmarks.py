@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option
 from kvdsl_lab.cli.measuring import Setting, names, show
 
 if TYPE_CHECKING:
@@ -24,8 +24,7 @@ def _shared(out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
                      help="The folder with the benchmark's JSONL files."),
         click.option("--tasks", metavar="A,B", help="Which tasks [default: all that the folder has]."),
         click.option("--limit", type=click.IntRange(1), metavar="N", help="Take the first N examples of each task."),
-        click.option("--policies", "--policy", default="full,roco", show_default=True, metavar="A,B",
-                     help="Shipped policies, or .kv files."),
+        policies_option("full,roco", "--policy"),
         click.option("--budgets", default="0.25", show_default=True, metavar="N,M",
                      help="Budgets to run each with: tokens, or rates of the prompt."),
         set_option, model_option,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option, refuse_triton
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,8 +17,8 @@ if TYPE_CHECKING:
 
 
 @click.command()
-@click.option(
-    "--policies", default="transformers,full,h2o,roco", show_default=True, metavar="A,B",
+@policies_option(
+    "transformers,full,h2o,roco",
     help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one, `shift:h2o` "
     "for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` for the same as published code has it.",
 )  # fmt: skip

@@ -8,12 +8,12 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, chosen, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policy_options, refuse_triton
 from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
 
 
 @click.command()
-@policy_options
+@policy_options()
 @set_option
 @model_option
 @prompt_options
@@ -26,7 +26,7 @@ from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
 @dtype_option
 @json_option
 def command(
-    named: str | None, policy: str | None, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
+    policy: str, settings: dict[str, str], model: str | None, prompt: str | None, prompt_file: Path | None,
     max_new_tokens: int, chunk: int | None, out: Path, backend: str, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Show which tokens a policy kept while a model read a prompt and went on from it: one HTML file that needs no network.
@@ -40,7 +40,6 @@ def command(
       kvdsl trace roco --set budget=128 --out roco.html
       kvdsl trace h2o --set budget=64 --chunk 1 --max-new-tokens 1 --prompt-file chapter.txt
     """
-    policy = chosen(named, policy)
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
     from kvdsl.cli.progress import progress

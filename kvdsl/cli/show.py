@@ -1,0 +1,62 @@
+"""`kvdsl show`: a policy's source."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import click
+
+from kvdsl.cli import completion
+from kvdsl.cli.common import json_option, print_json
+
+
+@click.command()
+@click.argument("policy", shell_complete=completion.policies)
+@click.option("--path", "only_path", is_flag=True, help="Print where it lies, and nothing else.")
+@json_option
+def command(policy: str, only_path: bool, as_json: bool) -> None:
+    """Print a policy's source, and say where it lies.
+
+    POLICY is a shipped policy or a .kv file. The source goes to standard output as it is, highlighted on a terminal; where it lies
+    is said on standard error.
+
+    \b
+    Examples:
+      kvdsl show roco
+      kvdsl show roco > mine.kv         a copy to change
+      kvdsl show roco --path
+    """
+    from kvdsl.compiler import find_policy
+    from kvdsl.diagnostics import DiagnosticError, Sink, wants_color
+    from kvdsl.syntax.reader import read
+
+    found, sink = find_policy(policy), Sink()
+    source = read(found, sink, str(policy))
+    if source is None:
+        raise DiagnosticError(sink)
+    if as_json:
+        print_json({"name": found.stem, "path": str(found.resolve()), "source": source.text})
+    elif only_path:
+        click.echo(found.resolve())
+    else:
+        click.echo(click.style(_short(found), dim=True), err=True, color=wants_color(sys.stderr))
+        color = wants_color(sys.stdout)
+        click.echo(_highlighted(source.text) if color else source.text, nl=False, color=color)
+
+
+def _short(path: Path) -> str:
+    """The path from the current folder, if it lies below that."""
+    try:
+        return path.resolve().relative_to(Path.cwd()).as_posix()
+    except (OSError, ValueError):
+        return str(path.resolve())
+
+
+def _highlighted(text: str) -> str:
+    from pygments import highlight
+    from pygments.formatters import TerminalFormatter
+
+    from kvdsl.highlight import KvLexer
+
+    return str(highlight(text, KvLexer(), TerminalFormatter()))
