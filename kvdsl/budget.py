@@ -23,14 +23,16 @@ def is_rate(value: float | None) -> bool:
     return isinstance(value, float) and value <= 1
 
 
+def tokens_of(value: float, prompt: int) -> int:
+    """How many tokens such a budget is, of a prompt of so many."""
+    return max(1, int(value * prompt)) if is_rate(value) else int(value)
+
+
 def spelled(value: float) -> str:
     """The budget as a user would write it: 512, 0.25, 1.0."""
     return "1.0" if is_rate(value) and value == 1 else f"{value:g}"
 
 
-def read_number(text: str) -> float:
-    """A number as the user wrote it: an int, or a float where it has a point or an exponent."""
-    try:
-        return int(text)
-    except ValueError:
-        return float(text)
+def as_written(value: float, text: str) -> float:
+    """A number as a user wrote it: an int, or a float where the text has a point or an exponent."""
+    return float(value) if set(text.lower()) & set(".e") else int(value)

@@ -402,9 +402,9 @@ NO_BUDGET = _code(
 )
 BUDGET = _code(
     "KV0403",
-    "budget below 1",
-    "A policy keeps at least one token. A rate of the prompt is written `0.25 * prompt`; only the param `budget` "
-    "itself may be given as a number between 0 and 1, which then means that.",
+    "budget below 1, or with a fraction",
+    "A policy keeps at least one token, and whole ones. A rate of the prompt is written `0.25 * prompt`; only the param `budget` "
+    "itself may be given as a number above 0 and up to `1.0`, written with a point, which then means that; `1` is one token.",
     _policy("param budget = 0", "score position"),
 )
 KEEPS = _code(

@@ -36,7 +36,7 @@ class RoCoCache(KVCache):
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.
-        budget: default 512; below 1 it is a rate of the prompt.
+        budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
         protect: default budget / 2.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.

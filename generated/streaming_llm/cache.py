@@ -37,7 +37,7 @@ class StreamingLLMCache(KVCache):
     Args:
         model: a transformers model; its attention is prepared to serve this cache.
         sinks: default 4.
-        budget: default 512; below 1 it is a rate of the prompt.
+        budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """

@@ -149,7 +149,7 @@ def _param(param: Param) -> str:
     unit = f" {param.unit}" if param.unit else ""
     low, high = ("" if end is None else f"{end:g}" for end in (param.low, param.high))
     bounds = f", in {low}..{high}" if low or high else ""
-    rate = "; below 1 it is a rate of the prompt" if param.name == "budget" else ""
+    rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{rate}"
 
 

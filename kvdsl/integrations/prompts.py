@@ -10,6 +10,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.given import param
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
@@ -58,7 +59,8 @@ def survivors(
         KvdslError: if the policy cannot be served so, or if its params do not fit the prompt.
     """
     refuse(spec)
-    state = slot_state(spec, {**dict.fromkeys(spec.params), **given}, layer=layer, layers=layers)
+    checked = {name: param(spec.name, name, given.get(name)) for name in spec.params}
+    state = slot_state(spec, checked, layer=layer, layers=layers)
     choose(spec, backend, call.key.device, call.key.dtype).prefill(state, call)
     kept = max(1, int((state.position >= 0).sum(-1).max()))
     keys, values, position = (tensor[:, :, :kept].clone() for tensor in (state.keys, state.values, state.position))

@@ -171,7 +171,7 @@ _RESOLVE = NumberPrinter(
 
 def _param(param: Param) -> ParamPlan:
     constant = isinstance(param.default, Number)
-    rate = "; below 1 it is a rate of the prompt" if param.name == "budget" else ""
+    rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return ParamPlan(
         name=param.name,
         annotation="float" if constant else "float | None",

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvdsl.budget import is_rate
+from kvdsl.budget import ALLOWED, is_rate, tokens_or_rate
 from kvdsl.errors import KvdslError
 
 
@@ -105,3 +107,25 @@ class Given:
         for count in counts:
             found = torch.maximum(found, self.count(count))
         return found
+
+
+def param(policy: str, name: str, value: Any) -> float | None:
+    """The param as a number of Python, of a budget an int for tokens and a float for a rate; None for the default.
+
+    Raises:
+        KvdslError: if it is no finite number, or no budget.
+    """
+    if value is None:
+        return None
+    allowed = ALLOWED if name == "budget" else "give a finite number"
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise KvdslError(f"`{name}` of {policy} is {value!r}; {allowed}")
+    if not math.isfinite(value):
+        raise KvdslError(f"`{name}` of {policy} is {float(value):g}; {allowed}")
+    number = int(value) if isinstance(value, Integral) else float(value)
+    if name != "budget":
+        return float(number)
+    try:
+        return tokens_or_rate(number)
+    except ValueError as error:
+        raise KvdslError(f"`{name}` of {policy} {error}") from None

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from kvdsl import codes
+from kvdsl.budget import as_written
 from kvdsl.diagnostics import Diagnostic, Label, Sink, did_you_mean, listed
 from kvdsl.ir.nodes import Input, Policy
 from kvdsl.ir.visitors import expressions, walk
@@ -243,7 +244,7 @@ class _Check:
             elif not abs(step.value.value) < float("inf"):
                 self._report(codes.TEST_SETTING, step.value.span, f"`{step.name.text}` needs a number")
             else:
-                settings[step.name.text] = Setting(step.value.value, step.value.span)
+                settings[step.name.text] = Setting(as_written(step.value.value, step.value.span.text), step.value.span)
         return settings
 
     def _checked(

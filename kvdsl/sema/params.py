@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import cast
 
 from kvdsl import codes
+from kvdsl.budget import as_written, is_rate
 from kvdsl.diagnostics import Label, Sink
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.printer import print_number
@@ -59,14 +60,32 @@ class Params:
         if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink.report):
             value = None
         low, high = self._range(statement, placed)
+        written = None
+        if isinstance(statement.value, syn.Constant):
+            written = as_written(statement.value.value, span.text)
         if name in self.settings:
-            value, span = values.number(self.settings[name].value), self.settings[name].span
+            written, span = self.settings[name].value, self.settings[name].span
+            value = values.number(written)
         if value is None or not self._reads_earlier(value, span, name, earlier):
             return
+        if name == "budget" and value.constant is not None:
+            as_rate = self._rate(value.constant if written is None else written, span, written is not None)
+            value = value if as_rate is None else as_rate
         value = self._in_range(name, value, span, low, high, statement)
         self.inputs[name] = self.inputs_of(value.expr)
         unit = None if statement.unit is None else statement.unit.text
         self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
+
+    def _rate(self, given: float, span: Span, is_written: bool) -> Value | None:
+        """A budget as a rate of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
+        if 0 < given < 1 or (is_written and given == 1 and is_rate(given)):
+            rate = values.binary("*", values.number(given), values.read_input("prompt"))
+            return values.call("max", values.number(1), rate)
+        if is_written and given > 1 and given != int(given):
+            message = f"the budget is {print_number(given)}, which is neither a whole number of tokens nor a rate up to 1.0"
+            help = f"write `{print_number(int(given))}`, or `0.25` for a quarter of the prompt"
+            self.sink.report(codes.BUDGET, span, message, help)
+        return None
 
     def inputs_of(self, expr: ir.Expr) -> frozenset[str]:
         """The inputs that an expression reads, itself or by the defaults of params."""
@@ -113,13 +132,10 @@ class Params:
     def _in_range(
         self, name: str, value: Value, span: Span, low: float | None, high: float | None, statement: syn.Param
     ) -> Value:
-        """The value, after a report if it lies outside of the range. A budget between 0 and 1 is a rate of the prompt."""
+        """The value, after a report if it lies outside of the range."""
         given = value.constant
         if given is None:
             return value
-        if name == "budget" and 0 < given < 1:
-            rate = values.binary("*", values.number(given), values.read_input("prompt"))
-            return values.call("max", values.number(1), rate)
         if (low is not None and given < low) or (high is not None and given > high):
             place = cast(syn.Range, statement.range).span
             message = f"`{name}` is {print_number(given)}, but its range is `{place.quoted()}`"

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kvdsl import codes
+from kvdsl.budget import as_written
 from kvdsl.diagnostics import Sink, did_you_mean
 from kvdsl.source import SourceFile, Span
 
@@ -16,7 +17,7 @@ _NUMBER = re.compile(r"\s*[-+]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][-+]?[0-9]+)?\s*")
 
 @dataclass(frozen=True)
 class Setting:
-    """A param's value. The span is in a text of its own, so that a message can show what was given."""
+    """A param's value, an int or a float as it was written. The span is in a text of its own, so that a message can show what was given."""
 
     value: float
     span: Span
@@ -39,5 +40,5 @@ def read_settings(given: Mapping[str, str], params: list[str], sink: Sink) -> di
             message = f"`{name}` needs a number, not `{text[:40]}`"
             sink.report(codes.BAD_SETTING, value_span, message, f"for example `--set {name}=256`")
             continue
-        settings[name] = Setting(value, value_span)
+        settings[name] = Setting(as_written(value, text), value_span)
     return settings

@@ -169,12 +169,15 @@ def test_stretches_lie_evenly_and_begin_with_bos(tokenizer):
     assert ids[0, 1:].tolist() == whole[:49] and ids[2, 1:].tolist() == whole[-49:]
 
 
-@pytest.mark.parametrize(("text", "wanted"), [("128", [128]), ("128, 0.25", [128, 0.25]), ("64,64.0", [64, 64])])
+@pytest.mark.parametrize(
+    ("text", "wanted"), [("128", [128]), ("128, 0.25", [128, 0.25]), ("64,64.0", [64, 64]), ("1,1.0,1e2", [1, 1.0, 100])]
+)
 def test_budgets(text, wanted):
     assert parse_budgets(text) == wanted
+    assert [type(one) for one in parse_budgets(text)] == [type(one) for one in wanted]
 
 
-@pytest.mark.parametrize("text", ["", "0", "-1", "abc", "nan", "inf", "64,,128"])
+@pytest.mark.parametrize("text", ["", "0", "-1", "abc", "nan", "inf", "64,,128", "1.5", "64.5"])
 def test_no_budgets(text):
     with pytest.raises(KvdslError, match="is no budget"):
         parse_budgets(text)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -68,6 +69,15 @@ def test_eviction_changes_the_text() -> None:
     full = zoo.greedy(zoo.untouched("llama"), inputs, 15)
     _, evicted = run("llama", policies.OBSERVING, inputs)
     assert (full[1][:, -1] - evicted[1][:, -1]).abs().max() > 1e-2
+
+
+@pytest.mark.parametrize(("budget", "held"), [(1.0, 40), (1, 1), (np.float32(1), 40), (np.int64(1), 1), (2.0, 2), (0.5, 20)])
+def test_a_float_up_to_one_is_a_rate(budget: float, held: int) -> None:
+    model = zoo.model("llama")
+    cache = policies.make("tova", model, budget=budget)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 40)), 5, past_key_values=cache)
+    assert (cache.positions(0) >= 0).sum(-1).tolist() == [[held, held]]
+    assert ("budget=1.0" in repr(cache)) == (held == 40)
 
 
 def test_rate_of_the_prompt_is_per_row() -> None:

@@ -123,7 +123,7 @@ def test_self_test_compares_logits() -> None:
 # -- params ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("budget", [0, -1, -0.5, math.nan, math.inf, "abc", "512", True, [512], 2 + 1j])
+@pytest.mark.parametrize("budget", [0, -1, -0.5, 1.5, 64.5, math.nan, math.inf, "abc", "512", True, [512], 2 + 1j])
 def test_budgets_that_are_none(budget: Any) -> None:
     with pytest.raises(KvdslError, match=r"budget.*number of tokens") as error:
         cache_for(zoo.model("llama"), budget=budget)

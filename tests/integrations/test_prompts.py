@@ -50,6 +50,16 @@ def test_the_next_token_sees_what_the_policys_cache_shows_it(policy: str) -> Non
     assert found.position.shape[-1] < TOKENS
 
 
+@pytest.mark.parametrize(("budget", "held"), [(1.0, TOKENS), (1, 1), (0.5, TOKENS // 2)])
+def test_a_float_up_to_one_is_a_rate(budget: float, held: int) -> None:
+    assert survivors(kvdsl.load("tova").spec, {"budget": budget}, made(0, TOKENS)).position.shape[-1] == held
+
+
+def test_a_budget_with_a_fraction_is_refused() -> None:
+    with pytest.raises(KvdslError, match=r"is 1\.5, which is neither"):
+        survivors(kvdsl.load("tova").spec, {"budget": 1.5}, made(0, TOKENS))
+
+
 def test_survivors_are_in_the_order_of_the_text() -> None:
     found = survivors(kvdsl.load("h2o").spec, {"budget": BUDGET}, made(0, TOKENS))
     assert found.position.shape == (1, HEADS, BUDGET) and not found.free.any()

@@ -120,6 +120,12 @@ def test_a_prompt_settles_once() -> None:
     assert outcome(*steps, "expect evicted 1, 2", "expect kept 0").passed
 
 
+def test_the_text_says_whether_a_budget_is_a_rate() -> None:
+    prompt = "prompt { 8 times attend rest 0 }"
+    for budget, live in (("1.0", 8), ("1", 1), ("0.5", 4), ("2.0", 2)):
+        assert outcome("use TOVA", f"set budget = {budget}", prompt, f"expect live {live}").passed
+
+
 def test_a_chat_has_a_prompt_each_turn() -> None:
     """A quarter of 8 tokens, then of 8, one that was decoded and 7: the budget follows, and nothing else makes room."""
     first = ("use TOVA", "set budget = 0.25", "prompt { 8 times attend rest 0 }", "expect kept 6, 7")

@@ -68,6 +68,16 @@ def test_a_rate_of_the_prompt() -> None:
     for text, settings in (("0.25", {}), ("512", {"budget": "0.25"}), ("512 in 1..4096", {"budget": "0.25"})):
         checked = policy(f"param budget = {text}", "score age", **settings)
         assert print_expression(checked.params[0].default) == "max(1, 0.25 * prompt)"
+    for text, settings in (("1.0", {}), ("512", {"budget": "1.0"}), ("512", {"budget": "1e0"})):
+        checked = policy(f"param budget = {text}", "score age", **settings)
+        assert print_expression(checked.params[0].default) == "max(1, 1 * prompt)"
+    for text, settings in (("1", {}), ("512", {"budget": "1"})):
+        assert print_expression(policy(f"param budget = {text}", "score age", **settings).params[0].default) == "1"
+    assert print_expression(policy("param budget = 512", "score age", budget="2.0").params[0].default) == "2"
+    message = "the budget is 1.5, which is neither a whole number of tokens nor a rate up to 1.0"
+    expect(
+        body("param budget = 1.5", "score age"), "KV0403", message, "1.5", "write `1`, or `0.25` for a quarter of the prompt"
+    )
     found = only(body("budget 0.25", "score age"), "KV0403")
     assert found.help == "a rate of the prompt is written `0.25 * prompt`"
     assert print_expression(policy("budget 0.25 * prompt", "score age").budget) == "0.25 * prompt"

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from numbers import Integral, Real
 from typing import Any, ClassVar
 
 import torch
@@ -14,10 +12,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from kvdsl.budget import ALLOWED, spelled, tokens_or_rate
+from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.given import param
 from kvdsl.runtime.hf import binding, speculation
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
 from kvdsl.runtime.hf.rope import ropes
@@ -51,7 +50,7 @@ class KVCache(Cache):
     def __init__(
         self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
     ) -> None:
-        given = {name: _number(self.spec.name, name, value) for name, value in given.items()}
+        given = {name: param(self.spec.name, name, value) for name, value in given.items()}
         _refuse_hopeless(self.spec, given)
         model = binding.unwrap(model)
         check_dtype(model.dtype)
@@ -296,25 +295,3 @@ def _native_bytes(layer: Any) -> int:
     for value in vars(layer).values():
         tensors += value.values() if isinstance(value, dict) else [value]
     return sum(tensor.nbytes for tensor in tensors if isinstance(tensor, Tensor))
-
-
-def _number(policy: str, name: str, value: Any) -> float | None:
-    """The param as a number of Python, of a budget an int for tokens and a float for a rate; None for the default.
-
-    Raises:
-        KvdslError: if it is no finite number, or no budget.
-    """
-    if value is None:
-        return None
-    allowed = ALLOWED if name == "budget" else "give a finite number"
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise KvdslError(f"`{name}` of {policy} is {value!r}; {allowed}")
-    if not math.isfinite(value):
-        raise KvdslError(f"`{name}` of {policy} is {float(value):g}; {allowed}")
-    number = int(value) if isinstance(value, Integral) else float(value)
-    if name != "budget":
-        return float(number)
-    try:
-        return tokens_or_rate(number)
-    except ValueError as error:
-        raise KvdslError(f"`{name}` of {policy} {error}") from None

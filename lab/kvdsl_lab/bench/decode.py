@@ -69,7 +69,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
     """
     generator = torch.Generator(device).manual_seed(seed)
     filled = shape.live - 1
-    given = ({"budget": float(filled)} if "budget" in spec.params else {}) | params
+    given = ({"budget": int(filled)} if "budget" in spec.params else {}) | params
     prompt = torch.full((shape.batch,), filled, dtype=torch.int32, device=device)
     layer = selecting.first_selecting_layer(spec, given, prompt)
     state = slot_state(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from kvdsl.budget import tokens_of
 from kvdsl.generation.generate import cache_bytes, full_cache_bytes
 from kvdsl_lab.bench import measure, shifting
 from kvdsl_lab.bench.shares import Shares, shares
@@ -45,7 +46,7 @@ class Contender:
     policy: str
     budget: float | None
     make: Callable[[], Any] = lambda: None
-    window: int | None = None
+    window: float | None = None
     model: Any = None
 
     def begin(self, model: Any) -> Text:
@@ -71,7 +72,7 @@ def contenders(
     policies = Policies(list(dict.fromkeys(own)), settings, backend)
     found: dict[str, list[Contender]] = {
         NATIVE: [Contender(NATIVE, None, lambda: _native_cache(model))],
-        RECOMPUTE: [Contender(RECOMPUTE, budget, window=max(1, int(budget))) for budget in budgets],
+        RECOMPUTE: [Contender(RECOMPUTE, budget, window=budget) for budget in budgets],
     }
     for name, budget in policies.pairs(budgets):
         found.setdefault(name, []).append(Contender(name, budget, partial(policies.make, name, model, budget)))
@@ -132,15 +133,17 @@ class Text:
 
 @dataclass
 class Recomputed(Text):
-    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run."""
+    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run; a rate of the prompt."""
 
-    window: int = 1
+    window: float = 1
     seen: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def read(self, ids: Tensor) -> float:
         """See `Text.read`."""
+        if not self.seen.numel():
+            self.window = tokens_of(self.window, ids.shape[1])
         self.seen = torch.cat([self.seen, ids], 1) if self.seen.numel() else ids
-        return super().read(self.seen[:, -self.window :])
+        return super().read(self.seen[:, -int(self.window) :])
 
     def share(self, rows: int) -> None:
         """See `Text.share`."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from kvdsl.budget import is_rate
 from kvdsl.errors import KvdslError
 from kvdsl_lab.cli.measuring import Measured, model_and_text, names, show, tell
 
@@ -54,7 +55,7 @@ def _rates(text: str) -> list[float]:
     from kvdsl_lab.eval.caches import parse_budgets
 
     found = parse_budgets(text)
-    if max(found) >= 1:
+    if not all(is_rate(rate) and rate < 1 for rate in found):
         raise KvdslError(f"`{text}`: budgets are rates of a stretch here, below 1, for example 0.3,0.5")
     return found
 

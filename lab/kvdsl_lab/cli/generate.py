@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.budget import spelled
 from kvdsl.cli.common import json_option, print_json, set_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option, refuse_triton
 
@@ -136,7 +137,7 @@ def _show(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
         table.add_column(header, justify="left" if header in ("policy", "") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
-            row["policy"], "" if row["budget"] is None else f"{row['budget']:g}", f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.2f}",
+            row["policy"], "" if row["budget"] is None else spelled(row["budget"]), f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.2f}",
             f"[{row['tpot_ms_q1']:.3g} .. {row['tpot_ms_q3']:.3g}]", f"{row['vs_first']:.2f}x",
             "" if row["peak_bytes"] is None else size(row["peak_bytes"]), size(row["cache_bytes"]),
         )  # fmt: skip
@@ -158,5 +159,5 @@ def _shares(rows: Sequence[Mapping[str, Any]]) -> Table:
     for row in rows:
         shares = [row["shares"][name] for name in _SHARES]
         cells = ["" if share is None else f"{100 * share:.1f}" for share in shares]
-        table.add_row(row["policy"], "" if row["budget"] is None else f"{row['budget']:g}", *cells)
+        table.add_row(row["policy"], "" if row["budget"] is None else spelled(row["budget"]), *cells)
     return table

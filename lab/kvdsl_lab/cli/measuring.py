@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from kvdsl.budget import spelled
 from kvdsl.cli.common import json_option, print_json
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
 
@@ -94,13 +95,15 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     for name in columns:
         table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
     for row in rows:
-        table.add_row(*(_cell(row[name]) for name in columns))
+        table.add_row(*(_cell(row[name], name) for name in columns))
     Console(highlight=False).print(table)
 
 
-def _cell(value: Any) -> str:
+def _cell(value: Any, name: str) -> str:
     if value is None:
         return "-"
+    if name == "budget":
+        return spelled(value)
     if isinstance(value, list):
         return " ".join(f"{one:.2f}" for one in value)
     return f"{value:g}" if isinstance(value, float) else str(value)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from kvdsl.budget import as_written, tokens_or_rate
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
 
@@ -49,22 +50,19 @@ class Policies:
 
 
 def parse_budgets(text: str) -> list[float]:
-    """`128,0.25` as numbers; those that are whole stay whole.
+    """`128,0.25,1.0` as numbers: ints are tokens, floats rates.
 
     Raises:
-        KvdslError: if one is not a number above 0.
+        KvdslError: if one is no budget.
     """
     found: list[float] = []
     for part in (piece.strip() for piece in text.split(",")):
         try:
-            value = float(part)
-        except ValueError:
-            value = -1.0
-        if not 0 < value < float("inf"):
+            found.append(tokens_or_rate(as_written(float(part), part)))
+        except (ValueError, OverflowError) as error:
             raise KvdslError(
-                f"`{part}` is no budget; give numbers of tokens (128), or rates of the prompt (0.25), separated by commas"
-            )
-        found.append(int(value) if value.is_integer() else value)
+                f"`{part}` is no budget; give numbers of tokens (128), or rates of the prompt up to 1.0 (0.25), separated by commas"
+            ) from error
     return found
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import generate
 from kvdsl.generation.models import encode
@@ -140,7 +141,7 @@ def predict(
 def _folder(policy: str, budget: float | None) -> str:
     """A policy's file may lie anywhere; its name is what the folder is called by."""
     name = re.sub(r"[^\w.-]+", "_", policy).strip("_.")
-    return name if budget is None else f"{name}-{budget:g}"
+    return name if budget is None else f"{name}-{spelled(budget)}"
 
 
 def earlier(path: Path, task: Task) -> list[str]:
