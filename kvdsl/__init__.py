@@ -4,9 +4,35 @@
 policy in a string. All errors are `kvdsl.KvdslError`; what is wrong with a policy's source is a `kvdsl.DiagnosticError`.
 """
 
-from kvdsl.diagnostics import DiagnosticError
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from kvdsl.errors import KvdslError
-from kvdsl.loading import compile, load, load_model  # light: torch is imported only when a policy is loaded
+
+if TYPE_CHECKING:
+    from kvdsl.diagnostics import DiagnosticError
+    from kvdsl.loading import compile, load, load_model
 
 __version__ = "0.1.0"
 __all__ = ["DiagnosticError", "KvdslError", "__version__", "compile", "load", "load_model"]
+
+_LATER = {
+    "DiagnosticError": "kvdsl.diagnostics",
+    "compile": "kvdsl.loading",
+    "load": "kvdsl.loading",
+    "load_model": "kvdsl.loading",
+}
+"""Where the names lie that are imported when they are first read: `kvdsl --help` needs none of them."""
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module `kvdsl` has no attribute `{name}`")
+    globals()[name] = getattr(import_module(_LATER[name]), name)
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_LATER})

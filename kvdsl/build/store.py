@@ -13,10 +13,13 @@ import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from kvdsl.build.cache import ELSEWHERE, refusal, writable
-from kvdsl.build.claim import Claim, claimed
 from kvdsl.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.build.claim import Claim
 
 SEAL = "seal.json"
 
@@ -37,6 +40,8 @@ def entry(
     """
     if flaw(folder) is None:
         return folder
+    from kvdsl.build.claim import claimed  # most find their entry
+
     writable(folder.parent, elsewhere)
     try:
         with claimed(folder, what, patience) as claim:

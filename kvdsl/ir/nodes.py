@@ -8,12 +8,11 @@ Expressions see one KV head of one layer. The axes of an expression (`kvdsl.ir.a
 queries (the tokens that attend), slots (the cached tokens) and dims (of a key, value or query vector).
 """
 
-from __future__ import annotations
-
 from collections.abc import Container
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic_core import CoreSchema, core_schema
 
 from kvdsl.ir import ops
 from kvdsl.ir.ops import Axis as Axis
@@ -22,7 +21,34 @@ from kvdsl.ir.ops import Axis as Axis
 class Node(BaseModel):
     """An immutable value."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", defer_build=True)
+
+
+class _ByKind:
+    """Checks a child by its `kind`, and says nothing of what is in it.
+
+    pydantic's own union of the nodes would write all of them into the schema of each, which takes longer than a policy takes to check.
+    """
+
+    @classmethod
+    def __get_pydantic_core_schema__(cls, *_: object) -> CoreSchema:
+        return core_schema.no_info_plain_validator_function(_expression)
+
+
+def _expression(value: Any) -> Any:
+    """An expression, also from what `model_dump` made of one."""
+    if isinstance(value, EXPRESSIONS):
+        return value
+    kind = value.get("kind") if isinstance(value, dict) else None
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise ValueError(f"an expression has one of the kinds {', '.join(_KINDS)}")
+    return _KINDS[kind].model_validate(value)
+
+
+if TYPE_CHECKING:
+    Expr: TypeAlias = "Number | ParamRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
+else:
+    Expr = Annotated[Any, _ByKind]
 
 
 # -- expressions -----------------------------------------------------------------------------------------------------
@@ -146,10 +172,8 @@ class RingRef(Node):
     op: ReduceOp
 
 
-Expr = Annotated[
-    Number | ParamRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef,
-    Field(discriminator="kind"),
-]
+EXPRESSIONS = (Number, ParamRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
+_KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
 
 # -- policies --------------------------------------------------------------------------------------------------------
@@ -265,7 +289,3 @@ class Policy(Node):
     prefill: Literal["whole", "blocks"] = "whole"
     prefill_block: Expr | None = None
     columns: tuple[Column, ...] = ()
-
-
-for _model in (Call, Binary, Reduce, Pool, Param, Keep, Select, Sketch, LayerRange, Column, Policy):
-    _model.model_rebuild()

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar, cast, get_args
+from typing import TypeVar
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Input, Node, Number, ParamRef, Policy, Pool, Reduce
+from kvdsl.ir.nodes import EXPRESSIONS, Binary, Call, Expr, Input, Node, Number, ParamRef, Policy, Pool, Reduce
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 
 
@@ -67,7 +67,6 @@ def fold(policy: Policy) -> Policy:
     return _folded_inside(policy)
 
 
-_EXPRESSIONS = get_args(get_args(Expr)[0])
 _Inside = TypeVar("_Inside", bound=Node)
 
 
@@ -81,6 +80,6 @@ def _folded(value: object) -> object:
     if isinstance(value, tuple):
         parts = tuple(_folded(part) for part in value)
         return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
-    if isinstance(value, _EXPRESSIONS):
-        return fold_expression(cast(Expr, value))
+    if isinstance(value, EXPRESSIONS):
+        return fold_expression(value)
     return _folded_inside(value) if isinstance(value, Node) else value
