@@ -162,7 +162,7 @@ def _break(place: Path, owner: Owner | None) -> None:
     with contextlib.suppress(OSError):
         os.rename(place, aside)
         if _owner(aside) == owner:
-            shutil.rmtree(aside, ignore_errors=True)
+            _delete(aside)
         else:
             os.rename(aside, place)
 
@@ -172,7 +172,15 @@ def _remove(place: Path) -> None:
     aside = place.with_name(f"{place.name.partition(SUFFIX)[0]}{SUFFIX}-{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
         os.rename(place, aside)
-        shutil.rmtree(aside, ignore_errors=True)
+        _delete(aside)
+
+
+def _delete(aside: Path) -> None:
+    """The owner's name goes last: if a compiler that outlived its owner still writes there, the next one sweeps the rest."""
+    for inside in aside.iterdir():
+        if inside.name != _OWNER:
+            shutil.rmtree(inside)
+    shutil.rmtree(aside)
 
 
 def _touch(file: Path, ended: threading.Event) -> None:

@@ -1,0 +1,83 @@
+"""kill -9 while something is built."""
+
+from __future__ import annotations
+
+import random
+import time
+from pathlib import Path
+
+from scripts.torture._builds import Process, build, check_clean, check_right, decode, expected, fast_compiler, trial_folder
+from scripts.torture.registry import Counts, Progress, attack
+
+
+@attack(
+    "killed builds", "kill -9 at random moments of a build, compilers included or not; the next process uses what is left",
+    count=200, quick=4,
+)  # fmt: skip
+def killed_builds(seed: int, count: int, progress: Progress) -> Counts:
+    counts = _killed(random.Random(seed), count, progress, CXX=fast_compiler())
+    counts.notes.insert(0, "the compiler copies what g++ made, so that many builds can be killed")
+    return counts
+
+
+@attack("killed builds, g++", "the same with the real compiler, from an empty cache folder", count=8, quick=1)
+def killed_real_builds(seed: int, count: int, progress: Progress) -> Counts:
+    return _killed(random.Random(seed), count, progress)
+
+
+def _killed(dice: random.Random, count: int, progress: Progress, **environment: str) -> Counts:
+    counts, moments = Counts(), []
+    expected()
+    with trial_folder() as place:
+        whole = Process(build, place, **environment).wait()
+        assert whole.code == 0, whole.said
+    for number in range(count):
+        moment = dice.uniform(0, whole.seconds)
+        with counts.trial(f"trial {number}, killed after {moment:.3f} s"), trial_folder() as place:
+            for _ in range(dice.choice((1, 1, 1, 2))):  # now and then the one that mends it is killed as well
+                builder = Process(build, place, **environment)
+                time.sleep(moment)
+                builder.kill(everything=dice.random() < 0.5)
+                moments.append(builder.wait().code == -9)
+            check_right(Process(decode, place, **environment).wait())
+            _wait_for_orphans(place)
+            check_clean(place)
+        progress()
+    counts.note(f"{sum(moments)} of {len(moments)} kills came before the end; a whole build takes {whole.seconds:.1f} s")
+    return counts
+
+
+def _wait_for_orphans(place: Path) -> None:
+    """Compilers that outlived their owner go on for a moment; what they leave is for the next builder to sweep."""
+    from kvdsl.build.claim import sweep
+
+    time.sleep(0.3)
+    for kind in (place / "cache").iterdir():
+        sweep(kind)
+
+
+@attack(
+    "builders killed while others wait",
+    "four processes build the same, one to three are killed; the others finish",
+    count=50,
+    quick=2,
+)
+def races(seed: int, count: int, progress: Progress) -> Counts:
+    dice, counts = random.Random(seed), Counts()
+    environment = {"CXX": fast_compiler()}
+    expected()
+    for number in range(count):
+        with counts.trial(f"trial {number}"), trial_folder() as place:
+            builders = [Process(build, place, **environment) for _ in range(4)]
+            doomed = builders[: dice.randint(1, 3)]
+            for builder in doomed:
+                time.sleep(dice.uniform(0, 0.5))
+                builder.kill(everything=dice.random() < 0.5)
+            outcomes = [builder.wait() for builder in builders]
+            for outcome in outcomes[len(doomed) :]:
+                assert outcome.code == 0, outcome.said
+            check_right(Process(decode, place, **environment).wait())
+            _wait_for_orphans(place)
+            check_clean(place)
+        progress()
+    return counts
