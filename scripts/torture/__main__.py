@@ -23,7 +23,10 @@ REPORT = Path("benchmarks/results/torture.json")
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option(
-    "--only", multiple=True, metavar="NAME", help="Only this group or attack (a part of its name); may be repeated."
+    "--only",
+    multiple=True,
+    metavar="NAME",
+    help="Only this group or attack (or those with this in their name); may be repeated.",
 )
 @click.option("--quick", is_flag=True, help="A few trials of each, to see that the attacks work.")
 @click.option("--count", type=click.IntRange(min=1), help="Trials of each, in place of its own number.")
@@ -43,7 +46,7 @@ def main(only: tuple[str, ...], quick: bool, count: int | None, seed: int, out: 
       python -m scripts.torture --quick --out /tmp/torture.json
       python -m scripts.torture --only kills --count 20
     """
-    chosen = [one for one in registered() if not only or any(_named(one, word) for word in only)]
+    chosen = _named(registered(), only) if only else registered()
     if not chosen:
         raise click.UsageError("there is no such attack; `--list` names them")
     if listing:
@@ -69,8 +72,13 @@ def registered() -> list[Attack]:
     return ATTACKS
 
 
-def _named(one: Attack, word: str) -> bool:
-    return word.lower() in (one.group, one.name) or word.lower() in one.name.lower()
+def _named(attacks: list[Attack], words: tuple[str, ...]) -> list[Attack]:
+    """The attacks of which a word is the group, the name, or, where it is neither, a part of the name."""
+    chosen = set()
+    for word in words:
+        exact = {one for one in attacks if word.lower() in (one.group, one.name.lower())}
+        chosen |= exact or {one for one in attacks if word.lower() in one.name.lower()}
+    return [one for one in attacks if one in chosen]
 
 
 def _others(out: Path, chosen: list[Attack], environment: dict[str, Any]) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ import errno
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -118,7 +119,7 @@ def test_a_disk_that_loses_what_is_written(folder: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(store.os, "rename", lossy)
     make = Maker()
     with pytest.raises(
-        KvdslError, match=r"damaged as soon as it is written \(one is not what was written\); set KVDSL_CACHE_DIR"
+        KvdslError, match=r"damaged as soon as it is written \(one is not what was written\): .*set KVDSL_CACHE_DIR"
     ):
         entry(folder, "thing", make)
     assert make.made == 1, "an error, and no loop"
@@ -161,6 +162,33 @@ def test_files_that_may_not_grow(folder: Path, limit: int) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert "thing-0123 (File too large); free some space" in done.stdout, done.stderr
     assert os.listdir(folder.parent) == []
+
+
+SLOW = (
+    "import sys, time\nfrom pathlib import Path\nfrom kvdsl.build.store import entry\n"
+    "def make(folder):\n"
+    "    for name in 'abcdefgh':\n"
+    "        (folder / name).write_bytes(b'half')\n        time.sleep(0.003)\n        (folder / name).write_bytes(b'the whole')\n"
+    "print('begun', flush=True)\n"
+    "entry(Path(sys.argv[1]), 'thing', make)\n"
+)
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="the death of a process is told by /proc")
+@pytest.mark.parametrize("moment", range(8))
+def test_a_build_that_is_killed(folder: Path, moment: int) -> None:
+    """`make torture` kills real ones, and more of them."""
+    builder = subprocess.Popen([sys.executable, "-c", SLOW, str(folder)], stdout=subprocess.PIPE)
+    assert builder.stdout is not None
+    assert builder.stdout.readline() == b"begun\n"
+    time.sleep(0.005 * moment)
+    builder.kill()
+    builder.wait()
+    if folder.exists():
+        assert flaw(folder) is None, "whatever is seen is whole"
+    entry(folder, "thing", Maker())
+    assert flaw(folder) is None
+    assert os.listdir(folder.parent) == [folder.name]
 
 
 def test_a_folder_that_cannot_be_written_serves_what_it_has(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
