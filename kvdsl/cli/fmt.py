@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import difflib
-import os
-import shutil
 import sys
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -15,6 +12,7 @@ import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, error, finish, kv_files, report
+from kvdsl.files import write_whole
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
@@ -96,16 +94,7 @@ def _write(one: Formatted) -> None:
         return
     if not one.changed or one.after is None:
         return
-    path = Path(one.name).resolve()
-    handle, new = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with open(handle, "w", encoding="utf-8", newline="\n") as stream:
-            stream.write(one.after)
-        shutil.copymode(path, new)
-        os.replace(new, path)
-    except BaseException:
-        Path(new).unlink(missing_ok=True)
-        raise
+    write_whole(Path(one.name), one.after)
     click.echo(f"formatted {one.name}")
 
 

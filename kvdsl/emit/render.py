@@ -13,6 +13,7 @@ from pathlib import Path
 from kvdsl import __version__
 from kvdsl.abi import ABI
 from kvdsl.emit.environment import environment
+from kvdsl.files import write_whole
 from kvdsl.lower.plan import PackagePlan
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
@@ -80,7 +81,7 @@ def write(files: dict[str, str], folder: Path) -> list[str]:
     changed = differing(files, folder)
     folder.mkdir(parents=True, exist_ok=True)
     for name in changed:
-        (folder / name).write_text(files[name], encoding="utf-8")
+        write_whole(folder / name, files[name])
     return changed
 
 

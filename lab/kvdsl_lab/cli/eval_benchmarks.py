@@ -117,6 +117,7 @@ def _measure(
     )
     from kvdsl.cli.progress import progress
     from kvdsl.environment import environment
+    from kvdsl.files import write_whole
     from kvdsl_lab.eval.benchmarks import run
 
     chat = _check_chat(begun.tokenizer, chat)
@@ -131,7 +132,7 @@ def _measure(
     means = run.averages(rows)
     result = {"format_version": FORMAT_VERSION, "environment": about, **asked, "rows": rows, "averages": means}
     text = json.dumps(result, indent=2, ensure_ascii=False, allow_nan=False)
-    (out / f"{benchmark}.json").write_text(text + "\n", encoding="utf-8")
+    write_whole(out / f"{benchmark}.json", text + "\n")
     if as_json:
         click.echo(text)
     else:

@@ -58,6 +58,7 @@ def command(
 
     from kvdsl.cli.progress import stages
     from kvdsl.environment import environment
+    from kvdsl.files import write_whole
     from kvdsl_lab.reproduce import Setup, plots, tables
     from kvdsl_lab.reproduce.run import count, load_paper, reproduce
 
@@ -70,8 +71,8 @@ def command(
     head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=setup.dtype_name, seed=seed)}
     with stages(paper, count(wanted, setup)) as tick:
         result = reproduce(wanted, setup, out, head, fresh=fresh, drawn=not no_plots, tick=tick)
-    (out / f"{paper}.md").write_text(tables.markdown(wanted, result), encoding="utf-8")
-    (out / f"{paper}.tex").write_text(tables.latex(wanted, result), encoding="utf-8")
+    write_whole(out / f"{paper}.md", tables.markdown(wanted, result))
+    write_whole(out / f"{paper}.tex", tables.latex(wanted, result))
     if not no_plots:
         plots.draw_all(wanted, result, out)
     if as_json:

@@ -45,6 +45,7 @@ def command(
     from kvdsl.cli.progress import progress
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.environment import environment
+    from kvdsl.files import write_whole
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.ir.printer import print_expression
     from kvdsl.loading import load
@@ -65,7 +66,7 @@ def command(
         "model": model or "the model that ships with kvdsl",
     }
     head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype_name)}
-    out.write_text(tracing.page({**head, **facts, **tracing.as_data(made, tokenizer)}), encoding="utf-8")
+    write_whole(out, tracing.page({**head, **facts, **tracing.as_data(made, tokenizer)}))
     evicted, all_of_them = int((made.gone >= 0).sum()), made.gone[..., : made.seen[-1]].numel()
     result = {
         **facts, "prompt_tokens": made.prompt_tokens, "new_tokens": max_new_tokens, "steps": len(made.seen), "evicted": evicted,

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.errors import KvdslError
+from kvdsl.files import write_whole
 from kvdsl_lab.reproduce.experiment import Experiment, Paper, Row, Setup
 
 
@@ -116,9 +117,7 @@ def _part(
 def _save(path: Path, result: Mapping[str, Any]) -> None:
     """Write the file as a whole, so that a run that is killed meanwhile leaves the one before."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
-    beside = path.with_suffix(".json.part")
-    beside.write_text(text + "\n", encoding="utf-8")
-    os.replace(beside, path)
+    write_whole(path, text + "\n")
 
 
 # -- what was measured before ------------------------------------------------------------------------------------------

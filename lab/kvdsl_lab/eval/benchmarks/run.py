@@ -18,6 +18,7 @@ from typing import Any
 
 from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
+from kvdsl.files import write_whole
 from kvdsl.generation.generate import generate
 from kvdsl.generation.models import encode
 from kvdsl_lab.eval.benchmarks.tasks import Example, Row, Task, percent
@@ -198,7 +199,7 @@ def claim(folder: Path, facts: Mapping[str, Any], *, fresh: bool) -> None:
         else:
             _compare(note, facts)
     folder.mkdir(parents=True, exist_ok=True)
-    note.write_text(json.dumps(facts, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(note, json.dumps(facts, indent=1, ensure_ascii=False) + "\n")
 
 
 def _compare(note: Path, facts: Mapping[str, Any]) -> None:
