@@ -186,10 +186,13 @@ def test_json_and_mistakes(folder: str, tmp_path: Path, capsys: pytest.CaptureFi
 # -- the script ------------------------------------------------------------------------------------------------------------
 
 BROWSER = """
-const made = (tag) => ({tag, children: [], dataset: {}, style: {}, value: "", textContent: "", className: "",
+const drawn = (canvas) => ({clearRect() { canvas.filled = []; }, fillRect(x) { canvas.filled.push([this.fillStyle, x]); }});
+const made = (tag) => ({tag, children: [], getContext() { return this.context ??= drawn(this); },
+  dataset: {}, style: {}, value: "", textContent: "", className: "",
   classList: {on: new Set(), toggle(name, on) { on ? this.on.add(name) : this.on.delete(name); }, add(name) { this.on.add(name); },
               remove(name) { this.on.delete(name); }},
-  listeners: {}, addEventListener(name, call) { this.listeners[name] = call; }, appendChild(one) { this.children.push(one); return one; },
+  listeners: {}, addEventListener(name, call) { this.listeners[name] = call; },
+  appendChild(one) { this.children.push(one); one.parentNode = this; return one; },
   add(one) { this.children.push(one); if (!this.value) this.value = one.value; }, insertRow() { return this.appendChild(made("tr")); }});
 const found = {};
 globalThis.document = {getElementById: (id) => found[id] ??= made(id), createElement: made};
@@ -199,6 +202,10 @@ eval(SCRIPT);
 const painted = () => found.text.children.map((one) => one.classList.on.has("future") ? "future" : one.style.background);
 const states = [painted()];
 const set = (id, value) => { found[id].value = value; found[id].listeners.input(); };
+const bars = () => found.overview.children[0].children.slice(1).flatMap((row) => row.children.slice(1))
+  .map((place) => [place.title, place.className, place.children[0].filled.map(([style, x]) => [style, x / place.children[0].width])]);
+const held = [bars()[1]];
+set("color", "left"); states.push(painted());
 set("step", 0); states.push(painted());
 set("step", 1); set("layer", "0"); set("head", "1"); states.push(painted());
 found.text.listeners.pointerover({target: found.text.children[1]});
@@ -206,7 +213,10 @@ const read = () => found.details.children.at(-1).children.map((row) => row.child
 const told = [[found.details.textContent, read()]];
 set("step", 0); told.push([found.details.textContent, read()]);
 set("step", 1); set("layer", "all"); set("head", "all"); set("color", "score"); states.push(painted());
-console.log(JSON.stringify({states, told}));
+found.overview.children[0].children[1].children[2].listeners.click(); held.push(...bars());
+const clicked = [found.layer.value, found.head.value];
+found.overview.children[0].children[1].children[2].listeners.click(); clicked.push(found.layer.value, found.head.value);
+console.log(JSON.stringify({states, told, held, chosen: clicked}));
 """
 
 
@@ -225,14 +235,22 @@ def test_the_script_paints_what_the_data_say(tmp_path: Path) -> None:
     )
     done = subprocess.run(["node", "-e", program], capture_output=True, text=True, check=True)
     found = json.loads(done.stdout)
-    early, late = "hsl(210 90% 55% / {})", "hsl(0 90% 55% / {})"
+    kept, early, late = "rgb(0 114 178 / {})", "rgb(86 180 233 / {})", "rgb(230 159 0 / {})"
     assert found["states"] == [
-        [early.format("0.8"), late.format("0.475"), "", "future"],
-        [early.format("0.8"), "", "future", "future"],
-        [early.format("0.8"), late.format("0.8"), "", "future"],
+        ["", kept.format("0.375"), kept.format("0.650"), "future"],  # b is kept in one of two heads, c in both
+        [early.format("0.800"), late.format("0.475"), "", "future"],
+        [early.format("0.800"), "", "future", "future"],
+        [early.format("0.800"), late.format("0.800"), "", "future"],
         # by score, over both heads: in head 0, b is lower than c; in head 1 nothing is known of c
-        ["", "hsl(30 90% 55% / 0.475)", "hsl(170 90% 55% / 0.475)", "future"],
+        ["", early.format("0.475"), late.format("0.475"), "future"],
     ]
+    blue, orange = "rgb(0 114 178)", "rgb(230 159 0)"
+    assert found["held"] == [
+        ["layer 0, KV head 1: 1 of 3 tokens cached", "here", [[blue, 0.5]]],
+        ["layer 0, KV head 0: 2 of 3 tokens cached", "", [[blue, 0.25], [blue, 0.5], [orange, 0.25]]],  # b is pointed at
+        ["layer 0, KV head 1: 1 of 3 tokens cached", "here", [[blue, 0.5], [orange, 0.25]]],
+    ]
+    assert found["chosen"] == ["0", "1", "all", "all"]  # the second click chooses all again
     (words, cells), (earlier_words, earlier) = found["told"]
     assert words == 'token 1 "b" (prompt), after step 1: cached in 0 of 1 heads.'
     assert cells == [["", "head 0", "head 1"], ["layer 0\nscore", "cached\n0.6", "left with 1\n0.3"]]

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(
     reason="needs chromium and chromedriver (Debian: apt-get install chromium chromium-driver)",
 )
 
-BUDGET, NEW = 9, 6
+BUDGET, NEW, HEADS = 9, 6, 4
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +60,7 @@ def test_the_slider_goes_back_and_forth(reader: Browser, page: Path, made: traci
         assert reader.text("#where") == f"{step} of {last}: {made.seen[step]} tokens read"
         colors = reader.run(COLORED)
         assert [color != CLEAR for color in colors] == [
-            token < made.seen[step] and gone(made, token, step) > 0 for token in range(len(made.ids))
+            token < made.seen[step] and gone(made, token, step) < HEADS for token in range(len(made.ids))
         ]
         future = reader.run("return document.querySelectorAll('#text span.future').length")
         assert future == len(made.ids) - made.seen[step]
@@ -90,11 +90,29 @@ def test_a_token_tells_its_score_and_columns_at_the_step(reader: Browser, page: 
                     assert float(number) == pytest.approx(float(made.values[name][at]), rel=1e-3), name
 
 
+def test_a_strip_chooses_its_head(reader: Browser, page: Path, made: tracing.Trace) -> None:
+    reader.open(page)
+    strip = "#overview tr:nth-child(2) td:nth-child(3)"
+    seen = made.seen[-1]
+    held = int((made.gone[0, 1, :seen] < 0).sum())
+    assert (
+        reader.run(f"return document.querySelector('{strip}').title")
+        == f"layer 0, KV head 1: {held} of {seen} tokens cached"
+    )
+    for layer, head in (("0", "1"), ("all", "all")):
+        reader.run(f"document.querySelector('{strip}').click()")
+        assert reader.run("return ['layer', 'head'].map((id) => document.getElementById(id).value)") == [layer, head]
+    assert reader.complaints() == []
+
+
 def test_one_head_and_other_colours(reader: Browser, page: Path, made: tracing.Trace) -> None:
     reader.open(page)
     reader.type("#head", "1")
     reader.type("#step", "left")
     step = len(made.seen) - 2
+    shown = [color != CLEAR for color in reader.run(COLORED)]
+    assert shown == [token < made.seen[step] and gone(made, token, step, head=1) < 2 for token in range(len(made.ids))]
+    reader.run("const list = document.getElementById('color'); list.value = 'left'; list.dispatchEvent(new Event('input'))")
     shown = [color != CLEAR for color in reader.run(COLORED)]
     assert shown == [token < made.seen[step] and gone(made, token, step, head=1) > 0 for token in range(len(made.ids))]
     reader.type("#color", "score")

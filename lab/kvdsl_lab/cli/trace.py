@@ -31,9 +31,9 @@ def command(
 ) -> None:  # fmt: skip
     """Show which tokens a policy kept while a model read a prompt and went on from it: one HTML file that needs no network.
 
-    Every token is coloured by when it was evicted (blue early, red late) and in how many KV heads (the stronger, the more), or by
-    its score. A slider goes through the steps, two lists choose a layer and a KV head, and pointing at a token shows what every head
-    knew of it at that step, its score and its state columns, and when it let it go. The prompt is one step, unless --chunk divides it.
+    Every token is coloured by how many KV heads keep it, or by when it left, its score or a state column. A slider goes through the
+    steps; a strip for every layer and KV head shows where in the text lie the tokens that it holds, and chooses it; and pointing at a
+    token shows what every head knew of it at that step, and when it let it go. The prompt is one step, unless --chunk divides it.
 
     \b
     Examples:
