@@ -29,8 +29,7 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
     """
     env = environment()
     context = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    context |= {"abi": ABI, "banner": _banner(plan, source), "uses_torch": _uses_torch(plan)}
-    context["resolve_uses_torch"] = any("torch." in line for line in (*plan.resolve, *dict(plan.numbers).values()))
+    context |= {"abi": ABI, "banner": _banner(plan, source)}
     files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}
     for name, text in files.items():
         files[name] = _tidy(text)
@@ -42,12 +41,6 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
         ast.parse(files[_TRITON], filename=f"{plan.stem}/{_TRITON}")
     files["manifest.json"] = _manifest(plan, source, files)
     return files
-
-
-def _uses_torch(plan: PackagePlan) -> bool:
-    torch = plan.torch
-    lines = (*torch.observe, *torch.place, *torch.protect, *torch.score, *torch.select, *torch.sketch)
-    return any("torch." in line for line in lines)
 
 
 def _banner(plan: PackagePlan, source: str) -> str:

@@ -7,8 +7,8 @@ of the loop and gets a name; so does what a ring remembers, reduced for every sl
 from __future__ import annotations
 
 import math
-import re
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvdsl.ir.nodes import (
@@ -27,9 +27,26 @@ from kvdsl.ir.nodes import (
     Reduce,
     RingRef,
 )
-from kvdsl.ir.ops import OPERATORS
+from kvdsl.ir.ops import LOGICAL, OPERATORS
 from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, Target, as_float32, form_of_ranks, literal, pair, reads
+from kvdsl.lower.expression import (
+    ATOM,
+    Fragment,
+    Leaf,
+    NotLowerable,
+    Printer,
+    Target,
+    Use,
+    as_float32,
+    form_of_ranks,
+    fragment,
+    literal,
+    names_of,
+    pair,
+    reads,
+    texts,
+    uses_of,
+)
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.passes.parts import in_parts
 
@@ -62,49 +79,52 @@ class _CppPrinter(Printer):
     negation = ("-", _UNARY)
     one, zero = "1.0", "0.0"
 
-    def as_number(self, condition: str) -> str:
-        return f"({condition} ? {self.one} : {self.zero})"
+    def as_number(self, condition: Fragment) -> Fragment:
+        return fragment(f"({{}} ? {self.one} : {self.zero})", condition)
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
+    def binary(self, expr: Binary) -> Fragment:
         if expr.op == "**" and expr.right == Number(value=2):
-            return f"kvdsl::square({self.value(expr.left)})", ATOM
+            return fragment("kvdsl::square({})", self.value(expr.left))
         if expr.op in ("**", "%"):
             function = "std::pow" if expr.op == "**" else "kvdsl::modulo"
-            return f"{function}({self.value(expr.left)}, {self.value(expr.right)})", ATOM
-        if expr.op in ("and", "or"):
+            return fragment(f"{function}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
+        if expr.op in LOGICAL:
             left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
-            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
         return super().binary(expr)
 
-    def call(self, expr: Call) -> tuple[str, int]:
+    def call(self, expr: Call) -> Fragment:
         if expr.function == "not":
-            return f"!{self.truth(expr.args[0], ATOM)}", _UNARY
+            return fragment("!{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
         if expr.function == "where":
             condition, yes, no = expr.args
-            return f"({self.truth(condition, _STRENGTH['or'])} ? {self.value(yes)} : {self.value(no)})", ATOM
+            return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
         args = pair(expr) if expr.function in ("min", "max") else expr.args
-        arguments = ", ".join(self.value(arg) for arg in args)
-        return f"{_FUNCTIONS[expr.function]}({arguments})", ATOM
+        places = ", ".join("{}" for _ in args)
+        return fragment(f"{_FUNCTIONS[expr.function]}({places})", *(self.value(arg) for arg in args))
 
 
 class CountPrinter(_CppPrinter):
     """One double per row and KV head, in `settle`. It is floored, so that its last bit matters: products are rounded."""
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
-        text, binds = super().binary(expr)
+    def binary(self, expr: Binary) -> Fragment:
+        made = super().binary(expr)
         product = expr.op == "*" or (expr.op == "**" and expr.right == Number(value=2))
-        return (f"kvdsl::rounded({text})", ATOM) if product else (text, binds)
+        return fragment("kvdsl::rounded({})", made) if product else made
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return _double(expr.value)
+            return Fragment(_double(expr.value))
         if isinstance(expr, ParamRef):
-            return f"head.param(Number::{spelled(expr.name)})"
+            return Fragment(f"head.param(Number::{spelled(expr.name)})")
         assert isinstance(expr, Input)
-        return "static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})"
+        return Fragment("static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})")
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
+
+
+_I, _D, _G = (Use("index", name) for name in "idg")
 
 
 @dataclass(frozen=True)
@@ -120,68 +140,83 @@ class SlotPrinter(_CppPrinter):
 
     one, zero = "1.0f", "0.0f"
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return _float(expr.value)
+            return Fragment(_float(expr.value))
         if isinstance(expr, ParamRef):
-            return f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))"
+            return Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))")
         if isinstance(expr, Random):
-            return f"{self.view}.random(i)"
+            return Fragment(f"{self.view}.random(i)", uses=(_I,))
         if isinstance(expr, ColumnRef):
-            return f"slot.column(Column::{expr.name})" if self.view == "slot" else f"{expr.name}[i]"
+            column = Use("column", expr.name)
+            if self.view == "slot":
+                return Fragment(f"slot.column(Column::{expr.name})", uses=(column,))
+            return Fragment(f"{expr.name}[i]", uses=(column, _I))
         if isinstance(expr, RingRef):
-            return f"{_ring_name(expr)}[i]"
+            return Fragment(f"{_ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), _I))
         return self._input(expr.name)
 
-    def _input(self, name: str) -> str:
-        if name in ("attn", "logit"):
-            return f"row.{name}[i]"
-        if name == "q":
-            return "row.q(g, d)"
+    def _input(self, name: str) -> Fragment:
+        view, own = self.view, Use("input", name)
+        vectors = {
+            "slot": Fragment(f"slot.{name}[d]", uses=(own, _D)),
+            "row": Fragment(f"row.{name}(i, d)", uses=(own, _I, _D)),
+        }
+        per_slot = {
+            "attn": "row.attn[i]",
+            "logit": "row.logit[i]",
+            "position": f"static_cast<float>({view}.position[i])",
+            "age": f"static_cast<float>({view}.age(i))",
+            "observed": f"{view}.observed(i)",
+        }
+        if name in per_slot:
+            return Fragment(per_slot[name], uses=(own, _I))
         if name in ("k", "v"):
-            return {"slot": f"slot.{name}[d]", "row": f"row.{name}(i, d)"}[self.view]
-        if name == "position":
-            return f"static_cast<float>({self.view}.position[i])"
-        if name == "age":
-            return f"static_cast<float>({self.view}.age(i))"
-        if name == "observed":
-            return f"{self.view}.observed(i)"
-        if name == "live":
-            return f"static_cast<float>({self.view}.live)"
-        return f"static_cast<float>({self.view}.param(Number::{name}))"
+            return vectors[view]
+        if name == "q":
+            return Fragment("row.q(g, d)", uses=(own, _G, _D))
+        number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
+        return Fragment(f"static_cast<float>({number})", uses=(own,))
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         if expr.axis is Axis.SLOT:
-            return self.hoisted[expr], ATOM
+            return Fragment(self.hoisted[expr])
         if self.over_dims:
             raise NotLowerable("a reduction over dims inside another one")
-        inside = SlotPrinter(self.view, self.hoisted, over_dims=True)
+        body = SlotPrinter(self.view, self.hoisted, over_dims=True).value(expr.body)
         if expr.within == "sketch":
-            if reads(expr.body, "v"):
+            if body.needs("input", "v"):
                 raise NotLowerable("values over a sketch's dims")
-            body = inside.value(expr.body)
-            return f"kvdsl::{expr.op}_over({self.view}.dims, {_of_sketch(body)})", ATOM
-        size = f"{self.view}.value_dim" if reads(expr.body, "v") else f"{self.view}.key_dim"
-        return f"kvdsl::{expr.op}_over({size}, {_function('d', inside.value(expr.body))})", ATOM
+            return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
+        size = f"{self.view}.value_dim" if body.needs("input", "v") else f"{self.view}.key_dim"
+        return fragment(f"kvdsl::{expr.op}_over({size}, {{}})", _function(_D, body))
 
-    def body(self, expr: Expr) -> str:
+    def body(self, expr: Expr) -> Fragment:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
-        if not reads(expr, "q"):
-            return self.value(expr)
-        return f"kvdsl::over_group<group>(row.group, {_function('g', self.value(expr))})"
+        return _over_group(self.value(expr))
 
 
-def _of_sketch(value: str) -> str:
+def _over_group(value: Fragment) -> Fragment:
+    """What the query heads of a group give, as one number; what none of them has a part in, as it is."""
+    return fragment("kvdsl::over_group<group>(row.group, {})", _function(_G, value)) if _G in value.uses else value
+
+
+def _of_sketch(value: Fragment) -> Fragment:
     """A function of an index into the sketch's dims."""
-    if not re.search(r"\bd\b", value):
-        return _function("j", value)
-    return f"[&](int j) {{ const int d = row.sketch[j]; return {value}; }}"
+    if _D not in value.uses:
+        return _function(Use("index", "j"), value)
+    return _without(_D, fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
 
 
-def _function(index: str, value: str) -> str:
+def _function(index: Use, value: Fragment) -> Fragment:
     """A function of an index, which has no name where the value does not vary with it."""
-    argument = f"int {index}" if re.search(rf"\b{index}\b", value) else "int"
-    return f"[&]({argument}) {{ return {value}; }}"
+    argument = f"int {index.name}" if index in value.uses else "int"
+    return _without(index, fragment(f"[&]({argument}) {{{{ return {{}}; }}}}", value))
+
+
+def _without(index: Use, made: Fragment) -> Fragment:
+    """The fragment that has an index itself."""
+    return replace(made, uses=tuple(use for use in made.uses if use != index))
 
 
 @dataclass(frozen=True)
@@ -192,11 +227,11 @@ class DimPrinter(_CppPrinter):
 
     one, zero = "1.0f", "0.0f"
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         return SlotPrinter("row", {}).leaf(expr)
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
-        return self.hoisted[expr], ATOM
+    def reduce(self, expr: Reduce) -> Fragment:
+        return Fragment(self.hoisted[expr])
 
 
 @dataclass(frozen=True)
@@ -257,20 +292,18 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
     policy = in_parts(policy, CAN.knows)
     CAN.check_columns(policy.columns)
     folded = [column for column in policy.columns if column.rule != "token"]
-    bodies = [column.body for column in folded]
-    before, hoisted = _hoist("row", bodies)
+    before, hoisted = _hoist("row", [column.body for column in folded])
     row = SlotPrinter("row", hoisted)
-    reads_keys = any(reads(body, "k", "v") for body in bodies)
-    wanted = {name: any(reads(e, name) for e in bodies) for name in ("attn", "logit")}
-    columns = _column_pointers("row", folded, bodies)
+    bodies = [row.body(column.body) for column in folded]
+    uses = uses_of(*bodies, *before)
     settle_before, settle, protect, scratch = _settle(policy)
     return CppPlan(
         place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
-        observe_before=(*columns, *before),
-        observe=tuple(_fold(column, row.body(column.body)) for column in folded),
-        observe_reads_keys=reads_keys,
-        needs_attn=wanted["attn"],
-        needs_logit=wanted["logit"],
+        observe_before=(*_column_pointers("row", folded, uses), *texts(before)),
+        observe=tuple(_fold(column, body.text) for column, body in zip(folded, bodies, strict=True)),
+        observe_reads_keys=bool({"k", "v"} & {*names_of(uses, "input")}),
+        needs_attn="attn" in names_of(uses, "input"),
+        needs_logit="logit" in names_of(uses, "input"),
         overflow=_overflow(numbers),
         settle_before=settle_before,
         settle=settle,
@@ -295,7 +328,7 @@ def _refuse_statements(policy: Policy) -> None:
 
 
 def _place(column: Column) -> str:
-    value = SlotPrinter("slot", {}).value(column.body) if column.rule == "token" else _INITIAL[column.rule]
+    value = SlotPrinter("slot", {}).value(column.body).text if column.rule == "token" else _INITIAL[column.rule]
     return f"slot.column(Column::{column.name}) = {value};"
 
 
@@ -312,14 +345,12 @@ def _fold(column: Column, body: str) -> str:
     return f"{old} = seen ? {new[column.rule]} : {old};"
 
 
-def _column_pointers(view: str, written: list[Column], exprs: list[Expr]) -> list[str]:
+def _column_pointers(view: str, written: list[Column], uses: Iterable[Use]) -> list[str]:
     """Pointers to the columns that a loop writes or reads; of a ring, to the row that is the newest query's."""
     rings = {column.name for column in written if column.rule == "ring"}
     names = {column.name: "float*" for column in written}
-    for expr in exprs:
-        for node in walk(expr):
-            if isinstance(node, ColumnRef):
-                names.setdefault(node.name, "const float*")
+    for name in names_of(uses, "column"):
+        names.setdefault(name, "const float*")
     return [
         f"{kind} const {name} = {view}.{f'ring({_ring_arguments(view, name)})' if name in rings else f'column(Column::{name})'};"
         for name, kind in names.items()
@@ -330,13 +361,13 @@ def _ring_arguments(view: str, ring: str) -> str:
     return f"Ring::{ring}, kvdsl::count({view}.param(Number::{size_of(ring)}))"
 
 
-def _ring_name(ref: RingRef) -> str:
+def _ring_name(ref: RingRef | Use) -> str:
     return f"{ref.op}_of_{ref.name}"
 
 
-def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
+def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str]]:
     """Statements that compute every reduction over slots, inner ones first, and the names they get."""
-    lines: list[str] = []
+    lines: list[Fragment] = []
     names: dict[Expr, str] = {}
 
     def visit(expr: Expr) -> None:
@@ -352,7 +383,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[str], dict[Expr, str]]:
             CAN.check(expr)
             body = SlotPrinter(view, names).value(expr.body)
             names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
-            lines.append(f"const float {names[expr]} = {view}.{expr.op}({_function('i', body)});")
+            lines.append(fragment(f"const float {names[expr]} = {view}.{expr.op}({{}});", _function(_I, body)))
 
     for expr in exprs:
         visit(expr)
@@ -382,50 +413,52 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
         raise NotLowerable("a score or scope that reads keys or values together with what changes while they are cached")
     before, hoisted = _hoist("head", [*ranked, *conditions])
     printer = SlotPrinter("head", hoisted)
+    values = [printer.value(expr) for expr in ranked]
+    protect = _protect(policy, printer)
+    uses = uses_of(*values, *protect, *before)
     names = ["score", *(f"rank_{n}" for n in range(1, len(tops) + 1))]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
-    columns = _column_pointers("head", [], [*ranked, *conditions])
-    rings = _ring_reductions([*ranked, *conditions], len(names))
-    loop = tuple(f"{name}[i] = {printer.value(expr)};" for name, expr in zip(names, ranked, strict=True))
-    return (*columns, *rings, *before, *pointers), loop, _protect(policy, printer), len(names) + len(rings)
+    columns = _column_pointers("head", [], uses)
+    rings = _ring_reductions(uses, len(names))
+    loop = tuple(f"{name}[i] = {value};" for name, value in zip(names, values, strict=True))
+    return (*columns, *rings, *texts(before), *pointers), loop, texts(protect), len(names) + len(rings)
 
 
-def _ring_reductions(exprs: list[Expr], scratch: int) -> list[str]:
+def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
     """Statements that reduce rings, each into a work row of its own, from the row `scratch` on."""
-    wanted: dict[RingRef, None] = {}  # in order
-    for node in (node for expr in exprs for node in walk(expr)):
-        if isinstance(node, RingRef):
-            if node.op in ("var", "std"):
-                wanted[RingRef(name=node.name, op="mean")] = None
-            wanted[node] = None
+    wanted: dict[Use, None] = {}  # in order
+    for use in uses:
+        if use.kind == "ring":
+            if use.op in ("var", "std"):
+                wanted[use._replace(op="mean")] = None
+            wanted[use] = None
     lines = []
-    for n, ref in enumerate(wanted, start=scratch):
-        around = f"{_ring_name(RingRef(name=ref.name, op='mean'))}, " if ref.op in ("var", "std") else ""
-        call = f"head.ring_{ref.op}({_ring_arguments('head', ref.name)}, {around}head.scratch({n}))"
-        lines.append(f"const float* const {_ring_name(ref)} = {call};")
+    for n, use in enumerate(wanted, start=scratch):
+        around = f"{_ring_name(use._replace(op='mean'))}, " if use.op in ("var", "std") else ""
+        call = f"head.ring_{use.op}({_ring_arguments('head', use.name)}, {around}head.scratch({n}))"
+        lines.append(f"const float* const {_ring_name(use)} = {call};")
     return lines
 
 
-def _protect(policy: Policy, printer: SlotPrinter) -> tuple[str, ...]:
+def _protect(policy: Policy, printer: SlotPrinter) -> list[Fragment]:
     lines, tops = [], 0
     for keep in policy.keeps:
         tops += keep.scope == "top"
         lines.append(_protect_line(keep, printer, f"rank_{tops}"))
-    return tuple(lines)
+    return lines
 
 
-def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> str:
+def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
-        return f"head.protect_where({_function('i', printer.truth(keep.by))});"
+        return fragment("head.protect_where({});", _function(_I, printer.truth(keep.by)))
     assert keep.count is not None
-    count = (
-        str(min(int(keep.count.value), _INT_MAX))
-        if isinstance(keep.count, Number)
-        else f"kvdsl::count({CountPrinter()(keep.count)})"
-    )
+    if isinstance(keep.count, Number):
+        count = Fragment(str(min(int(keep.count.value), _INT_MAX)))
+    else:
+        count = fragment("kvdsl::count({})", CountPrinter()(keep.count))
     by = f"{rank}, " if keep.scope == "top" else ""
-    return f"head.protect_{keep.scope}({by}{count});"
+    return fragment(f"head.protect_{keep.scope}({by}{{}});", count)
 
 
 # -- select ------------------------------------------------------------------------------------------------------------
@@ -438,16 +471,17 @@ def _select(policy: Policy) -> SelectPlan | None:
     before: list[str] = []
     value = ""
     if by == "expression":
-        before, hoisted = _hoist("row", [policy.select.by])
-        before = [*_column_pointers("row", [], [policy.select.by]), *before]
-        value = SlotPrinter("row", hoisted).body(policy.select.by)
+        reductions, hoisted = _hoist("row", [policy.select.by])
+        rank = SlotPrinter("row", hoisted).body(policy.select.by)
+        before = [*_column_pointers("row", [], uses_of(rank, *reductions)), *texts(reductions)]
+        value = rank.text
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(
         by=by,
         rank_before=tuple(before),
         rank=value,
-        always=tuple(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
+        always=texts(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
         page=policy.pages is not None,
         sketch=policy.sketch is not None,
         sketch_before=sketch_before,
@@ -460,17 +494,15 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
     if policy.sketch is None:
         return (), ""
     before, hoisted = _hoist_over_dims(policy.sketch.by)
-    printer, by = DimPrinter(hoisted), policy.sketch.by
-    if reads(by, "v"):
+    value = DimPrinter(hoisted).value(policy.sketch.by)
+    if reads(policy.sketch.by, "v"):
         raise NotLowerable("values over a sketch's dims")
-    if not reads(by, "q"):
-        return tuple(before), printer.value(by)
-    return tuple(before), f"kvdsl::over_group<group>(row.group, {_function('g', printer.value(by))})"
+    return texts(before), _over_group(value).text
 
 
-def _hoist_over_dims(by: Expr) -> tuple[list[str], dict[Expr, str]]:
+def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
     """`_hoist`, where what is reduced has a value for every dim."""
-    lines: list[str] = []
+    lines: list[Fragment] = []
     names: dict[Expr, str] = {}
 
     def visit(expr: Expr) -> None:
@@ -483,11 +515,13 @@ def _hoist_over_dims(by: Expr) -> tuple[list[str], dict[Expr, str]]:
         CAN.check(expr)
         name = f"{expr.op}_over_slots_{len(names) + 1}"
         body = SlotPrinter("row", {}).value(expr.body)
-        if reads(expr, "k"):
-            lines.append(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{ return {body}; }});")
+        if body.needs("input", "k"):
+            lines.append(
+                fragment(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{{{ return {{}}; }}}});", body)
+            )
             names[expr] = f"{name}_of[d]"
         else:
-            lines.append(f"const float {name} = row.{expr.op}({_function('i', body)});")
+            lines.append(fragment(f"const float {name} = row.{expr.op}({{}});", _function(_I, body)))
             names[expr] = name
 
     visit(by)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import ClassVar
+from dataclasses import dataclass, replace
+from typing import ClassVar, NamedTuple
 
 from kvdsl.ir.nodes import (
     Axis,
@@ -63,6 +63,60 @@ def form_of_ranks(by: Expr) -> str:
 
 def _factors(expr: Expr) -> set[Expr]:
     return {expr.left, expr.right} if isinstance(expr, Binary) and expr.op == "*" else set()
+
+
+class Use(NamedTuple):
+    """Something that a fragment needs of what surrounds it.
+
+    Attributes:
+        kind: `input`, `number`, `column` and `ring` (reduced by `op`) by the language's or the column's name; `index` of a loop;
+            `helper`, what the target's own surroundings have.
+    """
+
+    kind: str
+    name: str
+    op: str = ""
+
+
+@dataclass(frozen=True)
+class Fragment:
+    """A piece of a target's text, and what it needs.
+
+    Attributes:
+        binds: how tightly its outermost operator binds.
+        uses: each once, in the order of the text.
+    """
+
+    text: str
+    binds: int = ATOM
+    uses: tuple[Use, ...] = ()
+
+    def __str__(self) -> str:
+        return self.text
+
+    def needs(self, kind: str, *names: str) -> bool:
+        """Whether it needs one of these."""
+        return any(use.kind == kind and use.name in names for use in self.uses)
+
+
+def fragment(template: str, *parts: Fragment, binds: int = ATOM, uses: Iterable[Use] = ()) -> Fragment:
+    """A text with fragments in its places, `{}`, which needs what they need."""
+    return Fragment(template.format(*(part.text for part in parts)), binds, uses_of(*parts, Fragment("", uses=tuple(uses))))
+
+
+def uses_of(*parts: Fragment) -> tuple[Use, ...]:
+    """What several fragments need."""
+    return tuple(dict.fromkeys(use for part in parts for use in part.uses))
+
+
+def names_of(uses: Iterable[Use], kind: str) -> tuple[str, ...]:
+    """The names of what is needed of a kind, each once."""
+    return tuple(dict.fromkeys(use.name for use in uses if use.kind == kind))
+
+
+def texts(lines: Iterable[Fragment]) -> tuple[str, ...]:
+    """What a template places."""
+    return tuple(line.text for line in lines)
 
 
 class NotLowerable(Exception):
@@ -128,61 +182,61 @@ class Printer(ABC):
     negation: ClassVar[tuple[str, int]]
     zero: ClassVar[str] = "0"
 
-    def __call__(self, expr: Expr, at_least: int = 0) -> str:
-        """The expression's text, in parentheses if it binds less tightly than `at_least`."""
-        text, binds = self.parts(expr)
-        return text if binds >= at_least else f"({text})"
-
-    def parts(self, expr: Expr) -> tuple[str, int]:
-        """The expression's text and how tightly it binds."""
+    def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
+        """The expression, in parentheses if it binds less tightly than `at_least`."""
         self.can.check(expr)
+        made = self.parts(expr)
+        return made if made.binds >= at_least else fragment("({})", made)
+
+    def parts(self, expr: Expr) -> Fragment:
+        """The expression without parentheses around it."""
         if isinstance(expr, Binary):
             return self.binary(expr)
         if isinstance(expr, Call):
             if expr.function == "neg":
                 sign, binds = self.negation
-                return f"{sign}{self.value(expr.args[0], binds + 1)}", binds  # never --x
+                return fragment(sign + "{}", self.value(expr.args[0], binds + 1), binds=binds)  # never --x
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
         if isinstance(expr, Pool):
             return self.pool(expr)
         below_zero = isinstance(expr, Number) and expr.value < 0
-        return self.leaf(expr), self.negation[1] if below_zero else ATOM
+        return replace(self.leaf(expr), binds=self.negation[1] if below_zero else ATOM)
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
+    def binary(self, expr: Binary) -> Fragment:
         """Left-associative: the right operand needs parentheses at equal strength; comparisons do not chain."""
         binds = self.strength[expr.op]
         chained = 1 if expr.op in COMPARISONS else 0
         operand = self.truth if expr.op in LOGICAL else self.value
         left, right = operand(expr.left, binds + chained), operand(expr.right, binds + 1)
-        return f"{left} {self.spelling.get(expr.op, expr.op)} {right}", binds
+        return fragment(f"{{}} {self.spelling.get(expr.op, expr.op)} {{}}", left, right, binds=binds)
 
-    def value(self, expr: Expr, at_least: int = 0) -> str:
+    def value(self, expr: Expr, at_least: int = 0) -> Fragment:
         """The expression as a number: a condition counts 0 or 1."""
         if is_condition(expr):
             return self.as_number(self(expr))
         return self(expr, at_least)
 
-    def truth(self, expr: Expr, at_least: int = 0) -> str:
+    def truth(self, expr: Expr, at_least: int = 0) -> Fragment:
         """The expression as a condition: a number holds where it is not 0."""
         if is_condition(expr):
             return self(expr, at_least)
-        return f"({self(expr, self.strength['!='] + 1)} != {self.zero})"
+        return fragment(f"({{}} != {self.zero})", self(expr, self.strength["!="] + 1))
 
     @abstractmethod
-    def as_number(self, condition: str) -> str: ...
+    def as_number(self, condition: Fragment) -> Fragment: ...
 
     @abstractmethod
-    def leaf(self, expr: Leaf) -> str: ...
+    def leaf(self, expr: Leaf) -> Fragment: ...
 
     @abstractmethod
-    def call(self, expr: Call) -> tuple[str, int]: ...
+    def call(self, expr: Call) -> Fragment: ...
 
     @abstractmethod
-    def reduce(self, expr: Reduce) -> tuple[str, int]: ...
+    def reduce(self, expr: Reduce) -> Fragment: ...
 
-    def pool(self, expr: Pool) -> tuple[str, int]:
+    def pool(self, expr: Pool) -> Fragment:
         """A value pooled along the text."""
         raise NotLowerable(f"`{expr.op}_pool`")
 

@@ -3,12 +3,43 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Number, ParamRef, Pool, Reduce, RingRef
-from kvdsl.ir.ops import OPERATORS
-from kvdsl.lower.expression import ATOM, Leaf, Printer, Target, as_float32, literal, pair, reads
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Column,
+    ColumnRef,
+    Expr,
+    Input,
+    Keep,
+    Number,
+    ParamRef,
+    Policy,
+    Pool,
+    Reduce,
+    RingRef,
+)
+from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.lower.expression import (
+    ATOM,
+    Fragment,
+    Leaf,
+    Printer,
+    Target,
+    Use,
+    as_float32,
+    fragment,
+    literal,
+    names_of,
+    pair,
+    reads,
+    texts,
+    uses_of,
+)
 from kvdsl.lower.spelling import spelled
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
@@ -35,55 +66,59 @@ CAN = Target(
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
 
+_TORCH = Use("helper", "torch")
+
+
 class _TorchPrinter(Printer):
     can = CAN
     strength = _STRENGTH
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
 
-    def number(self, value: float) -> str:
+    def number(self, value: float) -> Fragment:
         """A literal."""
-        return literal(value)
+        return Fragment(literal(value))
 
-    def of_dtype(self, value: float) -> str:
+    def of_dtype(self, value: float) -> Fragment:
         """A literal that has the dtype of values by itself, where no tensor stands beside it: float32."""
-        text = self.number(value)
-        return text if not text.lstrip("-").isdigit() else f"{text}.0"
+        made = self.number(value)
+        return made if not made.text.lstrip("-").isdigit() else fragment("{}.0", made)
 
-    def as_number(self, condition: str) -> str:
-        return f"({condition}).float()"
+    def as_number(self, condition: Fragment) -> Fragment:
+        return fragment("({}).float()", condition)
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
+    def binary(self, expr: Binary) -> Fragment:
         if expr.op == "**" and expr.right == Number(value=2):
-            return f"{self.value(expr.left, ATOM)}.square()", ATOM
+            return fragment("{}.square()", self.value(expr.left, ATOM))
         if expr.op == "**":
-            return f"{self.value(expr.left, ATOM)} ** {self.value(expr.right, ATOM)}", _STRENGTH["**"]
-        if expr.op in ("and", "or"):
+            operands = (self.value(side, ATOM) for side in (expr.left, expr.right))
+            return fragment("{} ** {}", *operands, binds=_STRENGTH["**"])
+        if expr.op in LOGICAL:
             # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
-            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
-            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+            operands = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", *operands, binds=_STRENGTH[expr.op])
         return super().binary(expr)
 
-    def call(self, expr: Call) -> tuple[str, int]:
+    def call(self, expr: Call) -> Fragment:
         if expr.function == "not":
-            return f"~{self.truth(expr.args[0], ATOM)}", _UNARY
+            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
         if expr.function == "where":
             condition, yes, no = expr.args
             chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
-            return f"torch.where({self.truth(condition)}, {chosen}, {self.value(no)})", ATOM
+            return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[_TORCH])
         if expr.function in ("min", "max"):
             return self._extreme(expr)
-        return f"{_FUNCTIONS[expr.function]}({self.value(expr.args[0])})", ATOM
+        return fragment(f"{_FUNCTIONS[expr.function]}({{}})", self.value(expr.args[0]), uses=[_TORCH])
 
-    def _extreme(self, expr: Call) -> tuple[str, int]:
+    def _extreme(self, expr: Call) -> Fragment:
         """Min and max; against a literal it is a clamp."""
         left, right = pair(expr)
         if isinstance(left, Number):
             left, right = right, left
         if isinstance(right, Number):
             bound = "min" if expr.function == "max" else "max"
-            return f"({self.value(left)}).clamp({bound}={self.number(right.value)})", ATOM
-        return f"torch.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
+            return fragment(f"({{}}).clamp({bound}={{}})", self.value(left), self.number(right.value))
+        return fragment(f"torch.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right), uses=[_TORCH])
 
 
 class NumberPrinter(_TorchPrinter):
@@ -93,18 +128,18 @@ class NumberPrinter(_TorchPrinter):
         self._param = param
         self.given = given
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return literal(expr.value)
+            return Fragment(literal(expr.value))
         if isinstance(expr, ParamRef):
-            return self._param.format(spelled(expr.name))
+            return Fragment(self._param.format(spelled(expr.name)))
         assert isinstance(expr, Input)
-        return self.given[expr.name]
+        return Fragment(self.given[expr.name])
 
-    def of_dtype(self, value: float) -> str:
-        return f"torch.tensor({literal(value)}, dtype=torch.float64)"
+    def of_dtype(self, value: float) -> Fragment:
+        return Fragment(f"torch.tensor({literal(value)}, dtype=torch.float64)", uses=(_TORCH,))
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
 
 
@@ -120,11 +155,11 @@ class TensorPrinter(_TorchPrinter):
         self._grouped = grouped
         self._dims = dims
 
-    def body(self, expr: Expr) -> str:
+    def body(self, expr: Expr) -> Fragment:
         """What is made of one query: per query head where it reads q, then reduced over the group."""
         if not reads(expr, "q"):
             return self.value(expr)
-        return f"{self._view}.over_group({self._inside(grouped=True).value(expr)})"
+        return fragment(f"{self._view}.over_group({{}})", self._inside(grouped=True).value(expr))
 
     def _inside(self, *, grouped: bool | None = None, dims: bool | None = None) -> TensorPrinter:
         return TensorPrinter(
@@ -133,61 +168,135 @@ class TensorPrinter(_TorchPrinter):
             dims=self._dims if dims is None else dims,
         )
 
-    def number(self, value: float) -> str:
+    def number(self, value: float) -> Fragment:
         """A literal beside float32 tensors."""
         known = as_float32(value)
-        return literal(known) if math.isfinite(known) else f"{'-' if known < 0 else ''}torch.inf"
+        if math.isfinite(known):
+            return Fragment(literal(known))
+        return Fragment(f"{'-' if known < 0 else ''}torch.inf", uses=(_TORCH,))
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             return self.number(expr.value)
         if isinstance(expr, Input) and expr.name == "q":
-            return f"{self._view}.q"
+            return Fragment(f"{self._view}.q")
         if isinstance(expr, Input) and expr.name in ("k", "v"):
-            return f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else "")
+            return Fragment(f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else ""))
         return self._lift(self._four_axes(expr))
 
-    def _four_axes(self, expr: Leaf) -> str:
+    def _four_axes(self, expr: Leaf) -> Fragment:
         if isinstance(expr, ColumnRef):
-            return expr.name
+            return Fragment(expr.name, uses=(Use("column", expr.name),))
         if isinstance(expr, RingRef):
-            return f'{self._view}.ring("{expr.name}", "{expr.op}")'
+            return Fragment(f'{self._view}.ring("{expr.name}", "{expr.op}")')
         if isinstance(expr, ParamRef):
-            return f'{self._view}.number("{spelled(expr.name)}")'
+            return Fragment(f'{self._view}.number("{spelled(expr.name)}")')
         if isinstance(expr, Input):
-            is_number = expr.name in ("budget", "prompt", "layer", "layers")
-            return f'{self._view}.number("{expr.name}")' if is_number else f"{self._view}.{expr.name}"
-        return f"{self._view}.random()"
+            return Fragment(f'{self._view}.number("{expr.name}")' if expr.name in FIXED else f"{self._view}.{expr.name}")
+        return Fragment(f"{self._view}.random()")
 
-    def _lift(self, text: str) -> str:
+    def _lift(self, made: Fragment) -> Fragment:
         """Make room for the axes that a value over queries and slots lacks here."""
-        return text + (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims else "")
+        return fragment("{}" + (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims else ""), made)
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         if expr.axis is Axis.DIM:
             return self._over_dims(expr)
         if expr.within == "page":
             return self._over_page(expr)
         flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
-        return f'{self._view}.over_slots("{expr.op}", {self.value(expr.body)}{flags})', ATOM
+        return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body))
 
-    def _over_dims(self, expr: Reduce) -> tuple[str, int]:
+    def _over_dims(self, expr: Reduce) -> Fragment:
         product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
         if expr.op == "sum" and expr.body == product:
-            text = f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}"
-        elif expr.within == "sketch":
-            text = f'{self._view}.over_sketch("{expr.op}", {self._inside(dims=True).value(expr.body)})'
+            made = Fragment(f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}")
         else:
-            text = f"({self._inside(dims=True).value(expr.body)}).{_OVER_DIMS[expr.op]}"
-        return text + (".unsqueeze(-1)" if self._dims else ""), ATOM
+            body = self._inside(dims=True).value(expr.body)
+            sketched = expr.within == "sketch"
+            made = fragment(
+                f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}", body
+            )
+        return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
 
-    def _over_page(self, expr: Reduce) -> tuple[str, int]:
+    def _over_page(self, expr: Reduce) -> Fragment:
         """What pages hold has nothing to do with the query: it is found once for the whole group."""
         dims = Axis.DIM in axes_of(expr.body)
         inside = self._inside(grouped=False, dims=dims)
-        text = f'{self._view}.over_page("{expr.op}", {inside.value(expr.body)}{", dims=True" if dims else ""})'
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
-        return text + lifted, ATOM
+        flag = ", dims=True" if dims else ""
+        return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
 
-    def pool(self, expr: Pool) -> tuple[str, int]:
-        return f"{self._view}.{expr.op}_pool({self.value(expr.body)}, {self.value(expr.size)})", ATOM
+    def pool(self, expr: Pool) -> Fragment:
+        return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))
+
+
+# -- the functions of kernels_torch.py ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TorchPlan:
+    """Bodies of the functions of `kernels_torch.py`, one statement a line; a function without a body is not printed.
+
+    `protects` is whether there is a `protect`, which may have nothing to do; `uses_torch`, whether a body needs torch by its name.
+    """
+
+    uses_torch: bool
+    observe: tuple[str, ...]
+    place: tuple[str, ...]
+    protects: bool
+    protect: tuple[str, ...]
+    score: tuple[str, ...]
+    select: tuple[str, ...]
+    sketch: tuple[str, ...]
+
+
+def torch_plan(policy: Policy) -> TorchPlan:
+    """The torch of a policy whose state columns are known.
+
+    Raises:
+        NotLowerable: if there is none.
+    """
+    CAN.check_columns(policy.columns)
+    row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TensorPrinter("new")
+    folded = [column for column in policy.columns if column.rule != "token"]
+    place = [fragment(f'columns.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
+    observe = [_observed(column, row) for column in folded]
+    protect = [_torch_keep(keep, slots) for keep in policy.keeps]
+    score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]
+    select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
+    dims = TensorPrinter("row", dims=True)
+    sketch = [] if policy.sketch is None else [fragment("return {}", dims.body(policy.sketch.by))]
+    return TorchPlan(
+        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *score, *select, *sketch),
+        observe=(*_column_locals("row", observe), *texts(observe)),
+        place=texts(place),
+        protects=policy.budget is not None or policy.select is not None,
+        protect=(*_column_locals("slots", protect), *texts(protect)),
+        score=(*_column_locals("slots", score), *texts(score)),
+        select=texts(select),
+        sketch=texts(sketch),
+    )
+
+
+def _observed(column: Column, row: TensorPrinter) -> Fragment:
+    decay = [] if column.decay is None else [row.value(column.decay)]
+    more = ", {}" * len(decay)
+    return fragment(f'columns.{column.rule}("{column.name}", {{}}{more})', row.body(column.body), *decay)
+
+
+def _column_locals(view: str, lines: list[Fragment]) -> list[str]:
+    """Columns are read once and have their names in the expressions."""
+    return [f'{name} = {view}.column("{name}")' for name in names_of(uses_of(*lines), "column")]
+
+
+_IN_KERNEL = NumberPrinter('numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"})
+
+
+def _torch_keep(keep: Keep, slots: TensorPrinter) -> Fragment:
+    if keep.scope == "where":
+        assert keep.by is not None
+        return fragment("keep.where({})", slots.truth(keep.by))
+    assert keep.count is not None
+    by = [] if keep.by is None else [slots.value(keep.by)]
+    return fragment(f"keep.{keep.scope}({'{}, ' * len(by)}{{}})", *by, _IN_KERNEL(keep.count))

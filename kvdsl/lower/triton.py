@@ -8,7 +8,7 @@ into a loop of its own. `ops.py`, `evicting.py` and `select.py` of `kvdsl/runtim
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import ClassVar
 
@@ -29,9 +29,25 @@ from kvdsl.ir.nodes import (
     Reduce,
     RingRef,
 )
-from kvdsl.ir.ops import OPERATORS
-from kvdsl.ir.visitors import children, walk
-from kvdsl.lower.expression import ATOM, Leaf, NotLowerable, Printer, Target, form_of_ranks, literal, pair, reads
+from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.visitors import children
+from kvdsl.lower.expression import (
+    ATOM,
+    Fragment,
+    Leaf,
+    NotLowerable,
+    Printer,
+    Target,
+    Use,
+    form_of_ranks,
+    fragment,
+    literal,
+    names_of,
+    pair,
+    reads,
+    texts,
+    uses_of,
+)
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.passes.parts import in_parts
 
@@ -41,7 +57,13 @@ _STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
 _UNARY = 8
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
-_SLOTS = {"visible": "visible = (pos >= 0) & (now - pos < window)", "cached": "cached = pos >= 0"}
+_WINDOW = Use("helper", "window")
+_SLOTS = {
+    "visible": Fragment("visible = (pos >= 0) & (now - pos < window)", uses=(_WINDOW,)),
+    "cached": Fragment("cached = pos >= 0"),
+}
+_EXTREMES = {"max": "maximum", "min": "minimum"}
+_OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
 _OVER_DIMS = {"sum": "ops.total", "mean": "ops.mean", "var": "ops.var", "max": "ops.largest", "min": "ops.least"}
 _FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
 CAN = Target(
@@ -65,51 +87,58 @@ class _TritonPrinter(Printer):
     negation = ("-", _UNARY)
     sqrt: ClassVar[str] = "tl.sqrt"
 
-    def as_number(self, condition: str) -> str:
-        return f"tl.where({condition}, 1.0, 0.0)"
+    def as_number(self, condition: Fragment) -> Fragment:
+        return fragment("tl.where({}, 1.0, 0.0)", condition)
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
-        if expr.op == "**" and expr.right == Number(value=2):
-            return f"ops.square({self.value(expr.left)})", ATOM
-        if expr.op in ("**", "%"):
-            function = "ops.power" if expr.op == "**" else "ops.modulo"
-            return f"{function}({self.value(expr.left)}, {self.value(expr.right)})", ATOM
-        if expr.op in ("and", "or"):
+    def binary(self, expr: Binary) -> Fragment:
+        if expr.op == "**":
+            return self.power(expr)
+        if expr.op == "%":
+            return fragment("ops.modulo({}, {})", self.value(expr.left), self.value(expr.right))
+        if expr.op in LOGICAL:
             # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
             left, right = (self._operand(side, expr) for side in (expr.left, expr.right))
-            return f"{left} {self.spelling[expr.op]} {right}", _STRENGTH[expr.op]
+            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
         return super().binary(expr)
 
-    def _operand(self, side: Expr, whole: Expr) -> str:
-        alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
-        return f"ops.truth({self.truth(side)})" if alone else self.truth(side, ATOM)
+    def power(self, expr: Binary) -> Fragment:
+        """A power, in double precision but for squares."""
+        if expr.right == Number(value=2):
+            return fragment("ops.square({})", self.value(expr.left))
+        return fragment("ops.power({}, {})", self.value(expr.left), self.value(expr.right))
 
-    def call(self, expr: Call) -> tuple[str, int]:
+    def _operand(self, side: Expr, whole: Expr) -> Fragment:
+        alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
+        return fragment("ops.truth({})", self.truth(side)) if alone else self.truth(side, ATOM)
+
+    def call(self, expr: Call) -> Fragment:
         if expr.function == "not":
-            return f"~{self.truth(expr.args[0], ATOM)}", _UNARY
+            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
         if expr.function == "where":
             condition, yes, no = expr.args
-            return f"tl.where({self.truth(condition)}, {self.value(yes)}, {self.value(no)})", ATOM
+            return fragment("tl.where({}, {}, {})", self.truth(condition), self.value(yes), self.value(no))
         if expr.function in ("min", "max"):
             left, right = pair(expr)
-            return f"ops.{expr.function}imum({self.value(left)}, {self.value(right)})", ATOM
+            return fragment(f"ops.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right))
         function = self.sqrt if expr.function == "sqrt" else _FUNCTIONS[expr.function]
-        return f"{function}({self.value(expr.args[0])})", ATOM
+        return fragment(f"{function}({{}})", self.value(expr.args[0]))
 
 
 class CountPrinter(_TritonPrinter):
     """One double per row and KV head."""
 
-    def leaf(self, expr: Leaf) -> str:
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             # A literal that is an operand of a function becomes a float32 first.
-            return literal(expr.value) if _is_float32(expr.value) else f"tl.full([], {expr.value!r}, tl.float64)"
+            return Fragment(literal(expr.value) if _is_float32(expr.value) else f"tl.full([], {expr.value!r}, tl.float64)")
         if isinstance(expr, ParamRef):
-            return _number(spelled(expr.name))
+            return number(spelled(expr.name))
         assert isinstance(expr, Input)
-        return "live.to(tl.float64)" if expr.name == "live" else _number(expr.name)
+        if expr.name == "live":
+            return Fragment("live.to(tl.float64)", uses=(Use("input", "live"),))
+        return number(expr.name)
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
 
 
@@ -124,54 +153,58 @@ class BlockPrinter(_TritonPrinter):
 
     sqrt = "tl.sqrt_rn"
 
-    def binary(self, expr: Binary) -> tuple[str, int]:
+    def binary(self, expr: Binary) -> Fragment:
         if expr.op == "/":  # correctly rounded, so that equal quotients are equal
-            return f"tl.div_rn({self.value(expr.left)}, {self.value(expr.right)})", ATOM
-        text, binds = super().binary(expr)
-        return (f"{text}.to(tl.float32)", ATOM) if text.startswith("ops.power(") else (text, binds)
+            return fragment("tl.div_rn({}, {})", self.value(expr.left), self.value(expr.right))
+        return super().binary(expr)
 
-    def leaf(self, expr: Leaf) -> str:
+    def power(self, expr: Binary) -> Fragment:
+        made = super().power(expr)
+        return made if expr.right == Number(value=2) else fragment("{}.to(tl.float32)", made)
+
+    def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             text = literal(expr.value)
-            return f"{text}.0" if text.lstrip("-").isdigit() else text
+            return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
         if isinstance(expr, ParamRef):
-            return f"{_number(spelled(expr.name))}.to(tl.float32)"
+            return fragment("{}.to(tl.float32)", number(spelled(expr.name)))
         if isinstance(expr, Random):
-            return "ops.random(random_key, pos, now)"
+            return Fragment("ops.random(random_key, pos, now)", uses=(Use("helper", "random_key"),))
         if isinstance(expr, ColumnRef):
-            return expr.name
+            return Fragment(expr.name, uses=(Use("column", expr.name),))
         if isinstance(expr, RingRef):
-            return _ring_name(expr)
+            use = Use("ring", expr.name, expr.op)
+            return Fragment(_ring_name(use), uses=(use,))
+        if expr.name in FIXED:
+            return fragment("{}.to(tl.float32)", number(expr.name))
         plain = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
-        if expr.name in ("attn", "logit", "observed", "k", "v"):
-            return expr.name
-        return plain.get(expr.name, f"{_number(expr.name)}.to(tl.float32)")
+        return Fragment(plain.get(expr.name, expr.name), uses=(Use("input", expr.name),))
 
-    def condition(self, expr: Expr) -> str:
+    def condition(self, expr: Expr) -> Fragment:
         """A condition that can be combined with others over slots."""
-        return self.truth(expr) if Axis.SLOT in axes_of(expr) else f"ops.truth({self.truth(expr)})"
+        return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         if expr.axis is Axis.SLOT:
-            return self.hoisted[expr], ATOM
-        mask = "e < E" if reads(expr.body, "v") else "d < D"
+            return Fragment(self.hoisted[expr])
+        body = self.value(expr.body)
+        mask = "e < E" if body.needs("input", "v") else "d < D"
         if expr.op == "std":
-            return f"tl.sqrt_rn(ops.var({self.value(expr.body)}, {mask}))", ATOM
-        return f"{_OVER_DIMS[expr.op]}({self.value(expr.body)}, {mask})", ATOM
+            return fragment(f"tl.sqrt_rn(ops.var({{}}, {mask}))", body)
+        return fragment(f"{_OVER_DIMS[expr.op]}({{}}, {mask})", body)
 
 
 class DimPrinter(BlockPrinter):
     """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
 
-    def leaf(self, expr: Leaf) -> str:
-        numbers = ("budget", "prompt", "layer", "layers")
-        if isinstance(expr, (Number, ParamRef)) or (isinstance(expr, Input) and expr.name in numbers):
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, (Number, ParamRef)) or (isinstance(expr, Input) and expr.name in FIXED):
             return super().leaf(expr)
         if expr != Input(name="q"):
             raise NotLowerable(_SKETCHED)
-        return "q"
+        return Fragment("q", uses=(Use("input", "q"),))
 
-    def reduce(self, expr: Reduce) -> tuple[str, int]:
+    def reduce(self, expr: Reduce) -> Fragment:
         raise NotLowerable(_SKETCHED)
 
 
@@ -185,6 +218,24 @@ class Loop:
     before: tuple[str, ...]
     body: tuple[str, ...]
     after: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Pass:
+    """A loop in the making, and what its statements need."""
+
+    before: tuple[Fragment, ...]
+    body: tuple[Fragment, ...]
+    after: tuple[Fragment, ...] = ()
+
+    @property
+    def uses(self) -> tuple[Use, ...]:
+        """What all of them need."""
+        return uses_of(*self.before, *self.body, *self.after)
+
+    def printed(self) -> Loop:
+        """What a template places."""
+        return Loop(texts(self.before), texts(self.body), texts(self.after))
 
 
 @dataclass(frozen=True)
@@ -277,22 +328,26 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     settles = policy.budget is not None and policy.when != "prefill"
     folded = [column for column in policy.columns if column.rule != "token"]
     observe = _observe(policy, folded)
-    protect, score = _settle(policy) if settles else ((), ())
-    place = tuple(_place(column) for column in policy.columns if column.rule != "ring")
-    overflow = _overflow(numbers) if settles else ""
-    tops = tuple(_count(keep) for keep in policy.keeps if keep.scope == "top") if settles else ()
+    protect, score = _settle(policy) if settles else ({}, [])
+    place = [_place(column) for column in policy.columns if column.rule != "ring"]
+    overflow = _overflow(numbers) if settles else Fragment("")
+    tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
     select = _select(policy, numbers)
-    text = "\n".join([*place, *_lines(observe), *protect, *_lines(score), overflow, *tops])
-    used = _numbers_in(text if policy.pages is None else f"{text} {_number('page')}", numbers)
+    page = [] if policy.pages is None else [number("page")]
+    uses = uses_of(
+        *place, *protect.values(), overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score))
+    )
+    used = _numbers_in(uses, numbers)
+    inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
         "columns": bool(policy.columns),
         "numbers": bool(used) or policy.sketch is not None,
-        "logits": "ops.attn(" in text or "ops.logit(" in text,
+        "logits": bool({"attn", "logit"} & {*inputs}),
         "ring_rows": bool(rings),
-        "window": "window" in text,
-        "seed": "random_key" in text,
+        "window": "window" in helpers,
+        "seed": "random_key" in helpers,
         "work": settles,
     }
     return TritonPlan(
@@ -300,17 +355,17 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         numbers=used,
         columns=tuple((name, n) for n, name in enumerate(singles)),
         rings=tuple((name, n) for n, name in enumerate(rings)),
-        place=place,
-        reads_key=any(reads(column.body, "k") for column in policy.columns if column.rule == "token"),
-        reads_value=any(reads(column.body, "v") for column in policy.columns if column.rule == "token"),
-        observe=observe,
+        place=texts(place),
+        reads_key=any(line.needs("input", "k") for line in place),
+        reads_value=any(line.needs("input", "v") for line in place),
+        observe=tuple(one.printed() for one in observe),
         settles=settles,
         hard_cap=settles and policy.cap == "hard",
-        overflow=overflow,
-        protect=protect,
-        score=score,
+        overflow=overflow.text,
+        protect=texts(protect.values()),
+        score=tuple(one.printed() for one in score),
         scores=1 + len(tops),
-        tops=tops,
+        tops=texts(tops),
         select=select,
         compact=policy.positions == "compact",
         shares=policy.across is not None,
@@ -331,119 +386,108 @@ def _refuse_statements(policy: Policy) -> None:
         raise NotLowerable(", ".join(found))
 
 
-def _lines(loops: Iterable[Loop]) -> Iterator[str]:
-    for loop in loops:
-        yield from (*loop.before, *loop.body, *loop.after)
+def _numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
+    used = names_of(uses, "number")
+    return tuple((name, n) for n, name in enumerate(numbers) if name in used)
 
 
-def _numbers_in(text: str, numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
-    return tuple((name, n) for n, name in enumerate(numbers) if _mentions(text, _number(name)))
-
-
-def _mentions(text: str, name: str) -> bool:
-    return any(word == name for word in _words(text))
-
-
-def _words(text: str) -> list[str]:
-    return "".join(char if char.isalnum() or char == "_" else " " for char in text).split()
-
-
-def _number(name: str) -> str:
-    return f"number_{name}"
+def number(name: str) -> Fragment:
+    """One of the policy's numbers, as the kernels load it."""
+    return Fragment(f"number_{name}", uses=(Use("number", name),))
 
 
 # -- the new token -----------------------------------------------------------------------------------------------------
 
 
-def _place(column: Column) -> str:
-    value = BlockPrinter({}).value(column.body) if column.rule == "token" else _INITIAL.get(column.rule, "0.0")
-    return f"tl.store({column.name}_at + slot, {value})"
+def _place(column: Column) -> Fragment:
+    initial = Fragment(_INITIAL.get(column.rule, "0.0"))
+    value = BlockPrinter({}).value(column.body) if column.rule == "token" else initial
+    return fragment(f"tl.store({column.name}_at + slot, {{}})", value)
 
 
 # -- observing ---------------------------------------------------------------------------------------------------------
 
 
-def _observe(policy: Policy, folded: list[Column]) -> tuple[Loop, ...]:
+def _observe(policy: Policy, folded: list[Column]) -> list[Pass]:
     if not folded:
-        return ()
-    bodies = [column.body for column in folded]
-    loops, hoisted = _hoist(policy, "visible", bodies)
+        return []
+    loops, hoisted = _hoist(policy, "visible", [column.body for column in folded])
     printer = BlockPrinter(hoisted)
     lines = [_fold(column, printer) for column in folded]
-    old = [ColumnRef(name=column.name) for column in folded if column.rule not in ("ring", "last")]
-    return (*loops, Loop((), (*_values(policy, "visible", [*bodies, *old]), *lines)))
+    return [*loops, Pass((), (*_values(policy, "visible", uses_of(*lines)), *lines))]
 
 
-def _fold(column: Column, printer: BlockPrinter) -> str:
-    old, row, body = column.name, f"{column.name}_at", printer.value(column.body)
+def _fold(column: Column, printer: BlockPrinter) -> Fragment:
+    name, body = column.name, printer.value(column.body)
+    old = Fragment(name, uses=(Use("column", name),))
     if column.rule == "ring":
-        row = f"ops.ring_row({row}, column_stride, {_ring_size(old)}, now)"
-        new = body
-    elif column.decay is not None:
-        new = f"ops.ema({old}, {body}, {printer.value(column.decay)}, now - pos)"
+        place = fragment(f"ops.ring_row({name}_at, column_stride, {{}}, now)", _ring_size(name))
+        return fragment("tl.store({} + i, {}, mask=visible)", place, body)
+    if column.decay is not None:
+        new = fragment("ops.ema({}, {}, {}, now - pos)", old, body, printer.value(column.decay))
     elif column.rule == "sum":
-        new = f"{old} + {printer.value(column.body, _STRENGTH['+'] + 1)}"
+        new = fragment("{} + {}", old, printer.value(column.body, _STRENGTH["+"] + 1))
     elif column.rule == "squares":
-        new = f"{old} + ops.square({body})"
+        new = fragment("{} + ops.square({})", old, body)
+    elif column.rule == "last":
+        new = body
     else:
-        new = {"last": body, "max": f"ops.maximum({old}, {body})", "min": f"ops.minimum({old}, {body})"}[column.rule]
-    return f"tl.store({row} + i, {new}, mask=visible)"
+        new = fragment(f"ops.{_EXTREMES[column.rule]}({{}}, {{}})", old, body)
+    return fragment(f"tl.store({name}_at + i, {{}}, mask=visible)", new)
 
 
-def _values(policy: Policy, slots: str, exprs: Iterable[Expr]) -> list[str]:
-    """Statements that give a block's values the names that the expressions read. `slots`: which count, by name."""
-    nodes = [node for expr in exprs for node in walk(expr)]
-    inputs = {node.name for node in nodes if isinstance(node, Input)}
-    if inputs & {"q", "k", "v"}:
-        raise NotLowerable("a value of every slot that is computed from keys, values or queries")
-    given = {
-        "attn": _attn(policy),
-        "logit": f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")',
-        "observed": "ops.observed(pos, now, window)",
-    }
-    columns = dict.fromkeys(node.name for node in nodes if isinstance(node, ColumnRef))
-    rings = dict.fromkeys(node for node in nodes if isinstance(node, RingRef))
+def _values(policy: Policy, slots: str, uses: Iterable[Use]) -> list[Fragment]:
+    """Statements that give a block's values the names that expressions read. `slots`: which count, by name."""
+    inputs = names_of(uses, "input")
+    if {"q", "k", "v"} & {*inputs}:
+        raise NotLowerable(_OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
-        *(f"{name} = {value}" for name, value in given.items() if name in inputs),
-        *(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)" for name in columns),
-        *map(_ring_value, rings),
+        *(fragment(f"{name} = {{}}", value) for name, value in _given(policy).items() if name in inputs),
+        *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in names_of(uses, "column")),
+        *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
     ]
 
 
-def _attn(policy: Policy) -> str:
+def _given(policy: Policy) -> dict[str, Fragment]:
+    """The inputs that a block computes, by name."""
     attn = f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")'
-    return attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
+    attn = attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
+    return {
+        "attn": Fragment(attn),
+        "logit": Fragment(f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")'),
+        "observed": Fragment("ops.observed(pos, now, window)", uses=(_WINDOW,)),
+    }
 
 
-def _ring_value(ref: RingRef) -> str:
-    given = f"{ref.name}_at, column_stride, {_ring_size(ref.name)}, i, pos, now, window"
-    return f"{_ring_name(ref)} = ops.ring_{ref.op}({given})"
+def _ring_value(use: Use) -> Fragment:
+    given = f"{use.name}_at, column_stride, {{}}, i, pos, now, window"
+    return fragment(f"{_ring_name(use)} = ops.ring_{use.op}({given})", _ring_size(use.name), uses=[_WINDOW])
 
 
-def _ring_name(ref: RingRef) -> str:
-    return f"{ref.op}_of_{ref.name}"
+def _ring_name(use: Use) -> str:
+    return f"{use.op}_of_{use.name}"
 
 
-def _ring_size(ring: str) -> str:
-    return f"ops.count({_number(size_of(ring))})"
+def _ring_size(ring: str) -> Fragment:
+    return fragment("ops.count({})", number(size_of(ring)))
 
 
-def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Loop], dict[Expr, str]]:
+def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
-    loops: list[Loop] = []
+    loops: list[Pass] = []
     names: dict[Expr, str] = {}
 
     def visit(expr: Expr) -> None:
         if isinstance(expr, Reduce) and expr.axis is Axis.DIM:
-            raise NotLowerable("a value of every slot that is computed from keys, values or queries")
+            raise NotLowerable(_OF_VECTORS)
         for child in children(expr):
             visit(child)
         if isinstance(expr, Reduce) and expr not in names:
             CAN.check(expr)
             name = f"{expr.op}_over_slots_{len(names) + 1}"
-            given = _values(policy, slots, [expr.body])
-            loops.extend(_reduction(name, expr.op, BlockPrinter(dict(names)).value(expr.body), slots, given))
+            body = BlockPrinter(dict(names)).value(expr.body)
+            loops.append(_reduction(name, expr.op, body, slots, _values(policy, slots, body.uses)))
             names[expr] = name
 
     for expr in exprs:
@@ -451,21 +495,19 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Loop], d
     return loops, names
 
 
-def _reduction(name: str, op: str, body: str, slots: str, given: list[str]) -> Iterator[Loop]:
-    """The loops of one reduction over slots."""
-    if op in ("max", "min"):
-        fold = f"{name} = ops.{op}imum({name}, ops.{'largest' if op == 'max' else 'least'}({body}, {slots}))"
-        yield Loop((f"{name} = {_INITIAL[op]}",), (*given, fold))
-        return
+def _reduction(name: str, op: str, body: Fragment, slots: str, given: list[Fragment]) -> Pass:
+    """The loop of one reduction over slots."""
+    if op in _EXTREMES:
+        fold = f"{name} = ops.{_EXTREMES[op]}({name}, {_OVER_DIMS[op]}({{}}, {slots}))"
+        return Pass((Fragment(f"{name} = {_INITIAL[op]}"),), (*given, fragment(fold, body)))
+    added = fragment(f"{name} += ops.total({{}}, {slots})", body)
     if op == "sum":
-        yield Loop((f"{name} = 0.0",), (*given, f"{name} += ops.total({body}, {slots})"))
-        return
+        return Pass((Fragment(f"{name} = 0.0"),), (*given, added))
     assert op == "mean", op
-    counted = f"{name}_count += tl.sum({slots}.to(tl.float32), 0)"
-    yield Loop(
-        (f"{name}, {name}_count = 0.0, 0.0",),
-        (*given, f"{name} += ops.total({body}, {slots})", counted),
-        (f"{name} = tl.div_rn({name}, {name}_count)",),
+    return Pass(
+        (Fragment(f"{name}, {name}_count = 0.0, 0.0"),),
+        (*given, added, Fragment(f"{name}_count += tl.sum({slots}.to(tl.float32), 0)")),
+        (Fragment(f"{name} = tl.div_rn({name}, {name}_count)"),),
     )
 
 
@@ -483,32 +525,33 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     if policy.pages is not None and by != "page_bound":
         raise NotLowerable("`pages` that rank by their tokens")
     protect = _protect(policy)
-    sketch_by = "" if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
-    sketch_text = f"{sketch_by} {_number('sketch_every')} {_number('sketch_dims')}"
-    choose_text = " ".join([*protect.values(), _number("select"), _number("page")])
+    sketch_by = Fragment("") if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
+    sketched = uses_of(sketch_by, number("sketch_every"), number("sketch_dims"))
+    chosen = uses_of(*protect.values(), number("select"), number("page"))
     return TritonSelect(
         by=by,
-        sketch_by=sketch_by,
-        sketch_numbers=_numbers_in(sketch_text, numbers),
-        choose_numbers=_numbers_in(choose_text, numbers),
+        sketch_by=sketch_by.text,
+        sketch_numbers=_numbers_in(sketched, numbers),
+        choose_numbers=_numbers_in(chosen, numbers),
         page_number=numbers.index("page") if policy.pages is not None else 0,
-        protect=tuple(protect.values()),
+        protect=texts(protect.values()),
         first="first" in protect,
         last="last" in protect,
         observed=any(reads(column.body, "attn") for column in policy.columns),
     )
 
 
-def _sketch_by(policy: Policy, by: Expr) -> str:
-    if not reads(by, "q"):
+def _sketch_by(policy: Policy, by: Expr) -> Fragment:
+    value = DimPrinter({}).value(by)
+    if not value.needs("input", "q"):
         raise NotLowerable(_SKETCHED)
-    return f'ops.over_group({DimPrinter({}).value(by)}, g, G, "{policy.group}")'
+    return fragment(f'ops.over_group({{}}, g, G, "{policy.group}")', value)
 
 
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
+def _settle(policy: Policy) -> tuple[dict[str, Fragment], list[Pass]]:
     """What is protected by position, and the loops that leave every slot's scores in `work` and what protects it in `kept`."""
     assert policy.score is not None
     ranked = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
@@ -516,23 +559,25 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[Loop, ...]]:
     loops, hoisted = _hoist(policy, "cached", [*ranked, *conditions])
     printer = BlockPrinter(hoisted)
     protect = _protect(policy)
-    kept = [f"pos {compare} {scope}" for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
+    kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
     kept += [printer.condition(condition) for condition in conditions]
     if len(kept) > 1:
-        kept = [f"({condition})" for condition in kept]
-    stores = [f"tl.store(work + {_row(n)}i, {printer.value(expr)}, mask=inside)" for n, expr in enumerate(ranked)]
-    stores.append(f"tl.store(kept + i, {' | '.join(kept) or '0'}, mask=inside)")
-    return tuple(protect.values()), (*loops, Loop((), (*_values(policy, "", [*ranked, *conditions]), *stores)))
+        kept = [fragment("({})", condition) for condition in kept]
+    stores = [
+        fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr)) for n, expr in enumerate(ranked)
+    ]
+    stores.append(fragment(f"tl.store(kept + i, {' | '.join('{}' for _ in kept) or '0'}, mask=inside)", *kept))
+    return protect, [*loops, Pass((), (*_values(policy, "", uses_of(*stores)), *stores))]
 
 
-def _protect(policy: Policy) -> dict[str, str]:
+def _protect(policy: Policy) -> dict[str, Fragment]:
     """By `first` and `last`, as far as the policy keeps such: up to and from which position."""
     found = {}
     for scope, together in (("first", "tl.maximum"), ("last", "tl.minimum")):
         counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
         if counts:
-            ends = [f"evicting.{scope}_protected(position, slots, now, live, {count}, BLOCK)" for count in counts]
-            found[scope] = f"{scope} = {_nested(together, ends)}"
+            end = f"evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)"
+            found[scope] = fragment(f"{scope} = {{}}", _nested(together, [fragment(end, count) for count in counts]))
     return found
 
 
@@ -540,20 +585,24 @@ def _row(n: int) -> str:
     return {0: "", 1: "slots + "}.get(n, f"{n} * slots + ")
 
 
-def _nested(function: str, values: list[str]) -> str:
+def _nested(function: str, values: list[Fragment]) -> Fragment:
     first, *rest = values
-    return f"{function}({first}, {_nested(function, rest)})" if rest else first
+    return fragment(f"{function}({{}}, {{}})", first, _nested(function, rest)) if rest else first
 
 
-def _count(keep: Keep) -> str:
+def _count(keep: Keep) -> Fragment:
     assert keep.count is not None
     if isinstance(keep.count, Number):
-        return str(max(0, min(int(keep.count.value // 1), _INT_MAX)))
-    return f"ops.count({CountPrinter()(keep.count)})"
+        return Fragment(str(max(0, min(int(keep.count.value // 1), _INT_MAX))))
+    return fragment("ops.count({})", CountPrinter()(keep.count))
 
 
-def _overflow(numbers: tuple[str, ...]) -> str:
-    return ", ".join(f"ops.count({_number(name)})" if name in numbers else default for name, default in _OVERFLOW.items())
+def _overflow(numbers: tuple[str, ...]) -> Fragment:
+    found = [
+        fragment("ops.count({})", number(name)) if name in numbers else Fragment(default)
+        for name, default in _OVERFLOW.items()
+    ]
+    return fragment(", ".join("{}" for _ in found), *found)
 
 
 def _is_float32(value: float) -> bool:

@@ -8,21 +8,22 @@ slots needs all of a query's, which no program of `observe` has: `over_slots`, l
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
 from kvdsl.ir.visitors import children
+from kvdsl.lower.expression import Fragment, Use, fragment, names_of, uses_of
 from kvdsl.lower.spelling import size_of
-from kvdsl.lower.triton import CAN, BlockPrinter, CountPrinter, Loop
+from kvdsl.lower.triton import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
 from kvdsl.passes.parts import in_parts
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}
-_COUNT = Loop(("count = tl.zeros([QUERIES], tl.float32)",), ("count += tl.sum(visible.to(tl.float32), 0)",))
+_COUNTED = Use("helper", "count")
+_COUNT = Pass(
+    (Fragment("count = tl.zeros([QUERIES], tl.float32)"),), (Fragment("count += tl.sum(visible.to(tl.float32), 0)"),)
+)
 """How many slots each query sees: in a pass of its own, which reads positions only."""
-
-_LIVE = "live = tl.load(live_slots + t, mask=asked, other=0)[None, :]"
 
 
 @dataclass(frozen=True)
@@ -73,111 +74,110 @@ def triton_prompt_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPrompt
     return TritonPromptPlan(_kernel(policy, numbers, [_observe(policy, folded, hoisted)], folded), over_slots, names)
 
 
-def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Loop], written: list[Column]) -> PromptKernel:
-    text = "\n".join(line for loop in loops for line in (*loop.before, *loop.body, *loop.after))
-    touched = [column for column in policy.columns if column in written or _mentions(text, f"{column.name}_at")]
+def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Pass], written: list[Column]) -> PromptKernel:
+    uses = uses_of(*(Fragment("", uses=loop.uses) for loop in loops))
+    inputs, read, used = (names_of(uses, kind) for kind in ("input", "column", "number"))
+    touched = [column for column in policy.columns if column in written or column.name in read]
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
-    used = tuple((name, n) for n, name in enumerate(numbers) if _mentions(text, f"number_{name}"))
     args = {
-        "lse": "ATTN=True" in text,
+        "lse": "attn" in inputs,
         "columns": bool(touched),
         "ring_rows": any(column.rule == "ring" for column in touched),
         "numbers": bool(used),
-        "live_slots": _mentions(text, "live_slots"),
+        "live_slots": "live" in inputs,
     }
     names = {column.name for column in touched}
     return PromptKernel(
         args=tuple(name for name, wanted in args.items() if wanted),
-        numbers=used,
+        numbers=tuple((name, n) for n, name in enumerate(numbers) if name in used),
         columns=tuple((name, n) for n, name in enumerate(singles) if name in names),
         rings=tuple((name, n) for n, name in enumerate(rings) if name in names),
-        loops=tuple(loops),
+        loops=tuple(loop.printed() for loop in loops),
     )
-
-
-def _mentions(text: str, name: str) -> bool:
-    return re.search(rf"\b{name}\b", text) is not None
 
 
 # -- a block of slots, and the queries that see them -------------------------------------------------------------------
 
 
-def _observe(policy: Policy, folded: list[Column], hoisted: dict[Expr, str]) -> Loop:
+def _observe(policy: Policy, folded: list[Column], hoisted: dict[Expr, str]) -> Pass:
     printer = BlockPrinter(hoisted)
     found = [
-        f"{name} = tl.load(reduced + {_row(n)}t, mask=asked, other=0.0)[None, :]" for n, name in enumerate(hoisted.values())
+        Fragment(f"{name} = tl.load(reduced + {_row(n)}t, mask=asked, other=0.0)[None, :]")
+        for n, name in enumerate(hoisted.values())
     ]
     before, body, after = zip(*(_fold(column, printer) for column in folded), strict=True)
-    text = "\n".join(body)
-    return Loop(
-        before=(*_of_tokens(policy, text), *filter(None, before)),
-        body=(*_given(policy, text), *found, *body),
-        after=tuple(filter(None, after)),
+    uses = uses_of(*body)
+    return Pass(
+        before=(*_of_tokens(policy, uses), *(line for line in before if line.text)),
+        body=(*_given(policy, uses), *found, *body),
+        after=tuple(line for line in after if line.text),
     )
 
 
-def _fold(column: Column, printer: BlockPrinter) -> tuple[str, str, str]:
+def _fold(column: Column, printer: BlockPrinter) -> tuple[Fragment, Fragment, Fragment]:
     """What a column holds before the first query, what a tile does to it, and how that joins what is stored."""
     name, body = column.name, printer.value(column.body)
     old = f"tl.load({name}_at + i, mask=seen, other=0.0)"
     if column.rule == "ring":
-        size = f"ops.count(number_{size_of(name)})"
-        place = f"ops.ring_row({name}_at + i, column_stride, {size}, now)"
-        return "", f"tl.store({place}, {body}, mask=visible & (now >= end - {size}))", ""
-    begin, tile, joined = (
-        "tl.zeros([SLOTS, 1], tl.float32)",
-        f"{name} += observing.total({body}, visible)",
-        f"{old} + {name}",
-    )
+        size = fragment("ops.count({})", number(size_of(name)))
+        place = fragment(f"ops.ring_row({name}_at + i, column_stride, {{}}, now)", size)
+        store = fragment("tl.store({}, {}, mask=visible & (now >= end - {}))", place, body, size)
+        return Fragment(""), store, Fragment("")
+    begin = "tl.zeros([SLOTS, 1], tl.float32)"
+    tile = fragment(f"{name} += observing.total({{}}, visible)", body)
+    joined = Fragment(f"{old} + {name}")
     if column.decay is not None:
         decay = CountPrinter()(column.decay)
-        weighted = f"observing.remaining(now, pos, until, {decay}) * ({body})"
-        tile = f"{name} += observing.total({weighted}, visible)"
-        joined = f"observing.averaged({old}, {name}, pos, since, until, {decay})"
+        weighted = fragment("observing.remaining(now, pos, until, {}) * ({})", decay, body)
+        tile = fragment(f"{name} += observing.total({{}}, visible)", weighted)
+        joined = fragment(f"observing.averaged({old}, {name}, pos, since, until, {{}})", decay)
     elif column.rule == "squares":
-        tile = f"{name} += observing.total(ops.square({body}), visible)"
+        tile = fragment(f"{name} += observing.total(ops.square({{}}), visible)", body)
     elif column.rule == "last":
-        tile, joined = f"{name} += observing.total({body}, visible & (now == until))", name
+        tile = fragment(f"{name} += observing.total({{}}, visible & (now == until))", body)
+        joined = Fragment(name)
     elif column.rule in ("max", "min"):
         sign, function = ("-", "largest") if column.rule == "max" else ("", "least")
         begin = f'tl.full([SLOTS, 1], float("{sign}inf"), tl.float32)'
-        tile = f"{name} = ops.{column.rule}imum({name}, observing.{function}({body}, visible))"
-        joined = f"ops.{column.rule}imum({old}, {name})"
-    return f"{name} = {begin}", tile, f"tl.store({name}_at + i, {joined}, mask=seen)"
+        tile = fragment(f"{name} = ops.{column.rule}imum({name}, observing.{function}({{}}, visible))", body)
+        joined = Fragment(f"ops.{column.rule}imum({old}, {name})")
+    return Fragment(f"{name} = {begin}"), tile, fragment(f"tl.store({name}_at + i, {{}}, mask=seen)", joined)
 
 
 def _row(n: int) -> str:
     return {0: "", 1: "reduced_stride + "}.get(n, f"{n} * reduced_stride + ")
 
 
-def _given(policy: Policy, text: str) -> Iterator[str]:
+def _given(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
     """Statements that give a tile's values the names that expressions read."""
-    attn, logit = _mentions(text, "attn"), _mentions(text, "logit")
+    inputs = names_of(uses, "input")
+    attn, logit = "attn" in inputs, "logit" in inputs
     if attn or logit:
-        yield (
+        yield Fragment(
             f"attn, logit = observing.given(query, {'lse' if attn else 'query'}, k, t, asked, tokens, scaling, softcap, "
             f'query_head, query_token, ATTN={attn}, LOGIT={logit}, HOW="{policy.group}", G=G, D=D, CAPPED=CAPPED)'
         )
-    if _mentions(text, "observed"):
-        yield "observed = ops.observed(pos, now, window)"
-    if _mentions(text, "live"):
-        yield _LIVE
+    if "observed" in inputs:
+        yield Fragment("observed = ops.observed(pos, now, window)")
+    if "live" in inputs:
+        yield Fragment("live = tl.load(live_slots + t, mask=asked, other=0)[None, :]")
 
 
-def _of_tokens(policy: Policy, text: str) -> Iterator[str]:
+def _of_tokens(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
     """Statements that load what tokens have by themselves."""
+    read = names_of(uses, "column")
     for column in policy.columns:
-        if column.rule == "token" and _mentions(text, column.name):
-            yield f"{column.name} = tl.load({column.name}_at + i, mask=inside, other=0.0)"
+        if column.rule == "token" and column.name in read:
+            yield Fragment(f"{column.name} = tl.load({column.name}_at + i, mask=inside, other=0.0)")
 
 
 # -- a block of queries, and the slots that they see -------------------------------------------------------------------
 
 
-def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Loop], dict[Expr, str]]:
+def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
-    loops: list[Loop] = []
+    loops: list[Pass] = []
     names: dict[Expr, str] = {}
 
     def visit(expr: Expr) -> None:
@@ -187,28 +187,28 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Loop], dict
             CAN.check(expr)
             name = f"{expr.op}_over_slots_{len(names) + 1}"
             body = BlockPrinter(dict(names)).value(expr.body)
-            given = (*_of_tokens(policy, body), *_given(policy, body))
-            loops.extend(_reduction(name, expr.op, body, given))
+            given = (*_of_tokens(policy, body.uses), *_given(policy, body.uses))
+            loops.append(_reduction(name, expr.op, body, given))
             names[expr] = name
 
     for expr in exprs:
         visit(expr)
-    if any(_mentions(line, "count") for loop in loops for line in loop.after):
+    if any(_COUNTED in loop.uses for loop in loops):
         loops.insert(0, _COUNT)
     return loops, names
 
 
-def _reduction(name: str, op: str, body: str, given: tuple[str, ...]) -> Iterator[Loop]:
-    """The loops of one reduction over slots, [1, QUERIES] in the end."""
-    nothing = f"{name} = tl.zeros([QUERIES], tl.float32)"
+def _reduction(name: str, op: str, body: Fragment, given: tuple[Fragment, ...]) -> Pass:
+    """The loop of one reduction over slots, [1, QUERIES] in the end."""
     if op in ("max", "min"):
         least = f'{name} = tl.full([QUERIES], float("{"-" if op == "max" else ""}inf"), tl.float32)'
-        fold = f"{name} = ops.{op}imum({name}, {_OVER_SLOTS[op]}({body}, visible))"
-        yield Loop((least,), (*given, fold), (f"{name} = {name}[None, :]",))
-        return
-    fold = f"{name} += ops.total({body}, visible)"
+        fold = fragment(f"{name} = ops.{op}imum({name}, {_OVER_SLOTS[op]}({{}}, visible))", body)
+        return Pass((Fragment(least),), (*given, fold), (Fragment(f"{name} = {name}[None, :]"),))
+    nothing, fold = (
+        Fragment(f"{name} = tl.zeros([QUERIES], tl.float32)"),
+        fragment(f"{name} += ops.total({{}}, visible)", body),
+    )
     if op == "sum":
-        yield Loop((nothing,), (*given, fold), (f"{name} = {name}[None, :]",))
-        return
+        return Pass((nothing,), (*given, fold), (Fragment(f"{name} = {name}[None, :]"),))
     assert op == "mean", op
-    yield Loop((nothing,), (*given, fold), (f"{name} = tl.div_rn({name}, count)[None, :]",))
+    return Pass((nothing,), (*given, fold), (Fragment(f"{name} = tl.div_rn({name}, count)[None, :]", uses=(_COUNTED,)),))

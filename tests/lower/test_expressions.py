@@ -59,8 +59,8 @@ SCORES = {
 def test_scores_print_as_one_would_write_them(score: str) -> None:
     expr = lowered(score)
     torch_text, cpp_text = SCORES[score]
-    assert TensorPrinter("slots").value(expr) == torch_text
-    assert SlotPrinter("head", {}).value(expr) == cpp_text
+    assert TensorPrinter("slots").value(expr).text == torch_text
+    assert SlotPrinter("head", {}).value(expr).text == cpp_text
 
 
 _LEAVES = st.one_of(
@@ -87,7 +87,7 @@ def test_printed_numbers_mean_what_the_interpreter_says(expr: Expr) -> None:
     with np.errstate(all="ignore"):
         expected = evaluate_number(expr, Scope(0, 0, {}, values))
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
-    text = NumberPrinter("P[{0!r}]", {}).value(_no_constants(expr))
+    text = NumberPrinter("P[{0!r}]", {}).value(_no_constants(expr)).text
     got = float(eval(text, {"torch": torch, "P": tensors | {"one": torch.ones(1, dtype=torch.float64)}}))
     assert got == expected or (math.isnan(got) and math.isnan(expected)), text
 
@@ -105,4 +105,4 @@ def _no_constants(expr: Expr) -> Expr:
 
 def test_counts_are_doubles_in_cpp() -> None:
     half = Binary(op="/", left=Number(value=1), right=Number(value=2))
-    assert CountPrinter()(half) == "1.0 / 2.0"
+    assert CountPrinter()(half).text == "1.0 / 2.0"

@@ -405,3 +405,18 @@ def test_what_triton_refuses(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert plan.triton is None
     assert plan.triton_refusal.startswith(refusal)
+
+
+def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> None:
+    """A param may be named as something that kernels have; a power somewhere is not the whole value."""
+    plan = make_plan(
+        checked("param budget = 8\nparam window = 3\nparam random_key = 2\nscore position * window + random_key")
+    ).triton
+    assert plan is not None
+    assert plan.args == ("numbers", "work")
+    plan = make_plan(evicting("score (age + 1) ** 0.5 - position")).triton
+    assert plan is not None
+    assert "ops.power((now - pos).to(tl.float32) + 1.0, 0.5).to(tl.float32) - pos.to(tl.float32)" in plan.score[-1].body[-2]
+    plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
+    assert plan is not None
+    assert plan.args == ("columns", "numbers", "logits", "window", "work")

@@ -1,0 +1,187 @@
+"""The numbers of a policy: its params, and what kernels read per row, computed in the generated `resolve` of `cache.py`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from kvdsl.ir.nodes import Expr, LayerRange, Number, Param, ParamRef, Policy, Select
+from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.ir.visitors import walk
+from kvdsl.lower.expression import Fragment, fragment, literal, names_of, reads, texts, uses_of
+from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.torch import NumberPrinter
+
+
+@dataclass(frozen=True)
+class ParamPlan:
+    """One constructor argument.
+
+    Attributes:
+        name: a checked identifier that is reserved nowhere.
+        annotation, default: as the constructor's signature has them.
+        help: what the docstring says of it.
+    """
+
+    name: str
+    annotation: str
+    default: str
+    help: str
+
+
+@dataclass(frozen=True)
+class NumbersPlan:
+    """What computes a policy's numbers.
+
+    Attributes:
+        resolve: the statements that compute the numbers of a row from what the user gave.
+        numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
+        uses_torch: whether either needs torch.
+    """
+
+    params: tuple[ParamPlan, ...]
+    resolve: tuple[str, ...]
+    numbers: tuple[tuple[str, str], ...]
+    uses_torch: bool
+
+
+_RESOLVE = NumberPrinter(
+    "{}", {"budget": "capacity", "prompt": "given.prompt", "layer": "given.layer", "layers": "given.layers"}
+)
+
+
+_CAPACITY = Fragment("capacity")
+
+
+def numbers_plan(policy: Policy) -> NumbersPlan:
+    """The numbers of a policy whose state columns are known."""
+    resolve, numbers = list(_resolve(policy)), list(_numbers(policy))
+    return NumbersPlan(
+        params=tuple(_param(param) for param in policy.params),
+        resolve=texts(resolve),
+        numbers=tuple((name, made.text) for name, made in numbers),
+        uses_torch="torch" in names_of(uses_of(*resolve, *(made for _, made in numbers)), "helper"),
+    )
+
+
+def _param(param: Param) -> ParamPlan:
+    constant = isinstance(param.default, Number)
+    rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
+    return ParamPlan(
+        name=param.name,
+        annotation="float" if constant else "float | None",
+        default=_RESOLVE(param.default).text if constant else "None",
+        help=f"default {print_expression(param.default)}{' ' + param.unit if param.unit else ''}{rate}",
+    )
+
+
+def _resolve(policy: Policy) -> Iterator[Fragment]:
+    """Params in order; the capacity as soon as the params that it reads are known, since later ones may read it."""
+    awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
+    if policy.budget and not awaited:
+        yield _capacity(policy.budget)
+    for param in policy.params:
+        yield fragment(f"{spelled(param.name)} = {{}}", _given(param))
+        if param.name in awaited:
+            awaited.remove(param.name)
+            if policy.budget and not awaited:
+                yield _capacity(policy.budget)
+    if policy.select:
+        yield fragment("select = {}", _inside(_at_least_one(policy.select.count), policy.select))
+    yield from _fits(policy)
+
+
+def _capacity(budget: Expr) -> Fragment:
+    return fragment("capacity = {}", _count(budget))
+
+
+def _count(expr: Expr) -> Fragment:
+    return fragment("given.count({})", _RESOLVE(expr))
+
+
+def _at_least_one(expr: Expr) -> Fragment:
+    return fragment("given.count({}, low=1)", _RESOLVE(expr))
+
+
+def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
+    """The count in the layers of a range; inf in the others."""
+    if layers is None or (layers.low is None and layers.high is None):
+        return count
+    ends = {name: _RESOLVE(end) for name, end in (("low", layers.low), ("high", layers.high)) if end is not None}
+    return fragment(f"given.inside({{}}, {', '.join(f'{name}={{}}' for name in ends)})", count, *ends.values())
+
+
+def _given(param: Param) -> Fragment:
+    method = "tokens" if param.name == "budget" else "number"
+    bounds = (("low", param.low), ("high", param.high))
+    limits = "".join(f", {side}={literal(bound)}" for side, bound in bounds if bound is not None)
+    return fragment(f'given.{method}("{param.name}", {{}}{limits})', _RESOLVE(param.default))
+
+
+def _fits(policy: Policy) -> Iterator[Fragment]:
+    """What `keep first` and `keep last` protect must leave room for a candidate. Keeps of one kind overlap."""
+    static = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
+    if not static:
+        return
+    first, last = (_largest(keep.count for keep in static if keep.scope == scope) for scope in ("first", "last"))
+    keeps = Fragment(json.dumps(", ".join(print_keep(keep) for keep in static)))
+    if policy.budget:
+        yield fragment("given.check_fits({}, {}, {}, {})", first, last, _inside(_CAPACITY, policy.layers), keeps)
+    if policy.select:
+        yield fragment("given.check_fits({}, {}, select, {}, selected=True)", first, last, keeps)
+
+
+def _largest(counts: Iterable[Expr | None]) -> Fragment:
+    printed = [_RESOLVE(count) for count in counts if count is not None]
+    return fragment(f"given.largest({', '.join('{}' for _ in printed)})", *printed)
+
+
+def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
+    """Names and texts of the numbers that kernels read per row, in the order of the table."""
+    exprs = list(_evaluated(policy))
+    names = (spelled(param.name) for param in policy.params if _refers(exprs, param.name))
+    yield from ((name, Fragment(name)) for name in names)
+    yield from ((name, Fragment(text)) for name, text in _RESOLVE.given.items() if any(reads(expr, name) for expr in exprs))
+    if policy.budget:
+        yield "capacity", _inside(_CAPACITY, policy.layers)
+        yield from _staging(policy)
+    if policy.across:
+        yield "floor", fragment("given.share(capacity, {})", _RESOLVE(policy.across))
+    if policy.select:
+        yield "select", Fragment("select")
+    if policy.pages:
+        yield "page", _at_least_one(policy.pages)
+    if policy.sketch:
+        yield "sketch_dims", _at_least_one(policy.sketch.count)
+        yield "sketch_every", _at_least_one(policy.sketch.every)
+    if policy.prefill_block:
+        yield "prefill_block", _at_least_one(policy.prefill_block)
+    if policy.storage == "blocks" and policy.block:
+        yield "block", _at_least_one(policy.block)
+    yield from ((size_of(column.name), _at_least_one(column.size)) for column in policy.columns if column.size is not None)
+
+
+def _evaluated(policy: Policy) -> Iterator[Expr]:
+    """The expressions that kernels evaluate."""
+    for column in policy.columns:
+        yield column.body
+        if column.decay is not None:
+            yield column.decay
+    for keep in policy.keeps:
+        yield from (expr for expr in (keep.count, keep.by) if expr is not None)
+    yield from (part.by for part in (policy.select, policy.sketch) if part is not None)
+    if policy.score is not None:
+        yield policy.score
+
+
+def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:
+    """The numbers of lazy pruning that differ from their defaults."""
+    for name, default in (("trigger", 1), ("slack", 0), ("max_drop", 0)):
+        value: Expr = getattr(policy, name)
+        if value != Number(value=default) or (name == "slack" and policy.max_drop != Number(value=0)):
+            yield name, _count(value)
+
+
+def _refers(exprs: list[Expr], name: str) -> bool:
+    return any(node == ParamRef(name=name) for expr in exprs for node in walk(expr))
