@@ -415,6 +415,14 @@ KEEPS = _code(
     "but the first and the last ones are different as soon as there is anything to evict.",
     _policy(_BUDGET, "score position", "keep first 300", "keep last 300"),
 )
+KEEPS_IN_LAYER = _code(
+    "KV0423",
+    "more kept than the budget of a layer holds",
+    "The budget differs from layer to layer, and in a model of 32 layers what is protected does not fit into the smallest. Models with "
+    "fewer layers may have room; a cache raises an error where there is none, with the budget that would do.",
+    _policy(_BUDGET, "budget budget / (1 + layer)", "score position", "keep last 32"),
+    severity="warning",
+)
 NEGATIVE = _code(
     "KV0405",
     "negative count",
@@ -578,9 +586,9 @@ TEST_SETTING = _code(
 TEST_ORDER = _code(
     "KV0604",
     "step at the wrong place",
-    "A test first says the policy and its params, then the tokens that come in: the prompt, if there is one, and after it one "
-    "by one. What is expected stands behind the token after which it holds.",
-    _test("use H2O", "attend 1", _PROMPT, "expect kept 0, 1"),
+    "A test first says the policy and its params, then the tokens that come in: a prompt, if there is one, and others one by "
+    "one; a chat has several prompts. What is expected stands behind the token after which it holds.",
+    _test("use H2O", "expect kept 0, 1", _PROMPT),
 )
 TEST_SIZE = _code(
     "KV0605",

@@ -78,11 +78,12 @@ def _param(param: Param) -> ParamPlan:
 
 def _resolve(policy: Policy) -> Iterator[Fragment]:
     """Params in order; the capacity as soon as the params that it reads are known, since later ones may read it."""
+    counts = set(_counts(policy))
     awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
     if policy.budget and not awaited:
         yield _capacity(policy.budget)
     for param in policy.params:
-        yield fragment(f"{spelled(param.name)} = {{}}", _given(param))
+        yield fragment(f"{spelled(param.name)} = {{}}", _given(param, counts))
         if param.name in awaited:
             awaited.remove(param.name)
             if policy.budget and not awaited:
@@ -112,9 +113,20 @@ def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
     return fragment(f"given.inside({{}}, {', '.join(f'{name}={{}}' for name in ends)})", count, *ends.values())
 
 
-def _given(param: Param) -> Fragment:
+def _counts(policy: Policy) -> Iterator[str]:
+    """The params that count tokens, dims or queries, and cannot be negative: those that stand by themselves where a count does."""
+    exprs = [policy.trigger, policy.slack, policy.max_drop, policy.pages, policy.prefill_block, policy.block]
+    exprs += [keep.count for keep in policy.keeps]
+    exprs += [column.size for column in policy.columns]
+    exprs += [part.count for part in (policy.select, policy.sketch) if part is not None]
+    exprs += [policy.sketch.every] if policy.sketch is not None else []
+    yield from (expr.name for expr in exprs if isinstance(expr, ParamRef))
+
+
+def _given(param: Param, counts: set[str]) -> Fragment:
     method = "tokens" if param.name == "budget" else "number"
-    bounds = (("low", param.low), ("high", param.high))
+    low = 0.0 if param.low is None and param.name in counts and method == "number" else param.low
+    bounds = (("low", low), ("high", param.high))
     limits = "".join(f", {side}={literal(bound)}" for side, bound in bounds if bound is not None)
     return fragment(f'given.{method}("{param.name}", {{}}{limits})', _RESOLVE(param.default))
 

@@ -14,6 +14,19 @@ from kvdsl.budget import ALLOWED, is_rate, tokens_or_rate
 from kvdsl.errors import KvdslError
 
 
+class TooManyKeptError(KvdslError):
+    """What `keep first` and `keep last` protect does not fit.
+
+    Attributes:
+        text, mend: what is wrong, and what to do.
+        mend_by_budget: whether a larger budget would do.
+    """
+
+    def __init__(self, text: str, mend: str, *, mend_by_budget: bool) -> None:
+        self.text, self.mend, self.mend_by_budget = text, mend, mend_by_budget
+        super().__init__(f"{text}; {mend}")
+
+
 class Given:
     """Params of one layer, resolved per row by a generated `resolve(given)`.
 
@@ -37,7 +50,7 @@ class Given:
         """
         value = self._values.get(name)
         if value is not None and not low <= value <= high:
-            raise KvdslError(f"`{name}` of {self._policy} is {value:g}; it must lie in {low:g}..{high:g}")
+            raise KvdslError(f"`{name}` of {self._policy} is {value:g}; give {_between(low, high)}")
         chosen = default if value is None else value
         return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
@@ -86,7 +99,7 @@ class Given:
             count: the tokens that the budget holds, or that are `selected`.
 
         Raises:
-            KvdslError: if they protect more.
+            TooManyKeptError: if they protect more.
         """
         excess = (first + last - count).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
         worst = int(excess.argmax())
@@ -96,10 +109,8 @@ class Given:
                 raise KvdslError(f"{self._policy} protects no finite number of tokens ({keeps}): is something divided by 0?")
             tokens = "1 token" if protected == 1 else f"{protected:g} tokens"
             holds, mend = ("it selects", "select more") if selected else ("its budget holds", "raise the budget")
-            where = f" in layer {int(self.layer[0])}" if room == 0 else ""
-            raise KvdslError(
-                f"{self._policy} protects {tokens} ({keeps}) but {holds} {room:g}{where}; {mend} or protect fewer"
-            )
+            text = f"{self._policy} protects {tokens} ({keeps}) but {holds} {room:g}"
+            raise TooManyKeptError(text, f"{mend} or protect fewer", mend_by_budget=not selected)
 
     def largest(self, *counts: Tensor | float) -> Tensor:
         """The largest of some counts, float64 [batch]; 0 of none."""
@@ -107,6 +118,15 @@ class Given:
         for count in counts:
             found = torch.maximum(found, self.count(count))
         return found
+
+
+def _between(low: float, high: float) -> str:
+    """In words, what lies between these."""
+    if math.isinf(low) and math.isinf(high):
+        return "a number"
+    if math.isinf(high):
+        return f"{low:g} or more"
+    return f"{high:g} or less" if math.isinf(low) else f"a number in {low:g}..{high:g}"
 
 
 def param(policy: str, name: str, value: Any) -> float | None:

@@ -87,6 +87,7 @@ class _Level:
     def __init__(self, flat: FlatPolicy, policy: syn.Policy, module: Module, sink: Sink, inherits: bool) -> None:
         self.flat, self.policy, self.module, self.sink, self.inherits = flat, policy, module, sink, inherits
         self.own: dict[str, Span] = {}
+        self.inherited: dict[str, Span] = {}
         self.dropped = False
 
     def add(self) -> None:
@@ -113,6 +114,8 @@ class _Level:
         if not self._once(statement, name, codes.DUPLICATE, f"`{name}` is defined twice"):
             return
         before = self.flat.names.get(name)
+        if before is not None and before.policy is not self.policy:
+            self.inherited[name] = before.statement.span
         if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
             return
         if before is not None and isinstance(before.statement, syn.Let) is not isinstance(statement, syn.Let):
@@ -126,8 +129,8 @@ class _Level:
         before = self.flat.settings.get(keyword, [])
         inherited = before[-1].statement.span if before else None
         if keyword == "budget" and inherited is None and self.inherits and "budget" in self.flat.names:
-            param = self.flat.names["budget"]
-            inherited = param.statement.span if param.policy is not self.policy else None
+            param = self.flat.names["budget"]  # perhaps changed here, which does not make it any less inherited
+            inherited = self.inherited.get("budget") if param.policy is self.policy else param.statement.span
         if self._may_change(statement, f"`{keyword}`", inherited):
             self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.policy)]
 

@@ -209,7 +209,14 @@ class Statements:
         if not is_fixed(value, span, "the budget", self.sink.report):
             return False
         if "budget" in self.params.inputs_of(value.expr):
-            self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself")
+            has_param = "budget" in self.flat.names
+            help = (
+                "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
+                if has_param
+                else None
+            )
+            help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+            self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
             return False
         return True
 

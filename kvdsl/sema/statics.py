@@ -6,6 +6,7 @@ A number that depends on the prompt or the layer is not known here; the runtime 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -42,6 +43,12 @@ class Bounded:
     high: float = math.inf
     counts: bool = False
 
+
+_LAYERS = 32
+"""Of a model that stands for all, where budgets differ from layer to layer."""
+
+_MOST_TOKENS = 2**24
+"""Budgets that are tried out, to say which would do."""
 
 Keep = tuple[str, Expr, Span]
 """A scope, its count, and where the `keep` stands."""
@@ -119,6 +126,40 @@ class Statics:
             limit = None if name not in exprs else self._size(exprs[name].expr)
             if limit is not None:
                 self._check_keeps(bound, limit, Label(exprs[name].span, role.removesuffix(" is")), role)
+        if "budget" in exprs and self._size(exprs["budget"].expr) is None:
+            self._check_layers(sized, exprs["budget"])
+
+    def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
+        """Warns where the keeps do not fit into the smallest of budgets that differ by layer."""
+        narrowest = self._narrowest(budget.expr)
+        most = {scope: max((one[1] for one in sized if one[0] == scope), default=0) for scope in ("top", "first", "last")}
+        needed = max(most["top"], most["first"] + most["last"])
+        if narrowest is None or needed <= narrowest[0]:
+            return
+        limit, layer = narrowest
+        message = f"in layer {layer} of {_LAYERS} the budget is {limit}, but {needed} tokens are protected"
+        labels = [Label(span, "what protects") for _, size, span in sized if size]
+        self.sink.report(codes.KEEPS_IN_LAYER, budget.span, message, self._larger(budget.expr, needed), labels)
+
+    def _larger(self, budget: Expr, needed: int) -> str:
+        """What to do, with the smallest value of the param `budget` that would do, if there is one."""
+
+        def holds(given: int) -> bool:
+            found = self._narrowest(budget, {"budget": float(given)})
+            return found is not None and found[0] >= needed
+
+        found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds) if "budget" in self.params else _MOST_TOKENS
+        return "protect fewer, or raise the budget" + (f" to {found}" if found < _MOST_TOKENS else "")
+
+    def _narrowest(self, budget: Expr, given: Mapping[str, float] | None = None) -> tuple[int, int] | None:
+        """The smallest budget of a model's layers, and the last layer that has it, if they depend on nothing else."""
+        names = {**self.known, **(given or {})}
+        known = [value_of(budget, {**names, "@layer": layer, "@layers": _LAYERS}) for layer in range(_LAYERS)]
+        found = [(math.floor(value), -layer) for layer, value in enumerate(known) if value is not None]
+        if len(found) < _LAYERS:
+            return None
+        limit, layer = min(found)
+        return limit, -layer
 
     def _size(self, count: Expr) -> int | None:
         value = value_of(count, self.known)

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.compiler import shipped_policies
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given
 from kvdsl.runtime.spec import PolicySpec
@@ -83,11 +84,21 @@ def test_what_is_kept_in_layers_that_do_not_evict_is_no_matter(tmp_path: Path) -
         resolved(spec_of(f"{body} ..3", tmp_path))
 
 
+@pytest.mark.parametrize("policy", [path.stem for path in shipped_policies()])
+def test_a_negative_count_is_refused(policy: str) -> None:
+    """Every param of the shipped policies but the budget counts something."""
+    spec = kvdsl.load(policy).spec
+    for name in spec.params:
+        if name != "budget":
+            with pytest.raises(KvdslError, match=f"`{name}` of {spec.name} is -1; give [01] or more"):
+                resolved(spec, **{name: -1})
+
+
 @pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan])
 def test_a_floor_is_a_rate(rate: float, tmp_path: Path) -> None:
     spec = spec_of("param r = 0.5\nbudget 8 across heads floor r\nwhen prefill\nscore sum(attn)", tmp_path)
     assert resolved(spec, r=1)["floor"] == [8, 8]
-    with pytest.raises(KvdslError, match="lie in"):
+    with pytest.raises(KvdslError, match=r"lie in|`r` of P is nan; give a number"):
         resolved(spec, r=rate)
 
 

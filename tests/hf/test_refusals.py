@@ -143,6 +143,17 @@ def test_keeps_that_exceed_the_budget() -> None:
     zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 60)), 2, past_key_values=late)
 
 
+def test_keeps_that_exceed_the_budget_of_a_layer() -> None:
+    """The layer is named, and the smallest budget that would do."""
+    model = zoo.make("Llama", num_hidden_layers=4)
+    with pytest.raises(KvdslError, match=r"holds 3 in layer 3 of 4; raise the budget to at least 640 tokens") as error:
+        zoo.greedy(
+            model, zoo.plain(zoo.prompt(1, 100)), 2, past_key_values=policies.cache_class("pyramidkv")(model, budget=64)
+        )
+    said(error)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 100)), 2, past_key_values=policies.cache_class("pyramidkv")(model, budget=640))
+
+
 def test_unknown_param_and_backend() -> None:
     with pytest.raises(TypeError, match="bugdet"):
         cache_for(zoo.model("llama"), bugdet=3)

@@ -53,6 +53,16 @@ def test_the_parents_budget_can_be_read_in_an_override() -> None:
     assert print_expression(policy.budget) == "max(budget - layer, 8)"
 
 
+BOTH = ("override param budget = 64", "override budget budget * 2")
+
+
+@pytest.mark.parametrize("lines", [BOTH, BOTH[::-1]], ids=["param first", "statement first"])
+def test_the_param_and_the_statement_may_change_together(lines: tuple[str, ...]) -> None:
+    policy = check(extending(*lines)).policy
+    assert print_expression(policy.params[0].default) == "64"
+    assert policy.budget is not None and print_expression(policy.budget) == "budget * 2"
+
+
 def test_a_parents_let_reads_what_the_child_overrides(tmp_path: Path) -> None:
     base = body("param budget = 8", "let weight = 2", "let scaled(x) = x * weight", "score scaled(age)")
     child = 'kv 1\nimport "base.kv"\npolicy Q extends P { "d"; override let weight = 3 }'

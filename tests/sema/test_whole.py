@@ -99,6 +99,20 @@ def test_a_budget_cannot_read_itself() -> None:
     ):
         assert only(body(*statements, "score age"), "KV0409")
     assert only(body("param budget = budget", "score age"), "KV0409")
+    found = only(body("param budget = 8", "let half = budget / 2", "budget half + 1", "score age"), "KV0409")
+    assert found.help == "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
+    assert policy("param budget = 8", "budget budget / 2 + 1", "score age").budget is not None
+    found = only(body("let half = budget / 2", "budget half + 1", "score age"), "KV0409")
+    assert found.help == "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+
+
+def test_a_budget_by_layer_that_is_too_small_in_some() -> None:
+    lines = ("param budget = 512", "budget budget / (1 + layer)", "score age", "keep last 20", "keep first 12")
+    message = "in layer 31 of 32 the budget is 16, but 32 tokens are protected"
+    help = "protect fewer, or raise the budget to 1024"
+    expect(body(*lines), "KV0423", message, "budget / (1 + layer)", help)
+    assert not check(body("param budget = 1024", *lines[1:])).diagnostics
+    assert not check(body("param budget = 512", "budget budget / (1 + layer) * prompt", *lines[2:])).diagnostics
 
 
 @pytest.mark.parametrize("name", ["live", "age", "attn"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.given import Given
+from kvdsl.runtime.given import Given, TooManyKeptError
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 
@@ -26,6 +27,9 @@ SLOT_DIM = {"keys": 2, "values": 2, "position": 2, "columns": 3}
 
 AT_ONCE = 1024
 """Slots per KV head that are allocated at the end of a prompt without need, where they are enough for ever."""
+
+_MOST_TOKENS = 2**24
+"""Budgets that are tried out, to say which would do."""
 
 _GROWTH = 64
 """A cache that grows has a multiple of this many slots."""
@@ -189,11 +193,41 @@ class SlotState:
         Raises:
             KvdslError: if the static keeps protect more tokens than the budget holds.
         """
-        given = Given(self.spec.name, self.given, prompt, self.layer, self.layers)
-        named = self.spec.resolve(given)
+        given = self._given(prompt, self.layer, self.given)
+        try:
+            named = self.spec.resolve(given)
+        except TooManyKeptError as error:
+            raise self._where_and_how_many(error, prompt) from None
         if not self.spec.numbers:
             return given.prompt.new_zeros(len(prompt), 0)
         return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
+
+    def _given(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> Given:
+        return Given(self.spec.name, values, prompt, layer, self.layers)
+
+    def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
+        """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""
+        layers = range(self.layers)
+        where = (
+            f" in layer {self.layer} of {self.layers}" if any(self._fits(prompt, one, self.given) for one in layers) else ""
+        )
+        mend = error.mend
+        if error.mend_by_budget and "budget" in self.spec.params:
+
+            def holds(budget: int) -> bool:
+                return all(self._fits(prompt, one, {**self.given, "budget": budget}) for one in layers)
+
+            found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds)
+            mend = mend.replace("the budget", f"the budget to at least {found} tokens") if found < _MOST_TOKENS else mend
+        return KvdslError(f"{error.text}{where}; {mend}")
+
+    def _fits(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> bool:
+        """Whether a layer has room for what its policy protects."""
+        try:
+            self.spec.resolve(self._given(prompt, layer, values))
+        except KvdslError:
+            return False
+        return True
 
     def resolve_after(self, seen: Tensor) -> Tensor:
         """The policy's numbers after a forward of a prompt, float64 [batch, len(spec.numbers)]: the prompt is all of a row's text so far.
