@@ -19,6 +19,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "lab" / "scripts
 import evaluate_reference_model as evaluation
 import train_reference_model as recipe
 
+STEPS, NOTE = 40, 20
+"""Steps of each of two runs, and between points of the curve: minutes would make another model on a busy machine."""
+
 
 def run(command, *arguments: object):
     result = CliRunner().invoke(command, [str(argument) for argument in arguments])
@@ -43,9 +46,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
         write_book(folder / "corpus" / f"{seed}.txt", seed)
     write_book(folder / "heldout/h.txt", 99)
     common = ("train", "--preset", "toy", "--out", folder / "out", "--corpus", folder / "corpus",
-              "--heldout", folder / "heldout", "--note-every", 1)  # fmt: skip
-    run(recipe.main, *common, "--minutes", 0.03)
-    run(recipe.main, *common, "--minutes", 0.06)
+              "--heldout", folder / "heldout", "--note-every", NOTE)  # fmt: skip
+    run(recipe.main, *common, "--steps", STEPS)
+    run(recipe.main, *common, "--steps", 2 * STEPS)
     run(recipe.main, "export", "--out", folder / "out", folder / "model")
     return folder
 
@@ -53,8 +56,8 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_training_lowers_the_heldout_loss_and_goes_on_after_a_stop(trained: Path):
     curve = json.loads((trained / "model/training.json").read_text())["curve"]
     assert curve[-1]["heldout"] < curve[0]["heldout"]
-    assert curve[-1]["minutes"] > 0.03 > curve[0]["minutes"]
-    assert [point["step"] for point in curve] == sorted({point["step"] for point in curve})
+    assert [point["step"] for point in curve] == [*range(NOTE, 2 * STEPS + 1, NOTE)]
+    assert [point["minutes"] for point in curve] == sorted(point["minutes"] for point in curve)
     assert curve[-1]["window"] == 192
 
 
@@ -129,6 +132,17 @@ def test_a_pause_does_not_use_up_the_budget():
     assert clock.seconds == 53.0
 
 
+def test_a_budget_is_of_minutes_or_of_steps(trained: Path, tmp_path: Path):
+    trainer = recipe.Trainer(trained / "out", recipe.PRESETS["toy"], "toy", 2.0, seed=20)
+    assert trainer.step == 2 * STEPS and trainer.fraction == trainer.clock.seconds / 120
+    trainer.clock.seconds = 90.0
+    assert trainer.fraction == 0.75
+    trainer.steps = 4 * STEPS
+    assert trainer.fraction == 0.5
+    both = CliRunner().invoke(recipe.main, ["train", "--out", str(tmp_path), "--minutes", "1", "--steps", "9"])
+    assert both.exit_code == 2 and "not both" in both.output
+
+
 def test_pauses_count_when_the_run_must_end_in_time():
     clock = recipe.ActiveClock(pauses=True)
     for step in [1.0] * 10 + [3600.0]:
@@ -139,8 +153,8 @@ def test_pauses_count_when_the_run_must_end_in_time():
 def test_a_run_starts_from_an_exported_model(trained: Path, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(trained / "out", out, ignore=shutil.ignore_patterns("checkpoint.pt"))
-    common = ("train", "--preset", "toy", "--out", out, "--note-every", 1)
-    run(recipe.main, *common, "--start", trained / "model", "--seed", 4, "--minutes", 0.03)
+    common = ("train", "--preset", "toy", "--out", out, "--note-every", NOTE)
+    run(recipe.main, *common, "--start", trained / "model", "--seed", 4, "--steps", NOTE)
     run(recipe.main, "export", "--out", out, tmp_path / "model")
     first, then = (json.loads((folder / "model/training.json").read_text()) for folder in (trained, tmp_path))
     first.pop("evaluation", None)  # of what came out in the end, figures are there
@@ -155,7 +169,7 @@ def test_a_start_that_does_not_fit_is_refused(trained: Path, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(trained / "out", out, ignore=shutil.ignore_patterns("checkpoint.pt"))
     (tmp_path / "model/tokenizer.json").write_text("{}")
-    words = ["train", "--preset", "toy", "--out", str(out), "--start", str(tmp_path / "model"), "--minutes", "0.01"]
+    words = ["train", "--preset", "toy", "--out", str(out), "--start", str(tmp_path / "model"), "--steps", "1"]
     refused = CliRunner().invoke(recipe.main, words)
     assert refused.exit_code == 1 and "another tokenizer" in refused.output
     (tmp_path / "model/training.json").unlink()

@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import textwrap
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import error, finish, json_option, params_as_data, print_json, set_option
-from kvdsl.explain.facts import DTYPES, Facts, as_data, facts
-from kvdsl.explain.words import rows
-from kvdsl.ir.nodes import Policy
+from kvdsl.explain import DTYPES
+
+if TYPE_CHECKING:
+    from kvdsl.explain.facts import Facts
+    from kvdsl.ir.nodes import Policy
 
 _WIDTH = 100
 
@@ -41,6 +44,8 @@ def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, as_j
     if re.fullmatch(r"(?i)kv\d{4}", what):
         _explain_code(what.upper(), as_json)
         return
+    from kvdsl.explain.facts import as_data, facts
+
     found = facts(_policy(what, settings), head_dim, dtype)
     if as_json:
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
@@ -60,6 +65,7 @@ def _policy(name: str, settings: dict[str, str]) -> Policy:
 
 def _in_words(found: Facts) -> Iterator[str]:
     from kvdsl.diagnostics import printable
+    from kvdsl.explain.words import rows
 
     policy = found.policy
     yield f"{policy.name} ({policy.stem}.kv)"

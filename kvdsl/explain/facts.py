@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdsl.explain import DTYPES
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, Policy, RingRef
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
@@ -14,8 +15,6 @@ from kvdsl.lower.plan import PackagePlan, make_plan
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import value_of
 
-DTYPES = {"float32": 4, "bfloat16": 2, "float16": 2}
-"""Bytes of one number of a key or a value."""
 FLOAT32 = POSITION = 4
 """Bytes of one number of a state column, and of a token's position."""
 

@@ -3,15 +3,15 @@
 
     prepare   corpus -> tokenizer.json, train.npy, heldout.npy (uint16 tokens) in the output folder
     pack      the same as one file of less than 64 MiB, for a machine that has no corpus
-    train     runs for a budget of active minutes; checkpoints as it goes, and goes on from the last one
+    train     runs for a budget of active minutes or of steps; checkpoints as it goes, and goes on from the last one
     export    the last checkpoint -> a Hugging Face folder (bf16 safetensors, tokenizer, model card, digests)
 
 The model that ships was made by `train --preset cpu`, and then, from what `export` had made of that, by `train --preset cpu-long
 --start FOLDER --seed 21` in another output folder, which lengthens what it uses of a text.
 
-`lab/scripts/evaluate_reference_model.py` then measures the exported folder. Training follows the clock, not a
-number of steps: window length and learning rate are functions of the share of the budget that is used up,
-so that the same recipe suits two cores, one large GPU, and a minute of CI.
+`lab/scripts/evaluate_reference_model.py` then measures the exported folder. Window length and learning rate are functions
+of the share of the budget that is used up, so that the same recipe suits two cores, one large GPU, and a minute of CI.
+A budget of minutes (the presets') makes the most of a machine; one of steps makes the same model on a machine of any speed.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ console = Console(stderr=True)
 
 @dataclass(frozen=True)
 class Preset:
-    """Everything that decides what is trained. Fractions are shares of the time budget."""
+    """Everything that decides what is trained. Fractions are shares of the budget."""
 
     layers: int
     width: int
@@ -313,12 +313,18 @@ class ActiveClock:
 
 
 class Trainer:
-    """One run: its model, its clock, its curve, and the checkpoint that carries them across processes."""
+    """One run: its model, its clock, its curve, and the checkpoint that carries them across processes.
 
-    def __init__(self, out: Path, preset: Preset, name: str, minutes: float, seed: int, pauses: bool = False) -> None:
+    Args:
+        steps: the budget in steps of the optimiser; None: it is `minutes`.
+    """
+
+    def __init__(
+        self, out: Path, preset: Preset, name: str, minutes: float, seed: int, pauses: bool = False, steps: int | None = None
+    ) -> None:
         import torch
 
-        self.out, self.preset, self.name, self.minutes, self.seed = out, preset, name, minutes, seed
+        self.out, self.preset, self.name, self.minutes, self.seed, self.steps = out, preset, name, minutes, seed, steps
         self.windows = Windows(out, seed)
         self.model = build_model(preset, self.windows.tokenizer.get_vocab_size(), seed)
         self.optimiser = optimiser(self.model, preset)
@@ -367,6 +373,7 @@ class Trainer:
             "name": self.name,
             "seed": self.seed,
             "minutes": self.minutes,
+            "steps": self.steps,
             "model": self.model.state_dict(),
             "optimiser": self.optimiser.state_dict(),
             "step": self.step,
@@ -381,7 +388,12 @@ class Trainer:
     @property
     def fraction(self) -> float:
         """The share of the budget that is used up."""
-        return min(1.0, self.clock.seconds / (60 * self.minutes))
+        return min(1.0, self.spent / (self.steps or 60 * self.minutes))
+
+    @property
+    def spent(self) -> float:
+        """Steps or active seconds: what the budget is counted in."""
+        return self.clock.seconds if self.steps is None else self.step
 
     def _one_step(self, length: int) -> float:
         import torch
@@ -437,10 +449,14 @@ class Trainer:
             print(json.dumps(point), flush=True)
 
     def run(self, checkpoint_every: float, note_every: float) -> None:
-        """Step until the budget is used up or somebody asks to stop."""
+        """Step until the budget is used up or somebody asks to stop.
+
+        Args:
+            checkpoint_every, note_every: in what the budget is counted in.
+        """
         signal.signal(signal.SIGTERM, lambda *_: setattr(self, "stopped", True))
         losses: list[float] = []
-        length, saved, noted, now = 0, self.clock.seconds, self.clock.seconds, time.monotonic()
+        length, saved, noted, now = 0, self.spent, self.spent, time.monotonic()
         with progress_bar() as advance:
             while self.fraction < 1.0 and not self.stopped:
                 if length != (length := self.preset.window(self.fraction)):
@@ -449,12 +465,12 @@ class Trainer:
                 began, now = now, time.monotonic()
                 self.clock.add(now - began)
                 advance(self.fraction, f"window {length}, step {self.step}, loss {losses[-1]:.2f}")
-                if self.clock.seconds - noted >= note_every or self.fraction >= 1.0:
+                if self.spent - noted >= note_every or self.fraction >= 1.0:
                     self.note(losses, length)
-                    losses, noted = [], self.clock.seconds
-                if self.clock.seconds - saved >= checkpoint_every:
+                    losses, noted = [], self.spent
+                if self.spent - saved >= checkpoint_every:
                     self.save()
-                    saved = self.clock.seconds
+                    saved = self.spent
         self.save()
 
 
@@ -667,6 +683,9 @@ def pack(out: Path, packed: Path) -> None:
     help="Go on from the weights of this exported model instead of fresh ones.",
 )
 @click.option("--minutes", type=float, help="Budget of active minutes over all runs [default: the preset's].")
+@click.option(
+    "--steps", type=click.IntRange(1), help="A budget of steps instead, so that no model depends on a machine's speed."
+)
 @click.option("--seed", type=int, default=20, show_default=True)
 @click.option("--threads", type=int, help="CPU threads [default: all].")
 @click.option(
@@ -674,14 +693,14 @@ def pack(out: Path, packed: Path) -> None:
     type=float,
     default=180.0,
     show_default=True,
-    help="Active seconds between checkpoints.",
+    help="Active seconds between checkpoints; steps with --steps.",
 )
 @click.option(
     "--note-every",
     type=float,
     default=60.0,
     show_default=True,
-    help="Active seconds between points of the curve.",
+    help="Active seconds between points of the curve; steps with --steps.",
 )
 @click.option("--count-pauses", is_flag=True, help="Let the budget run while the process is suspended, too.")
 def train(
@@ -692,6 +711,7 @@ def train(
     packed: Path | None,
     start: Path | None,
     minutes: float | None,
+    steps: int | None,
     seed: int,
     threads: int | None,
     checkpoint_every: float,
@@ -703,6 +723,8 @@ def train(
     """
     import torch
 
+    if minutes is not None and steps is not None:
+        raise click.UsageError("give --minutes or --steps, not both")
     if threads:
         torch.set_num_threads(threads)
     shape = PRESETS[preset]
@@ -711,7 +733,7 @@ def train(
     if packed and not (out / "train.npy").exists():
         unpack_data(packed, out)
     prepare_data(out, corpus, heldout, shape.vocab)
-    trainer = Trainer(out, shape, preset, minutes or shape.minutes, seed, count_pauses)
+    trainer = Trainer(out, shape, preset, minutes or shape.minutes, seed, count_pauses, steps)
     if start:
         trainer.start_from(start)
     parameters = sum(p.numel() for p in trainer.model.parameters()) / 1e6
@@ -735,7 +757,7 @@ def export(out: Path, folder: Path, remark: str) -> None:
     if not (out / "checkpoint.pt").exists():
         raise click.ClickException(f"{out} holds no checkpoint: run `train` first")
     state = torch.load(out / "checkpoint.pt", map_location="cpu", weights_only=True)
-    trainer = Trainer(out, PRESETS[state["name"]], state["name"], state["minutes"], state["seed"])
+    trainer = Trainer(out, PRESETS[state["name"]], state["name"], state["minutes"], state["seed"], steps=state.get("steps"))
     export_model(trainer, folder, remark)
     click.echo(f"{folder}: {(folder / 'model.safetensors').stat().st_size / 2**20:.1f} MiB of weights")
 
