@@ -5,6 +5,7 @@ process of their own, with TRITON_INTERPRET=1. What compiles kernels ahead of ti
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -20,11 +21,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason=f"`make test` runs this in a process where TRITON_INTERPRET is {asked}"))
 
 
-@pytest.fixture(autouse=INTERPRETED)
-def equal_places(monkeypatch: pytest.MonkeyPatch) -> None:
-    from .interpreter import make_places_equal
+@pytest.fixture(autouse=INTERPRETED, scope="session")
+def interpreter_as_wanted() -> Iterator[None]:
+    from .interpreter import make_places_equal, patch_language_once
 
-    make_places_equal(monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch_language_once(patch)
+        make_places_equal(patch)
+        yield
 
 
 @pytest.fixture

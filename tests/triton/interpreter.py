@@ -35,6 +35,26 @@ def make_places_equal(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
 
+def patch_language_once(patch: pytest.MonkeyPatch) -> None:
+    """Let `triton.language` mean NumPy from the first launch on.
+
+    The interpreter looks through all of it at every launch and at every call inside of a kernel, and puts it back after the launch.
+    That takes most of its time.
+    """
+    from triton.runtime import interpreter
+
+    known: set[str] = set()
+    replace_operations = interpreter._patch_lang
+
+    def once(function: Any) -> Any:
+        if function.__module__ not in known:
+            known.add(function.__module__)
+            replace_operations(function)
+        return interpreter._LangPatchScope()  # of nothing, so that nothing is put back
+
+    patch.setattr(interpreter, "_patch_lang", once)
+
+
 def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 slots, so that a few slots are several blocks, the last of them not full."""
     patch.setattr(Sizes, "attend_block", 16)
