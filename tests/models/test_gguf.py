@@ -38,6 +38,8 @@ def write_tiny(file: Path) -> None:
     writer.add_bos_token_id(1)
     writer.add_eos_token_id(2)
     writer.add_pad_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.add_add_bos_token(False)
     writer.add_chat_template("{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>{% endfor %}")
     generator = torch.Generator().manual_seed(3)
 
@@ -90,5 +92,8 @@ def test_the_folder_holds_what_the_file_stands_for(tmp_path: Path) -> None:
         torch.testing.assert_close(ours(ids).logits, read(ids).logits, rtol=0, atol=0)
 
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert tokenizer("abcd")["input_ids"] == [11, 12]
+    assert dict(tokenizer("abcd")) == {"input_ids": [11, 12], "attention_mask": [1, 1]}
+    told = json.loads((folder / "tokenizer_config.json").read_text())
+    assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 and 5 know
+    assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id] == [1, 2, 2, 0]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "<|im_start|>ab<|im_end|>"
