@@ -82,6 +82,21 @@ OPERATORS = {
     "`<` `<=` `>` `>=` `==` `!=` `and` `or` `not`": "conditions; in arithmetic they count as 0 or 1",
 }
 
+EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)`, is found once, when it is placed,
+and is the same on every backend to the bit: inputs are doubles, so that the product of two is exact; every operation is rounded by
+itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to the first, dim by dim,
+until one number is left), and so are the sums of `mean`, `var` and `std`; the result is rounded once, to float32. What a score makes
+of such numbers, of `position`, `age`, `random()`, counts and params by arithmetic, comparisons, `sqrt`, `abs`, `floor`, `ceil`, `min`
+and `max` is the same as well, float32 operation by operation: `knorm` keeps the same tokens everywhere, ties included, if it is given
+the same keys.
+
+What comes from attention (`attn`, `logit`, `dot(q, k)`) and what is reduced over slots or queries is summed in whatever order is fast:
+it is equal to float32's rounding, and where two scores lie within that, either token may stay. `exp`, `log` and `**` (but for squares)
+are functions of a library, equal to a few units in the last place. A model's later keys depend on attention themselves: from the second
+layer on, two backends are not given quite the same keys. torch on a GPU, and torch operations that `torch.compile` has fused, may
+round an operation differently. Triton's kernels were compared in Triton's interpreter; no GPU has run them yet.
+"""
+
 STATEMENTS = {
     "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
     "let": ("a name for an expression, or a function", ""),
@@ -155,6 +170,8 @@ def language_reference() -> str:
         _table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
         _table(("", "meaning"), _functions()),
+        "## What is equal on every backend\n",
+        EQUAL,
         "## The prelude\n",
         "What every policy knows without an import; a policy may define these names anew.\n",
         f"```kv\n{read_resource('grammar', 'prelude.kv')}```\n",

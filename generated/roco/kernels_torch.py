@@ -7,7 +7,6 @@ Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from kvdsl.runtime.torch.settle import Protection
@@ -24,7 +23,7 @@ def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
     """What may not leave."""
     sum_attn_squared = slots.column("sum_attn_squared")
     sum_attn = slots.column("sum_attn")
-    keep.top(torch.sqrt((sum_attn_squared / slots.observed - (sum_attn / slots.observed).square()).clamp(min=0)), numbers["protect"])
+    keep.top(slots.sqrt((sum_attn_squared / slots.observed - (sum_attn / slots.observed).square()).clamp(min=0)), numbers["protect"])
     keep.last(1)
 
 

@@ -31,6 +31,8 @@ FLAGS = (
     "-std=c++17", "-O3", "-march=native", "-fopenmp", "-fPIC",
     "-fno-math-errno", "-fno-trapping-math", "-Wall", "-Wextra",
 )  # fmt: skip
+EXACT = ("-ffp-contract=off",)
+"""For all but the driver: a policy's arithmetic is rounded operation by operation, as it is on every other backend."""
 _COMPILERS = ("g++", "clang++", "c++")
 
 
@@ -133,7 +135,7 @@ def _place(name: str, source: str = "") -> Path:
     """Where in the cache lies what is built of the runtime and perhaps a source."""
     cxx = compiler()
     digest = hashlib.sha256(_runtime())
-    for part in (source, " ".join((*cxx, *FLAGS)), compiler_version(*cxx), _processor(), __version__):
+    for part in (source, " ".join((*cxx, *FLAGS, *EXACT)), compiler_version(*cxx), _processor(), __version__):
         digest.update(part.encode() + b"\0")
     return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}"
 
@@ -145,7 +147,7 @@ def build_library(sources: list[Path], library: Path) -> None:
         KvdslError: without a compiler, or if it fails or makes nothing.
         OSError: if there is no writing there.
     """
-    _compile([*compiler(), *FLAGS, "-shared"], sources, library)
+    _compile([*compiler(), *FLAGS, *EXACT, "-shared"], sources, library)
 
 
 def _compile(command: list[str], sources: list[Path], made: Path) -> None:

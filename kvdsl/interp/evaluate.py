@@ -125,7 +125,34 @@ def _over_dims(expr: Reduce, scope: Scope) -> Array:
         if scope.sketch is None:
             raise LookupError("there is no sketch before the prompt's last query")
         body = body[:, scope.sketch]
-    return fold(expr.op, body, axis=1)
+    return over_dims(expr.op, body)
+
+
+@np.errstate(all="ignore")
+def over_dims(op: str, x: Array) -> Array:
+    """Reduce dims, [n, D] to [n, 1], adding them in the order that all backends share."""
+    if op not in ("sum", "mean", "var", "std"):
+        return fold(op, x, axis=1)
+    if op == "sum":
+        return _folded_in_half(x)
+    mean: Array = _folded_in_half(x) / x.shape[1]
+    if op == "mean":
+        return mean
+    variance: Array = _folded_in_half((x - mean) ** 2) / x.shape[1]
+    deviation: Array = np.sqrt(variance)
+    return variance if op == "var" else deviation
+
+
+def _folded_in_half(x: Array) -> Array:
+    """The sum of the dims: zeros make them a power of two, then the second half is added to the first until one is left."""
+    size = 1
+    while size < x.shape[1]:
+        size *= 2
+    x = np.pad(x, ((0, 0), (0, size - x.shape[1])))
+    while size > 1:
+        size //= 2
+        x = x[:, :size] + x[:, size:]
+    return x
 
 
 def _pool(expr: Pool, scope: Scope) -> Array:

@@ -131,11 +131,14 @@ class Columns:
             self.values = {name: np.array(values[name], dtype=np.float64) for name in self.values}
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
-        """A token's column is found once; the others start so that the first query decides."""
+        """A token's column is found once, and a float32 at once, so that what is equal in a backend is equal here.
+
+        The others start so that the first query decides.
+        """
         for column in self._columns:
             old, new = self.values[column.name], np.zeros(0)
             if column.rule == "token":
-                new = values(column.body)
+                new = _as_float32(values(column.body))
             elif column.rule == "ring":
                 new = np.full((count, old.shape[1] if len(old) else _ring_size(column, number)), np.nan)
             else:
@@ -188,6 +191,11 @@ class Columns:
     def clone(self) -> Columns:
         """An independent copy."""
         return deepcopy(self)
+
+
+@np.errstate(over="ignore")
+def _as_float32(x: Array) -> Array:
+    return x.astype(np.float32).astype(np.float64)
 
 
 def _ring_size(column: Column, number: Callable[[Expr], float]) -> int:

@@ -38,6 +38,7 @@ from kvdsl.lower.expression import (
     Target,
     Use,
     as_float32,
+    dims_of,
     form_of_ranks,
     fragment,
     literal,
@@ -129,7 +130,7 @@ _I, _D, _G = (Use("index", name) for name in "idg")
 
 @dataclass(frozen=True)
 class SlotPrinter(_CppPrinter):
-    """One float per slot i, read from `view`: `row` (a query and what it saw), `head` (the live slots) or `slot` (a new token).
+    """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
 
     `hoisted` names the reductions over slots that stand before the loop; `over_dims` is set inside a loop over d.
     """
@@ -148,20 +149,13 @@ class SlotPrinter(_CppPrinter):
         if isinstance(expr, Random):
             return Fragment(f"{self.view}.random(i)", uses=(_I,))
         if isinstance(expr, ColumnRef):
-            column = Use("column", expr.name)
-            if self.view == "slot":
-                return Fragment(f"slot.column(Column::{expr.name})", uses=(column,))
-            return Fragment(f"{expr.name}[i]", uses=(column, _I))
+            return Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), _I))
         if isinstance(expr, RingRef):
             return Fragment(f"{_ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), _I))
         return self._input(expr.name)
 
     def _input(self, name: str) -> Fragment:
         view, own = self.view, Use("input", name)
-        vectors = {
-            "slot": Fragment(f"slot.{name}[d]", uses=(own, _D)),
-            "row": Fragment(f"row.{name}(i, d)", uses=(own, _I, _D)),
-        }
         per_slot = {
             "attn": "row.attn[i]",
             "logit": "row.logit[i]",
@@ -172,7 +166,7 @@ class SlotPrinter(_CppPrinter):
         if name in per_slot:
             return Fragment(per_slot[name], uses=(own, _I))
         if name in ("k", "v"):
-            return vectors[view]
+            return Fragment(f"row.{name}(i, d)", uses=(own, _I, _D))
         if name == "q":
             return Fragment("row.q(g, d)", uses=(own, _G, _D))
         number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
@@ -194,6 +188,26 @@ class SlotPrinter(_CppPrinter):
     def body(self, expr: Expr) -> Fragment:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
         return _over_group(self.value(expr))
+
+
+@dataclass(frozen=True)
+class TokenPrinter(_CppPrinter):
+    """One double: what a new token, `slot`, has by itself; see `kvdsl/ordered.hpp`."""
+
+    over_dims: bool = False
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(_double(expr.value))
+        assert isinstance(expr, Input)
+        return Fragment(f"slot.{expr.name}(d)", uses=(_D,))
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if self.over_dims:
+            raise NotLowerable("a reduction over dims inside another one")
+        size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
+        body = TokenPrinter(over_dims=True).value(expr.body)
+        return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", _function(_D, body))
 
 
 def _over_group(value: Fragment) -> Fragment:
@@ -328,7 +342,7 @@ def _refuse_statements(policy: Policy) -> None:
 
 
 def _place(column: Column) -> str:
-    value = SlotPrinter("slot", {}).value(column.body).text if column.rule == "token" else _INITIAL[column.rule]
+    value = f"static_cast<float>({TokenPrinter().value(column.body)})" if column.rule == "token" else _INITIAL[column.rule]
     return f"slot.column(Column::{column.name}) = {value};"
 
 

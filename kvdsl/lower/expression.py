@@ -24,7 +24,7 @@ from kvdsl.ir.nodes import (
     RingRef,
 )
 from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import children, walk
 
 ATOM = 100
 
@@ -41,6 +41,15 @@ def is_condition(expr: Expr) -> bool:
 def reads(expr: Expr, *names: str) -> bool:
     """Whether the expression reads one of the inputs."""
     return any(isinstance(node, Input) and node.name in names for node in walk(expr))
+
+
+def dims_of(body: Expr) -> str:
+    """Through whose dims a reduction over dims goes: `v`'s if its body varies over those, else `k`'s; `` if over none."""
+    if isinstance(body, Input):
+        return body.name if body.name in ("k", "v") else "k" if body.name == "q" else ""
+    if isinstance(body, Reduce) and body.axis is Axis.DIM:
+        return ""
+    return max((dims_of(child) for child in children(body)), default="")
 
 
 def form_of_ranks(by: Expr) -> str:

@@ -32,6 +32,7 @@ from kvdsl.lower.expression import (
     Target,
     Use,
     as_float32,
+    dims_of,
     fragment,
     literal,
     names_of,
@@ -108,7 +109,11 @@ class _TorchPrinter(Printer):
             return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[_TORCH])
         if expr.function in ("min", "max"):
             return self._extreme(expr)
-        return fragment(f"{_FUNCTIONS[expr.function]}({{}})", self.value(expr.args[0]), uses=[_TORCH])
+        return self.library(expr.function, self.value(expr.args[0]))
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        """A function of one number."""
+        return fragment(f"{_FUNCTIONS[function]}({{}})", argument, uses=[_TORCH])
 
     def _extreme(self, expr: Call) -> Fragment:
         """Min and max; against a literal it is a clamp."""
@@ -143,6 +148,27 @@ class NumberPrinter(_TorchPrinter):
         raise AssertionError("a number reduces nothing")
 
 
+class TokenPrinter(_TorchPrinter):
+    """What new tokens have by themselves, read from `NewTokens` called `new`; see `kvdsl.runtime.torch.tokens`."""
+
+    def of_dtype(self, value: float) -> Fragment:
+        return Fragment(f"new.number({literal(value)})")
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        return fragment("new.sqrt({})", argument) if function == "sqrt" else super().library(function, argument)
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(literal(expr.value))
+        assert isinstance(expr, Input)
+        return Fragment(f"new.{expr.name}")
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        body = self.of_dtype(expr.body.value) if isinstance(expr.body, Number) else self.value(expr.body)
+        alike = "" if dims_of(expr.body) else ", alike=True"
+        return fragment(f'new.over_dims("{expr.op}", {{}}{alike})', body)
+
+
 class TensorPrinter(_TorchPrinter):
     """Values over queries and slots, read from a `View` called `view`; state columns are locals of their names.
 
@@ -167,6 +193,11 @@ class TensorPrinter(_TorchPrinter):
             grouped=self._grouped if grouped is None else grouped,
             dims=self._dims if dims is None else dims,
         )
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        if function == "sqrt":
+            return fragment(f"{self._view}.sqrt({{}})", argument)
+        return super().library(function, argument)
 
     def number(self, value: float) -> Fragment:
         """A literal beside float32 tensors."""
@@ -258,9 +289,9 @@ def torch_plan(policy: Policy) -> TorchPlan:
         NotLowerable: if there is none.
     """
     CAN.check_columns(policy.columns)
-    row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TensorPrinter("new")
+    row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TokenPrinter()
     folded = [column for column in policy.columns if column.rule != "token"]
-    place = [fragment(f'columns.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
+    place = [fragment(f'new.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
     observe = [_observed(column, row) for column in folded]
     protect = [_torch_keep(keep, slots) for keep in policy.keeps]
     score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]

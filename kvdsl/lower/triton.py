@@ -39,6 +39,7 @@ from kvdsl.lower.expression import (
     Printer,
     Target,
     Use,
+    dims_of,
     form_of_ranks,
     fragment,
     literal,
@@ -64,14 +65,14 @@ _SLOTS = {
 }
 _EXTREMES = {"max": "maximum", "min": "minimum"}
 _OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
-_OVER_DIMS = {"sum": "ops.total", "mean": "ops.mean", "var": "ops.var", "max": "ops.largest", "min": "ops.least"}
+_FOLDS = {"max": "ops.largest", "min": "ops.least"}
 _FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
 CAN = Target(
     reduces={
         "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
         "history": ("sum", "mean", "var", "std", "max", "min"),
         "slots": ("sum", "mean", "max", "min"),
-        "dims": (*_OVER_DIMS, "std"),
+        "dims": ("sum", "mean", "var", "std", "max", "min"),
     },
     functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
     operators=OPERATORS,
@@ -129,8 +130,7 @@ class CountPrinter(_TritonPrinter):
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            # A literal that is an operand of a function becomes a float32 first.
-            return Fragment(literal(expr.value) if _is_float32(expr.value) else f"tl.full([], {expr.value!r}, tl.float64)")
+            return _float64(expr.value)
         if isinstance(expr, ParamRef):
             return number(spelled(expr.name))
         assert isinstance(expr, Input)
@@ -144,7 +144,7 @@ class CountPrinter(_TritonPrinter):
 
 @dataclass(frozen=True)
 class BlockPrinter(_TritonPrinter):
-    """Float32 values over a block of slots, or over the dims of a new token's `k` and `v`.
+    """Float32 values over a block of slots.
 
     `hoisted` names the reductions over slots that stand before the loop.
     """
@@ -185,13 +185,21 @@ class BlockPrinter(_TritonPrinter):
         return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        if expr.axis is Axis.SLOT:
-            return Fragment(self.hoisted[expr])
-        body = self.value(expr.body)
-        mask = "e < E" if body.needs("input", "v") else "d < D"
-        if expr.op == "std":
-            return fragment(f"tl.sqrt_rn(ops.var({{}}, {mask}))", body)
-        return fragment(f"{_OVER_DIMS[expr.op]}({{}}, {mask})", body)
+        return Fragment(self.hoisted[expr])
+
+
+class TokenPrinter(_TritonPrinter):
+    """Float64 values over the dims of a new token's `k` and `v`, and one for the token: what it has by itself."""
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return _float64(expr.value)
+        assert isinstance(expr, Input)
+        return Fragment(expr.name, uses=(Use("input", expr.name),))
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        mask = "e < E" if dims_of(expr.body) == "v" else "d < D"
+        return fragment(f"ops.ordered_{expr.op}({{}}, {mask})", self.value(expr.body))
 
 
 class DimPrinter(BlockPrinter):
@@ -401,7 +409,7 @@ def number(name: str) -> Fragment:
 
 def _place(column: Column) -> Fragment:
     initial = Fragment(_INITIAL.get(column.rule, "0.0"))
-    value = BlockPrinter({}).value(column.body) if column.rule == "token" else initial
+    value = TokenPrinter().value(column.body) if column.rule == "token" else initial
     return fragment(f"tl.store({column.name}_at + slot, {{}})", value)
 
 
@@ -498,7 +506,7 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], d
 def _reduction(name: str, op: str, body: Fragment, slots: str, given: list[Fragment]) -> Pass:
     """The loop of one reduction over slots."""
     if op in _EXTREMES:
-        fold = f"{name} = ops.{_EXTREMES[op]}({name}, {_OVER_DIMS[op]}({{}}, {slots}))"
+        fold = f"{name} = ops.{_EXTREMES[op]}({name}, {_FOLDS[op]}({{}}, {slots}))"
         return Pass((Fragment(f"{name} = {_INITIAL[op]}"),), (*given, fragment(fold, body)))
     added = fragment(f"{name} += ops.total({{}}, {slots})", body)
     if op == "sum":
@@ -603,6 +611,11 @@ def _overflow(numbers: tuple[str, ...]) -> Fragment:
         for name, default in _OVERFLOW.items()
     ]
     return fragment(", ".join("{}" for _ in found), *found)
+
+
+def _float64(value: float) -> Fragment:
+    """A literal among doubles: one that is an operand of a function becomes a float32 first."""
+    return Fragment(literal(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
 
 
 def _is_float32(value: float) -> bool:

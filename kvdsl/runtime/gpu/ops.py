@@ -239,16 +239,47 @@ def least(x, mask):
     return -largest(-x, mask)
 
 
-@triton.jit
-def mean(x, mask):
-    """The mean of what the mask lets through."""
-    return tl.div_rn(total(x, mask), tl.sum(mask.to(tl.float32), 0))
+# -- what a token has by itself: doubles, in the order that all backends share (docs/language.md) --------------------------
 
 
 @triton.jit
-def var(x, mask):
-    """The population variance of what the mask lets through."""
-    return mean(square(x - mean(x, mask)), mask)
+def ordered_sum(x, mask):
+    """The sum: the second half is added to the first, dim by dim, until one number is left."""
+    x = tl.where(mask, x, 0.0).to(tl.float64) + 0.0
+    for _ in tl.static_range(16):
+        if x.shape[0] > 1:
+            x = tl.sum(tl.reshape(x, [2, x.shape[0] // 2]), 0)
+    return tl.sum(x, 0)
+
+
+@triton.jit
+def ordered_mean(x, mask):
+    """The mean."""
+    return ordered_sum(x, mask) / tl.sum(mask.to(tl.int32), 0).to(tl.float64)
+
+
+@triton.jit
+def ordered_var(x, mask):
+    """The population variance."""
+    return ordered_mean(square(x - ordered_mean(x, mask)), mask)
+
+
+@triton.jit
+def ordered_std(x, mask):
+    """The population deviation; the root of a double is rounded correctly."""
+    return tl.sqrt(ordered_var(x, mask))
+
+
+@triton.jit
+def ordered_max(x, mask):
+    """The largest, NaN if any is."""
+    return largest(tl.where(mask, x, 0.0).to(tl.float64), mask) + 0.0
+
+
+@triton.jit
+def ordered_min(x, mask):
+    """The smallest, NaN if any is."""
+    return least(tl.where(mask, x, 0.0).to(tl.float64), mask) + 0.0
 
 
 # -- rings -------------------------------------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 A generated `kernels_torch.py` holds a policy's expressions, as far as it has them:
     observe(row: View, columns: Columns): fold a block of queries into the state columns.
-    place(new: View, columns: Columns): the columns that a token has by itself.
+    place(new: NewTokens): the columns that a token has by itself, see `kvdsl.runtime.tokens`.
     score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): who leaves and who may not.
     select(row: View) -> Tensor: what a decoded token attends to, the highest first.
     sketch(row: View) -> Tensor: which dims matter, [batch, kv_heads, 1, 1, dim], the highest first.

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import FREE, SlotState
-from kvdsl.runtime.torch.view import Columns, View
+from kvdsl.runtime.torch.rounding import sqrt
+
+_BLOCK = 1 << 19
+"""Numbers of a block of new tokens' keys: as doubles they should stay in a CPU's cache."""
 
 
 def seen_before(state: SlotState, call: AttentionCall) -> Tensor:
@@ -27,9 +35,89 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     """Compute the columns that the new tokens have by themselves, [at least len(spec.columns), batch, kv_heads, tokens]."""
     if "token" not in state.spec.column_rules:
         return
-    nothing = columns.new_zeros(1, 1, 1, 1)  # such a column reads keys and values only
-    view = View(
-        visible=nothing.bool(), position=nothing, newest=nothing, live=nothing, window=None, numbers={},
-        columns=state.single_columns(columns), key=call.key, value=call.value, group=state.spec.group, random_key=(0, 0, 0),
-    )  # fmt: skip
-    state.spec.torch_kernels.place(view, Columns(view))
+    named, tokens = state.single_columns(columns), call.key.shape[2]
+    size = max(1, _BLOCK * tokens // max(1, call.key.numel()))
+    for part in (slice(start, start + size) for start in range(0, tokens, size)):
+        here = {name: column[..., part] for name, column in named.items()}
+        state.spec.torch_kernels.place(NewTokens(call.key[:, :, part], call.value[:, :, part], here))
+
+
+@dataclass
+class NewTokens:
+    """Some tokens on their way into the cache, as a generated `place` sees them: float64, [dims or 1, batch, kv_heads, tokens].
+
+    To the bit what every other backend computes: the product of two inputs is exact, and sums have an order. Dims come first, so
+    that adding two of them adds two long vectors.
+
+    Attributes:
+        key, value: [batch, kv_heads, tokens, dim], of the model's dtype.
+        columns: float32 [batch, kv_heads, tokens], by name.
+    """
+
+    key: Tensor
+    value: Tensor
+    columns: dict[str, Tensor]
+
+    @cached_property
+    def k(self) -> Tensor:
+        """Keys."""
+        return _dims_first(self.key)
+
+    @cached_property
+    def v(self) -> Tensor:
+        """Values."""
+        return _dims_first(self.value)
+
+    def number(self, value: float) -> Tensor:
+        """A literal where no tensor stands beside it."""
+        return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=self.key.device)
+
+    def over_dims(self, op: str, x: Tensor, *, alike: bool = False) -> Tensor:
+        """Reduce the dims to one: `sum`, `mean`, `var`, `std`, `max` or `min`.
+
+        Args:
+            alike: x is the same for every dim of a key.
+        """
+        return _REDUCTIONS[op](x.double().expand(self.key.shape[-1], *x.shape[1:]) if alike else x.double())
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        """The root, rounded correctly."""
+        return sqrt(x)
+
+    def put(self, name: str, x: Tensor) -> None:
+        """Fill a column, rounding once."""
+        self.columns[name].copy_(x.squeeze(0))
+
+
+def _dims_first(x: Tensor) -> Tensor:
+    return x.movedim(-1, 0).to(torch.float64, memory_format=torch.contiguous_format)
+
+
+def _sum(x: Tensor) -> Tensor:
+    """The second half is added to the first, dim by dim, until one number is left; zeros make the dims a power of two."""
+    dims = x.shape[0]
+    size = 1 << (dims - 1).bit_length()
+    x = x + 0.0  # -0 becomes +0, so that zeros change nothing
+    while size > 1:
+        size //= 2
+        more = x[size:]
+        x = torch.cat([x[: len(more)] + more, x[len(more) : size]]) if len(more) < size else x[:size] + more
+    return x
+
+
+def _mean(x: Tensor) -> Tensor:
+    return _sum(x) / x.shape[0]
+
+
+def _var(x: Tensor) -> Tensor:
+    return _mean((x - _mean(x)).square())
+
+
+_REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": lambda x: sqrt(_var(x)),
+    "max": lambda x: x.amax(0, keepdim=True) + 0.0,
+    "min": lambda x: x.amin(0, keepdim=True) + 0.0,
+}

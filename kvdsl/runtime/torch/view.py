@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import neighbours, pages, rings
+from kvdsl.runtime.torch.rounding import sqrt
 
 
 class Given(Protocol):
@@ -126,6 +127,10 @@ class View:
         """Unscaled dot products of every query head: [batch, kv_heads, group, queries, slots]."""
         assert self.query is not None
         return torch.einsum("bhgqd,bhsd->bhgqs", self.query.float(), self.key.float())
+
+    def sqrt(self, x: Tensor) -> Tensor:
+        """The root, rounded correctly: torch's own is not, on CPUs."""
+        return sqrt(x.float())
 
     def over_group(self, x: Tensor) -> Tensor:
         """Reduce the group's query heads: [batch, kv_heads, group, queries, slots] without the group."""
@@ -317,10 +322,6 @@ class Columns:
         self._view = view
         self.columns = view.columns
         self.visible = view.visible
-
-    def put(self, name: str, x: Tensor) -> None:
-        """A value of the token itself: [batch, kv_heads, 1, slots]."""
-        self.columns[name].copy_(x.squeeze(2))
 
     def sum(self, name: str, x: Tensor) -> None:
         """Add up what the queries give."""

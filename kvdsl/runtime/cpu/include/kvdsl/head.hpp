@@ -16,6 +16,7 @@
 #include "args.hpp"
 #include "layout.hpp"
 #include "math.hpp"
+#include "ordered.hpp"
 #include "random.hpp"
 #include "types.hpp"
 
@@ -64,8 +65,8 @@ inline int count(double x) {
 struct Slot {
   int index;
   int position;
-  const float* k;  // [key_dim]
-  const float* v;  // [value_dim]
+  const float* key;    // [key_dim]
+  const float* value;  // [value_dim]
   int key_dim;
   int value_dim;
   float* state;
@@ -73,6 +74,8 @@ struct Slot {
   const double* params;
 
   double param(int i) const { return params[i]; }
+  double k(int d) const { return key[d]; }
+  double v(int d) const { return value[d]; }
   float& column(int c) const { return state[c * column_stride + index]; }
 };
 

@@ -19,19 +19,19 @@ inline double rounded(double product) {
 // The larger of two, NaN if either is.
 template <class X>
 inline X maximum(X a, X b) {
-  return (a > b) | (a != a) ? a : b;
+  return ((a > b) | (a != a)) ? a : b;
 }
 
 template <class X>
 inline X minimum(X a, X b) {
-  return (a < b) | (a != a) ? a : b;
+  return ((a < b) | (a != a)) ? a : b;
 }
 
 // The remainder with the sign of the divisor, as Python has it.
 template <class X>
 inline X modulo(X a, X b) {
   const X rest = std::fmod(a, b);
-  return (rest != 0) & ((rest < 0) != (b < 0)) ? rest + b : rest;
+  return ((rest != 0) & ((rest < 0) != (b < 0))) ? rest + b : rest;
 }
 
 // A moving average after x has joined it. A token's own query, at which its age is 0, is the first to.
