@@ -213,6 +213,82 @@ def test_unrelated_prompt_in_a_bare_forward() -> None:
     model(ids, past_key_values=cache)  # says nothing about its place, so it continues
 
 
+def test_an_unrelated_longer_prompt() -> None:
+    """Its beginning is not the text that is cached; where they part is said."""
+    model, cache = used()
+    ids = zoo.prompt(1, 40, seed=9)
+    ids[:, :13] = zoo.prompt(1, 20)[:, :13]
+    differs = int((ids[:, :20] != zoo.prompt(1, 20)).int().argmax())
+    with pytest.raises(KvdslError, match=rf"differ in token {differs}: call `cache\.reset\(\)`") as error:
+        zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+    said(error)
+    assert cache.get_seq_length() == 25
+    cache.reset()
+    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+
+
+def test_unrelated_embeddings() -> None:
+    model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
+    embedded = [model.get_input_embeddings()(zoo.prompt(1, length, seed=seed)) for length, seed in ((12, 1), (20, 9))]
+    model.generate(inputs_embeds=embedded[0], past_key_values=cache, max_new_tokens=3)
+    with pytest.raises(KvdslError, match="differ in token 0"):
+        model.generate(inputs_embeds=embedded[1], past_key_values=cache, max_new_tokens=3)
+
+
+def test_texts_that_continue_whatever_happened_between() -> None:
+    """Tokens that came without `generate`, in a compiled forward, or to the model's inner part are not known, and not asked for."""
+    model, cache = zoo.model("llama"), cache_for(zoo.model("llama"), budget=64)
+    ids = zoo.prompt(2, 60)
+    with torch.no_grad():
+        model(ids[:, :10], past_key_values=cache)
+        model.model(ids[:, 10:20], past_key_values=cache)
+        model(input_ids=ids[:, 20:22], past_key_values=cache)
+    out = model.generate(ids[:, :30], past_key_values=cache, max_new_tokens=3)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    out = out[[1, 0]]
+    out = model.generate(torch.cat([out, ids[:, 30:34]], 1), past_key_values=cache, max_new_tokens=3)
+    changed = out.clone()
+    changed[1, 31] += 1
+    with pytest.raises(KvdslError, match="differ in token 31"):
+        model.generate(torch.cat([changed, ids[:, 34:40]], 1), past_key_values=cache, max_new_tokens=3)
+    cache.reset()
+    several = model.generate(ids[:1, :30], past_key_values=cache, max_new_tokens=3, do_sample=True, num_return_sequences=2)
+    model.generate(torch.cat([several, ids[:, 34:40]], 1), past_key_values=cache, max_new_tokens=3)
+
+
+def test_padding_on_the_right() -> None:
+    """Named when the prompt comes, with a mask or without; to score a prompt it may be there."""
+    model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
+    ids, mask = zoo.prompt(2, 18), torch.ones(2, 18, dtype=torch.long)
+    ids[1, -4:] = mask[1, -4:] = 0
+    for inputs in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}):
+        with pytest.raises(KvdslError, match=r"row 1 .* padded on the right.*pad on the left") as error:
+            model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+        said(error)
+    assert cache.get_seq_length() == 0
+    model(ids, attention_mask=mask, past_key_values=cache)
+
+
+def test_a_prompt_that_ends_in_the_pad_token() -> None:
+    """One row has nothing to be padded to, so that without a mask the token is text; at the front, pad tokens are padding."""
+    model = zoo.model("llama")
+    ids = zoo.prompt(1, 18)
+    ids[0, -2:] = 0
+    found = model.generate(ids, past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
+    expected = model.generate(**zoo.plain(ids), past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found, expected)
+    padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
+    found = model.generate(padded, past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
+    assert torch.equal(found[:, 3:], expected)
+
+
+def test_generation_without_a_cache_but_with_one() -> None:
+    model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
+    with pytest.raises(KvdslError, match=r"`use_cache=False`.*leave out one") as error:
+        model.generate(zoo.prompt(1, 9), past_key_values=cache, use_cache=False, max_new_tokens=3)
+    said(error)
+
+
 def test_another_batch() -> None:
     model, cache = used()
     with pytest.raises(KvdslError, match=r"holds 1 rows.*2 came.*reset\(\)") as error:
@@ -225,10 +301,11 @@ def test_another_batch() -> None:
 def test_another_model() -> None:
     model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
     bound = zoo.make("Llama")
-    cache_for(bound)
+    own = cache_for(bound)
     with pytest.raises(KvdslError, match="made for another model") as error:
         bound(zoo.prompt(1, 5), past_key_values=cache)
     said(error)
+    bound(zoo.prompt(1, 5), past_key_values=own)
     cache.reset()
     with pytest.raises(KvdslError, match=r"did not reach.*not the model that the cache was made for") as error:
         zoo.untouched("llama")(zoo.prompt(1, 5), past_key_values=cache)

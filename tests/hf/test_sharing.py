@@ -12,6 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvdsl.errors import KvdslError
 from tests.hf import policies, zoo
 
 
@@ -191,3 +192,66 @@ def test_attention_functions_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch
         cache = policies.make(policies.OBSERVING, model, budget=12)
         found = [model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+# -- when the caches are gone --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("own", ["sdpa", "eager"])
+def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
+    """Also where it was copied, the other one was made by another model of the same config, or the model was released meanwhile."""
+    model = zoo.make("Llama", attn_implementation=own)
+    methods, hooks = set(vars(model)), len(model._forward_pre_hooks)
+    first = policies.make(policies.OBSERVING, model, budget=12)
+    copied = copy.deepcopy(first)
+    twin = type(model)(model.config).eval()
+    twins = policies.make(policies.OBSERVING, twin, budget=12)
+    assert model.config._attn_implementation == f"kvdsl_{own}"
+    zoo.greedy(twin, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=twins)
+    del first
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=copied)
+    del copied
+    assert model.config._attn_implementation == f"kvdsl_{own}"
+    del twins
+    assert model.config._attn_implementation == own
+    assert set(vars(model)) - methods == {"_kvdsl_probed"}
+    assert len(model._forward_pre_hooks) == hooks
+
+    old = policies.make(policies.OBSERVING, model, budget=12)
+    type(old).release(model)
+    new = policies.make(policies.OBSERVING, model, budget=12)
+    del old
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=new)
+    model.set_attn_implementation("eager")  # somebody's own choice stays
+    del new
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_made_from_a_bound_config_works_as_without_kvdsl() -> None:
+    model = zoo.make("Llama")
+    ids = zoo.prompt(1, 9)
+    expected = type(model)(copy.deepcopy(model.config)).eval()
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    made = type(model)(copy.deepcopy(model.config)).eval()
+    made.load_state_dict(expected.state_dict())
+    assert torch.equal(made(ids).logits, expected(ids).logits)
+    assert torch.equal(made.generate(ids, max_new_tokens=4), expected.generate(ids, max_new_tokens=4))
+    assert cache.get_seq_length() == 0
+
+
+def test_a_model_that_cannot_be_served_keeps_its_attention_beside_one_that_can() -> None:
+    """Both have the same config: the cache of the one goes on working."""
+    model = zoo.make("Llama")
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    other = type(model)(model.config).eval()
+    other.lm_head.register_forward_hook(lambda module, args, out: out.flip(-1) if cache_is_given[0] else out)
+    cache_is_given = [False]
+    other.register_forward_pre_hook(
+        lambda module, args, kwargs: cache_is_given.__setitem__(0, kwargs.get("past_key_values") is not None),
+        with_kwargs=True,
+    )
+    with pytest.raises(KvdslError, match="differ by"):
+        policies.make(policies.OBSERVING, other, budget=12)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=cache)
+    del cache
+    assert model.config._attn_implementation == "sdpa"

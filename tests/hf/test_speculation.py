@@ -160,6 +160,56 @@ def test_back_to_the_prompt_and_on_with_it() -> None:
     assert kept(cache, 1) == kept(other, 1)
 
 
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [
+        ("full", {}),
+        ("window", {"budget": 60}),
+        ("window", {"budget": 0.5}),
+        ("quest", {"tokens": 16}),
+        ("h2o", {"budget": 60}),
+    ],
+)
+def test_what_nothing_has_left_goes_back_without_notes(name: str, given: dict[str, float]) -> None:
+    """Into the prompt, too; unless something was evicted, or another prompt would have had another budget."""
+    model, ids = zoo.model("llama"), zoo.prompt(2, 60)
+    cache, other = (policies.cache_class(name)(model, **given) for _ in range(2))
+    run(cache, ids[:, :30])
+    for at in range(30, 40):
+        run(cache, ids[:, at : at + 1])
+    if given.get("budget") == 0.5 or name == "h2o":  # has evicted; sums attention
+        with pytest.raises(KvdslError, match="not noted"):
+            cache.crop(-1)
+        with pytest.raises(KvdslError, match="followed the prompt"):
+            cache.crop(20)
+        return
+    cache.crop(35)
+    cache.crop(-15)
+    assert cache.get_seq_length() == 20
+    run(other, ids[:, :20])
+    assert kept(cache, 1) == kept(other, 1)
+    for at in range(40, 44):
+        torch.testing.assert_close(run(cache, ids[:, at : at + 1]), run(other, ids[:, at : at + 1]))
+    cache.reorder_cache(torch.tensor([1, 0]))
+    run(cache, ids[:, 44:50])
+    assert kept(cache, 1) != kept(other, 1)
+
+
+def test_beside_windows_only_what_was_noted_goes_back() -> None:
+    cache = policies.cache_class("full")(zoo.model("gemma2"))
+    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache)
+    with pytest.raises(KvdslError, match="not noted"):
+        cache.crop(-1)
+
+
+def test_rows_of_padding_do_not_go_back() -> None:
+    cache = policies.cache_class("full")(zoo.model("llama"))
+    inputs = zoo.left_padded([zoo.prompt(1, 12)[0], zoo.prompt(1, 7)[0]])
+    zoo.greedy(zoo.model("llama"), inputs, 4, past_key_values=cache)
+    with pytest.raises(KvdslError, match="not noted"):
+        cache.crop(-1)
+
+
 def test_guesses_after_a_prompt_are_steps() -> None:
     """A forward tells by `logits_to_keep` which of its tokens are guesses; more of them than steps are noted all the same."""
     guessing, plain, ids = cache_for("h2o"), cache_for("h2o"), zoo.prompt(1, 60)

@@ -1,12 +1,13 @@
 """Which models can be served, and giving and taking back their attention.
 
-Binding is stateless: a bound config's attention is named `kvdsl_sdpa` or `kvdsl_eager`, after the attention that keys
-without a layer of ours still go to. Everything that is not a cache of ours therefore runs as before.
+A bound config's attention is named `kvdsl_sdpa` or `kvdsl_eager`, after the attention that keys without a layer of ours still go to.
+Everything that is not a cache of ours therefore runs as before. When the last cache is gone, the config gets its own name back.
 """
 
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Any
 
 from torch import nn
@@ -14,14 +15,16 @@ from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import PREFIX, register
-from kvdsl.runtime.hf.speculation import stop_listening
+from kvdsl.runtime.hf.listening import listen, stop_listening
 from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config
 
-_OWN = "_kvdsl_own_attention"
 _PROBED = "_kvdsl_probed"
 
-_lock = threading.Lock()
-"""One thread at a time changes a model's attention."""
+_lock = threading.RLock()
+"""One thread at a time changes a model's attention. A cache may be collected, and leave, while its thread makes another."""
+
+_bindings: dict[int, Binding] = {}
+"""By the id of their config, which they keep alive."""
 
 
 def unwrap(model: Any) -> PreTrainedModel:
@@ -49,31 +52,97 @@ def _described(thing: Any) -> str:
     return f"{type(thing).__name__} {thing!r}" if isinstance(thing, (str, int, float)) else type(thing).__name__
 
 
-def bind(model: PreTrainedModel) -> None:
-    """Route the model's attention through kvdsl, and check once that this changes nothing by itself.
+class Binding:
+    """A text config whose attention is ours for as long as any cache needs it: then it is given back.
+
+    The models that share a config share its binding.
+    """
+
+    def __init__(self, config: Any) -> None:
+        self.own = config._attn_implementation.removeprefix(PREFIX)
+        self._config = config
+        self._users = 0
+        self._models: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
+
+    def enter(self, model: PreTrainedModel | None = None) -> None:
+        """One more user, of this model.
+
+        Raises:
+            KvdslError: if the model cannot be served.
+        """
+        with _lock:
+            self._users += 1
+            try:
+                if model is not None:
+                    _route(model, text_model(model), self.own)
+                    self._models.add(model)
+                    listen(model)
+            except BaseException:
+                self.leave()
+                raise
+
+    def leave(self) -> None:
+        """One user less."""
+        with _lock:
+            self._users -= 1
+            if _bindings.get(id(self._config)) is not self:
+                return  # released before
+            if self._users == 0:
+                self.give_back()
+
+    def last_as_long_as(self, cache: Any) -> None:
+        """Have the user that has entered leave when the cache is gone."""
+        weakref.finalize(cache, self.leave).atexit = False
+
+    def give_back(self) -> None:
+        """The config and its models are as they were."""
+        del _bindings[id(self._config)]
+        for model in self._models:
+            stop_listening(model)
+        if self._config._attn_implementation.startswith(PREFIX):
+            self._config._attn_implementation = self.own
+
+
+def bind(model: PreTrainedModel) -> Binding:
+    """Route the model's attention through kvdsl for one user more, who leaves the binding at the end.
+
+    The first time it is checked that this changes nothing by itself.
 
     Raises:
         KvdslError: if the model cannot be served; its attention is then as it was.
     """
     refuse_unsupported(model)
+    config = text_model(model).config
     with _lock:
-        _bind(model, text_model(model))
+        if id(config) not in _bindings:
+            _bindings[id(config)] = Binding(config)
+        found = _bindings[id(config)]
+        found.enter(model)
+    return found
 
 
-def _bind(model: PreTrainedModel, part: PreTrainedModel) -> None:
-    own = part.config._attn_implementation
-    if own.startswith(PREFIX):
-        return
+def release(model: Any) -> None:
+    """Give the model its own attention back; caches that were made for it can no longer be used."""
+    model = unwrap(model)
+    stop_listening(model)
+    config = text_model(model).config
+    with _lock:
+        if id(config) in _bindings:
+            _bindings[id(config)].give_back()
+        config._attn_implementation = config._attn_implementation.removeprefix(PREFIX)  # of a copy of a bound model
+
+
+def _route(model: PreTrainedModel, part: PreTrainedModel, own: str) -> None:
+    before, name = part.config._attn_implementation, PREFIX + _delegate(part, own)
     register()
     try:
-        if getattr(part, _PROBED, False):
-            _set_attention(part, PREFIX + _delegate(part, own))
-        else:
-            _probe(model, part, PREFIX + _delegate(part, own))
+        if not getattr(part, _PROBED, False):
+            _probe(model, part, name)
+        elif before != name:
+            _set_attention(part, name)
     except BaseException:
-        part.set_attn_implementation(own)
+        part.set_attn_implementation(before)
         raise
-    setattr(part, _OWN, own)
 
 
 def _probe(model: PreTrainedModel, part: PreTrainedModel, name: str) -> None:
@@ -91,15 +160,6 @@ def _set_attention(part: PreTrainedModel, name: str) -> None:
     part.set_attn_implementation(name)
     if part.config._attn_implementation != name:
         raise KvdslError(_unreachable(part))
-
-
-def release(model: Any) -> None:
-    """Give the model its own attention back; caches that were made for it can no longer be used."""
-    stop_listening(unwrap(model))
-    part = text_model(unwrap(model))
-    name = part.config._attn_implementation
-    if name.startswith(PREFIX):
-        part.set_attn_implementation(getattr(part, _OWN, name.removeprefix(PREFIX)))
 
 
 def text_model(model: PreTrainedModel) -> PreTrainedModel:

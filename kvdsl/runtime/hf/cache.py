@@ -46,6 +46,7 @@ class KVCache(Cache):
     """
 
     spec: ClassVar[PolicySpec]
+    _binding: binding.Binding
 
     def __init__(
         self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
@@ -57,7 +58,8 @@ class KVCache(Cache):
         refuse_agreement(model, self.spec)
         backends = _Backends(self.spec, backend)
         backends.prepare(model)
-        binding.bind(model)
+        self._binding = binding.bind(model)
+        self._binding.last_as_long_as(self)
         self._begin(model, self.spec, given, backends, seed)
 
     @classmethod
@@ -82,10 +84,7 @@ class KVCache(Cache):
         together = Together() if spec.victims == "layers" else None
         for index, window in binding.managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
-            state.reserves = model.device.type not in (
-                "cpu",
-                "meta",
-            )  # as it will turn out; before the prompt, transformers asks
+            state.reserves = model.device.type not in ("cpu", "meta")  # transformers asks before the prompt is there
             if together is not None:
                 together.join(state)
             layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))
@@ -153,6 +152,9 @@ class KVCache(Cache):
             memo[id(shared)] = shared
         made = type(self).__new__(type(self))
         memo[id(self)] = made
+        memo[id(self._binding)] = self._binding
+        self._binding.enter()
+        self._binding.last_as_long_as(made)
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
 
@@ -220,14 +222,19 @@ class KVCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: what they made leave returns, and the cache is to the bit what it was before them.
 
+        A layer that holds all that it has seen, under a policy that learns nothing from later queries (`full`, for example), needs no
+        notes for that, and goes back as far as anybody likes.
+
         Args:
             tokens_to_remove: minus the number of tokens; or, positive, the length that is to be left.
 
         Raises:
             KvdslError: if they belong to the prompt, or were not noted (see `activate_past_recording`); nothing is changed.
         """
-        removed = self.layers[self.managed[0]].to_remove(tokens_to_remove)
         native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
+        removed = 0
+        for index in self.managed:  # all of them are asked before anything is changed
+            removed = self.layers[index].to_remove(tokens_to_remove, noted_only=bool(native))
         for layer in native:
             roll_back(layer, removed)
         for index in self.managed:
@@ -249,16 +256,34 @@ class KVCache(Cache):
         """
         speculation.refuse_unrecordable(self._spec, self.layers)
         noted = speculation.check_steps(steps)
-        self._turn.listen()
         for layer in self.layers:
             if isinstance(layer, SlotLayer):
                 layer.record(noted)
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
-    def expect_guesses(self, count: int | None) -> None:
-        """The last `count` tokens of the next forward are guesses, None: who knows; asked by `kvdsl.runtime.hf.speculation`."""
-        self._turn.guesses = count
+    def expect(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before a forward.
+
+        Args:
+            ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
+            guesses: how many of the last ones are guesses, None: who knows.
+        """
+        self._turn.guesses = guesses
+        self._turn.text.note(ids, embeddings, self._turn.length)
+
+    def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `expect`.
+
+        Raises:
+            KvdslError: if it does not continue what is cached.
+        """
+        at = self._turn.text.differs(ids, embeddings, self._turn.length)
+        if at is not None:
+            raise KvdslError(
+                f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
+                f"prompt"
+            )
 
 
 class _Backends:

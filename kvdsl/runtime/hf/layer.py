@@ -309,6 +309,8 @@ class SlotLayer(CacheLayerMixin):
         if self.length:
             with _no_gradients():
                 self.state.repeat_rows(repeats)
+                if self._turn.is_first(self):
+                    self._turn.text.repeat_rows(repeats)
             self.forget_steps()
             self.batch_size *= repeats
 
@@ -316,6 +318,8 @@ class SlotLayer(CacheLayerMixin):
         if self.length:
             with _no_gradients():
                 self.state.select_rows(rows)
+                if self._turn.is_first(self):
+                    self._turn.text.select_rows(rows)
             self.forget_steps()
             self.batch_size = len(rows)
 
@@ -337,23 +341,39 @@ class SlotLayer(CacheLayerMixin):
         if not wanted:
             self.log = None
 
-    def to_remove(self, tokens: int) -> int:
+    def to_remove(self, tokens: int, *, noted_only: bool = False) -> int:
         """How many tokens `crop(tokens)` removes: `-tokens`, or what exceeds the length that a positive number is.
+
+        Args:
+            noted_only: whether other layers can go back no further than what was noted.
 
         Raises:
             KvdslError: if so many cannot be taken back.
         """
         removed = -tokens if tokens <= 0 else max(0, self.length - tokens)
-        speculation.refuse_too_far(self.log, removed, self.length - self.prompt_length)
+        left = self.length - removed
+        if not self._is_noted(removed) and (
+            noted_only or not self.state.can_truncate(self.length, left, self.prompt_length)
+        ):
+            speculation.refuse_too_far(self.log, removed, self.length - self.prompt_length)
         return removed
+
+    def _is_noted(self, steps: int) -> bool:
+        """Whether the log has so many steps."""
+        return self.log is not None and steps <= min(len(self.log), self.length - self.prompt_length)
 
     def crop(self, tokens: int) -> None:
         """Take the last tokens back; see `KVCache.crop`."""
         removed = self.to_remove(tokens)
-        if self.log is not None:
-            with _no_gradients():
+        left = self.length - removed
+        with _no_gradients():
+            if self.log is not None and self._is_noted(removed):
                 self.log.take_back(self.state, removed)
-        self.count(self.length - removed)
+            elif removed:
+                self.state.truncate(left)
+                self.forget_steps()
+        self.prompt_length = min(self.prompt_length, left)
+        self.count(left)
         self._turn.add(self, -removed)
 
     def forget_steps(self) -> None:

@@ -24,8 +24,8 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.attention import PREFIX, SlotLength, mark
-from kvdsl.runtime.hf.binding import bind, managed_windows, release, text_model
+from kvdsl.runtime.hf.attention import SlotLength, mark
+from kvdsl.runtime.hf.binding import bind, managed_windows, text_model
 from kvdsl.runtime.hf.probe import quietly
 from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
 from kvdsl.runtime.rope import Layout, Rope
@@ -119,14 +119,12 @@ def _look(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, tuple[Tens
     embedding = part.get_input_embeddings().weight
     if embedding.device.type == "meta":
         raise _refusal(part, "it has no weights yet, so that its keys cannot be looked at")
-    bound = part.config._attn_implementation.startswith(PREFIX)
-    bind(model)
+    binding = bind(model)
     try:
         with torch.autocast(embedding.device.type, enabled=False), quietly(part):
             layers = _run(part, embedding)
     finally:
-        if not bound:
-            release(model)
+        binding.leave()
     return {index: layer.seen for index, layer in enumerate(layers) if isinstance(layer, _Tap)}
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf import speculation
+from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.state.slots import stays_where_it_is
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class Turn:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
+        text: which tokens came in, as far as the model tells.
         total: tokens that the model has seen, int64 [], or None before the first forward.
         ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
@@ -34,6 +35,7 @@ class Turn:
         self.open: int | None = None
         self.guesses: int | None = None
         self.one_by_one = False
+        self.text = Text()
         self.total: Tensor | None = None
         self.ahead = False
         self._model = weakref.ref(model)
@@ -84,12 +86,6 @@ class Turn:
             self.guesses = None
         return guesses
 
-    def listen(self) -> None:
-        """Have the model tell how many tokens of a forward are guesses."""
-        model = self._model()
-        if model is not None:
-            speculation.listen(model)
-
     def add(self, layer: SlotLayer, tokens: int) -> None:
         """A layer has served these tokens; the last one counts for all."""
         if layer is not self._layers[-1]:
@@ -98,6 +94,11 @@ class Turn:
             self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
             stays_where_it_is(self.total)
         self.total.add_(tokens)
+
+    @property
+    def length(self) -> int:
+        """Tokens that the model has seen, padding included."""
+        return self._layers[0].length
 
     def is_tensor(self) -> bool:
         """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
@@ -114,6 +115,7 @@ class Turn:
     def forget(self) -> None:
         """Nothing has been seen."""
         self.open, self.guesses, self.total, self.ahead = None, None, None, False
+        self.text.forget()
 
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""

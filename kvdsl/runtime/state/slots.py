@@ -512,6 +512,38 @@ class SlotState:
             close_gaps(self.rank, leaving)
         self.position.masked_fill_(leaving, FREE)
 
+    # -- without the last tokens ---------------------------------------------------------------------------------------
+
+    def can_truncate(self, length: int, left: int, prompt: int) -> bool:
+        """Whether the first `left` of `length` tokens are what a text of them alone would have left.
+
+        So it is where every row holds all its tokens, none of them padding, where no query leaves anything in those before it,
+        and where a prompt that ends there has the same numbers.
+
+        Args:
+            prompt: tokens up to the last prompt's end.
+        """
+        spec = self.spec
+        if not self.allocated or not left or spec.sketches or spec.rings or set(spec.column_rules) - {"token"}:
+            return False
+        if not bool((self.seen == length).all()) or not bool(((self.position >= 0).sum(-1) == length).all()):
+            return False
+        if left >= prompt or not spec.numbers:
+            return True
+        numbers = self._tried(float(max(left, self.expected)))
+        return (
+            spec.when != "prefill" and numbers is not None and bool((numbers.to(self.numbers.device) == self.numbers).all())
+        )
+
+    def truncate(self, left: int) -> None:
+        """Have the first `left` tokens only."""
+        self.filled -= int(self.seen.max()) - left
+        self.free(self.position >= left)
+        self.seen.fill_(left)
+        self.settled()
+        self.forget_copies()
+        self.forget_halves()
+
     # -- rows ----------------------------------------------------------------------------------------------------------
 
     def batch_dim(self, name: str) -> int | None:

@@ -1,0 +1,116 @@
+"""What a model tells the caches that it uses: which tokens come in, how many of them are guesses, and which text generation continues.
+
+A cache sees keys and values only. So while caches of a model live, a hook runs before its forwards; and because generation hands
+a forward the new tokens alone, two of the methods by which it prepares them look at the whole text. Without a cache of ours all
+of this does nothing.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from kvdsl.errors import KvdslError
+
+_HOOK = "_kvdsl_hook"
+
+
+def listen(model: nn.Module) -> None:
+    """Have the model tell; asking twice changes nothing."""
+    if not hasattr(model, _HOOK):
+        setattr(model, _HOOK, model.register_forward_pre_hook(_before_forward, with_kwargs=True))
+    for name, listening in _LISTENING.items():
+        if hasattr(type(model), name):
+            vars(model).setdefault(name, MethodType(listening(getattr(type(model), name)), model))
+
+
+def stop_listening(model: nn.Module) -> None:
+    """Leave the model as it was."""
+    if hasattr(model, _HOOK):
+        getattr(model, _HOOK).remove()
+        delattr(model, _HOOK)
+    for name, listening in _LISTENING.items():
+        found = vars(model).get(name)
+        if isinstance(found, MethodType) and found.__func__ is listening(getattr(type(model), name)):
+            del vars(model)[name]
+
+
+def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    if torch.compiler.is_compiling():
+        return
+    tell = getattr(kwargs.get("past_key_values"), "expect", None)
+    if tell is not None:
+        ids, wanted = kwargs.get("input_ids", args[0] if args else None), kwargs.get("logits_to_keep")
+        tell(ids, kwargs.get("inputs_embeds"), wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
+
+
+# -- generation --------------------------------------------------------------------------------------------------------
+
+
+@functools.cache
+def _preparing_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`prepare_inputs_for_generation`, which looks at the text before its first forward."""
+
+    @functools.wraps(own)
+    def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
+        cache, new = kwargs.get("past_key_values"), _new_tokens(kwargs)
+        if kwargs.get("is_first_iteration", new != 1) and hasattr(cache, "check_text"):
+            if kwargs.get("use_cache") is False:
+                raise KvdslError(
+                    "`use_cache=False` runs the whole text again for every token, but the cache holds it already: leave out "
+                    "one of the two"
+                )
+            _refuse_right_padding(kwargs.get("attention_mask"))
+            embeddings = kwargs.get("inputs_embeds")
+            ids = input_ids if embeddings is None else None
+            if new is not None and new < (input_ids if embeddings is None else embeddings).shape[1]:
+                cache.check_text(ids, embeddings)
+        return own(self, input_ids, *args, **kwargs)
+
+    return prepare
+
+
+def _new_tokens(kwargs: dict[str, Any]) -> int | None:
+    """How many of the last tokens are to be run; None if all are."""
+    position = kwargs.get("cache_position")
+    told: int | None = kwargs.get("next_sequence_length", None if position is None else position.shape[0])
+    return told
+
+
+@functools.cache
+def _preparing_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """`_prepare_attention_mask_for_generation`, which takes pad tokens for padding; what a single prompt ends in is text."""
+
+    @functools.wraps(own)
+    def prepare(self: Any, inputs: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
+        mask = own(self, inputs, settings, model_kwargs, *args, **kwargs)
+        if len(mask) > 1 or not hasattr(model_kwargs.get("past_key_values"), "check_text"):
+            return mask
+        behind_all = mask.flip(1).cumsum(1).flip(1) == 0
+        return mask.masked_fill(behind_all, 1)
+
+    return prepare
+
+
+_LISTENING = {
+    "prepare_inputs_for_generation": _preparing_inputs,
+    "_prepare_attention_mask_for_generation": _preparing_mask,
+}
+"""The methods that listen, and how."""
+
+
+def _refuse_right_padding(mask: Any) -> None:
+    """Raise KvdslError if a row of the mask, [batch, tokens], ends in padding that text comes before."""
+    if not isinstance(mask, Tensor) or mask.ndim != 2:
+        return
+    padded = (mask[:, -1] == 0) & (mask != 0).any(1)
+    if bool(padded.any()):
+        raise KvdslError(
+            f"row {int(padded.int().argmax())} of the prompt is padded on the right, but what is generated follows its last "
+            f'column: pad on the left (`tokenizer.padding_side = "left"`)'
+        )

@@ -1,0 +1,78 @@
+"""The tokens that a cache has been told of, to notice a text that does not continue them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+UNKNOWN = -1
+"""A token of which nothing is known: it came in a compiled forward, or to a part of the model that nobody listens to."""
+
+_LEAST = 256
+"""Tokens for which there is room at first."""
+
+
+class Text:
+    """The ids of what came in, 4 bytes a token, on the model's device: nothing waits for it while tokens are generated.
+
+    A token that came as an embedding is known by the bits of its first number, as a negative number.
+    """
+
+    def __init__(self) -> None:
+        self._ids = torch.empty(0, 0, dtype=torch.int32)
+        self._end = 0
+
+    def note(self, ids: Tensor | None, embeddings: Tensor | None, at: int) -> None:
+        """Note the tokens of a forward that begins at column `at`: ids [batch, tokens], or embeddings [batch, tokens, any]."""
+        tokens = _tokens(ids, embeddings)
+        if tokens is None:
+            return
+        rows, end = tokens.shape[0], at + tokens.shape[1]
+        if rows != self._ids.shape[0] or end > self._ids.shape[1] or tokens.device != self._ids.device:
+            self._make_room(rows, end, tokens.device)
+        if self._end < at:
+            self._ids[:, self._end : at] = UNKNOWN
+        self._ids[:, at:end] = tokens
+        self._end = end
+
+    def _make_room(self, rows: int, end: int, device: torch.device) -> None:
+        """Room for `end` tokens a row; what was noted of another batch is unknown."""
+        old = self._ids
+        with torch.inference_mode(False):
+            self._ids = torch.full((rows, max(_LEAST, 2 * end)), UNKNOWN, dtype=torch.int32, device=device)
+        if rows == old.shape[0]:
+            self._ids[:, : self._end] = old[:, : self._end]
+
+    def differs(self, ids: Tensor | None, embeddings: Tensor | None, length: int) -> int | None:
+        """The first of the `length` tokens that are cached which this text has otherwise; None if it continues them."""
+        tokens = _tokens(ids, embeddings)
+        if tokens is None or self._ids.shape[0] % tokens.shape[0]:
+            return None
+        count = min(self._end, length, tokens.shape[1])
+        known, told = self._ids[:, :count], tokens[:, :count].to(self._ids.device, torch.int32)
+        told = told.repeat_interleave(len(known) // len(told), 0)  # beams and several returned sequences
+        wrong = ((known != told) & (known != UNKNOWN) & ((known < 0) == (told < 0))).any(0)
+        return int(wrong.int().argmax()) if bool(wrong.any()) else None
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was."""
+        with torch.inference_mode(False):
+            self._ids = self._ids.index_select(0, rows.to(self._ids.device)) if len(self._ids) else self._ids
+
+    def repeat_rows(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to itself."""
+        self.select_rows(torch.arange(len(self._ids)).repeat_interleave(repeats))
+
+    def forget(self) -> None:
+        """Nothing has come in."""
+        self._end = 0
+
+
+def _tokens(ids: Tensor | None, embeddings: Tensor | None) -> Tensor | None:
+    """A number for every token, [batch, tokens]; None if these are no tokens."""
+    if ids is not None:
+        return ids if ids.ndim == 2 and not ids.is_floating_point() else None
+    if embeddings is None or embeddings.ndim != 3 or not embeddings.shape[2]:
+        return None
+    bits = embeddings.detach()[..., 0].float().view(torch.int32)
+    return (bits >> 1) | torch.iinfo(torch.int32).min
