@@ -170,13 +170,15 @@ def test_eager_and_compiled_steps_may_alternate(model: Any) -> None:
     )
 
 
-def test_gradients_stop_at_the_cache_as_they_do_eagerly(model: Any) -> None:
-    """A graph traced with gradients, of which none passes through the slots."""
+@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> None:
+    """One graph, with the error where a backward runs, not where it is traced; none of the slots has a gradient."""
     cache = policies.make("roco", model, budget=BUDGET, backend="cpu")
     decode(model, model, cache, 2)
-    logits = whole(model)(zoo.prompt(2, 1), past_key_values=cache, **_place(model, PROMPT + 2)).logits
-    assert logits.requires_grad
+    logits = whole(model, compiler)(zoo.prompt(2, 1), past_key_values=cache, **_place(model, PROMPT + 2)).logits
     assert not any(getattr(cache.layers[0].state, name).requires_grad for name in cache.layers[0].state.TENSORS)
+    with pytest.raises(KvdslError, match=r"gradients do not pass through"):
+        logits.sum().backward()
 
 
 def test_a_cache_that_grows_cannot_be_compiled_whole(model: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from typing import Any
 
 import pytest
@@ -335,6 +336,33 @@ def test_modes_may_change_between_calls(budget: int) -> None:
             expected = model(ids[:, at : at + 1], past_key_values=plain).logits
     assert (last - expected).abs().max() < 1e-5
     assert not any(getattr(mixed.layers[0].state, name).requires_grad for name in ("keys", "values", "columns"))
+
+
+def test_gradients_are_refused_when_asked_for() -> None:
+    """A forward without `no_grad` is right; a backward through it, by whatever way, says that there is none. And no graph is kept."""
+    model, ids = zoo.make("Llama"), zoo.prompt(1, 20)
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    graph: list[Any] = []  # of which the residual stream would be part
+    model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: graph.append(weakref.ref(args[-1])))
+    logits = [model(ids, past_key_values=cache).logits, model(ids[:, :1], past_key_values=cache).logits]
+    for found in logits:
+        for weights in (model.model.embed_tokens.weight, model.model.layers[-1].self_attn.q_proj.weight):
+            with pytest.raises(KvdslError, match=r"gradients do not pass.*`torch\.no_grad\(\)`"):
+                torch.autograd.grad(found.sum(), weights, retain_graph=True)
+        with pytest.raises(KvdslError, match="gradients do not pass"):
+            found.sum().backward()
+    assert all(weights.grad is None for weights in model.model.layers[0].parameters())
+    del logits, found
+    assert len(graph) >= 2
+    assert all(hidden() is None for hidden in graph)
+
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)  # behind all attention, of which it needs no gradient
+    model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+    embedded = model.get_input_embeddings()(ids[:, :1]).requires_grad_(True)
+    with pytest.raises(KvdslError, match="gradients do not pass"):
+        model(inputs_embeds=embedded, past_key_values=cache).logits.sum().backward()
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -282,7 +282,8 @@ class KVCache(Cache):
         if at is not None:
             raise KvdslError(
                 f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
-                f"prompt"
+                f"prompt, and go on with what `generate` returned as token ids, because text that is tokenized again may come out "
+                f"otherwise"
             )
 
 

@@ -17,6 +17,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
+from kvdsl.runtime.hf.gradients import refusing
 from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.rope import Rope
@@ -145,10 +146,12 @@ class SlotLayer(CacheLayerMixin):
         self._turn.end(self)
         call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope)
         if not torch.compiler.is_compiling():
-            return self.attend_eagerly(module, call, positions)
-        if self._fits_a_graph(call):
-            return self._attend_in_a_graph(call)
-        return _outside_of_graphs(self, module, call, positions)
+            out = self.attend_eagerly(module, call, positions)
+        elif self._fits_a_graph(call):
+            out = self._attend_in_a_graph(call)
+        else:
+            out = _outside_of_graphs(self, module, call, positions)
+        return refusing(out, call)
 
     def attend_eagerly(self, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
         """`attend`, once everything that may be wrong has been looked at."""
