@@ -158,21 +158,30 @@ def _take(place: Path, owner: Owner) -> bool:
 
 def _break(place: Path, owner: Owner | None) -> None:
     """Take an abandoned claim away. Of several who try, one has the rename; one who comes late gives back what it took."""
-    aside = place.with_name(f"{place.name}-{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
-        os.rename(place, aside)
-        if _owner(aside) == owner:
-            _delete(aside)
+        aside = _aside(place)
+        if aside is None or _owner(aside) == owner:
+            _delete(aside or place)
         else:
             os.rename(aside, place)
 
 
 def _remove(place: Path) -> None:
     """By a rename first: others see all of it or nothing."""
-    aside = place.with_name(f"{place.name.partition(SUFFIX)[0]}{SUFFIX}-{uuid.uuid4().hex}")
     with contextlib.suppress(OSError):
+        _delete(_aside(place) or place)
+
+
+def _aside(place: Path) -> Path | None:
+    """Where a claim now lies, out of everybody's way; None if it cannot be renamed, as that of an image below a container."""
+    aside = place.with_name(f"{place.name.partition(SUFFIX)[0]}{SUFFIX}-{uuid.uuid4().hex}")
+    try:
         os.rename(place, aside)
-        _delete(aside)
+    except OSError as error:
+        if error.errno != errno.EXDEV:
+            raise
+        return None
+    return aside
 
 
 def _delete(aside: Path) -> None:

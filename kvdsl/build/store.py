@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -89,7 +90,10 @@ def _make(folder: Path, claim: Claim, make: Callable[[Path], None]) -> None:
     (made / SEAL).write_text(json.dumps({"files": files}, indent=1) + "\n", encoding="utf-8")
     if folder.exists():
         print(f"kvdsl: {folder} was damaged ({found}) and has been made again", file=sys.stderr)
-        os.rename(folder, claim.folder / "damaged")
+        try:
+            os.rename(folder, claim.folder / "damaged")
+        except OSError:  # of an image below a container, whose folders cannot be renamed
+            shutil.rmtree(folder)
     os.rename(made, folder)
 
 

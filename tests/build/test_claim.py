@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
 import os
@@ -171,3 +172,33 @@ def test_sweeping_leaves_the_living_alone(tmp_path: Path) -> None:
     with claimed(tmp_path / "thing", "thing"):
         sweep(tmp_path)
         assert sorted(os.listdir(tmp_path)) == ["elsewhere.claim", "thing.claim"]
+
+
+@pytest.fixture
+def image(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder whose folders cannot be renamed, but those that are made now: an image below a container."""
+    rename, folder = os.rename, tmp_path / "image"
+    folder.mkdir()
+
+    def within(source: Path, target: Path) -> None:
+        if (Path(source) / "in the image").exists():
+            raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", within)
+    return folder
+
+
+def test_a_claim_in_an_image_is_broken(image: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "STALE", 0.1)
+    monkeypatch.setattr(claim, "LIMIT", 60.0)
+    _foreign(image / "thing.claim")
+    (image / "thing.claim" / "in the image").mkdir()
+    entry(image / "thing", "thing", lambda folder: None)
+    assert os.listdir(image) == ["thing"]
+
+
+def test_a_damaged_entry_in_an_image_is_made_again(image: Path) -> None:
+    (image / "thing" / "in the image").mkdir(parents=True)
+    entry(image / "thing", "thing", lambda folder: (folder / "file").write_text("made") and None)
+    assert sorted(os.listdir(image / "thing")) == ["file", "seal.json"]

