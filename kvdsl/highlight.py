@@ -12,6 +12,8 @@ from kvdsl.syntax.parser import keywords, patterns
 
 _PATTERNS = patterns()
 _NAME = _PATTERNS["NAME"]
+_BOTH = "|".join(sorted(NAMED_INPUTS & keywords()))
+"""Inputs that begin a statement, too: `budget budget / 2`."""
 _OPERATORS = ("POWER", "STAR", "SLASH", "PERCENT", "PLUS", "MINUS", "LE", "GE", "EQ", "NE", "LT", "GT", "RANGE", "EQUAL")
 _PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "COMMA", "_SEP")
 
@@ -27,14 +29,17 @@ class KvLexer(RegexLexer):  # type: ignore[misc]
         "root": [
             (_PATTERNS["COMMENT"], Comment.Single),
             (_PATTERNS["STRING"], String.Double),
+            (rf"^([ \t]*)({_BOTH})\b", bygroups(Whitespace, Keyword)),
+            (rf"(override)([ \t]+)({_BOTH})\b", bygroups(Keyword, Whitespace, Keyword)),
             (r"[ \t]+", Whitespace),
             (rf"(policy|extends)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Class)),
             (rf"(param)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (rf"(let)([ \t]+)({_NAME})(?=\()", bygroups(Keyword.Declaration, Whitespace, Name.Function)),
             (rf"(let)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (words(NAMED_FUNCTIONS, prefix=r"\b", suffix=r"(?=\()"), Name.Builtin),
-            (words(NAMED_INPUTS - {"budget", "layers"}, prefix=r"\b", suffix=r"\b"), Name.Builtin.Pseudo),
+            (words(NAMED_INPUTS, prefix=r"\b", suffix=r"\b"), Name.Builtin.Pseudo),
             (words(keywords(), prefix=r"\b", suffix=r"\b"), Keyword),
+            (rf"{_NAME}(?=\()", Name.Function),
             (_NAME, Name),
             (_PATTERNS["NUMBER"], Number),
             ("|".join(_PATTERNS[name] for name in _OPERATORS), Operator),

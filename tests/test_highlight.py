@@ -32,16 +32,21 @@ def test_words_are_told_apart() -> None:
     kinds = {value: kind for kind, value in KvLexer().get_tokens(text)}
     assert kinds["P"] is kinds["Q"] is Name.Class
     assert kinds["score"] is kinds["over"] is Keyword
-    assert (kinds["x"], kinds["f"]) == (Name.Variable, Name)
+    assert (kinds["x"], kinds["f"]) == (Name.Variable, Name.Function)
     assert (kinds["mean"], kinds["attn"], kinds["1.5"]) == (Name.Builtin, Name.Builtin.Pseudo, Number)
     assert (kinds["# why"], kinds["'d'"]) == (Comment.Single, String.Double)
+
+
+def test_what_is_read_is_no_statement() -> None:
+    found = list(KvLexer().get_tokens("budget prompt / 2\noverride budget budget\n"))
+    assert [kind for kind, value in found if value == "budget"] == [Keyword, Keyword, Name.Builtin.Pseudo]
 
 
 def test_every_word_of_the_grammar_is_a_keyword() -> None:
     grammar = (ROOT / "grammar" / "kv.lark").read_text(encoding="utf-8")
     grammar = re.sub(r"//.*", "", grammar)
     assert keywords() == set(re.findall(r'"([a-z_]+)"', grammar))
-    kinds = {value: kind for kind, value in KvLexer().get_tokens("\n".join(sorted(keywords())))}
+    kinds = {value: kind for kind, value in KvLexer().get_tokens("\n".join(f"score {word}" for word in sorted(keywords())))}
     unlike = {word for word in keywords() if kinds[word] not in Keyword}
     assert unlike <= NAMED_INPUTS  # `expect attn`, `at layer`
 
