@@ -386,5 +386,14 @@ def test_ruler_command(model: Any, tokenizer: Any, tmp_path: Path) -> None:
     done = invoke(*words, "--backend", "torch", "--out", tmp_path / "out", "--split", "test", "--limit", "1", "--json")
     assert done.exit_code == 0, done.output
     row = json.loads(done.stdout)["rows"][0]
-    assert row == {"policy": "h2o", "budget": 8, "task": "vt", "metric": "string_match_all", "score": 100.0, "examples": 1}
+    held = {"evicted": True, "most_held": 8, "note": None}
+    assert row == {
+        "policy": "h2o",
+        "budget": 8,
+        "task": "vt",
+        "metric": "string_match_all",
+        "score": 100.0,
+        "examples": 1,
+        **held,
+    }
     assert json.loads((tmp_path / "out" / "h2o-8" / "vt.jsonl").read_text())["index"] == 3

@@ -99,7 +99,7 @@ def test_a_cache_that_keeps_all_is_wholly_faithful(model, tokenizer):
     ids = windows(tokenizer, TEXT, 30, 2)
     rows = fidelity.fidelities(model, tokenizer, ids, 10, policies("roco"), [100, 8])
     keys = ["policy", "budget", "rouge1", "rouge2", "rougeL", "bleu", "same_prefix_tokens"]
-    assert list(rows[0]) == keys
+    assert list(rows[0]) == [*keys, "evicted", "most_held", "note"]
     assert rows[0]["same_prefix_tokens"] == 10
     assert rows[1]["same_prefix_tokens"] < 10
 

@@ -21,6 +21,7 @@ from kvdsl.generation.generate import cache_bytes, full_cache_bytes
 from kvdsl_lab.bench import measure, shifting
 from kvdsl_lab.bench.shares import Shares, shares
 from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.usage import Usage
 
 Row = dict[str, Any]
 T = TypeVar("T")
@@ -176,6 +177,7 @@ class Times:
     peak: int | None = None
     cache: int = 0
     full_cache: int = 0
+    usage: Usage = field(default_factory=Usage)
     shares: Shares = field(default_factory=dict)
 
 
@@ -252,6 +254,7 @@ class Race:
         for text, found in zip(texts, times, strict=True):
             if text.cache is not None:
                 found.cache, found.full_cache = cache_bytes(text.cache), full_cache_bytes(text.cache)
+                found.usage.see(text.cache)
 
     def _read_prompt(self, text: Text) -> float:
         """Milliseconds; sharing it out is not among them."""
@@ -276,4 +279,5 @@ def figures(found: Times, first: Times, batch: int) -> Row:
         "tokens_per_s": round(batch * 1e3 / tpot["tpot_ms"], 2),
         **measure.summary("vs_first", measure.ratios(first.later, found.later)),
         "shares": found.shares, "peak_bytes": found.peak, "cache_bytes": found.cache, "full_cache_bytes": found.full_cache,
+        **found.usage.row(),
     }  # fmt: skip

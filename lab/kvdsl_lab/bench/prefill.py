@@ -17,6 +17,7 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl_lab.bench import baselines, measure
 from kvdsl_lab.bench.decode import DTYPES
 from kvdsl_lab.bench.measure import Candidate
+from kvdsl_lab.eval.usage import Usage
 
 _EAGER_EVERY = 3
 
@@ -51,12 +52,18 @@ def prompt(shape: Shape, seed: int) -> tuple[Tensor, Tensor, Tensor]:
     return query, key, value
 
 
-def prefill(backend: Backend, spec: PolicySpec, tensors: tuple[Tensor, Tensor, Tensor], seed: int) -> Callable[[], object]:
-    """One layer's prompt under the policy, from an empty cache to the survivors in their slots."""
+def prefill(
+    backend: Backend, spec: PolicySpec, tensors: tuple[Tensor, Tensor, Tensor], seed: int, usage: Usage | None = None
+) -> Callable[[], object]:
+    """One layer's prompt under the policy, from an empty cache to the survivors in their slots; `usage` sees the first time."""
     call = AttentionCall(*tensors, real=None, scaling=tensors[0].shape[-1] ** -0.5)
 
     def run() -> Tensor:
-        return backend.prefill(SlotState(spec, {}, seed=seed), call)
+        state = SlotState(spec, {}, seed=seed)
+        out = backend.prefill(state, call)
+        if usage is not None and usage.evicted is None:
+            usage.see_layer(state)
+        return out
 
     return run
 
@@ -76,8 +83,9 @@ def bench_prefill(
     Peaks are what the process grows by beyond its inputs; None where the system does not tell.
     """
     server, tensors = choose(spec, backend, torch.device("cpu"), DTYPES[shape.dtype]), prompt(shape, seed)
+    usage = Usage()
     runs: dict[str, Callable[[], object]] = {
-        "ours": prefill(server, spec, tensors, seed),
+        "ours": prefill(server, spec, tensors, seed, usage),
         "sdpa": lambda: baselines.sdpa_prompt(*tensors),
     }
     if shape.eager_bytes < measure.free_memory() // 2:
@@ -87,7 +95,7 @@ def bench_prefill(
     times = measure.interleaved(rounds, repeats, warmup, tick=tick)
     head = {"policy": spec.stem, "backend": server.name, **asdict(shape)}
     facts = {"threads": torch.get_num_threads(), "repeats": repeats, "warmup": warmup}
-    return measure.finite({**head, **facts, **figures(times, peaks)})
+    return measure.finite({**head, **facts, **figures(times, peaks), **usage.row()})
 
 
 def figures(times: dict[str, list[float]], peaks: dict[str, int | None]) -> dict[str, Any]:

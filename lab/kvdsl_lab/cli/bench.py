@@ -230,6 +230,8 @@ def _show_prompt(result: Mapping[str, Any]) -> None:
         table.add_row(label.format(**result), "" if time is None else f"{time:.0f}", spread, size)
     console.print(table, markup=False)
     console.print(f"{result['ratio']:.2f}x the time of SDPA", highlight=False)
+    if result["note"]:
+        console.print(f"{result['policy']}: {result['note']}", highlight=False)
 
 
 _ROWS = (

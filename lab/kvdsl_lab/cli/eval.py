@@ -21,7 +21,8 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
     command = model_and_text(command)
     for option in reversed((
         policies_option(_POLICIES),
-        click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M", help="Budgets to run each with."),
+        click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M",
+                     help="Budgets to run each with: tokens, or rates (0.25; 1.0 is all)."),
         set_option,
     )):  # fmt: skip
         command = option(command)
@@ -45,7 +46,8 @@ def command() -> None:
 def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, **setting: Any) -> None:
     """Perplexity of tokens that are predicted through the cache.
 
-    The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each.
+    The text is fed chunk by chunk (1 is token by token, as while generating); the policy evicts after each. A budget that is a rate
+    (0.25) is of a stretch. Rows of policies that never evicted, so that the full cache was measured, say so.
 
     \b
     Examples:

@@ -133,13 +133,15 @@ def _show(rows: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> None:
         f"{first['new_tokens']} new ones, {facts['threads']} threads, {facts['repeats']} rounds"
     )
     table = Table(title=title, title_justify="left", box=None, pad_edge=False, collapse_padding=True)
-    for header in ("policy", "budget", "first\nms", "a token\nms", "", "as fast", "memory", "cache"):
+    noted = [""] if any(row["note"] for row in rows) else []
+    for header in ("policy", "budget", "first\nms", "a token\nms", "", "as fast", "memory", "cache", *noted):
         table.add_column(header, justify="left" if header in ("policy", "") else "right", no_wrap=True)
     for row in rows:
         table.add_row(
             row["policy"], "" if row["budget"] is None else spelled(row["budget"]), f"{row['ttft_ms']:.0f}", f"{row['tpot_ms']:.2f}",
             f"[{row['tpot_ms_q1']:.3g} .. {row['tpot_ms_q3']:.3g}]", f"{row['vs_first']:.2f}x",
             "" if row["peak_bytes"] is None else size(row["peak_bytes"]), size(row["cache_bytes"]),
+            *([row["note"] or ""] if noted else []),
         )  # fmt: skip
     console.print(table, markup=False)
     if any(share is not None for row in rows for share in row["shares"].values()):

@@ -81,7 +81,7 @@ class Setting(Measured):
 
 # -- rows --------------------------------------------------------------------------------------------------------------
 
-_FOR_PROGRAMS = ("depths", "curve", "by_length")
+_FOR_PROGRAMS = ("depths", "curve", "by_length", "evicted", "most_held")
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
@@ -91,9 +91,12 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    columns = [name for name in rows[0] if name not in _FOR_PROGRAMS]
+    columns = [
+        name for name in rows[0] if name not in _FOR_PROGRAMS and (name != "note" or any(row["note"] for row in rows))
+    ]
     for name in columns:
-        table.add_column(name.replace("_", " "), justify="left" if isinstance(rows[0][name], str) else "right")
+        is_text = isinstance(rows[0][name], str) or name == "note"
+        table.add_column("" if name == "note" else name.replace("_", " "), justify="left" if is_text else "right")
     for row in rows:
         table.add_row(*(_cell(row[name], name) for name in columns))
     Console(highlight=False).print(table)
@@ -101,7 +104,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 def _cell(value: Any, name: str) -> str:
     if value is None:
-        return "-"
+        return "" if name == "note" else "-"
     if name == "budget":
         return spelled(value)
     if isinstance(value, list):

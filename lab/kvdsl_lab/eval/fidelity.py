@@ -11,6 +11,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy, same_prefix
 from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.usage import Usage
 
 ROUGE = ("rouge1", "rouge2", "rougeL")
 Row = dict[str, Any]
@@ -26,7 +27,7 @@ def fidelities(
     chunk: int | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """One row for every policy and budget: `policy, budget, rouge1, rouge2, rougeL, bleu, same_prefix_tokens`.
+    """One row for every policy and budget: `policy, budget, rouge1, rouge2, rougeL, bleu, same_prefix_tokens`, and `Usage.row`.
 
     Args:
         ids: prompts of equal length, [prompts, length].
@@ -39,8 +40,10 @@ def fidelities(
     tick()
     rows: list[Row] = []
     for name, budget in policies.pairs(budgets):
-        found = greedy(model, ids, new_tokens, policies.make(name, model, budget), chunk).tolist()
-        rows.append({"policy": name, "budget": budget, **likeness(tokenizer, found, wanted)})
+        cache, usage = policies.make(name, model, budget), Usage()
+        found = greedy(model, ids, new_tokens, cache, chunk).tolist()
+        usage.see(cache)
+        rows.append({"policy": name, "budget": budget, **likeness(tokenizer, found, wanted), **usage.row()})
         tick()
     return rows
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvdsl.generation.generate import expect_prompt
 from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.usage import Usage
 
 Row = dict[str, Any]
 
@@ -48,7 +49,7 @@ def perplexities(
     tick: Callable[[], None] = lambda: None,
     by: int | None = None,
 ) -> list[Row]:
-    """One row for every policy and budget: `policy, budget, ppl, tokens`.
+    """One row for every policy and budget: `policy, budget, ppl, tokens`, and `Usage.row`.
 
     Args:
         by: so many tokens have a row for themselves, which says where they lie in their stretch: `first` to `last`.
@@ -57,7 +58,9 @@ def perplexities(
     for name, budget in policies.pairs(budgets):
         cache = policies.make(name, model, budget)
         losses = token_losses(model, ids, cache, chunk, tick)
-        rows += ({"policy": name, "budget": budget, **part} for part in _parts(losses, by))
+        usage = Usage()
+        usage.see(cache)
+        rows += ({"policy": name, "budget": budget, **part, **usage.row()} for part in _parts(losses, by))
     return rows
 
 

@@ -20,6 +20,7 @@ from kvdsl.generation.generate import greedy
 from kvdsl.generation.models import encode
 from kvdsl_lab.assets.retrieval import Recall, key_values, lay_out, pass_key
 from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.usage import Usage
 
 TASKS = ("pass-key", "key-value")
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
@@ -79,12 +80,17 @@ def _trials(
     return Trials(name, depth, torch.tensor(prompts), tuple(answers))
 
 
-def accuracy(model: Any, trials: Trials, make_cache: Callable[[], Any], chunk: int | None, batch: int = 10) -> float:
-    """Share of answers that greedy decoding gives in full."""
+def accuracy(
+    model: Any, trials: Trials, make_cache: Callable[[], Any], chunk: int | None, batch: int = 10, usage: Usage | None = None
+) -> float:
+    """Share of answers that greedy decoding gives in full; `usage` sees the caches."""
     longest = max(len(answer) for answer in trials.answers)
     right = []
     for at in range(0, len(trials.answers), batch):
-        found = greedy(model, trials.prompts[at : at + batch], longest, make_cache(), chunk).tolist()
+        cache = make_cache()
+        found = greedy(model, trials.prompts[at : at + batch], longest, cache, chunk).tolist()
+        if usage is not None:
+            usage.see(cache)
         right += [
             row[: len(answer)] == list(answer) for row, answer in zip(found, trials.answers[at : at + batch], strict=True)
         ]
@@ -99,17 +105,18 @@ def retrievals(
     chunk: int | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """One row for every policy, budget and task: `policy, budget, task, accuracy`, and the accuracies by depth."""
+    """One row for every policy, budget and task: `policy, budget, task, accuracy`, the accuracies by depth, and `Usage.row`."""
     rows: list[Row] = []
     for name, budget in policies.pairs(budgets):
         for task in dict.fromkeys(one.task for one in trials):
             shares: dict[float, float] = {}
+            usage = Usage()
             for one in (found for found in trials if found.task == task):
-                shares[one.depth] = accuracy(model, one, lambda: policies.make(name, model, budget), chunk)  # noqa: B023
+                shares[one.depth] = accuracy(model, one, lambda: policies.make(name, model, budget), chunk, usage=usage)  # noqa: B023
                 tick()
             mean = round(statistics.fmean(shares.values()), 4)
             rows.append({
                 "policy": name, "budget": budget, "task": task, "accuracy": mean,
-                "depths": list(shares), "by_depth": [round(share, 4) for share in shares.values()],
+                "depths": list(shares), "by_depth": [round(share, 4) for share in shares.values()], **usage.row(),
             })  # fmt: skip
     return rows

@@ -34,16 +34,27 @@ def _budget(settings: tuple[tuple[str, int], ...]) -> list[float]:
 
 
 @lru_cache(None)
+def _rows(setup: Setup, policy: str, **settings: int) -> list[Row]:
+    from kvdsl_lab.eval.retrieval import retrievals
+
+    given = tuple(settings.items())
+    return retrievals(setup.model, _trials(setup), _policies(setup, policy, given), _budget(given))
+
+
 def recalled(setup: Setup, policy: str, **settings: int) -> dict[str, float]:
     """Share of right answers by task, of a policy with these params. The same again costs nothing.
 
     After a prompt of 1,024 tokens in one forward, the answer is generated token by token.
     """
-    from kvdsl_lab.eval.retrieval import retrievals
+    return {row["task"]: row["accuracy"] for row in _rows(setup, policy, **settings)}
 
-    given = tuple(settings.items())
-    rows = retrievals(setup.model, _trials(setup), _policies(setup, policy, given), _budget(given))
-    return {row["task"]: row["accuracy"] for row in rows}
+
+def usage(setup: Setup, policy: str, **settings: int) -> Row:
+    """What the caches held meanwhile, as `kvdsl_lab.eval.usage.Usage.row` has it; all tasks' prompts are of one length."""
+    from kvdsl_lab.eval.usage import KEYS
+
+    row = _rows(setup, policy, **settings)[0]
+    return {name: row[name] for name in KEYS}
 
 
 @lru_cache(None)
@@ -63,4 +74,5 @@ def faithful(setup: Setup, policy: str, **settings: int) -> float:
 def by_task(setup: Setup, policy: str, **settings: int) -> list[Row]:
     """One row for every task: `policy, task, accuracy`, and the settings."""
     found = recalled(setup, policy, **settings)
-    return [{"policy": policy, **settings, "task": task, "accuracy": share} for task, share in found.items()]
+    held = usage(setup, policy, **settings)
+    return [{"policy": policy, **settings, "task": task, "accuracy": share, **held} for task, share in found.items()]

@@ -194,9 +194,11 @@ def _full_text(setup: Setup, task: Task) -> list[list[int]]:
 def _scores(setup: Setup, task: Task, cache: Any, block: int) -> Row:
     from kvdsl.generation.generate import greedy
     from kvdsl_lab.eval.fidelity import likeness
+    from kvdsl_lab.eval.usage import Usage
 
-    found = greedy(setup.model, _prompts(setup, task), task.new, cache, block).tolist()
-    return likeness(setup.tokenizer, found, _full_text(setup, task))
+    found, usage = greedy(setup.model, _prompts(setup, task), task.new, cache, block).tolist(), Usage()
+    usage.see(cache)
+    return likeness(setup.tokenizer, found, _full_text(setup, task)) | usage.row()
 
 
 def _while_prompting(setup: Setup, task: Task, policy: str) -> list[Row]:
@@ -300,11 +302,14 @@ def _perplexity(setup: Setup, policy: str, rate: float | None) -> list[Row]:
     import math
 
     from kvdsl_lab.eval.perplexity import token_losses
+    from kvdsl_lab.eval.usage import Usage
 
     ids = _stretches(setup)
     given = {} if rate is None else {"budget": int(rate * ids.shape[1])}
-    losses = token_losses(setup.model, ids, _policy(setup, policy, **given), 1)
-    return [{"policy": policy, "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4)}]
+    cache, usage = _policy(setup, policy, **given), Usage()
+    losses = token_losses(setup.model, ids, cache, 1)
+    usage.see(cache)
+    return [{"policy": policy, "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4), **usage.row()}]
 
 
 def _perplexity_findings(rows: Sequence[Row]) -> list[Finding]:

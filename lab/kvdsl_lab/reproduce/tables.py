@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from kvdsl_lab.eval.usage import notes, without_usage
 from kvdsl_lab.reproduce.experiment import Paper, Row
 
 _VERDICTS = {True: "holds", False: "does not hold", None: "open"}
@@ -73,13 +74,23 @@ def markdown(paper: Paper, result: Mapping[str, Any]) -> str:
         parts.append(f"## {part['source']}: {part['title']}")
         if part["says"]:
             parts.append(f"The paper: {part['says']}")
-        parts.append(_markdown_table(experiment.table(part["rows"])))
+        parts.append(_markdown_table(experiment.table([without_usage(row) for row in part["rows"]])))
+        parts += _notes(part["rows"])
         if part["findings"]:
             parts.append("\n".join(
                 f"- {_VERDICTS[one['holds']]}: {one['claim']} ({one['measured']})" for one in part["findings"]
             ))  # fmt: skip
         parts += [f"![{part['title']}]({name})" for name in part["figures"] if name.endswith(".png")]
     return "\n\n".join(parts) + "\n"
+
+
+def _notes(rows: Sequence[Row]) -> list[str]:
+    """A paragraph that says in which rows a policy did nothing; none if it always did."""
+    told: dict[str, list[str]] = {}
+    for row, note in notes(rows):
+        words = [shown(value) for value in row.values() if isinstance(value, str)]
+        told.setdefault(note, []).append(", ".join(words))
+    return [f"{note[0].upper()}{note[1:]}: {'; '.join(dict.fromkeys(who))}." for note, who in told.items()]
 
 
 def _markdown_table(rows: Sequence[Row]) -> str:
@@ -101,7 +112,8 @@ def latex(paper: Paper, result: Mapping[str, Any]) -> str:
     """A table environment for every experiment; needs `\\usepackage{booktabs}`."""
     parts = [f"% {paper.title}", f"% {_made_with(result)}", "% needs \\usepackage{booktabs}"]
     for experiment, part in zip(paper.experiments, result["experiments"], strict=True):
-        parts += ["", *_latex_table(paper.name, part, experiment.table(part["rows"]))]
+        parts += ["", *_latex_table(paper.name, part, experiment.table([without_usage(row) for row in part["rows"]]))]
+        parts += [f"% {note}" for note in _notes(part["rows"])]
     return "\n".join(parts) + "\n"
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl_lab.reproduce import plots, tables
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Setup
-from kvdsl_lab.reproduce.recall import TEXT, faithful, recalled
+from kvdsl_lab.reproduce.recall import TEXT, faithful, recalled, usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -131,7 +131,10 @@ def _scores(setup: Setup, policy: str, label: str, **settings: int) -> list[Row]
     """One row for every task."""
     budget = settings.get("budget")
     shares = recalled(setup, policy, **settings) | {TEXT: faithful(setup, policy, **settings)}
-    return [{"policy": label, "budget": budget, "task": task, "score": round(share, 4)} for task, share in shares.items()]
+    held = usage(setup, policy, **settings)
+    return [
+        {"policy": label, "budget": budget, "task": task, "score": round(share, 4), **held} for task, share in shares.items()
+    ]
 
 
 def _task_cells(setup: Setup) -> Iterator[Cell]:

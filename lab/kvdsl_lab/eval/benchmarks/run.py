@@ -23,6 +23,7 @@ from kvdsl.generation.generate import generate
 from kvdsl.generation.models import encode
 from kvdsl_lab.eval.benchmarks.tasks import Example, Row, Task, percent
 from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.eval.usage import Usage
 
 
 @dataclass(frozen=True)
@@ -113,25 +114,30 @@ def evaluate(
     rows: list[Row] = []
     for (name, budget), folder in folders.items():
         for task in tasks:
-            found = predict(asking, task, lambda: policies.make(name, asking.model, budget), folder, tick)  # noqa: B023
+            usage = Usage()
+            found = predict(asking, task, lambda: policies.make(name, asking.model, budget), folder, tick, usage)  # noqa: B023
             scores = [task.score(text, example) for text, example in zip(found, task.examples, strict=True)]
             rows.append({
                 "policy": name, "budget": budget, "task": task.name, "metric": task.metric, "score": percent(scores),
-                "examples": len(scores), **({"by_length": task.by_length(scores)} if task.length else {}),
+                "examples": len(scores), **usage.row(), **({"by_length": task.by_length(scores)} if task.length else {}),
             })  # fmt: skip
     return rows
 
 
 def predict(
-    asking: Asking, task: Task, make_cache: Callable[[], Any], folder: Path, tick: Callable[[], None] = lambda: None
+    asking: Asking, task: Task, make_cache: Callable[[], Any], folder: Path, tick: Callable[[], None] = lambda: None,
+    usage: Usage | None = None,
 ) -> list[str]:  # fmt: skip
-    """What the model writes for every example of a task; what the folder has of an earlier run is not asked again."""
+    """What the model writes for every example of a task; what the folder has of an earlier run is not asked again, nor seen by `usage`."""
     path = folder / f"{task.name}.jsonl"
     found = earlier(path, task)
     with path.open("a", encoding="utf-8") as file:
         for number, example in enumerate(task.examples):
             if number >= len(found):
-                found.append(asking.answer(task, example, make_cache()))
+                cache = make_cache()
+                found.append(asking.answer(task, example, cache))
+                if usage is not None:
+                    usage.see(cache)
                 # One write for one line: a killed run leaves at most its last line unfinished.
                 file.write(json.dumps({"pred": found[-1], **example.record()}, ensure_ascii=False) + "\n")
                 file.flush()
