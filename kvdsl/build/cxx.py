@@ -12,6 +12,7 @@ import os
 import platform
 import shlex
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ def compiler() -> list[str]:
     try:
         named = shlex.split(os.environ.get("CXX", ""))
     except ValueError as error:
-        raise KvdslError(f"CXX is no command (`{os.environ['CXX']}`: {error})") from error
+        raise KvdslError(f"CXX is no command (`{os.environ['CXX']}`: {error}); {_OTHER}") from error
     for name in named[:1] or _COMPILERS:
         path = shutil.which(name)
         if path:
@@ -167,11 +168,25 @@ def _compile(command: list[str], sources: list[Path], made: Path) -> None:
             raise KvdslError(f"the C++ compiler {command[0]} cannot be run ({error.strerror}); {_OTHER}") from error
     if done.returncode:
         raise KvdslError(_failure(command, done, made))
-    if not made.exists():
+    if not made.is_file():
         raise KvdslError(f"the C++ compiler {command[0]} says that all is well, but makes no file; {_OTHER}")
+    if _cut_short(made):
+        raise KvdslError(
+            f"the C++ compiler {command[0]} says that all is well, but makes half a file; is the disk full? else {_OTHER}"
+        )
 
 
 _OTHER = "set CXX to another one"
+
+
+def _cut_short(made: Path) -> bool:
+    """Whether an ELF file ends before its table of sections does, which linkers write last: opening it could end the process."""
+    with open(made, "rb") as file:
+        header = file.read(64)
+    if header[:6] != b"\x7fELF\2\1" or len(header) < 64:  # 64 bits, little-endian
+        return False
+    offset, size, count = (*struct.unpack_from("<Q", header, 40), *struct.unpack_from("<HH", header, 58))
+    return bool(made.stat().st_size < offset + size * count)
 
 
 def _failure(command: list[str], done: subprocess.CompletedProcess[str], made: Path) -> str:

@@ -85,7 +85,7 @@ def test_a_compiler_that_makes_nothing(source: Path, monkeypatch: pytest.MonkeyP
     ("command", "says"),
     [
         ("false", "ended with 1 without a word"),
-        ("'", "CXX is no command"),
+        ("'", "CXX is no command .*; set CXX to another one"),
         ("{}", "cannot be run"),
         ("sh -c", "the C\\+\\+ compiler"),
     ],
@@ -125,6 +125,19 @@ def test_a_truncated_library_is_built_again(source: Path, kept: float) -> None:
     assert ctypes.CDLL(str(cxx.shared_library(source, "thing"))).answer() == 42
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
+def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str], None]) -> None:
+    """Opened, it would end the process with SIGBUS: the seal vouches for what the compiler made."""
+    whole = cxx.shared_library(source, "thing")
+    fake(f'head -c {whole.stat().st_size // 2} {whole} > "$out"')
+    with pytest.raises(
+        KvdslError, match=r"fake-g\+\+ says that all is well, but makes half a file; is the disk full\? else set CXX"
+    ):
+        cxx.shared_library(source, "thing")
+    fake(f'cat {whole} > "$out"')
+    assert ctypes.CDLL(str(cxx.shared_library(source, "thing"))).answer() == 42
+
+
 def test_the_driver_heals_and_its_temporaries_lie_in_the_cache(source: Path, fake: Callable[[str], None]) -> None:
     fake('case "$TMPDIR" in */cpu/driver-*.claim/*) echo object > "$out" ;; *) exit 1 ;; esac')
     first = cxx.driver_objects()
@@ -148,7 +161,7 @@ def test_refused_source(source: Path) -> None:
 
 def test_folder_that_cannot_be_made(source: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVDSL_CACHE_DIR", str(source / "below-a-file"))
-    with pytest.raises(KvdslError, match=r"cannot make the cache folder .*KVDSL_CACHE_DIR"):
+    with pytest.raises(KvdslError, match=r"cannot make the folder .*KVDSL_CACHE_DIR"):
         cxx.shared_library(source, "thing")
 
 
