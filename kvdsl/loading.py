@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
@@ -59,7 +61,8 @@ def _cache_class(compiled: Compiled) -> type[KVCache]:
     stem = compiled.policy.stem
     digest = hashlib.sha256("\0".join(compiled.files[key] for key in sorted(compiled.files)).encode()).hexdigest()[:16]
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled.files, folder))
-    cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
+    with _needing("a policy's cache"):
+        cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
     return cache_class
 
 
@@ -73,9 +76,21 @@ def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, 
     Raises:
         KvdslError: if there is no such model; nothing is fetched for a name of `kvdsl models`.
     """
-    from kvdsl.generation.models import load_model
+    with _needing("a model"):
+        from kvdsl.generation.models import load_model
 
-    return load_model(name, dtype)
+        return load_model(name, dtype)
+
+
+@contextmanager
+def _needing(what: str) -> Iterator[None]:
+    """Say in one line that something needs torch or transformers, which the language half of kvdsl does without."""
+    try:
+        yield
+    except ModuleNotFoundError as missing:
+        if missing.name not in ("torch", "transformers"):
+            raise
+        raise KvdslError(f"{what} needs {missing.name}, which is not installed: pip install {missing.name}") from missing
 
 
 def _write(files: dict[str, str], folder: Path) -> None:

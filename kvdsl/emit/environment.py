@@ -2,14 +2,43 @@
 
 from __future__ import annotations
 
+import contextlib
+import hashlib
 import json
 import re
+import sys
 from collections.abc import Iterable
 from functools import lru_cache
+from pathlib import Path
 
 import jinja2
+from jinja2.bccache import Bucket
 
+from kvdsl.build.cache import cache_folder
+from kvdsl.build.store import entry, flaw
+from kvdsl.errors import KvdslError
 from kvdsl.resources import resource
+
+
+class _Compiled(jinja2.BytecodeCache):
+    """What Jinja makes of a template takes longer than a policy takes to compile: it is kept in the cache folder where there is one."""
+
+    def load_bytecode(self, bucket: Bucket) -> None:
+        place = self._place(bucket)
+        if flaw(place) is None:
+            bucket.bytecode_from_string((place / "code").read_bytes())
+
+    def dump_bytecode(self, bucket: Bucket) -> None:
+        def make(folder: Path) -> None:
+            (folder / "code").write_bytes(bucket.bytecode_to_string())
+
+        with contextlib.suppress(KvdslError, OSError):  # there is no writing, or no getting at it now
+            entry(self._place(bucket), "a template", make, patience=1)
+
+    def _place(self, bucket: Bucket) -> Path:
+        """An entry for all that the code depends on: this file has the filters, which Jinja applies to constants, and the options."""
+        parts = (bucket.key, bucket.checksum, Path(__file__).read_text(encoding="utf-8"), jinja2.__version__, sys.version)
+        return cache_folder() / "templates" / hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
 @lru_cache(maxsize=1)
@@ -22,6 +51,7 @@ def environment() -> jinja2.Environment:
         lstrip_blocks=True,
         keep_trailing_newline=True,
         autoescape=False,
+        bytecode_cache=_Compiled(),
     )
     env.filters["docstring"] = docstring
     env.filters["string"] = string

@@ -48,7 +48,7 @@ class Head:
 
     def drop(self, gone: Indices) -> None:
         """Free these slots; the others keep their order."""
-        kept = np.setdiff1d(np.arange(self.live), gone)
+        kept = np.delete(np.arange(self.live), gone)
         self.key, self.value, self.position = self.key[kept], self.value[kept], self.position[kept]
         self.memory.keep(kept)
 
