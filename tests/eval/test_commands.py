@@ -147,6 +147,18 @@ def test_evaluations(words, keys, tiny):
     assert all(keys <= set(row) for row in found["rows"])
 
 
+def test_quick_has_other_defaults_and_leaves_alone_what_is_given(tiny):
+    words = f"ppl --tokens 16 --quick --policies window --budgets 8 --model {tiny} --backend torch --json"
+    done = CliRunner().invoke(evaluate, words.split())
+    assert done.exit_code == 0, done.output
+    found = json.loads(done.stdout)
+    assert (found["stretches"], found["stretch_tokens"]) == (2, 16)
+    assert [row["budget"] for row in found["rows"]] == [8]
+    for command in ("ppl", "fidelity", "retrieval"):
+        told = CliRunner().invoke(evaluate, [command, "--help"]).output
+        assert "--quick" in told and "--budgets 64,128" in " ".join(told.split())
+
+
 def test_evaluations_for_people(tiny):
     words = f"ppl --policies full,window --budgets 8 --tokens 16 --stretches 1 --backend torch --model {tiny}"
     done = CliRunner().invoke(evaluate, words.split())

@@ -11,7 +11,7 @@ from kvdsl.cli.common import set_option
 from kvdsl.cli.options import policies_option
 from kvdsl_lab.cli.eval_attention import consistency, persistence
 from kvdsl_lab.cli.eval_benchmarks import longbench, ruler
-from kvdsl_lab.cli.measuring import Measured, Setting, model_and_text, names, show, tell, whole_numbers
+from kvdsl_lab.cli.measuring import Measured, Setting, model_and_text, names, quick_option, show, tell, whole_numbers
 
 _POLICIES = "full,window,streaming_llm,h2o,roco"
 
@@ -36,6 +36,7 @@ def command() -> None:
 
 @command.command()
 @shared
+@quick_option(budgets="64,128", tokens=256, stretches=2)
 @click.option("--tokens", type=click.IntRange(2), default=1024, show_default=True, help="Length of a stretch of text.")
 @click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Stretches, evenly over the text.")
 @click.option("--chunk", type=click.IntRange(1), default=1, show_default=True, help="Tokens fed at a time.")
@@ -51,6 +52,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
 
     \b
     Examples:
+      kvdsl eval ppl --quick
       kvdsl eval ppl --policies full,window,streaming_llm,roco --budgets 32,128 --tokens 1024
       kvdsl eval ppl --policies streaming_llm,window --budgets 512 --tokens 20001 --stretches 1 --by 2000
     """
@@ -69,6 +71,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
 
 @command.command()
 @shared
+@quick_option(budgets="64,128", prompt_tokens=256, new_tokens=32, prompts=2)
 @click.option("--prompt-tokens", type=click.IntRange(2), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate after each.")
 @click.option("--prompts", type=click.IntRange(1), default=8, show_default=True, help="Prompts, evenly over the text.")
@@ -96,6 +99,7 @@ def fidelity(prompt_tokens: int, new_tokens: int, prompts: int, chunk: int | Non
 
 @command.command()
 @shared
+@quick_option(budgets="64,128", length=512, trials=2)
 @click.option("--length", type=click.IntRange(64), default=1024, show_default=True, help="Tokens of a prompt.")
 @click.option("--trials", type=click.IntRange(1), default=10, show_default=True, help="Trials for every task and depth.")
 @click.option(

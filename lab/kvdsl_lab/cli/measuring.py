@@ -33,6 +33,20 @@ def model_and_text(command: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
+def quick_option(**small: Any) -> Callable[[Any], Any]:
+    """`--quick`: other defaults, by the options' names; what is given stays as it is given."""
+
+    def shrink(ctx: click.Context, param: click.Parameter, quick: bool) -> None:
+        if quick:
+            ctx.default_map = {**(ctx.default_map or {}), **small}
+
+    told = ", ".join(f"--{name.replace('_', '-')} {value}" for name, value in small.items())
+    return click.option(
+        "--quick", is_flag=True, is_eager=True, expose_value=False, callback=shrink,
+        help=f"A first impression: {told}, where nothing else is said.",
+    )  # fmt: skip
+
+
 class Measured:
     """A model and a text, as the options ask."""
 
