@@ -42,6 +42,9 @@ SILENT = 1.0
 _FORGOTTEN = 86400.0
 """Seconds after which a claim is swept, whoever has it."""
 
+_NAMELESS = 3600.0
+"""The same for one without an owner's name, of a process that was killed just before or after it stood there."""
+
 _OWNER = "owner.json"
 
 
@@ -112,7 +115,8 @@ def sweep(folder: Path) -> None:
     for left in folder.glob(f"*{SUFFIX}*"):
         owner = _owner(left)
         with contextlib.suppress(OSError):
-            if (owner and owner.dead()) or time.time() - left.stat().st_mtime > _FORGOTTEN:
+            age = time.time() - left.stat().st_mtime
+            if owner.dead() or age > _FORGOTTEN if owner else age > _NAMELESS:
                 _remove(left)
 
 
