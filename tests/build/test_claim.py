@@ -202,3 +202,13 @@ def test_a_damaged_entry_in_an_image_is_made_again(image: Path) -> None:
     (image / "thing" / "in the image").mkdir(parents=True)
     entry(image / "thing", "thing", lambda folder: (folder / "file").write_text("made") and None)
     assert sorted(os.listdir(image / "thing")) == ["file", "seal.json"]
+
+
+def test_a_claim_without_a_name_is_swept_after_an_hour(tmp_path: Path) -> None:
+    """Its process was killed before it had written it, or after it had removed it."""
+    (tmp_path / "thing.claim-0123").mkdir()
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == ["thing.claim-0123"], "it may be about to get one"
+    os.utime(tmp_path / "thing.claim-0123", (time.time() - 4000,) * 2)
+    sweep(tmp_path)
+    assert os.listdir(tmp_path) == []
