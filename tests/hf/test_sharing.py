@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import copy
+import pickle
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf import saving
 from tests.hf import policies, zoo
 
 
@@ -255,3 +261,103 @@ def test_a_model_that_cannot_be_served_keeps_its_attention_beside_one_that_can()
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=cache)
     del cache
     assert model.config._attn_implementation == "sdpa"
+
+
+# -- in files and other processes ----------------------------------------------------------------------------------------
+
+SAVED = {
+    "roco": {"budget": 12},
+    "streaming_llm": {"budget": 12, "sinks": 2},  # turns keys
+    "vatp_scissorhands": {"budget": 12, "sinks": 2, "history": 8},  # rings
+    "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},  # a sketch
+    "adakv": {"budget": 34},  # heads of different lengths
+    "roco_blocks": {"budget": 12},
+    "scissorhands_window": {"budget": 20, "history": 8},
+}
+
+
+def went_on(model: Any, cache: Any) -> tuple[list[Tensor], Tensor]:
+    """What a cache of two rows holds after five more tokens, and their logits."""
+    with torch.no_grad():
+        logits = [model(token, past_key_values=cache).logits for token in zoo.prompt(2, 5, seed=9).split(1, dim=1)]
+    return [cache.positions(layer) for layer in cache.managed], torch.cat(logits, 1)
+
+
+@pytest.mark.parametrize("policy", SAVED)
+def test_a_cache_that_was_pickled_goes_on_to_the_bit(policy: str) -> None:
+    model = zoo.model("llama")
+    cache = policies.make(policy, model, **SAVED[policy])
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    loaded = pickle.loads(pickle.dumps(cache))
+    assert repr(loaded) == repr(cache)
+    assert torch.equal(loaded.positions(1), cache.positions(1))
+    with pytest.raises(KvdslError, match=r"belongs to no model yet.*attach\(model\)"):
+        model(zoo.prompt(2, 1), past_key_values=loaded)
+    loaded.attach(model)
+    theirs, ours = went_on(model, cache), went_on(model, loaded)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours[0], theirs[0], strict=True))
+    assert torch.equal(ours[1], theirs[1])
+    loaded.reset()
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, past_key_values=loaded)
+
+
+def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
+    """By `torch.save`, while steps are noted, in a model some of whose layers keep transformers' own cache."""
+    model, ids = zoo.model("gemma2"), zoo.prompt(1, 30)
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    if not zoo.EARLY and hasattr(cache.layers[0], "activate_past_recording"):
+        cache.activate_past_recording()
+    new, _ = zoo.greedy(model, zoo.plain(ids), 6, past_key_values=cache)
+    text = torch.cat([ids, new[:, :3], ids], 1)
+    torch.save(cache, tmp_path / "cache.pt")
+    loaded = torch.load(tmp_path / "cache.pt", weights_only=False)
+    loaded.attach(model)
+    if cache.layers[1].record_past:
+        cache.crop(-2)
+        loaded.crop(-2)
+    ours, theirs = (zoo.greedy(model, zoo.plain(text), 3, past_key_values=one) for one in (cache, loaded))
+    assert torch.equal(ours[1], theirs[1])
+
+
+def test_a_cache_in_another_process(tmp_path: Path) -> None:
+    model = zoo.make("Llama")
+    cache = policies.make("roco", model, budget=12)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    (tmp_path / "cache").write_bytes(pickle.dumps(cache))
+    program = (
+        "import pathlib, pickle, sys; from tests.hf import zoo; from tests.hf.test_sharing import went_on;"
+        "cache = pickle.loads(pathlib.Path(sys.argv[1]).read_bytes()); model = zoo.make('Llama'); cache.attach(model);"
+        "sys.stdout.buffer.write(pickle.dumps(went_on(model, cache)))"
+    )
+    found = subprocess.run([sys.executable, "-c", program, tmp_path / "cache"], capture_output=True, check=True)
+    ours, theirs = pickle.loads(found.stdout), went_on(model, cache)
+    assert all(torch.equal(mine, other) for mine, other in zip(ours[0], theirs[0], strict=True))
+    torch.testing.assert_close(ours[1], theirs[1])
+
+
+def test_a_saved_cache_is_for_its_policy_and_its_model() -> None:
+    model = zoo.model("llama")
+    cache = policies.make("roco", model, budget=12)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    saved = pickle.dumps(cache)
+    known = saving.digest(type(cache)).encode()
+    assert known in saved
+    with pytest.raises(KvdslError, match=r"saved under another `roco` \(digest 0{16}\)"):
+        pickle.loads(saved.replace(known, b"0" * 16))
+    made = kvdsl.compile('kv 1\npolicy Mine {\n"A window."\nbudget 12\nscore position\n}\n')(model)
+    elsewhere = pickle.dumps(made).replace(
+        made.__class__.__module__.encode(), made.__class__.__module__[:-1].encode() + b"x"
+    )
+    with pytest.raises(KvdslError, match=r"`kvdsl\.load` of its file"):
+        pickle.loads(elsewhere)
+    loaded = pickle.loads(saved)
+    with pytest.raises(KvdslError, match="`num_hidden_layers` is 2, but here it is 3"):
+        loaded.attach(zoo.make("Llama", num_hidden_layers=3))
+    other = zoo.make("Llama")
+    with torch.no_grad():
+        other.model.layers[1].self_attn.k_proj.weight.mul_(1.1)
+    with pytest.raises(KvdslError, match="other weights"):
+        loaded.attach(other)
+    loaded.attach(zoo.make("Llama"))
+    with pytest.raises(KvdslError, match="a model already"):
+        loaded.attach(model)

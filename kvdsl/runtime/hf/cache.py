@@ -17,7 +17,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.given import param
-from kvdsl.runtime.hf import binding, speculation
+from kvdsl.runtime.hf import binding, saving, speculation
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
@@ -46,7 +46,8 @@ class KVCache(Cache):
     """
 
     spec: ClassVar[PolicySpec]
-    _binding: binding.Binding
+    _binding: binding.Binding | None = None  # as long as nobody has attached it to a model again
+    _left: Mapping[str, Any]
 
     def __init__(
         self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
@@ -54,13 +55,18 @@ class KVCache(Cache):
         given = {name: param(self.spec.name, name, value) for name, value in given.items()}
         _refuse_hopeless(self.spec, given)
         model = binding.unwrap(model)
+        backends = self._bind(model, backend)
+        self._begin(model, self.spec, given, backends, seed)
+
+    def _bind(self, model: PreTrainedModel, backend: str) -> _Backends:
+        """Prepare the model and what serves it."""
         check_dtype(model.dtype)
         refuse_agreement(model, self.spec)
         backends = _Backends(self.spec, backend)
         backends.prepare(model)
         self._binding = binding.bind(model)
         self._binding.last_as_long_as(self)
-        self._begin(model, self.spec, given, backends, seed)
+        return backends
 
     @classmethod
     def assemble(
@@ -148,15 +154,69 @@ class KVCache(Cache):
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """An independent cache with the same content, for instance to continue one prompt several times."""
         backends = (self.layers[index].backend for index in self.managed)
-        for shared in (self._spec, self._choose, self._config, *backends):
+        for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
-        made = type(self).__new__(type(self))
+        if self._binding is not None:
+            memo[id(self._binding)] = self._binding
+        made = self._twin()
         memo[id(self)] = made
-        memo[id(self._binding)] = self._binding
-        self._binding.enter()
-        self._binding.last_as_long_as(made)
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
         return made
+
+    def __copy__(self) -> KVCache:
+        made = self._twin()
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def _twin(self) -> KVCache:
+        """An empty cache of the same model."""
+        made = type(self).__new__(type(self))
+        if self._binding is not None:
+            self._binding.enter()
+            self._binding.last_as_long_as(made)
+        return made
+
+    # -- files and other processes -------------------------------------------------------------------------------------
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """For `pickle` and `torch.save`: all but the model and what serves it."""
+        if getattr(type(self), "spec", None) is not self._spec:
+            raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
+        model = self._turn.model
+        kept = {
+            name: value for name, value in self.__dict__.items() if name not in ("_binding", "_spec", "_choose", "_config")
+        }
+        if model is not None:
+            kept["_left"] = saving.looks(model) | {"backend": self._choose.name}
+        return saving.made_again, saving.identity(type(self)), kept
+
+    def __setstate__(self, kept: dict[str, Any]) -> None:
+        self.__dict__.update(kept)
+        self._spec = self.spec
+        for index in self.managed:
+            self.layers[index].state.spec = self.spec
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Give a cache that was loaded its model, so that it can go on.
+
+        Args:
+            model: the one that it was made for, or the same loaded again; in another dtype it serves as under autocast.
+
+        Raises:
+            KvdslError: if the cache has a model already, or if this one is another.
+        """
+        if self._binding is not None:
+            raise KvdslError("the cache belongs to a model already: construct one for every model, or load it again")
+        model = binding.unwrap(model)
+        left = dict(self._left)
+        backend = left.pop("backend")
+        saving.refuse_another(model, left)
+        self._choose = self._bind(model, backend)
+        fresh = type(self).assemble(model, self.spec, self._given, self._choose)
+        self._config = fresh._config
+        self._turn.attach(model)
+        for index in self.managed:
+            self.layers[index].attach(fresh.layers[index])
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 
@@ -166,7 +226,12 @@ class KVCache(Cache):
         binding.release(model)
 
     def reset(self) -> None:
-        """Forget everything, before an unrelated prompt."""
+        """Forget everything, before an unrelated prompt.
+
+        Raises:
+            KvdslError: if the cache was loaded and belongs to no model yet.
+        """
+        self._turn.require_model()
         fresh = native_layers(self._config)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SlotLayer):
@@ -292,13 +357,13 @@ class _Backends:
 
     def __init__(self, spec: PolicySpec, name: str) -> None:
         self._spec = spec
-        self._name = name
+        self.name = name
         self._made: dict[tuple[torch.device, torch.dtype], Backend] = {}
 
     def __call__(self, device: torch.device, dtype: torch.dtype) -> Backend:
         found = self._made.get((device, dtype))
         if found is None:
-            found = self._made[device, dtype] = choose(self._spec, self._name, device, dtype)
+            found = self._made[device, dtype] = choose(self._spec, self.name, device, dtype)
         return found
 
     def prepare(self, model: PreTrainedModel) -> None:

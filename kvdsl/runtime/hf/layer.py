@@ -20,8 +20,9 @@ from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.gradients import refusing
 from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import token_count
+from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.slots import SlotState, stays_where_it_is
 from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 ChooseBackend = Callable[[torch.device, torch.dtype], "Backend"]
 
 
-class SlotLayer(CacheLayerMixin):
+class SlotLayer(Linked, CacheLayerMixin):
     """One layer: counts what the model has seen, and passes attention on to a backend.
 
     `update` stores nothing: it hands the new keys and values back, marked, and the attention function calls `attend`.
@@ -46,6 +47,8 @@ class SlotLayer(CacheLayerMixin):
         log: what the last steps overwrote, while somebody records; else None.
         backend: what serves the layer, from its first forward on.
     """
+
+    LINKS = ("rope", "backend", "head_offset", "_choose", "_module")
 
     is_sliding = False
     is_croppable = True
@@ -69,6 +72,14 @@ class SlotLayer(CacheLayerMixin):
         self._turn = turn
         self._module: Callable[[], nn.Module | None] = lambda: None
         turn.enter(self)
+
+    def attach(self, fresh: SlotLayer) -> None:
+        """Have what a fresh layer of the model has."""
+        self.rope, self.head_offset, self._choose, self._module = fresh.rope, fresh.head_offset, fresh._choose, fresh._module
+        if self.state.allocated:
+            self.backend = self._choose(self.state.position.device, self.state.dtype)
+            if not self.state.grows:
+                stays_where_it_is(*(getattr(self.state, name) for name in self.state.TENSORS))
 
     @property
     def index(self) -> int:
@@ -102,6 +113,7 @@ class SlotLayer(CacheLayerMixin):
             KvdslError: if they cannot continue what is cached.
         """
         if not torch.compiler.is_compiling():
+            self._turn.require_model()
             self.check_continues(key_states)
         self._turn.begin(self, key_states.shape[2])
         return mark(key_states, self), value_states

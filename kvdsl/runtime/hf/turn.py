@@ -10,13 +10,14 @@ from torch import Tensor, nn
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.text import Text
+from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.state.slots import stays_where_it_is
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
 
 
-class Turn:
+class Turn(Linked):
     """Shared by the layers of one cache.
 
     The layers count the tokens of their own forwards. A compiled forward cannot: a number that differs from step to step would
@@ -31,6 +32,8 @@ class Turn:
         ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
 
+    LINKS = ("_model",)
+
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
         self.guesses: int | None = None
@@ -38,8 +41,22 @@ class Turn:
         self.text = Text()
         self.total: Tensor | None = None
         self.ahead = False
-        self._model = weakref.ref(model)
+        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
         self._layers: list[SlotLayer] = []
+
+    @property
+    def model(self) -> nn.Module | None:
+        """The model that the cache was made for, if it is still there."""
+        return None if self._model is None else self._model()
+
+    def attach(self, model: nn.Module) -> None:
+        """The model that the cache is to go on with."""
+        self._model = weakref.ref(model)
+
+    def require_model(self) -> None:
+        """Raise KvdslError if the cache was loaded and nobody has said which model it belongs to."""
+        if self._model is None:
+            raise KvdslError("the cache was loaded and belongs to no model yet: call `cache.attach(model)` first")
 
     def enter(self, layer: SlotLayer) -> None:
         """A layer joins, in the model's order."""
@@ -123,5 +140,5 @@ class Turn:
 
     def owns(self, module: nn.Module) -> bool:
         """Whether the module is part of the model that the cache was made for."""
-        model = self._model()
+        model = self.model
         return model is not None and any(module is part for part in model.modules())

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given, TooManyKeptError
+from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 
@@ -35,7 +36,7 @@ _GROWTH = 64
 """A cache that grows has a multiple of this many slots."""
 
 
-class SlotState:
+class SlotState(Linked):
     """What one layer has cached.
 
     Tensors (N slots per KV head; allocated at the end of a prompt, and again before the next one only while the cache `grows`):
@@ -72,6 +73,8 @@ class SlotState:
         reserves: whether as many as that are allocated as soon as the prompt ends, however short it was. Accelerators, whose graphs
             want tensors that stay where they are, always do.
     """
+
+    LINKS = ("spec", "workspace")
 
     TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
     """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""

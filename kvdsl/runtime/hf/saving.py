@@ -1,0 +1,117 @@
+"""Caches in files and in other processes: `pickle`, and `torch.save` and `torch.load`.
+
+A cache is saved with what it holds, its params, and who decided what it holds: the policy's package by name and digest. The model is not
+saved. So what is loaded belongs to none until `KVCache.attach` gives it one, which must look like the one that was left.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib
+import json
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import PreTrainedModel
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import text_config
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.cache import KVCache
+
+LOADED = "_kvdsl_"
+"""How the modules of packages begin that `kvdsl.load` has imported, which no other process can import by name."""
+
+_SIZES = (
+    "model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+    "layer_types", "sliding_window", "rope_theta", "rope_scaling", "rope_parameters",
+)  # fmt: skip
+"""What configs say of keys, values and positions."""
+
+
+# -- the policy ----------------------------------------------------------------------------------------------------------
+
+
+def digest(cache_class: type[KVCache]) -> str:
+    """Of everything that was generated for the policy, 16 hexadecimal digits."""
+    manifest = json.loads(cache_class.spec.cpu_source.with_name("manifest.json").read_text(encoding="utf-8"))
+    return hashlib.sha256(json.dumps(manifest["files"], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def identity(cache_class: type[KVCache]) -> tuple[str, str, str, str]:
+    """Module, class, policy and digest, from which `made_again` finds the class."""
+    return cache_class.__module__, cache_class.__qualname__, cache_class.spec.stem, digest(cache_class)
+
+
+def made_again(module: str, name: str, stem: str, expected: str) -> KVCache:
+    """An empty cache of the class.
+
+    Raises:
+        KvdslError: if there is no such class, or if its policy is not what it was.
+    """
+    found = ""
+    for cache_class in _candidates(module, name, stem):
+        found = digest(cache_class)
+        if found == expected:
+            return cache_class.__new__(cache_class)
+    if found:
+        raise KvdslError(
+            f"the cache was saved under another `{stem}` (digest {expected}) than the one that is here ({found}), whose rules may "
+            f"differ: compile the policy as it was, with the kvdsl that saved it, or run the prompt again"
+        )
+    raise KvdslError(
+        f"the cache was saved under `{stem}`, and `{module}` is not here: load its policy first, with `kvdsl.load` of its file"
+    )
+
+
+def _candidates(module: str, name: str, stem: str) -> Iterator[type[KVCache]]:
+    """Classes of that name: where it was, and of the policy that kvdsl ships under it."""
+    try:
+        yield getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError):
+        if not module.startswith(LOADED):
+            return
+    from kvdsl.diagnostics import DiagnosticError
+    from kvdsl.loading import load
+
+    try:
+        shipped = load(stem)
+    except DiagnosticError:
+        return
+    if shipped.__name__ == name:
+        yield shipped
+
+
+# -- the model -----------------------------------------------------------------------------------------------------------
+
+
+def looks(model: PreTrainedModel) -> dict[str, Any]:
+    """What tells models apart whose caches must not be mixed up: sizes by name, and a weight of every parameter."""
+    config = text_config(model)
+    sizes = {name: repr(getattr(config, name)) for name in _SIZES if hasattr(config, name)}
+    return {**sizes, "weights": _weights(model)}
+
+
+def _weights(model: PreTrainedModel) -> dict[str, float]:
+    """The first number of every parameter; nothing of a model without weights."""
+    named = {name: x.detach() for name, x in model.named_parameters() if x.device.type != "meta" and x.numel()}
+    firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
+    return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
+
+
+def refuse_another(model: PreTrainedModel, left: dict[str, Any]) -> None:
+    """Raise KvdslError unless the model looks like the one that a cache has left; rounding to another dtype changes nothing."""
+    here = looks(model)
+    for name in left.keys() - {"weights"}:
+        if here.get(name) != left[name]:
+            raise KvdslError(
+                f"the cache was saved for a model whose `{name}` is {left[name]}, but here it is {here.get(name, 'not there')}: "
+                f"attach it to the model that it was made for"
+            )
+    close = here["weights"].keys() == left["weights"].keys() and all(
+        abs(value - left["weights"][name]) <= 0.01 * abs(value) + 1e-6 for name, value in here["weights"].items()
+    )
+    if not close:
+        raise KvdslError("the cache was saved for a model with other weights: attach it to the model that it was made for")
