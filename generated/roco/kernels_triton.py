@@ -34,7 +34,7 @@ def settle(
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
     total,  # [B, H, S, G] float32
-    sinks,  # [H * G]: logits that join the softmax; not read unless SINKS
+    sinks,  # [H * G]: logits that join the softmax, if SINKS
     first_free,  # [B, H, S] int32: the split's first free slot
     held,  # [B, H, S] int32: how many tokens it holds
     logits,  # [B, H, G, N] float32: scores before softmax
@@ -144,7 +144,7 @@ def observe(
     first_new,  # [B] int32: the position of the row's first new token
     first_asked,  # [B] int32: of the first query that counts
     behind,  # [B] int32: behind the last one's
-    order,  # [B, T] int32: where the row's new tokens stand among the queries; not read unless PADDED
+    order,  # [B, T] int32: where the row's new tokens stand among the queries, if PADDED
     tokens,
     slots,
     scaling,
@@ -170,7 +170,8 @@ def observe(
     heads = tl.num_programs(0)
     pair = (row * heads + head).to(tl.int64)
     first, begin, end = tl.load(first_new + row), tl.load(first_asked + row), tl.load(behind + row)
-    order += row * tokens
+    if PADDED:
+        order += row * tokens
     query += row.to(tl.int64) * query_row + (head * G).to(tl.int64) * query_head
     keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
     position += pair * slots

@@ -168,7 +168,7 @@ def settle(
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
     total,  # [B, H, S, G] float32
-    sinks,  # [H * G]: logits that join the softmax; not read unless SINKS
+    sinks,  # [H * G]: logits that join the softmax, if SINKS
     first_free,  # [B, H, S] int32: the split's first free slot
     held,  # [B, H, S] int32: how many tokens it holds
     new_key,  # [B, H, D]

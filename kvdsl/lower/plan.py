@@ -17,6 +17,7 @@ from kvdsl.lower.spelling import size_of
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
+from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
 
 Plan = TypeVar("Plan")
@@ -51,7 +52,7 @@ class PackagePlan:
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
         cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
-            `triton_prompt`: None, too, where it observes nothing.
+            `triton_prompt`: None, too, where it observes nothing; `triton_words`: the sentences of both.
         keeps_text, score_text, select_text, sketch_text: what the user wrote.
     """
 
@@ -74,6 +75,7 @@ class PackagePlan:
     triton: TritonPlan | None
     triton_refusal: str
     triton_prompt: TritonPromptPlan | None
+    triton_words: TritonWords | None
     keeps_text: tuple[str, ...]
     score_text: str
     select_text: str
@@ -87,6 +89,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     names = tuple(name for name, _ in numbers.numbers)
     cpp, cpp_refusal = _lowered(cpp_plan, lowered, names)
     triton, triton_refusal = _lowered(triton_plan, lowered, names)
+    prompt = None if triton is None else triton_prompt_plan(lowered, names)
     return PackagePlan(
         name=policy.name,
         stem=policy.stem,
@@ -108,7 +111,8 @@ def make_plan(policy: Policy) -> PackagePlan:
         cpp_refusal=cpp_refusal,
         triton=triton,
         triton_refusal=triton_refusal,
-        triton_prompt=None if triton is None else triton_prompt_plan(lowered, names),
+        triton_prompt=prompt,
+        triton_words=None if triton is None else triton_words(triton, observes_prompts=prompt is not None),
         keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
         score_text="" if policy.score is None else print_expression(policy.score),
         select_text="" if policy.select is None else print_expression(policy.select.by),

@@ -269,9 +269,12 @@ class TensorPrinter(_TorchPrinter):
 class TorchPlan:
     """Bodies of the functions of `kernels_torch.py`, one statement a line; a function without a body is not printed.
 
-    `protects` is whether there is a `protect`, which may have nothing to do; `uses_torch`, whether a body needs torch by its name.
+    `protects` is whether there is a `protect`, which may have nothing to do; `uses_torch`, whether a body needs torch by its name;
+    `summary`, what the file has in words; `protected`, what `protect` names.
     """
 
+    summary: str
+    protected: str
     uses_torch: bool
     observe: tuple[str, ...]
     place: tuple[str, ...]
@@ -298,11 +301,16 @@ def torch_plan(policy: Policy) -> TorchPlan:
     select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
     dims = TensorPrinter("row", dims=True)
     sketch = [] if policy.sketch is None else [fragment("return {}", dims.body(policy.sketch.by))]
+    evicts, selects = policy.budget is not None, policy.select is not None
+    attended = "what is attended to"
+    evicted = f"what is remembered of every query, {f'who leaves, and {attended}' if selects else 'and who leaves'}"
     return TorchPlan(
+        summary=evicted if evicts or not selects else attended,
+        protected="What may not leave." if evicts else "What is always attended to.",
         uses_torch=_TORCH in uses_of(*place, *observe, *protect, *score, *select, *sketch),
         observe=(*_column_locals("row", observe), *texts(observe)),
         place=texts(place),
-        protects=policy.budget is not None or policy.select is not None,
+        protects=evicts or selects,
         protect=(*_column_locals("slots", protect), *texts(protect)),
         score=(*_column_locals("slots", score), *texts(score)),
         select=texts(select),

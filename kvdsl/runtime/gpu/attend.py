@@ -80,7 +80,8 @@ def attend(
     begin = tl.load(first_rows + pair)
     keys += begin * D
     values += begin * E
-    table = layout.table_of(table, row, slots, SIZE)
+    if SIZE > 0:
+        table = layout.table_of(table, row, slots, SIZE)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
     now = tl.load(seen + row)
@@ -116,7 +117,9 @@ def attend(
         if TURNS:
             by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=visible, other=0), visible, evicted)
             k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
-            halves = half_keys + (pair * slots + i) * (2 * PAIRS)
+            halves = half_keys
+            if HALVES:
+                halves += (pair * slots + i) * (2 * PAIRS)
             score = rotate.scores(
                 q_first,
                 q_second,

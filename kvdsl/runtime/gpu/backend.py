@@ -124,11 +124,9 @@ class TritonBackend:
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
-            "sinks": out if call.sinks is None else call.sinks.contiguous(),
-            "rank": state.position, "length": state.position,  # not read unless keys turn
-            "half_keys": state.position,  # not read unless they are kept
-            "angles": state.position if rope is None else digits(rope, key.device),
-            "table": state.position,  # not read unless there are blocks
+            "sinks": None if call.sinks is None else call.sinks.contiguous(),
+            "angles": None if rope is None else digits(rope, key.device),
+            **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **{name: getattr(state, name) for name in state.TENSORS}, "keys": keys, "values": values,
             "anew": int(anew), "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,

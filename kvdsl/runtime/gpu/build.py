@@ -135,6 +135,9 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     constants = {"LOGITS": "logits" in given, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
     constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in given}
     rope = WHOLLY if "rank" in given else None
+    absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())
+    absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
+    constants |= dict.fromkeys(absent)
     width = SKETCHED if "W_PAD" in given else 0
     wanted = [
         ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),

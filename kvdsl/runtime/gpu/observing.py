@@ -55,7 +55,7 @@ def reach(order, low, high, first, cached, window, PADDED: tl.constexpr):
 @triton.jit
 def given(
     query,  # the KV head's of the row: G heads of [T, D]
-    lse,  # theirs, [G, T]; not read unless ATTN
+    lse,  # theirs, [G, T], if ATTN
     k,  # [SLOTS, D_PAD]
     t,  # [QUERIES]
     asked,  # [QUERIES]: which of the queries are meant

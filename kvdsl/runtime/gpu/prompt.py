@@ -67,7 +67,7 @@ def _texts(prompt: Prompt, first: int) -> dict[str, Any]:
         "first_new": first_new,
         "first_asked": first_new + real[:, :first].sum(1, dtype=torch.int32),
         "behind": behind,
-        "order": real.int().argsort(dim=1, descending=True, stable=True).int() if padded else behind,
+        "order": real.int().argsort(dim=1, descending=True, stable=True).int() if padded else None,
         "PADDED": padded,
     }
 

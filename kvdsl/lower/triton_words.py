@@ -1,0 +1,119 @@
+"""Sentences of a generated `kernels_triton.py`, and what it imports: everything that depends on which launches there are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from kvdsl.lower.triton import TritonPlan
+
+
+@dataclass(frozen=True)
+class TritonWords:
+    """What templates place beside statements.
+
+    Attributes:
+        launches: which of a step's launches are here. legend: what each does, and what names mean, a line each.
+        modules: of `kvdsl.runtime.gpu`, those that the kernels call.
+        settle: what the kernel of this name does. its_place: what is said where it stores the new token.
+        ranked: what `look` ranks. ranks: what gets the ranks. taken: for whom `choose` notes what is attended to.
+    """
+
+    launches: str
+    legend: tuple[str, ...]
+    modules: tuple[str, ...]
+    settle: str
+    its_place: str
+    ranked: str
+    ranks: str
+    taken: str
+
+
+def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
+    """The sentences for a plan."""
+    look = plan.select
+    pages = look is not None and look.by == "page_bound"
+    several = look or plan.hard_cap or plan.agrees
+    return TritonWords(
+        launches=(
+            "the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`."
+            if several
+            else "the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`."
+        ),
+        legend=tuple(_legend(plan)),
+        modules=tuple(_modules(plan, observes_prompts)),
+        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settles else ''}; the grid is (H, B).",
+        its_place=(
+            "Its place, before anything else: who looks at a table later runs out of registers."
+            if plan.blocks
+            else "Its place."
+        ),
+        ranked="pages" if pages else "slots",
+        ranks="pages" if pages else "slots, and behind them the new token,",
+        taken="for `settle`" if look is not None and look.observed else "if anybody asked",
+    )
+
+
+def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
+    protects = plan.select is not None and bool(plan.select.protect)
+    wanted = {
+        "evicting": plan.settles or plan.hard_cap or protects,
+        "layout": plan.blocks,
+        "observing": observes_prompts,
+        "ops": True,
+        "rotate": plan.halves,
+        "select": plan.select is not None,
+    }
+    return (name for name, needed in wanted.items() if needed)
+
+
+def _legend(plan: TritonPlan) -> Iterator[str]:
+    look = plan.select
+    if plan.hard_cap and plan.agrees:
+        yield "`make_room`, before everything else: one program ranks a KV head's slots where a hard cap asks for room."
+    elif plan.hard_cap:
+        yield "`make_room`, before everything else: one program frees what of a KV head's slots a hard cap asks for."
+    if look:
+        ranked = "pages" if look.by == "page_bound" else "slots"
+        yield (
+            f"`look`: one program ranks the {ranked} of one of S splits of a KV head. "
+            "`choose`: one program finds the highest of a KV head."
+        )
+    yield from _settles(plan)
+    if plan.agrees:
+        after = ", and after `make_room`" if plan.hard_cap else ""
+        yield f"`agree`, the last{after}: one program frees the same slots of all KV heads of one row, by the mean of their ranks."
+    yield (
+        "B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. "
+        "S: splits of `attend`."
+    )
+    yield "now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free."
+    if look and look.sketch_by:
+        yield "W: dims of the sketch. dims: which those are, -1 behind them."
+    if look and look.by == "page_bound":
+        yield "P: pages that there is room for. Nothing ever leaves, so that the token at position p is in slot p."
+    if plan.blocks:
+        yield "SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one."
+    if plan.compact:
+        yield "rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`."
+
+
+def _settles(plan: TritonPlan) -> Iterator[str]:
+    """What the program of `settle` does, in a line or two."""
+    who = "One program"
+    if plan.select or plan.agrees:
+        who = "`settle`: one program" if plan.agrees else "`settle`, the last: one program"
+    serves = f"{who} serves one KV head of one row. It combines what `attend` found"
+    if not (plan.observe or plan.settles):
+        yield f"{serves}, and puts the new token into a free slot."
+        return
+    yield f"{serves},"
+    frees = "ranks the slots where some must leave" if plan.agrees else "frees the slots of those that must leave"
+    if plan.observe and plan.settles:
+        yield f"puts the new token into a free slot, lets its query be observed, and {frees}."
+    elif plan.observe:
+        yield "puts the new token into a free slot, and lets its query be observed."
+    else:
+        yield f"puts the new token into a free slot, and {frees}."
