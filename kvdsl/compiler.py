@@ -1,7 +1,14 @@
-"""The compiler's front end: from a .kv file to a checked policy. Imports neither torch nor transformers.
+"""The pipeline, all of it: source → nodes → policy → plan → files. Every command, `load` and `import` go through here.
 
->>> analysis = analyse(find_policy("roco"), settings={"budget": "256"})
->>> analysis.ok
+    source   the text of a .kv file
+    nodes    what stands in it and in the files that it imports               kvdsl.syntax, kvdsl.sema.modules
+    policy   what it means: the IR, or what is wrong                          kvdsl.sema
+    plan     the same in the words of every target, or why one has none       kvdsl.passes, kvdsl.lower
+    files    the package, text by name                                        kvdsl.emit
+
+Imports neither torch nor transformers, and each stage only where it is reached: `check` stops at the policy, `explain` at the plan.
+
+>>> analyse(find_policy("roco"), settings={"budget": "256"}).ok
 True
 """
 
@@ -9,208 +16,93 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvdsl import codes
-from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink, did_you_mean, nearest
-from kvdsl.ir.nodes import Policy
-from kvdsl.resources import read_resource, resource
-from kvdsl.sema.check import Checker
-from kvdsl.sema.lets import check_library, prelude_scope
-from kvdsl.sema.modules import Loader, Module
-from kvdsl.sema.names import check_stem
-from kvdsl.sema.resolve import resolve
-from kvdsl.sema.scope import Scope
-from kvdsl.sema.settings import read_settings
-from kvdsl.shipped import shipped_policies
+from kvdsl.diagnostics import Diagnostic, Sink
+from kvdsl.sema.files import Analysis as Analysis
+from kvdsl.sema.files import check_file
+from kvdsl.sema.modules import Loader
+from kvdsl.shipped import find_policy as find_policy
+from kvdsl.shipped import policy_name
+from kvdsl.shipped import shipped_policies as shipped_policies
 from kvdsl.source import SourceFile
-from kvdsl.syntax import nodes as syn
-from kvdsl.syntax.reader import normalized, read
-from kvdsl.syntax.shape import parse_module
+from kvdsl.syntax.reader import read_source
 
 if TYPE_CHECKING:
-    from kvdsl.scenarios.scenario import Scenario
+    from kvdsl.ir.nodes import Policy
+    from kvdsl.lower.plan import PackagePlan
 
-_NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Analysis:
-    """What a file means, and what is to be said about it.
-
-    Attributes:
-        policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
-        diagnostics: errors and warnings, by place.
-        scenarios: the file's tests that have no errors, if it is a file of tests.
-    """
-
-    policies: tuple[Policy, ...]
-    diagnostics: tuple[Diagnostic, ...]
-    scenarios: tuple[Scenario, ...] = ()
-
-    @property
-    def ok(self) -> bool:
-        """Whether there are no errors."""
-        return all(found.severity != "error" for found in self.diagnostics)
-
-    @property
-    def policy(self) -> Policy:
-        """The file's policy.
-
-        Raises:
-            DiagnosticError: if there is none.
-        """
-        if self.ok and self.scenarios:
-            span, help = self.scenarios[0].test.title.span, "`kvdsl test` runs them"
-            message = "there are tests in this file, but no policy"
-            raise DiagnosticError([Diagnostic(codes.ONE_POLICY.id, "error", message, span, help)])
-        if not self.policies:
-            raise DiagnosticError(self.diagnostics)
-        return self.policies[0]
+NO_SETTINGS: Mapping[str, str] = MappingProxyType({})
 
 
-def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = _NO_SETTINGS) -> Analysis:
-    """Parses and checks a file.
+def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO_SETTINGS) -> Analysis:
+    """Source → nodes → policy, and what is to be said about the file.
 
     Args:
         source: the file, or its path.
         settings: values of params in place of their defaults, as `--set NAME=VALUE` gives them.
     """
     sink = Sink()
-    text = _read(source, sink)
+    text = read_source(source, sink)
     module = None if text is None else Loader(sink).load(text)
-    policy: Policy | None = None
-    scenarios: tuple[Scenario, ...] = ()
-    if module is not None and module.syntax.tests:
-        scenarios = _scenarios(module, settings, sink)
-    elif module is not None:
-        policy = _analyse(module, settings, sink)
-    found = sink.sorted(first=text)
-    shown = tuple(one for one in found if one.severity == "error" or one.span.file in (text, None))
-    return Analysis(() if policy is None or sink.failed() else (policy,), shown, scenarios)
+    return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink)
 
 
-def _read(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
-    if isinstance(source, SourceFile):
-        return normalized(source, sink)
-    return read(Path(source), sink, name=str(source))
-
-
-def _scenarios(module: Module, settings: Mapping[str, str], sink: Sink) -> tuple[Scenario, ...]:
-    from kvdsl.scenarios.check import check_scenarios  # few files have tests
-
-    read_settings(settings, [], sink)
-    return check_scenarios(module, _prelude, sink)
-
-
-def _analyse(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | None:
-    policy = _only_policy(module, settings, sink)
-    if policy is None:
-        return None
-    check_stem(module.file, sink)
-    if (policy.doc is None or not policy.doc.text.strip()) and not sink.failed():
-        name = policy.name
-        help = "begin the policy with a string that says what it does and where it comes from"
-        sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)
-    flat = resolve(policy, module, sink)
-    params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
-    given = {} if flat.broken else read_settings(settings, params, sink)
-    return Checker(flat, _prelude(), sink, given).check()
-
-
-def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn.Policy | None:
-    """The policy of a file; None for a library, whose lets are checked, and after a report."""
-    policies = module.syntax.policies
-    for policy in policies[1:]:
-        labels = [Label(policies[0].name.span, "the first one")]
-        help = "put each into a file of its own; `import` and `extends` connect them"
-        sink.report(codes.ONE_POLICY, policy.name.span, "a file holds one policy", help, labels)
-    if policies:
-        return policies[0]
-    if module.syntax.lets:
-        check_library(module, _prelude(), sink)
-        if settings:
-            read_settings(settings, [], sink)
-    elif not module.broken:
-        help = "a policy begins with `policy NAME {`"
-        sink.report(codes.ONE_POLICY, module.file.span(0, 0), "there is no policy in this file", help)
-    return None
-
-
-def _prelude() -> Scope:
-    return prelude_scope(_prelude_syntax())
-
-
-@lru_cache(maxsize=1)
-def _prelude_syntax() -> syn.Module:
-    sink = Sink()
-    path = resource("grammar", "prelude.kv")
-    module = parse_module(SourceFile("prelude.kv", read_resource("grammar", "prelude.kv"), path), sink)
-    assert not sink.failed(), "the prelude has syntax errors"
-    return module
-
-
-# -- by name ----------------------------------------------------------------------------------------------------------
-
-
-def find_policy(name_or_path: str | Path) -> Path:
-    """The file of a shipped policy, by its stem, or the path itself.
+def plan_of(policy: Policy) -> PackagePlan:
+    """Policy → plan: with constants folded and state columns found, as every target would have it.
 
     Raises:
-        DiagnosticError: if there is no such policy or file.
+        KvdslError: if not even torch has code for something in it.
     """
-    text = str(name_or_path)
-    shipped = {path.stem: path for path in shipped_policies()}
-    if text in shipped:
-        return shipped[text]
-    path = Path(name_or_path)
-    try:
-        if path.is_file():
-            return path
-    except (OSError, ValueError):
-        pass
-    raise _no_such_policy(text, path, shipped)
+    from kvdsl.lower.plan import make_plan
+
+    return make_plan(policy)
 
 
-def _no_such_policy(text: str, path: Path, shipped: Mapping[str, Path]) -> DiagnosticError:
-    """What to say of a name or path that is neither a shipped policy's nor a file's."""
-    sink = Sink()
-    name = " ".join(text.split())
-    source = SourceFile("<policy>", name)
-    if "\n" in text:
-        message, help = (
-            "this is a text, not a policy's name or path",
-            "`kvdsl.compile` takes a policy that is given as a string",
-        )
-    elif path.suffix == ".kv" or len(path.parts) > 1:
-        message, help = f"there is no file `{name}`", _near_file(path, shipped)
-    else:
-        near = did_you_mean(name, [*shipped, *_kv_files(Path())])
-        message, help = f"there is no policy `{name}`", near or f"{_LIST}; your own is named by its file, `mine.kv`"
-    sink.report(codes.NO_SUCH_POLICY, source.span(0, len(name)), message, help)
-    return DiagnosticError(sink)
+def package(policy: Policy, source: str) -> dict[str, str]:
+    """Policy → plan → files, text by name.
+
+    Args:
+        source: the text of the .kv file, for its digest.
+    """
+    from kvdsl.emit.render import render
+
+    return render(plan_of(policy), source)
 
 
-_LIST = "`kvdsl list` shows the shipped policies"
+@dataclass(frozen=True)
+class Compiled:
+    """A policy, its package and what there is to say about it (warnings)."""
+
+    policy: Policy
+    files: dict[str, str]
+    diagnostics: tuple[Diagnostic, ...]
 
 
-def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
-    """The file that was perhaps meant: one in the same folder, or a shipped policy."""
-    near = nearest(path.name, _kv_files(path.parent))
-    if near is not None:
-        return f"did you mean `{path.with_name(near)}`?"
-    if path.stem in shipped:
-        return f"`{path.stem}`, without `.kv`, is the shipped policy"
-    near = nearest(path.stem, shipped)
-    return f"did you mean `{near}`, the shipped policy?" if near else f"paths are relative to the current folder; {_LIST}"
+def compile_file(name_or_path: str | Path, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
+    """A shipped policy, by its stem, or a .kv file, through all stages.
+
+    Raises:
+        DiagnosticError: if there is no such file, or if it has errors.
+    """
+    path = find_policy(name_or_path)
+    return _compiled(analyse(path, settings=settings), path.read_text(encoding="utf-8-sig"))
 
 
-def _kv_files(folder: Path) -> list[str]:
-    """The names of a folder's .kv files; none where it cannot be read."""
-    try:
-        return [path.name for path in folder.glob("*.kv")]
-    except (OSError, ValueError):
-        return []
+def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
+    """A policy that lies in no file, through all stages; what it imports is looked for in the current folder.
+
+    Raises:
+        DiagnosticError: if it has errors; their places are called after the policy, `<roco>` for `policy RoCo`.
+    """
+    from kvdsl.sema.names import problem
+
+    stem = (policy_name(text) or "policy").lower()
+    file = SourceFile(f"<{stem if problem(stem, 'package') is None else 'policy'}>", text)
+    return _compiled(analyse(file, settings=settings), text)
+
+
+def _compiled(analysis: Analysis, source: str) -> Compiled:
+    return Compiled(analysis.policy, package(analysis.policy, source), analysis.diagnostics)

@@ -17,7 +17,7 @@ from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
-    from kvdsl.emit.package import Compiled
+    from kvdsl.compiler import Compiled
     from kvdsl.runtime.hf import KVCache
 
 
@@ -33,7 +33,7 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
         DiagnosticError: if there is no such policy, or if it has errors; the text lists them.
         KvdslError: if the cache folder cannot be written to.
     """
-    from kvdsl.emit.package import compile_file
+    from kvdsl.compiler import compile_file
 
     return _cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
 
@@ -49,7 +49,7 @@ def compile(source: str, **settings: Any) -> type[KVCache]:
         DiagnosticError: if the policy has errors; the text lists them.
         KvdslError: if the cache folder cannot be written to.
     """
-    from kvdsl.emit.package import compile_text
+    from kvdsl.compiler import compile_text
 
     if "\n" not in source and Path(source).suffix == ".kv":
         raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({source!r})` compiles the file")

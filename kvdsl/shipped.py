@@ -1,12 +1,18 @@
-"""The policies that come with kvdsl: their files, and the names that they have in the language."""
+"""Policies by name: those that come with kvdsl, their files and the names that they have in the language; and where a name or a path
+that a user gives leads.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
 
+from kvdsl import codes
+from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
+from kvdsl.source import SourceFile
 
 _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
@@ -31,3 +37,66 @@ def policy_name(text: str) -> str | None:
 def stems_by_name() -> dict[str, str]:
     """`RoCo` -> `roco`, read from the files' `policy NAME` lines."""
     return {name: path.stem for path in shipped_policies() if (name := policy_name(path.read_text(encoding="utf-8")))}
+
+
+# -- by name or path ------------------------------------------------------------------------------------------------
+
+
+def find_policy(name_or_path: str | Path) -> Path:
+    """The file of a shipped policy, by its stem, or the path itself.
+
+    Raises:
+        DiagnosticError: if there is no such policy or file.
+    """
+    text = str(name_or_path)
+    shipped = {path.stem: path for path in shipped_policies()}
+    if text in shipped:
+        return shipped[text]
+    path = Path(name_or_path)
+    try:
+        if path.is_file():
+            return path
+    except (OSError, ValueError):
+        pass
+    raise _no_such_policy(text, path, shipped)
+
+
+def _no_such_policy(text: str, path: Path, shipped: Mapping[str, Path]) -> DiagnosticError:
+    """What to say of a name or path that is neither a shipped policy's nor a file's."""
+    sink = Sink()
+    name = " ".join(text.split())
+    source = SourceFile("<policy>", name)
+    if "\n" in text:
+        message, help = (
+            "this is a text, not a policy's name or path",
+            "`kvdsl.compile` takes a policy that is given as a string",
+        )
+    elif path.suffix == ".kv" or len(path.parts) > 1:
+        message, help = f"there is no file `{name}`", _near_file(path, shipped)
+    else:
+        near = did_you_mean(name, [*shipped, *_kv_files(Path())])
+        message, help = f"there is no policy `{name}`", near or f"{_LIST}; your own is named by its file, `mine.kv`"
+    sink.report(codes.NO_SUCH_POLICY, source.span(0, len(name)), message, help)
+    return DiagnosticError(sink)
+
+
+_LIST = "`kvdsl list` shows the shipped policies"
+
+
+def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
+    """The file that was perhaps meant: one in the same folder, or a shipped policy."""
+    near = nearest(path.name, _kv_files(path.parent))
+    if near is not None:
+        return f"did you mean `{path.with_name(near)}`?"
+    if path.stem in shipped:
+        return f"`{path.stem}`, without `.kv`, is the shipped policy"
+    near = nearest(path.stem, shipped)
+    return f"did you mean `{near}`, the shipped policy?" if near else f"paths are relative to the current folder; {_LIST}"
+
+
+def _kv_files(folder: Path) -> list[str]:
+    """The names of a folder's .kv files; none where it cannot be read."""
+    try:
+        return [path.name for path in folder.glob("*.kv")]
+    except (OSError, ValueError):
+        return []

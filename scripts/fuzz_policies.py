@@ -241,7 +241,7 @@ def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, 
 
     In the place of a package there may be what went wrong.
     """
-    from kvdsl.emit.package import package
+    from kvdsl.compiler import package
     from tests.differential.random_policies import policy_of
     from tests.differential.traces import random_trace, spec_of
 

@@ -99,7 +99,7 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
 
 
 def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
-    from kvdsl.emit.package import package
+    from kvdsl.compiler import package
     from kvdsl.emit.render import differing, stale
 
     made = package(policy, source)
@@ -197,10 +197,10 @@ def _stage(policy: Policy, source: str, stage: str) -> str:
     if stage == "plan":
         import pprint
 
-        from kvdsl.lower.plan import make_plan
+        from kvdsl.compiler import plan_of
 
-        return pprint.pformat(make_plan(policy), width=120) + "\n"
-    from kvdsl.emit.package import package
+        return pprint.pformat(plan_of(policy), width=120) + "\n"
+    from kvdsl.compiler import package
 
     files = package(policy, source)
     return "".join(f"# {'-' * 20} {policy.stem}/{name}\n{text}\n" for name, text in files.items())
@@ -211,7 +211,7 @@ def _stage_as_data(policy: Policy, source: str, stage: str) -> dict[str, object]
     if stage == "ir":
         return {"name": policy.name, "ir": policy.model_dump(mode="json")}
     if stage == "code":
-        from kvdsl.emit.package import package
+        from kvdsl.compiler import package
 
         return {"name": policy.name, "code": package(policy, source)}
     return {"name": policy.name, stage: _stage(policy, source, stage)}

@@ -6,12 +6,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from kvdsl.compiler import plan_of
 from kvdsl.explain import DTYPES
 from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, Policy, RingRef
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
-from kvdsl.lower.plan import PackagePlan, make_plan
+from kvdsl.lower.plan import PackagePlan
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import value_of
 
@@ -111,7 +112,7 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
     read = {node.name for _, expr in statements(policy) for node in walk(expr) if isinstance(node, Input)}
     return Facts(
         policy=policy,
-        plan=make_plan(policy),
+        plan=plan_of(policy),
         head_dim=head_dim,
         dtype=dtype,
         values=values,

@@ -19,6 +19,7 @@ from kvdsl.lower.triton import TritonPlan, triton_plan
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
+from kvdsl.passes.fold import fold
 
 Plan = TypeVar("Plan")
 
@@ -83,7 +84,12 @@ class PackagePlan:
 
 
 def make_plan(policy: Policy) -> PackagePlan:
-    """The plan of a checked policy."""
+    """The plan of a checked policy.
+
+    Raises:
+        KvdslError: if not even torch has code for something in it.
+    """
+    policy = fold(policy)
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
     names = tuple(name for name, _ in numbers.numbers)

@@ -30,13 +30,15 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.ops import OPERATORS, REDUCTIONS
 from kvdsl.ir.visitors import rewrite, walk, with_policy
+from kvdsl.passes.fold import fold
 from kvdsl.passes.parts import from_formula
 
 _MAX_NAME = 40
 
 
 def add_columns(policy: Policy) -> Policy:
-    """Rewrite the policy's expressions so that they read state columns, and list those in `policy.columns`."""
+    """Rewrite the policy's expressions, with constants folded, so that they read state columns, and list those in `policy.columns`."""
+    policy = fold(policy)
     table = _Columns()
     score = None if policy.score is None else table.lower(policy.score)
     keeps = tuple(

@@ -11,6 +11,13 @@ from kvdsl.source import SourceFile, Span
 MAX_BYTES = 32_768
 
 
+def read_source(source: SourceFile | Path | str, sink: Sink) -> SourceFile | None:
+    """A text that is given, or that of the file at a path; None after a report."""
+    if isinstance(source, SourceFile):
+        return normalized(source, sink)
+    return read(Path(source), sink, name=str(source))
+
+
 def read(
     path: Path, sink: Sink, name: str | None = None, blame: Span | None = None, help: str | None = None
 ) -> SourceFile | None:

@@ -46,7 +46,7 @@ def _show_policy(console: Any) -> None:
 
 def _compile(console: Any, out: Path) -> Any:
     """`kvdsl compile policies/roco.kv`, and the import that follows it."""
-    from kvdsl.emit.package import compile_file
+    from kvdsl.compiler import compile_file
     from kvdsl.emit.render import write
 
     begun = time.perf_counter()

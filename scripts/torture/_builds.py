@@ -159,7 +159,7 @@ def _import_everything() -> None:
         "transformers.models.llama",
         "kvdsl.runtime.hf",
         "kvdsl.runtime.cpu.backend",
-        "kvdsl.emit.package",
+        "kvdsl.emit.render",
         "lark",
     ):
         importlib.import_module(module)
@@ -172,7 +172,7 @@ def expected() -> list[float]:
         "transformers.models.llama",
         "kvdsl.runtime.hf",
         "kvdsl.runtime.cpu.backend",
-        "kvdsl.emit.package",
+        "kvdsl.emit.render",
         "lark",
     ):
         importlib.import_module(module)  # once, for all that are forked

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from kvdsl.codes import CODES
-from kvdsl.compiler import shipped_policies
+from kvdsl.compiler import compile_file, shipped_policies
+from kvdsl.explain.facts import as_data, facts
 from tests.cli.harness import run
 
 STEMS = [path.stem for path in shipped_policies()]
@@ -173,3 +174,13 @@ def test_no_such_code(capsys: Capture) -> None:
     result = run(capsys, "explain", "KV9999")
     assert result.code == 2
     assert "no code KV9999" in result.err
+
+
+def test_the_state_is_that_of_the_compiled_policy(tmp_path: Path) -> None:
+    """Constants are folded before columns are found; `explain` used to name columns of the text."""
+    file = tmp_path / "folds.kv"
+    file.write_text('kv 1\npolicy Folds {\n"A test."\nparam budget = 8\nscore sum(attn * (1 + 1))\n}\n', encoding="utf-8")
+    compiled = compile_file(file)
+    state = [column["name"] for column in as_data(facts(compiled.policy))["state"]]
+    assert state == ["sum_attn_times_2"]
+    assert f'columns=("{state[0]}",)' in compiled.files["cache.py"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from kvdsl.emit.package import package
+from kvdsl.compiler import package
 from kvdsl.explain.facts import facts
 from kvdsl.interp.evaluate import Scope, evaluate, fold, per_slot
 from kvdsl.interp.memory import over_queries

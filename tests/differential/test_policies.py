@@ -13,8 +13,7 @@ import torch
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from kvdsl.compiler import analyse
-from kvdsl.emit.package import package
+from kvdsl.compiler import analyse, package
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold

@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvdsl.emit.package import package
+from kvdsl.compiler import package
 from kvdsl.errors import KvdslError
 from kvdsl.interp import Call, Head, Layer, Step, resolve
 from kvdsl.interp.rotation import Rope as ExactRope

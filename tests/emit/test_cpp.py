@@ -11,7 +11,7 @@ import torch
 
 import kvdsl
 from kvdsl.build.cxx import kernel_library
-from kvdsl.emit.package import compile_file
+from kvdsl.compiler import compile_file
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec

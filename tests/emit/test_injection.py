@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvdsl.build.cxx import INCLUDE
-from kvdsl.compiler import analyse, find_policy
-from kvdsl.emit.package import package
+from kvdsl.compiler import analyse, find_policy, package
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import quote
 from kvdsl.ir.visitors import with_policy

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from kvdsl.build.cxx import INCLUDE
-from kvdsl.compiler import analyse
-from kvdsl.emit.package import package
+from kvdsl.compiler import analyse, package
 from kvdsl.source import SourceFile
 
 KEYWORDS = "struct union int float new class template this operator and bitand co_await char8_t"

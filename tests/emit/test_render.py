@@ -12,9 +12,8 @@ import jinja2
 import pytest
 from jinja2 import meta
 
-from kvdsl.compiler import analyse, shipped_policies
+from kvdsl.compiler import analyse, compile_file, shipped_policies
 from kvdsl.emit.environment import environment
-from kvdsl.emit.package import compile_file
 from kvdsl.emit.render import differing, render, stale, write
 from kvdsl.ir.nodes import Policy
 from kvdsl.lower.plan import PackagePlan, make_plan

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvdsl.emit.package import package
+from kvdsl.compiler import package
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.runtime.gpu.sizes import Sizes

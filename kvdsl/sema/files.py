@@ -1,0 +1,128 @@
+"""Whole files: one holds a policy, lets for others to import, or tests."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvdsl import codes
+from kvdsl.diagnostics import Diagnostic, DiagnosticError, Label, Sink
+from kvdsl.ir.nodes import Policy
+from kvdsl.resources import read_resource, resource
+from kvdsl.sema.check import Checker
+from kvdsl.sema.lets import check_library, prelude_scope
+from kvdsl.sema.modules import Module
+from kvdsl.sema.names import check_stem
+from kvdsl.sema.resolve import resolve
+from kvdsl.sema.scope import Scope
+from kvdsl.sema.settings import read_settings
+from kvdsl.source import SourceFile
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.shape import parse_module
+
+if TYPE_CHECKING:
+    from kvdsl.scenarios.scenario import Scenario
+
+
+@dataclass(frozen=True)
+class Analysis:
+    """What a file means, and what is to be said about it.
+
+    Attributes:
+        policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
+        diagnostics: errors and warnings, by place.
+        scenarios: the file's tests that have no errors, if it is a file of tests.
+    """
+
+    policies: tuple[Policy, ...]
+    diagnostics: tuple[Diagnostic, ...]
+    scenarios: tuple[Scenario, ...] = ()
+
+    @property
+    def ok(self) -> bool:
+        """Whether there are no errors."""
+        return all(found.severity != "error" for found in self.diagnostics)
+
+    @property
+    def policy(self) -> Policy:
+        """The file's policy.
+
+        Raises:
+            DiagnosticError: if there is none.
+        """
+        if self.ok and self.scenarios:
+            span, help = self.scenarios[0].test.title.span, "`kvdsl test` runs them"
+            message = "there are tests in this file, but no policy"
+            raise DiagnosticError([Diagnostic(codes.ONE_POLICY.id, "error", message, span, help)])
+        if not self.policies:
+            raise DiagnosticError(self.diagnostics)
+        return self.policies[0]
+
+    @staticmethod
+    def of(found: Policy | tuple[Scenario, ...] | None, text: SourceFile | None, sink: Sink) -> Analysis:
+        """What was found in a file, unless there are errors; of other files, what it imports, their errors only."""
+        policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
+        said = sink.sorted(first=text)
+        shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
+        return Analysis(policies, shown, found if isinstance(found, tuple) else ())
+
+
+def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:
+    """The policy of a file, or its tests; None for a library, and for a policy with errors."""
+    return _scenarios(module, settings, sink) if module.syntax.tests else _policy(module, settings, sink)
+
+
+def _scenarios(module: Module, settings: Mapping[str, str], sink: Sink) -> tuple[Scenario, ...]:
+    from kvdsl.scenarios.check import check_scenarios  # few files have tests
+
+    read_settings(settings, [], sink)
+    return check_scenarios(module, _prelude, sink)
+
+
+def _policy(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | None:
+    policy = _only_policy(module, settings, sink)
+    if policy is None:
+        return None
+    check_stem(module.file, sink)
+    if (policy.doc is None or not policy.doc.text.strip()) and not sink.failed():
+        name = policy.name
+        help = "begin the policy with a string that says what it does and where it comes from"
+        sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)
+    flat = resolve(policy, module, sink)
+    params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
+    given = {} if flat.broken else read_settings(settings, params, sink)
+    return Checker(flat, _prelude(), sink, given).check()
+
+
+def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn.Policy | None:
+    """The policy of a file; None for a library, whose lets are checked, and after a report."""
+    policies = module.syntax.policies
+    for policy in policies[1:]:
+        labels = [Label(policies[0].name.span, "the first one")]
+        help = "put each into a file of its own; `import` and `extends` connect them"
+        sink.report(codes.ONE_POLICY, policy.name.span, "a file holds one policy", help, labels)
+    if policies:
+        return policies[0]
+    if module.syntax.lets:
+        check_library(module, _prelude(), sink)
+        if settings:
+            read_settings(settings, [], sink)
+    elif not module.broken:
+        help = "a policy begins with `policy NAME {`"
+        sink.report(codes.ONE_POLICY, module.file.span(0, 0), "there is no policy in this file", help)
+    return None
+
+
+def _prelude() -> Scope:
+    return prelude_scope(_prelude_syntax())
+
+
+@lru_cache(maxsize=1)
+def _prelude_syntax() -> syn.Module:
+    sink = Sink()
+    path = resource("grammar", "prelude.kv")
+    module = parse_module(SourceFile("prelude.kv", read_resource("grammar", "prelude.kv"), path), sink)
+    assert not sink.failed(), "the prelude has syntax errors"
+    return module
