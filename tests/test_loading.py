@@ -23,6 +23,12 @@ def test_a_policy_in_a_string(tmp_path: Path) -> None:
     assert "budget: float = 32" in Path(sys.modules[kvdsl.compile(CALM, budget=32).__module__].__file__ or "").read_text()
 
 
+def test_what_a_package_says_of_its_making_names_no_file_that_may_lie_elsewhere() -> None:
+    module = sys.modules[kvdsl.compile(CALM).__module__]
+    text = Path(module.__file__ or "").read_text()
+    assert "from calm.kv (" in text and "Do not edit: `kvdsl compile` makes it anew." in text
+
+
 def test_a_policy_in_a_string_may_import(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "calm.kv").write_text(CALM)

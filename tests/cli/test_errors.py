@@ -110,6 +110,16 @@ def test_a_library_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     assert "only lets" in run(capsys, "compile", "mine.kv").err
 
 
+def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.CaptureFixture[str]) -> None:
+    path = "folder/mine.kv"
+    Path(path).write_text(POLICY.format("keep where median(position over slots) > age"))
+    served = {one["name"]: one["ok"] for one in run(capsys, "explain", path, "--json").json()["backends"]}
+    assert not served["cpu"]
+    result = run(capsys, "build", path, "--target", "cpu")
+    assert result.code == 2
+    assert "`mine` has no C++ kernels (`kvdsl explain` says why)" in result.err
+
+
 @pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="needs Linux")
 def test_what_cannot_be_read(capsys: pytest.CaptureFixture[str]) -> None:
     os.symlink("/proc/self/mem", "mine.kv")  # opens, but its first bytes cannot be read, not even by root
