@@ -175,7 +175,9 @@ def _tell(failure: Exception, as_json: bool) -> int:
     if isinstance(failure, DiagnosticError):
         report(failure.diagnostics)
         if as_json:
-            told = {"message": summary(failure.diagnostics), "help": None}
+            errors = [one for one in failure.diagnostics if one.severity == "error"]
+            several = {"message": summary(failure.diagnostics), "help": None}
+            told = {"message": errors[0].message, "help": errors[0].help} if len(errors) == 1 else several
             print_json({"error": told, "diagnostics": render_json(failure.diagnostics)})
         return exit_code(failure.diagnostics)
     if isinstance(failure, NoArgsIsHelpError):

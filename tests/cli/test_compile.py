@@ -107,6 +107,8 @@ def test_errors_are_one_json_object(
     told = result.json()
     assert (result.code, [one["code"] for one in told["diagnostics"]]) == (code, [] if diagnostic is None else [diagnostic])
     assert told["error"]["message"]
+    if diagnostic is not None:
+        assert told["error"]["message"] == told["diagnostics"][0]["message"]
     assert "error" in result.err
 
 
