@@ -47,12 +47,13 @@ class Checker:
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
         Combinations(self.flat, self.params, parts, self.sink).check()
-        self._unused(parts)
+        read = self._read(parts)
+        self._unused(read)
         if not self.sink.failed():
             self._statics(parts)
         if self.sink.failed():
             return None
-        return self._policy(parts)
+        return self._policy(parts, read)
 
     # -- names -------------------------------------------------------------------------------------------------------
 
@@ -80,7 +81,17 @@ class Checker:
 
     # -- the policy as a whole ---------------------------------------------------------------------------------------
 
-    def _unused(self, parts: Parts) -> None:
+    def _read(self, parts: Parts) -> set[str]:
+        """The params that statements read, or the defaults of such."""
+        read: set[str] = set()
+        exprs = [part.expr for part in parts]
+        while exprs:
+            found = {part.name for expr in exprs for part in walk(expr) if isinstance(part, ir.ParamRef)} - read
+            read |= found
+            exprs = [self.params.checked[name].ir.default for name in found if name in self.params.checked]
+        return read
+
+    def _unused(self, read: set[str]) -> None:
         """Checks the lets that no statement uses, and warns of them and of params that nothing reads."""
         outer = self._scope(self.flat.module).outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
@@ -88,13 +99,20 @@ class Checker:
         check_lets(lets, self.expressions)
         if self.broken or self.sink.failed():
             return
-        exprs = [part.expr for part in parts] + [param.ir.default for param in self.params.checked.values()]
-        read = {part.name for expr in exprs for part in walk(expr) if isinstance(part, ir.ParamRef)}
         params = [placed.statement for name, placed in self.flat.names.items() if name not in read]
         unread = [statement.name for statement in params if isinstance(statement, syn.Param)]
         for word in [*(definition.let.name for definition in lets), *unread]:
             if word.span.file is self.flat.module.file:
                 self.sink.report(codes.UNUSED, word.span, f"`{word.text}` is never used")
+        for word in unread:
+            if self._is_dropped(word.text, read) and word.text in self.settings:
+                help = f"`{self.flat.syntax.name.text}` overrides what read it"
+                message = f"nothing reads the inherited param `{word.text}` any more"
+                self.sink.report(codes.UNKNOWN_SETTING, self.settings[word.text].span, message, help)
+
+    def _is_dropped(self, name: str, read: set[str]) -> bool:
+        """Whether a param is inherited and nothing reads it any more: then it is none of this policy's."""
+        return name not in read and self.flat.names[name].module is not self.flat.module
 
     def _statics(self, parts: Parts) -> None:
         """Checks what is known of the policy's numbers with the params at their defaults."""
@@ -111,7 +129,7 @@ class Checker:
                 statics.warn_of_selection(parts.exprs)
             statics.warn_of_histories([part.expr for part in parts], self.expressions.histories)
 
-    def _policy(self, parts: Parts) -> ir.Policy:
+    def _policy(self, parts: Parts, read: set[str]) -> ir.Policy:
         keeps = [keep.ir for keep in parts.keeps]
         protects = parts.expr("budget") is not None or "select" in self.flat.settings
         if protects and not any(keep.scope == "last" for keep in keeps):
@@ -127,7 +145,7 @@ class Checker:
             name=self.flat.syntax.name.text,
             stem=self.flat.module.file.stem,
             doc="" if doc is None else clean_docstring(doc.text),
-            params=tuple(param.ir for param in self.params.checked.values()),
+            params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
             keeps=tuple(keep for keep in keeps if keep != nothing),
             select=_built(ir.Select, "select", parts),
             sketch=_built(ir.Sketch, "sketch", parts),

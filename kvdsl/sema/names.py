@@ -38,7 +38,9 @@ def problem(name: str, kind: str) -> str | None:
         return f"the name `{name[:20]}…` is longer than {MAX_LENGTH} characters"
     if "__" in name or (name.startswith("_") and name[1:2].isupper()):
         return f"`{name}` is reserved: names have no two underscores in a row and no `_` before a capital"
-    if keyword.iskeyword(name):
+    if kind != "name" and keyword.iskeyword(
+        name
+    ):  # a let and its arguments are put in, so that their names are printed nowhere
         return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
     if kind in ("param", "unit") and name in _CPP:
         return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
@@ -52,7 +54,6 @@ _BECOMES = {
     "unit": "the unit would be printed",
     "policy": "the policy becomes a class",
     "package": "the file's name becomes a package",
-    "name": "it may be printed",
 }
 
 

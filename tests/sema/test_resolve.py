@@ -30,6 +30,19 @@ def test_a_policy_inherits_everything() -> None:
     assert [param.name for param in policy.params] == ["budget", "recent"]
 
 
+def test_an_inherited_param_that_nothing_reads_any_more_is_none() -> None:
+    dropped = extending("override keep")
+    assert [param.name for param in check(dropped).policy.params] == ["budget"]
+    assert not check(dropped).diagnostics
+    found = only(dropped, "KV0215", recent="3")
+    assert (found.message, found.help) == (
+        "nothing reads the inherited param `recent` any more",
+        "`P` overrides what read it",
+    )
+    kept = extending("override keep", "param mine = recent + 1", "keep first mine")
+    assert [param.name for param in check(kept).policy.params] == ["budget", "recent", "mine"]
+
+
 def test_overrides_keep_the_order_of_params() -> None:
     policy = check(extending("override param budget = 64", "param sinks = 3", "keep first sinks")).policy
     assert [(param.name, print_expression(param.default)) for param in policy.params] == [
@@ -186,6 +199,12 @@ def test_long_names() -> None:
 def test_a_files_stem_is_a_package(name: str) -> None:
     (found,) = analyse(SourceFile(name, 'kv 1\npolicy P { "d" }', Path(name))).diagnostics
     assert (found.code, found.help) == ("KV0111", "rename the file: its stem consists of letters, digits and `_`")
+
+
+def test_lets_and_their_arguments_may_have_any_name() -> None:
+    """They are put in: no generated code has them."""
+    lets = ("let lambda(class, is = 2) = class * is", "let double = lambda(age)")
+    assert not check(body("param budget = 8", *lets, "score lambda(double, is = 3)")).diagnostics
 
 
 def test_unused_names_are_warned_of() -> None:
