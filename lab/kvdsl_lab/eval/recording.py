@@ -80,9 +80,10 @@ class _Recorder(TorchBackend):
 def record(model: Any, ids: Tensor, first: int = 0) -> list[Recording]:
     """The layers from `first` on that a policy would manage, of texts of equal length, [rows, length], in one forward."""
     full: Any = load("full")
-    full(model, backend="torch")  # prepares the model
+    prepares = full(model, backend="torch")  # for as long as it is there
     recorder = _Recorder()
     cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
     with torch.inference_mode():
         model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+    del prepares
     return [found for layer, found in sorted(recorder.found.items()) if layer >= first]
