@@ -194,7 +194,7 @@ def check_clean(place: Path) -> None:
     for kind in (place / "cache").iterdir():
         for entry in kind.iterdir():
             if entry.suffix != ".log":  # what a compiler said when it failed
-                assert SUFFIX not in entry.name, f"{entry.name} is left"
+                assert SUFFIX not in entry.name, f"{entry.name} is left, with {[path.name for path in entry.rglob('*')]}"
                 assert (found := flaw(entry)) is None, f"{entry.name}: {found}"
     left = [path.name for path in (place / "tmp").iterdir()]
     assert not left, f"temporary files are left: {', '.join(left)}"

@@ -55,15 +55,18 @@ def _killed(dice: random.Random, count: int, progress: Progress, **environment: 
 
 
 def _sweep(place: Path, counts: Counts) -> None:
-    """What the next builder does an hour later. Compilers that outlived their owner have a moment to leave something, too."""
-    time.sleep(0.3)
-    for kind in (place / "cache").iterdir():
-        sweep(kind)
-        for left in kind.glob(f"*{SUFFIX}*"):
+    """What later builders do. Compilers that outlived their owner go on for a moment, and leave something, too."""
+    for _ in range(20):
+        time.sleep(0.3)
+        for kind in (place / "cache").iterdir():
+            sweep(kind)
+        lefts = list((place / "cache").glob(f"*/*{SUFFIX}*"))
+        if not lefts:
+            return
+        for left in lefts:
             if not (left / "owner.json").exists():
                 counts.note("an empty folder without an owner's name was left, for an hour")
                 os.utime(left, (0, 0))
-        sweep(kind)
 
 
 @attack(
