@@ -125,6 +125,21 @@ def test_a_truncated_library_is_built_again(source: Path, kept: float) -> None:
     assert ctypes.CDLL(str(cxx.shared_library(source, "thing"))).answer() == 42
 
 
+def _build_kernels(path: str) -> None:
+    cxx.kernel_library(Path(path), Path(path).stem)
+
+
+def test_policies_that_are_built_at_once_share_one_driver(source: Path, fake: Callable[[str], None], tmp_path: Path) -> None:
+    fake(f'basename "$out" >> {tmp_path}/log; sleep 0.1; echo made > "$out"')
+    sources = [tmp_path / f"policy{number}.cpp" for number in range(3)]
+    for path in sources:
+        path.write_text(path.stem)
+    with multiprocessing.get_context("spawn").Pool(3) as pool:
+        pool.map(_build_kernels, map(str, sources), chunksize=1)
+    driver = [f"{path.stem}.o" for path in cxx.DRIVER.glob("*.cpp")]
+    assert sorted((tmp_path / "log").read_text().split()) == sorted([*driver, *(f"{path.stem}.so" for path in sources)])
+
+
 @pytest.mark.skipif(sys.platform != "linux", reason="reads ELF files")
 def test_a_compiler_that_makes_half_a_library(source: Path, fake: Callable[[str], None]) -> None:
     """Opened, it would end the process with SIGBUS: the seal vouches for what the compiler made."""
