@@ -10,6 +10,7 @@ import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.lab import lab
 
 if TYPE_CHECKING:
     from kvdsl.generation.generate import Generated
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 def prompt_options(command: Callable[..., None]) -> Callable[..., None]:
     """`--prompt` and `--prompt-file`: what `prompt_ids` takes."""
     for option in reversed((
-        click.option("--prompt", help="The text to go on from [default: a page of the book that ships with kvdsl]."),
+        click.option("--prompt", help="The text to go on from [default: a page of a book that comes with kvdsl-lab]."),
         click.option("--prompt-file", type=click.Path(path_type=Path, exists=True, dir_okay=False), help="A file with that text."),
     )):  # fmt: skip
         command = option(command)
@@ -31,6 +32,14 @@ def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt is not None and not prompt.strip():
         raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+
+
+def check_defaults(model: str | None, prompt: str | None, prompt_file: Path | None) -> None:
+    """Say in one line where the model and the page that are taken without options are not installed, before anything is compiled."""
+    if model is None:
+        lab("assets", "the model that is taken without --model")
+    if prompt is None and prompt_file is None:
+        lab("assets", "the page that is read without --prompt")
 
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
@@ -67,6 +76,7 @@ def command(
     """
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
+    check_defaults(model, prompt, prompt_file)
     import torch
 
     from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up

@@ -99,7 +99,7 @@ def quiet() -> Iterator[None]:
 
 
 def read_text(path: Path | None) -> str:
-    """A text file, or the book that ships with kvdsl.
+    """A text file, or the book that comes with kvdsl-lab.
 
     Raises:
         KvdslError: if the file is not UTF-8, or holds nothing.
@@ -157,7 +157,7 @@ _PAGE_CHARACTERS = 2800
 
 
 def page(number: int = 3) -> str:
-    """A page of the book that ships with kvdsl, from the beginning of a sentence to the end of one."""
+    """A page of the book that comes with kvdsl-lab, from the beginning of a sentence to the end of one."""
     text = read_text(None)
     start = _sentence_end(text, number * _PAGE_CHARACTERS)
     return text[start : _sentence_end(text, start + _PAGE_CHARACTERS)].strip()

@@ -93,7 +93,7 @@ def test_what_it_compiles_is_what_others_compile(python: Path, tmp_path: Path) -
         assert file.read_bytes() == (ROOT / "generated" / "roco" / file.name).read_bytes()
 
 
-@pytest.mark.parametrize("line", ["run", "run --model nowhere --prompt x --json", "build roco"])
+@pytest.mark.parametrize("line", ["run --model nowhere --prompt x", "run --model nowhere --prompt x --json", "build roco"])
 def test_what_needs_torch_says_so(python: Path, tmp_path: Path, line: str) -> None:
     done = kvdsl(python, tmp_path, line)
     assert done.returncode == 2
