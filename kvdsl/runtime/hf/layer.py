@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """What keys and values may be stored in."""
 
+MOST_TOKENS = 2**31 - 1
+"""Of one text: positions are 32 bits wide."""
+
 ChooseBackend = Callable[[torch.device, torch.dtype], "Backend"]
 
 
@@ -115,6 +118,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         if not torch.compiler.is_compiling():
             self._turn.require_model()
             self.check_continues(key_states)
+            self._check_length(key_states.shape[2])
         self._turn.begin(self, key_states.shape[2])
         return mark(key_states, self), value_states
 
@@ -242,6 +246,14 @@ class SlotLayer(Linked, CacheLayerMixin):
                 f"`budget` of {self.state.spec.name} is {spelled(rate)}, a rate of the prompt, and one token has come as "
                 f"the prompt: pass the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
                 f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
+            )
+
+    def _check_length(self, tokens: int) -> None:
+        """Raise KvdslError before positions, which are 32 bits wide, run over."""
+        if self.length + tokens > MOST_TOKENS:
+            raise KvdslError(
+                f"a cache counts {MOST_TOKENS:,} tokens, and {self.length:,} have been seen: call `cache.reset()` and begin anew with the "
+                f"end of the text"
             )
 
     def _check_module(self, module: nn.Module) -> None:

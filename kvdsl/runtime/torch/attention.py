@@ -48,7 +48,7 @@ def turned_queries(state: SlotState, call: AttentionCall, query: Tensor, live: T
     """
     if not state.spec.compact or call.rope is None:
         return query
-    return call.rope.rotate(query, (live - 1 - newest).squeeze(-1).long().unsqueeze(2))
+    return call.rope.rotate(query, (live.long() - 1 - newest).squeeze(-1).unsqueeze(2))
 
 
 def in_rows(x: Tensor) -> Tensor:

@@ -160,7 +160,7 @@ def _attend(state: SlotState, call: AttentionCall, row: View, key: Tensor, atten
         [batch, queries, query_heads, value_dim]; without meaning for padding.
     """
     assert row.query is not None
-    logit = scores(call, turned_queries(state, call, row.query, row.live, row.newest), key)
+    logit = scores(call, turned_queries(state, call, row.query, row.live, row.query_position), key)
     prob = softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
     prob = prob.masked_fill(~attended.unsqueeze(2), 0.0)  # even where a softmax is NaN, or padding sees nothing
     # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.

@@ -25,7 +25,7 @@ def selected(state: SlotState, row: View) -> Tensor:
     kept = {name: getattr(state, name) for name in SLOT_DIM}
     numbers, position = state.per_head(state.numbers), state.position
     places, seen = Places(position), row.visible[:, :, 0]
-    slots = slots_view(state, kept, row.newest[:, 0, 0, 0].int(), state.numbers)
+    slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)
     state.spec.torch_kernels.protect(slots, places, numbers)
     by = state.spec.torch_kernels.select(row).expand_as(row.visible)[:, :, 0]
     count = numbers["select"]

@@ -36,8 +36,8 @@ class View:
 
     Attributes:
         visible: bool, [batch, kv_heads, queries, slots]: what each query sees (in a settle: the live slots).
-        position: float32 [batch, kv_heads, 1, slots].
-        newest: float32 [batch, 1, queries, 1], the position of each query's own token.
+        slot_position: int32 [batch, kv_heads, 1, slots]; FREE for free slots.
+        query_position: int32 [batch, 1, queries, 1], of each query's own token.
         live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
         window: queries see this many tokens, or None.
         numbers: the policy's numbers, float32 [batch, 1, 1, 1] each.
@@ -53,8 +53,8 @@ class View:
     """
 
     visible: Tensor
-    position: Tensor
-    newest: Tensor
+    slot_position: Tensor
+    query_position: Tensor
     live: Tensor
     window: int | None
     numbers: dict[str, Tensor]
@@ -82,9 +82,14 @@ class View:
         return self.over_group(self.given.logit())
 
     @property
+    def position(self) -> Tensor:
+        """As a number of an expression: [batch, kv_heads, 1, slots]."""
+        return self.slot_position.float()
+
+    @property
     def age(self) -> Tensor:
-        """[batch, kv_heads, queries, slots]."""
-        return self.newest - self.position
+        """[batch, kv_heads, queries, slots]. Found in integers: far into a text, float32 cannot tell neighbours apart."""
+        return (self.query_position - self.slot_position).float()
 
     @property
     def observed(self) -> Tensor:
@@ -103,7 +108,9 @@ class View:
     def ring(self, name: str, op: str) -> Tensor:
         """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
         size = self.number(rings.size_name(name)).view(-1, 1, 1)
-        valid = rings.valid(len(self.rings[name]), size, self.newest[:, :, 0], self.position[:, :, 0], self.window)
+        valid = rings.valid(
+            len(self.rings[name]), size, self.query_position[:, :, 0], self.slot_position[:, :, 0], self.window
+        )
         return masked_reduce(op, self.rings[name], valid, 0).squeeze(0).unsqueeze(2)
 
     @property
@@ -146,7 +153,7 @@ class View:
 
     def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
         """Give every slot the smallest or largest value (`min`, `max`) of the slots of its page that the query sees."""
-        index = pages.numbered(pages.page_of(self.position[:, :, 0].int(), self.number("page")[:, 0])).unsqueeze(2)
+        index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
         visible = self.visible
         if grouped:
             index, visible = index.unsqueeze(2), visible.unsqueeze(2)
@@ -186,7 +193,7 @@ class View:
 
     def _pool(self, op: str, x: Tensor | float, size: Tensor | float) -> Tensor:
         assert self.protected is not None
-        position = self.position[:, :, 0].int()
+        position = self.slot_position[:, :, 0]
         values = torch.as_tensor(x, device=position.device, dtype=torch.float32)
         per_slot = values.squeeze(2) if values.dim() == 4 else values
         count = size[:, :, 0] if isinstance(size, Tensor) else torch.as_tensor(size, device=position.device)
@@ -196,8 +203,8 @@ class View:
     def random(self) -> Tensor:
         """[batch, kv_heads, queries, slots] in [0, 1), the same on every backend."""
         seed, layer, first_head = self.random_key
-        heads = torch.arange(self.position.shape[1], device=self.position.device).view(1, -1, 1, 1) + first_head
-        return counter_random(seed, layer, heads, self.position.long(), self.newest.long())
+        heads = torch.arange(self.slot_position.shape[1], device=self.slot_position.device).view(1, -1, 1, 1) + first_head
+        return counter_random(seed, layer, heads, self.slot_position.long(), self.query_position.long())
 
 
 def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
@@ -276,8 +283,8 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
     placed = (kept["position"][:, :, None, :] >= 0) & (age >= 0)
     return View(
         visible=visible & (query_position >= 0)[:, None, :, None],
-        position=kept["position"].unsqueeze(2).float(),
-        newest=query_position[:, None, :, None].float(),
+        slot_position=kept["position"].unsqueeze(2),
+        query_position=query_position[:, None, :, None],
         live=placed.sum(-1, keepdim=True).float(),
         window=state.window,
         numbers={name: value.float().view(-1, 1, 1, 1) for name, value in state.named(numbers).items()},
@@ -361,7 +368,7 @@ class Columns:
 
     def ring(self, name: str, x: Tensor) -> None:
         """Note what each query gave in its place, over what an older one gave."""
-        ring, newest = self._view.rings[name], self._view.newest[:, 0, :, 0]
+        ring, newest = self._view.rings[name], self._view.query_position[:, 0, :, 0]
         size = self._view.number(rings.size_name(name)).view(-1, 1)
         writer = rings.writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
         seen = (writer >= 0) & self.visible.gather(2, writer.clamp(min=0))
