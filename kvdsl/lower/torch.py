@@ -235,6 +235,10 @@ class TensorPrinter(_TorchPrinter):
             return self._over_dims(expr)
         if expr.within == "page":
             return self._over_page(expr)
+        if (weighted := _weighted_vectors(expr)) is not None:
+            weights, vectors = weighted
+            made = self._inside(dims=False).value(weights)
+            return fragment(f"{self._view}.weighted_{vectors}({{}}{', grouped=True' if self._grouped else ''})", made)
         flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
         return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body))
 
@@ -260,6 +264,17 @@ class TensorPrinter(_TorchPrinter):
 
     def pool(self, expr: Pool) -> Fragment:
         return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))
+
+
+def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
+    """The weights and the vectors of `sum(weight * v over slots)`: a product of matrices, without a value per query, slot and dim."""
+    body = expr.body
+    if expr.op != "sum" or expr.over != "slots" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for weights, vectors in ((body.left, body.right), (body.right, body.left)):
+        if isinstance(vectors, Input) and vectors.name in ("k", "v") and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
+            return weights, f"{vectors.name}s"
+    return None
 
 
 # -- the functions of kernels_torch.py ---------------------------------------------------------------------------------

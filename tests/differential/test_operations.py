@@ -5,13 +5,14 @@ what the interpreter does, or refuses it with a reason that `kvdsl explain` show
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
 
-from kvdsl.compiler import package
+from kvdsl.compiler import package, plan_of
 from kvdsl.explain.facts import facts
 from kvdsl.interp.evaluate import Scope, evaluate, fold, per_slot
 from kvdsl.interp.memory import over_queries
@@ -27,6 +28,7 @@ from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
 from .operations import TRACE, all_operations, reduction
+from .operations import policy as checked
 from .traces import run_policy, spec_of
 from .units import build
 
@@ -162,3 +164,22 @@ def test_no_column_holds_a_median() -> None:
     expect_in("score median(attn)", "KV0306", message, "median(attn)", "write `median(attn over last 32 queries)`, say")
     message = "`median` reduces over slots and the last N queries only"
     expect_in("score median(v over dims)", "KV0306", message, "median(v over dims)")
+
+
+# -- vectors, weighted -------------------------------------------------------------------------------------------------
+
+WEIGHTED = {
+    "mean(norm2(sum(attn * v over slots)))": "row.weighted_vs(row.attn)",
+    "sum(norm1(sum(k * (logit > 0) over slots)))": "row.weighted_ks((row.logit > 0).float())",
+    "max(sum(sum(dot(q, k) * k over slots) * q over dims))": "row.weighted_ks(row.dot_qk, grouped=True)",
+}
+
+
+@pytest.mark.parametrize("inputs", ["normal", "nan", "inf"])
+@pytest.mark.parametrize("score", WEIGHTED)
+def test_a_weighted_sum_of_vectors_is_a_product_of_matrices(score: str, inputs: str) -> None:
+    """A value per query, slot and dim took minutes of a long prompt; but what no query sees may be infinite."""
+    weighted = checked(f"param budget = 7\nscore {score}")
+    assert any(WEIGHTED[score] in line for line in plan_of(weighted).torch.observe)
+    one = run_policy(weighted, TorchBackend(), replace(TRACE, inputs=inputs))
+    assert not one.failures, one.failures[0]

@@ -151,6 +151,25 @@ class View:
         visible = visible.unsqueeze(-1) if dims else visible
         return masked_reduce(op, x.float(), visible, -2 if dims else -1)
 
+    def weighted_vs(self, weights: Tensor, *, grouped: bool = False) -> Tensor:
+        """The sum over the slots that each query sees of the cached values, [batch, kv_heads, (group,) queries, 1, dim]."""
+        return self._weighted(weights, self.value, grouped)
+
+    def weighted_ks(self, weights: Tensor, *, grouped: bool = False) -> Tensor:
+        """The same of the cached keys."""
+        return self._weighted(weights, self.key, grouped)
+
+    def _weighted(self, weights: Tensor, vectors: Tensor, grouped: bool) -> Tensor:
+        """A product of matrices, but for a single query, where one pass over the vectors is as fast."""
+        visible = self.visible.unsqueeze(2) if grouped else self.visible
+        weight, vector = weights.float(), vectors.float()
+        # What a query does not see may be infinite, and 0 * inf is no 0.
+        if self.visible.shape[2] == 1 or not vector.isfinite().all():
+            rows = vector[:, :, None, None] if grouped else vector.unsqueeze(2)
+            return masked_reduce("sum", weight.unsqueeze(-1) * rows, visible.unsqueeze(-1), -2)
+        seen = torch.where(visible, weight, 0.0)
+        return torch.einsum("bhgqs,bhsd->bhgqd" if grouped else "bhqs,bhsd->bhqd", seen, vector).unsqueeze(-2)
+
     def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
         """Give every slot the smallest or largest value (`min`, `max`) of the slots of its page that the query sees."""
         index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
