@@ -19,7 +19,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import FREE, SlotState, ranks
-from tests.differential.harness import OUT_TOLERANCE
+from tests.differential.traces import OUT_TOLERANCE
 
 BATCH, HEADS, DIM = 2, 2, 64
 BACKENDS = ("torch", "cpu")

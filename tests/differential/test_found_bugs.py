@@ -15,7 +15,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.source import SourceFile
 
-from .harness import Case, compare
+from .cases import Case, compare
 from .traces import Trace, run_policy
 
 BODIES: dict[str, tuple[str, Case]] = {

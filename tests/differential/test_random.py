@@ -22,7 +22,7 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.spec import PolicySpec
 
-from .harness import Case, Tally, compare
+from .cases import Case, Tally, compare
 
 POLICIES = (
     "full", "random", "window", "streaming_llm", "lazy_streaming", "h2o", "scissorhands", "scissorhands_window", "tova", "roco",

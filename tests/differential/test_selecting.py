@@ -20,7 +20,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from tests.differential.harness import OUT_TOLERANCE
+from tests.differential.traces import OUT_TOLERANCE
 
 HEADS, LAYERS = 2, 4
 WATCHED = "param budget = 1000000\nwhen prefill\nscore sum(attn)\n"

@@ -18,7 +18,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
-from .harness import Case, compare
+from .cases import Case, compare
 
 PADDED = Case("p", batch=2, prompt=34, padding=5, steps=12, group=2, kv_heads=2)
 

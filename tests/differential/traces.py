@@ -37,7 +37,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.eviction import Together
 
-from .harness import INPUTS, OUT_TOLERANCE
+from .inputs import INPUTS
 from .precision import FUSED_16_BITS, Range, choose, exactly, widened
 from .random_policies import mixes_dims
 from .shadow import OutOfBounds, Settle, Shadow
@@ -45,6 +45,9 @@ from .shadow import OutOfBounds, Settle, Shadow
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
 Indices = NDArray[np.int64]
+
+OUT_TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+"""How far outputs may lie from float64: they are rounded to the model's dtype once."""
 
 CLOSE = 1e-6
 """Columns that are closer than this need no bounds: absolutely, and times ten relatively."""
@@ -55,10 +58,11 @@ RANDOM_INPUTS = ("normal", "peaky", "large")
 
 @dataclass(frozen=True)
 class Trace:
-    """A random trace: see `harness.Case`. `layers` are those that run, of `LAYERS`.
+    """A trace. Rows are left-padded by up to `padding` tokens; `layers` are those that run, of `LAYERS`.
 
     `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it; `later`: tokens of a prompt
-    after the steps, where steps follow again.
+    after the steps, where steps follow again, of which the second row has fewer and the third none; `expected`: prompts count as so
+    many tokens at least.
     """
 
     group: int = 2
@@ -82,6 +86,8 @@ class Trace:
     at_once: int = 1
     ragged: bool = False
     later: int = 0
+    expected: int = 0
+    given: tuple[tuple[str, float], ...] = ()
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__
@@ -197,15 +203,17 @@ def run_policy(policy: Policy, backend: Any, trace: Trace, *, spec: PolicySpec |
 class Run:
     """One trace on a backend and, step by step, in the interpreter."""
 
-    def __init__(self, policy: Policy, spec: PolicySpec, backend: Any, trace: Trace, check: bool) -> None:
+    def __init__(self, policy: Policy, spec: PolicySpec, backend: Any, trace: Trace, check: bool = False) -> None:
         self.policy, self.trace, self.backend, self.check = policy, trace, backend, check
         self.rng = np.random.default_rng(trace.seed)
-        self.given = {} if trace.budget is None else {"budget": trace.budget}
+        self.given = ({} if trace.budget is None else {"budget": trace.budget}) | dict(trace.given)
         given = {name: self.given.get(name) for name in spec.params}
         self.states = [
             slot_state(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)
             for layer in trace.layers
         ]
+        for state in self.states:
+            state.expected = trace.expected
         if policy.victims == "layers":
             together = Together()
             for state in self.states:
@@ -224,7 +232,8 @@ class Run:
             self._take_prompt(part)
         self._decode()
         if trace.later:
-            self._take_prompt(self._some(trace.later))
+            first = torch.tensor([min(trace.later, trace.later * row // 2) for row in range(trace.batch)])
+            self._take_prompt(self._some(trace.later) & (torch.arange(trace.later) >= first[:, None]))
             self._decode()
 
     def _take_prompt(self, real: Tensor) -> None:
@@ -265,7 +274,10 @@ class Run:
         if self.sinks is not None:
             sinks = list(self.sinks.double().numpy().reshape(trace.kv_heads, -1))
         calls = [Call(trace.head_dim**-0.5, trace.softcap, trace.window, own, _ropes(trace)[1]) for own in sinks]
-        numbers = [resolve(self.policy, self.given, self.prompts[row], layer, LAYERS) for layer in trace.layers]
+        numbers = [
+            resolve(self.policy, self.given, self.prompts[row], layer, LAYERS, expected=trace.expected)
+            for layer in trace.layers
+        ]
         return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed)
 
     def _heads(self, layer: Layer, b: int) -> list[Head]:
@@ -546,8 +558,9 @@ def _ropes(trace: Trace) -> tuple[Rope | None, ExactRope | None]:
     """How keys and queries are rotated: for the runtime and for the interpreter."""
     if trace.rope == "none":
         return None, None
-    pairs, offset = (trace.head_dim // 2, 0) if trace.rope != "partial" else (1, 1)
-    inv_freq = 10.0 ** -np.arange(pairs, dtype=np.float64)
+    offset = trace.head_dim // 4 if trace.rope == "partial" else 0  # dims at both ends stay as they are
+    pairs = (trace.head_dim - 2 * offset) // 2
+    inv_freq = 100.0 ** -(np.arange(pairs, dtype=np.float64) / pairs)
     layout: Any = "interleaved" if trace.rope == "interleaved" else "half"
     return Rope(torch.from_numpy(inv_freq), layout, offset), ExactRope(inv_freq, layout, offset)
 

@@ -14,7 +14,6 @@ from kvdsl.runtime.angles import DIGITS, digits
 from kvdsl.runtime.gpu import rotate
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
-from tests.differential.harness import OUT_TOLERANCE
 from tests.differential.test_compact import (
     CAPPED,
     DIM,
@@ -30,6 +29,7 @@ from tests.differential.test_compact import (
     rope_of,
     spec_of,
 )
+from tests.differential.traces import OUT_TOLERANCE
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

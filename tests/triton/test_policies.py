@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from tests.differential.harness import Case, Tally, compare
+from tests.differential.cases import Case, Tally, compare
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
 from tests.differential.test_statements import load as load_statement

@@ -14,7 +14,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.torch import statistics
 from tests.differential import test_statements
-from tests.differential.harness import compare
+from tests.differential.cases import compare
 from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt, spec_of
 
 FEW = WATCH.replace(SCORE, f"std(attn) + last(attn) + sum(attn over last {RING} queries)")
