@@ -113,7 +113,8 @@ def _over_slots(expr: Reduce, scope: Scope) -> Array:
     if expr.within != "page":
         return fold(expr.op, body, axis=0)
     pages = page_of(scope.inputs["position"][:, 0], scope.page)
-    return np.concatenate([fold(expr.op, body[pages == page], axis=0) for page in pages])
+    folded = {page: fold(expr.op, body[pages == page], axis=0) for page in set(pages)}
+    return np.concatenate([folded[page] for page in pages])
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:

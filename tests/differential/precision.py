@@ -436,7 +436,8 @@ def _over_slots(expr: Reduce, scope: Scope) -> Range:
     if expr.within != "page":
         return fold(expr.op, body, 0)
     pages = page_of(scope.inputs["position"].lo[:, 0], scope.numbers.page)
-    return joined([fold(expr.op, body[pages == page], 0) for page in pages])
+    folded = {page: fold(expr.op, body[pages == page], 0) for page in set(pages)}
+    return joined([folded[page] for page in pages])
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Range:
