@@ -42,6 +42,7 @@ from kvdsl.lower.expression import (
     uses_of,
 )
 from kvdsl.lower.spelling import spelled
+from kvdsl.passes.parts import in_parts
 
 # Python's precedence, with & and | for conditions (they bind tighter than comparisons).
 _STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
@@ -306,6 +307,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
     Raises:
         NotLowerable: if there is none.
     """
+    policy = in_parts(policy, CAN.knows)
     CAN.check_columns(policy.columns)
     row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TokenPrinter()
     folded = [column for column in policy.columns if column.rule != "token"]

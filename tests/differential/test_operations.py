@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from kvdsl.compiler import package, plan_of
 from kvdsl.explain.facts import facts
+from kvdsl.interp import evaluate as evaluate_module
 from kvdsl.interp.evaluate import Scope, evaluate, fold, per_slot
 from kvdsl.interp.memory import over_queries
 from kvdsl.ir import ops
@@ -93,6 +94,23 @@ def test_the_torch_backend_has_what_lowering_says() -> None:
     assert {*can["history"], *can["slots"], *can["sketch"]} == view.MASKED.keys()
     assert set(can["queries"]) == view.INITIAL.keys() | {"ring"}
     assert pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == view.INITIAL
+
+
+# -- a reduction that is made of others --------------------------------------------------------------------------------
+
+
+def test_a_row_and_its_meaning_are_enough_for_a_reduction_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The spread of values, which is nowhere known but in its row: all targets serve it, over queries, slots and dims."""
+    formula = ("-", ("max", "x"), ("min", "x"))
+    over = ("queries", "slots", "dims")
+    row = ops.ReductionRow("spread", "the largest less the smallest", over, rises=False, columns=formula, parts=formula)
+    monkeypatch.setitem(ops.REDUCTIONS, "spread", row)
+    monkeypatch.setitem(evaluate_module._REDUCTIONS, "spread", np.ptp)
+    policies = {f"p{n}": reduction("spread", where) for n, where in enumerate(over)}
+    assert all(one["ok"] for policy in policies.values() for one in facts(policy).backends if one["name"] != "triton")
+    assert facts(policies["p1"]).backends[-1]["ok"]
+    for policy in policies.values():
+        assert not run_policy(policy, TorchBackend(), TRACE).failures
 
 
 # -- nothing falls through ---------------------------------------------------------------------------------------------
