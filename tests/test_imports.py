@@ -63,6 +63,11 @@ def test_kvdsl_needs_no_laboratory() -> None:
     assert named == {"kvdsl/lab.py"}
 
 
+def test_the_table_of_operations_needs_nothing(tmp_path: Path) -> None:
+    code = "import sys; import kvdsl.ir.ops; print(*sorted({name.split('.')[0] for name in sys.modules}))"
+    assert not {"pydantic", "lark", "jinja2", "click", *HEAVY} & {*python(code, tmp_path).split()}
+
+
 def test_generated_packages_need_no_compiler(tmp_path: Path) -> None:
     from kvdsl.cli import main
 

@@ -142,6 +142,8 @@ def _fold(column: Column, printer: BlockPrinter) -> tuple[Fragment, Fragment, Fr
         begin = f'tl.full([SLOTS, 1], float("{sign}inf"), tl.float32)'
         tile = fragment(f"{name} = ops.{column.rule}imum({name}, observing.{function}({{}}, visible))", body)
         joined = Fragment(f"ops.{column.rule}imum({old}, {name})")
+    else:
+        assert column.rule == "sum", column.rule
     return Fragment(f"{name} = {begin}"), tile, fragment(f"tl.store({name}_at + i, {{}}, mask=seen)", joined)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -23,8 +24,9 @@ from kvdsl.runtime.torch.view import Columns, View
 from kvdsl.source import SourceFile
 
 from .random_policies import policies, policy_of
+from .random_texts import random_score
 from .test_random import commit_seed
-from .traces import RANDOM_INPUTS, Tally, random_trace, run_policy, spec_of
+from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
 
 CHUNKS, PER_CHUNK = 4, 75
@@ -78,6 +80,21 @@ def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     for stem in fused:
         one = run_policy(made[stem], backends[stem], traces[stem], spec=specs[stem])
         assert not one.failures, f"{print_policy(made[stem])}\n{traces[stem]}\n{one.failures[0]}"
+
+
+@pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
+def test_what_the_checker_accepts_is_served(count: int) -> None:
+    """Scores as one would type them, most of which are refused; the other random policies are legal by construction."""
+    accepted, number = 0, 0
+    while accepted < count:
+        number += 1
+        draw = random.Random(f"{commit_seed()}-{count}-{number}")
+        score = random_score(draw, draw.choice([2, 3, 4, 5]))
+        found = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\nparam budget = 5\nscore {score}\n}}\n'))
+        if found.policies:
+            accepted += 1
+            one = run_policy(fold(found.policy), TorchBackend(), Trace(prompt=7, steps=4, batch=2, padding=2, seed=3))
+            assert not one.failures, f"{score}\n{one.failures[0]}"
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------------
