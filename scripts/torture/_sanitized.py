@@ -14,6 +14,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.layouts import slot_state
 
 DTYPES = cycle((torch.float32, torch.bfloat16, torch.float16))
+GIVEN = {"budget": 40.0, "dims": 4.0, "tokens": 20.0}
 SIZES = cycle(((16, 16), (7, 5), (33, 80), (128, 64)))
 
 
@@ -23,7 +24,7 @@ def run(policy: str, batch: int, window: int | None, group: int) -> None:
     dtype, (key_dim, value_dim) = next(DTYPES), next(SIZES)
     if spec.compact:
         key_dim = value_dim = 16
-    state = slot_state(spec, {"budget": 40.0} if "budget" in spec.params else {})
+    state = slot_state(spec, {name: value for name, value in GIVEN.items() if name in spec.params})
     server = choose(spec, "cpu", torch.device("cpu"), dtype)
     rope = (
         Rope(100.0 ** -(torch.arange(key_dim // 2, dtype=torch.float64) / (key_dim // 2)), "half") if spec.compact else None
