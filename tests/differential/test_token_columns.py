@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from pathlib import Path
 
 import pytest
@@ -44,3 +45,10 @@ def test_roots_are_rounded_correctly(dtype: torch.dtype) -> None:
     x = torch.rand(10_000, generator=torch.Generator().manual_seed(1), dtype=dtype) * 100
     exact = torch.tensor([math.sqrt(value) for value in x.tolist()], dtype=torch.float64)
     assert torch.equal(sqrt(x), exact.to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)
+def test_what_has_no_root_is_nan_without_a_warning(dtype: torch.dtype) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert sqrt(torch.tensor([-1.0, torch.nan], dtype=dtype)).isnan().all()

@@ -15,4 +15,7 @@ def sqrt(x: Tensor) -> Tensor:
     """
     if x.dtype == torch.float32:
         return x.double().sqrt().float()
-    return torch.from_numpy(numpy.sqrt(x.detach().numpy())) if x.device.type == "cpu" else x.sqrt()
+    if x.device.type != "cpu":
+        return x.sqrt()
+    with numpy.errstate(invalid="ignore"):  # below zero there is none, which is nothing to warn of
+        return torch.from_numpy(numpy.sqrt(x.detach().numpy()))
