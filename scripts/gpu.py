@@ -218,7 +218,7 @@ def clone_of(state: SlotState) -> SlotState:
     """The same cache with tensors of its own."""
     twin = copy(state)
     twin.workspace = None
-    for name in state.TENSORS:
+    for name in state.declared:
         setattr(twin, name, getattr(state, name).clone())
     return twin
 
@@ -288,7 +288,7 @@ def captured(spec: PolicySpec, plan: Plan) -> Iterator[str]:
     backend, state, tokens = prepared(spec, plan.checked[0], plan, **half(spec, plan.checked[0]))
     twin = clone_of(state)
     graph, static, out = capture(lambda token: backend.decode(state, as_call(state, token)), tokens[0])
-    for name in state.TENSORS:
+    for name in state.declared:
         getattr(state, name).copy_(getattr(twin, name))  # capturing may have run steps
     for token in tokens:
         for to, x in zip(static, token, strict=True):

@@ -24,9 +24,6 @@ from kvdsl.runtime.torch.backend import TorchBackend
 if TYPE_CHECKING:
     from kvdsl.runtime.backend import Backend, Working
 
-READ = ("numbers", "prompt")
-"""Tensors of a state that no step changes."""
-
 _operators = torch.library.Library("kvdsl", "FRAGMENT")
 _operators.define(
     "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor(a!)[] changed, "
@@ -73,11 +70,11 @@ def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
 
 
 def _changed(state: SlotState) -> list[str]:
-    return [name for name in state.TENSORS if name not in READ]
+    return [name for name, one in state.declared.items() if one.changes]
 
 
 def _read(state: SlotState) -> list[str]:
-    return [name for name in state.TENSORS if name in READ]
+    return [name for name, one in state.declared.items() if not one.changes]
 
 
 _served: dict[str, tuple[Backend, PolicySpec]] = {}

@@ -62,7 +62,7 @@ def backend(spec: PolicySpec, name: str, dtype: torch.dtype = torch.float32) -> 
 def copied(state: SlotState) -> SlotState:
     """The same, in tensors of its own."""
     other = copy.copy(state)
-    for name in state.TENSORS:
+    for name in state.declared:
         setattr(other, name, getattr(state, name).clone())
     return other
 
@@ -169,7 +169,7 @@ def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> No
         check_ranks(state)
     state.select_rows(torch.tensor([1, 1]))
     check_ranks(state)
-    assert "rank" in state.TENSORS
+    assert "rank" in state.declared
 
 
 def test_ranks_follow_the_cache_when_it_grows(tmp_path_factory: pytest.TempPathFactory) -> None:

@@ -173,7 +173,7 @@ def test_all_that_there_is_equals_dense_attention(spec) -> None:
     full = kvdsl.load("full").spec
     dense = choose(full, "cpu", torch.device("cpu"), torch.float32)
     other = SlotState(full, {}, layer=2, layers=LAYERS)
-    for name in other.TENSORS:
+    for name in other.declared:
         setattr(other, name, getattr(twins.states[0], name).clone())
     other.numbers = other.numbers[:, :0]
     other.allocated = other.grows = True
@@ -208,7 +208,7 @@ def test_growth_copies_only_when_it_is_full(body: str, spec) -> None:
     twins = Twins(spec(body), Shape(prompt=50, pad=0))
     twins.step()
     state = twins.states[0]
-    names = [name for name in state.TENSORS if name not in ("seen", "numbers", "prompt", "sketch")]
+    names = [name for name in state.declared if name not in ("seen", "numbers", "prompt", "sketch")]
     moves = 0
     for _ in range(20):
         before = [getattr(state, name).data_ptr() for name in names if getattr(state, name).numel()]

@@ -76,7 +76,7 @@ class Run:
     def holds(self) -> torch.Tensor:
         """Where the columns say something: not in free slots, and not in a ring's places that no query in the window wrote."""
         found = (self.state.position != FREE).expand_as(self.state.columns).clone()
-        sizes, newest = self.state.per_head(self.state.numbers), (self.state.seen - 1).view(-1, 1, 1)
+        sizes, newest = self.state.settings.per_head(self.state.numbers), (self.state.seen - 1).view(-1, 1, 1)
         for name, places in self.state.rings(found).items():
             places &= rings.valid(len(places), sizes[rings.size_name(name)], newest, self.state.position, self.window)
         return found

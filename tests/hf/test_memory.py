@@ -13,7 +13,7 @@ from torch.utils._pytree import tree_leaves
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.layer import SlotLayer
-from kvdsl.runtime.state.slots import AT_ONCE, SlotState
+from kvdsl.runtime.state.slots import AT_ONCE
 from tests.hf import policies, zoo
 
 TOKENS, BUDGET = 2000, 256
@@ -22,7 +22,7 @@ TOKENS, BUDGET = 2000, 256
 def addresses(cache: Any) -> list[tuple[int, ...]]:
     """Where every tensor of every managed layer lies."""
     states = [cache.layers[layer].state for layer in cache.managed]
-    return [tuple(getattr(state, name).data_ptr() for name in SlotState.TENSORS) for state in states]
+    return [tuple(getattr(state, name).data_ptr() for name in state.declared) for state in states]
 
 
 class NewStorage(TorchDispatchMode):

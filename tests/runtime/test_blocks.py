@@ -119,7 +119,7 @@ def runs(
 def assert_same(blocks: SlotState, plain: SlotState) -> None:
     live = plain.position >= 0
     for name in ("position", "columns", "seen", "rank", "sketch"):
-        if name in plain.TENSORS:
+        if name in plain.declared:
             assert torch.equal(getattr(blocks, name).nan_to_num(7.0), getattr(plain, name).nan_to_num(7.0)), name
     assert torch.equal(blocks.keys[live], plain.keys[live])
     assert torch.equal(blocks.values[live], plain.values[live])
@@ -182,10 +182,10 @@ def test_blocks_that_are_empty_go_back(folder: Path, backend: str) -> None:
 def test_a_bounded_pool_is_allocated_once(folder: Path, backend: str) -> None:
     """With what each row can need by its own budget, 40 % of 40, 27 and 11 tokens and one more: less than thrice the largest."""
     _, blocks, state = runs(folder, "roco", 4, backend)
-    addresses = [getattr(state, name).data_ptr() for name in state.TENSORS]
+    addresses = [getattr(state, name).data_ptr() for name in state.declared]
     assert state.blocks == -(-17 // 4) + -(-11 // 4) + -(-5 // 4)
     blocks.steps(*range(1, 40))
-    assert [getattr(state, name).data_ptr() for name in state.TENSORS] == addresses
+    assert [getattr(state, name).data_ptr() for name in state.declared] == addresses
     check_pool(state)
 
 

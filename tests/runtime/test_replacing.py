@@ -64,7 +64,7 @@ def test_backends_replace_alike(policy: str, dtype: torch.dtype, padded: bool) -
         run.backend.replace(run.state, slots, call)
         _check_replaced(run.state, before, seen, slots, call)
     ours, theirs = runs
-    for name in ours.state.TENSORS:
+    for name in ours.state.declared:
         assert torch.allclose(getattr(ours.state, name), getattr(theirs.state, name), atol=1e-4), name
     assert torch.allclose(ours.decode(3).float(), theirs.decode(3).float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
 

@@ -57,12 +57,12 @@ def test_an_unbounded_cache_grows_by_a_quarter() -> None:
 
 def test_rows_move_in_place() -> None:
     state = prefilled("roco", 30, batch=3, budget=12)
-    before = {name: getattr(state, name).clone() for name in state.TENSORS}
+    before = {name: getattr(state, name).clone() for name in state.declared}
     where = state.keys.data_ptr()
     state.select_rows(torch.tensor([2, 2, 0]))
     assert state.keys.data_ptr() == where
-    for name in state.TENSORS:
-        rows = before[name].index_select(state.batch_dim(name), torch.tensor([2, 2, 0]))
+    for name in state.declared:
+        rows = before[name].index_select(state.declared[name].batch, torch.tensor([2, 2, 0]))
         assert torch.equal(getattr(state, name), rows), name
 
 
@@ -78,7 +78,10 @@ def test_rows_repeat() -> None:
     [
         ({"budget": 0}, "`budget` of H2O is 0; give a number of tokens"),
         ({"budget": -1}, "`budget` of H2O is -1; give a number of tokens"),
-        ({"budget": 8, "recent": 9}, "H2O protects 9 tokens .* but its budget holds 8; raise the budget or protect fewer"),
+        (
+            {"budget": 8, "recent": 9},
+            "H2O protects 9 tokens .* but its budget holds 8; raise the budget to at least 9 tokens or protect",
+        ),
     ],
 )
 def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
@@ -89,7 +92,7 @@ def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
 @pytest.mark.parametrize(
     ("body", "given", "message"),
     [
-        ("budget 4 * layer", {}, r"P protects 1 token \(keep last 1\) but its budget holds 0 in layer 0; raise"),
+        ("budget 4 * layer", {}, r"P protects 1 token \(keep last 1\) but its budget holds 0; raise"),
         (
             "budget 8\nkeep last 8 / a",
             {"a": 0},
@@ -138,11 +141,11 @@ def live(state: SlotState) -> int:
 def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_the_prompt: int, later: int) -> None:
     state = custom(tmp_path, body)
     assert (state.slots, live(state), state.grows) == (slots, after_the_prompt, False)
-    where = [getattr(state, name).data_ptr() for name in state.TENSORS]
+    where = [getattr(state, name).data_ptr() for name in state.declared]
     for step in range(12):
         TorchBackend().decode(state, call(1, 1, seed=step))
     assert live(state) == later
-    assert [getattr(state, name).data_ptr() for name in state.TENSORS] == where
+    assert [getattr(state, name).data_ptr() for name in state.declared] == where
 
 
 def test_what_was_compressed_once_grows(tmp_path: Path) -> None:
@@ -235,6 +238,6 @@ def test_a_budget_is_filled_by_growing(body: str, limit: int, tmp_path: Path) ->
     torch.testing.assert_close(ours.columns, theirs.columns)
     if body.startswith("storage"):
         assert ours.blocks == theirs.blocks
-    where = [getattr(ours, name).data_ptr() for name in ours.TENSORS]
+    where = [getattr(ours, name).data_ptr() for name in ours.declared]
     TorchBackend().decode(ours, call(2, 5))
-    assert [getattr(ours, name).data_ptr() for name in ours.TENSORS] == where
+    assert [getattr(ours, name).data_ptr() for name in ours.declared] == where

@@ -65,7 +65,7 @@ class Run:
 
     def content(self) -> dict[str, Tensor]:
         copies = ("sketch_keys", "page_bounds", "half_keys", "length")
-        return {name: getattr(self.state, name).clone() for name in self.state.TENSORS if name not in copies}
+        return {name: getattr(self.state, name).clone() for name in self.state.declared if name not in copies}
 
 
 def spec_of(name: str, folder: Path) -> PolicySpec:

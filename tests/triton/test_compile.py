@@ -38,7 +38,7 @@ def test_the_operator_does_what_a_step_does(policy: str) -> None:
         for step in range(2):
             token = call(1, 2 + step)
             assert torch.equal(compiled(server, ours, token), server.decode(theirs, token))
-    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours.TENSORS)
+    assert all(torch.equal(getattr(ours, name), getattr(theirs, name)) for name in ours.declared)
     assert ours.workspace is work
 
 

@@ -189,7 +189,7 @@ class _Slots:
     """What the kernel was last told of a state, whose part about the slots holds while the tensors are these.
 
     Attributes:
-        tensors: the state's, in the order of `TENSORS`; weak, so that nothing lives longer for having been pointed to.
+        tensors: the state's, in their order; weak, so that nothing lives longer for having been pointed to.
         ring_rows: lives here.
     """
 
@@ -199,7 +199,7 @@ class _Slots:
 
     def hold(self, state: SlotState) -> bool:
         """Whether nothing has been allocated anew."""
-        return all(known() is getattr(state, name) for known, name in zip(self.tensors, state.TENSORS, strict=True))
+        return all(known() is getattr(state, name) for known, name in zip(self.tensors, state.declared, strict=True))
 
 
 _known: weakref.WeakKeyDictionary[SlotState, _Slots] = weakref.WeakKeyDictionary()
@@ -238,7 +238,7 @@ def _described(state: SlotState) -> _Slots:
     if "page" in spec.numbers:
         args.pages = state.page_bounds.shape[2]
         _point(args, page_bounds=state.page_bounds)
-    return _Slots(tuple(weakref.ref(getattr(state, name)) for name in state.TENSORS), args, ring_rows)
+    return _Slots(tuple(weakref.ref(tensor) for tensor in state.tensors().values()), args, ring_rows)
 
 
 def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:

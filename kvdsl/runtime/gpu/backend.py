@@ -127,7 +127,7 @@ class TritonBackend:
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
             "angles": None if rope is None else digits(rope, key.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
-            **{name: getattr(state, name) for name in state.TENSORS}, "keys": keys, "values": values,
+            **state.tensors(), "keys": keys, "values": values,
             "anew": int(anew), "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,

@@ -25,6 +25,7 @@ from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.eviction import Together
 
@@ -53,7 +54,7 @@ class KVCache(Cache):
         self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
     ) -> None:
         given = {name: param(self.spec.name, name, value) for name, value in given.items()}
-        _refuse_hopeless(self.spec, given)
+        Settings(self.spec, given).refuse_hopeless()
         model = binding.unwrap(model)
         backends = self._bind(model, backend)
         self._begin(model, self.spec, given, backends, seed)
@@ -194,7 +195,7 @@ class KVCache(Cache):
         self.__dict__.update(kept)
         self._spec = self.spec
         for index in self.managed:
-            self.layers[index].state.spec = self.spec
+            self.layers[index].state.follow(self.spec)
 
     def attach(self, model: PreTrainedModel) -> None:
         """Give a cache that was loaded its model, so that it can go on.
@@ -370,15 +371,6 @@ class _Backends:
         """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
         if model.device.type != "meta":
             self(model.device, model.dtype)
-
-
-def _refuse_hopeless(spec: PolicySpec, given: Mapping[str, float | None]) -> None:
-    """Refuse params that fit neither the shortest nor a very long prompt now; others show when the prompt is known."""
-    state = SlotState(spec, given)
-    try:
-        state.resolve(torch.ones(1))
-    except KvdslError:
-        state.resolve(torch.full((1,), 2.0**30))
 
 
 def _native_bytes(layer: Any) -> int:

@@ -82,7 +82,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.state.allocated:
             self.backend = self._choose(self.state.position.device, self.state.dtype)
             if not self.state.grows:
-                stays_where_it_is(*(getattr(self.state, name) for name in self.state.TENSORS))
+                stays_where_it_is(*self.state.tensors().values())
 
     @property
     def index(self) -> int:
@@ -198,7 +198,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             out = self.backend.prefill(self.state, call)
             self.prompt_length = length + tokens
             reads_one = max(self.prompt_length, self.state.expected) == 1
-            self._has_rate_of_one = reads_one and is_rate(self.state.given.get("budget"))
+            self._has_rate_of_one = reads_one and is_rate(self.state.settings.given.get("budget"))
         else:
             self._check_rate()
             out = self.backend.decode(self.state, call)
@@ -240,7 +240,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def _check_rate(self) -> None:
         """Raise KvdslError where a rate would bound the whole text by its first token: a prompt that comes token by token, say."""
-        rate = self.state.given.get("budget")
+        rate = self.state.settings.given.get("budget")
         if self._has_rate_of_one and rate is not None:
             raise KvdslError(
                 f"`budget` of {self.state.spec.name} is {spelled(rate)}, a rate of the prompt, and one token has come as "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvdsl.runtime.state.pooled import POOLS, PooledState
 from kvdsl.runtime.state.slots import FREE, allocated
+from kvdsl.runtime.state.tensors import Declared
 
 
 class BlockState(PooledState):
@@ -27,7 +28,7 @@ class BlockState(PooledState):
         table [batch, blocks of a row] int64: where each block of a row's slots lies in the pools; -1 where it has none.
     """
 
-    TENSORS = (*PooledState.TENSORS, "table")
+    LAYOUT = (*PooledState.LAYOUT, Declared("table"))
 
     table: Tensor
 
@@ -77,7 +78,7 @@ class BlockState(PooledState):
     def _lay_out(self, dense: dict[str, Tensor]) -> None:
         """See `PooledState._lay_out`: pools with the blocks in use, in place of older ones of that size."""
         batch, heads, slots = self.position.shape
-        size = int(self.named(self.numbers)["block"].max())
+        size = int(self.settings.named(self.numbers)["block"].max())
         size = size if self.limit is None else min(size, self.limit)
         self.table = self._filled("table", self.position, (batch, -(-slots // size)), FREE, torch.int64)
         wanted = int((self._blocks_of(self.position >= 0, size) if self.grows else self._most_blocks(size)).sum())
@@ -100,7 +101,7 @@ class BlockState(PooledState):
         slots = self.position.shape[2]
         live = self.position >= 0
         behind_last = (live * torch.arange(1, slots + 1, device=live.device)).amax((1, 2))
-        most = self.most_while_attending(self.numbers).floor().clamp(max=slots).long()
+        most = self.settings.most_while_attending(self.numbers).floor().clamp(max=slots).long()
         needed = torch.stack([most, behind_last, live.sum(-1).amax(1) + 1]).amax(0).clamp(max=slots)
         return -(-needed // size)
 

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvdsl.runtime.state.pooled import POOLS, PooledState
 from kvdsl.runtime.state.slots import allocated
+from kvdsl.runtime.state.tensors import Declared
 
 
 class FlatState(PooledState):
@@ -24,7 +25,7 @@ class FlatState(PooledState):
         first_rows [batch, kv_heads] int64: the row of a head's first slot. Its last one lies before the next head's first.
     """
 
-    TENSORS = (*PooledState.TENSORS, "first_rows")
+    LAYOUT = (*PooledState.LAYOUT, Declared("first_rows"))
 
     first_rows: Tensor
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from kvdsl.runtime.state.slots import SlotState, taken
+from kvdsl.runtime.state.tensors import Declared
 
 POOLS = {"keys": "key_pool", "values": "value_pool"}
 """What lies in pools, and the name of its pool."""
@@ -23,8 +24,7 @@ class PooledState(SlotState):
     Reading `keys` or `values` gathers all slots; what is there of one that has no place in the pools means nothing, as in free slots.
     """
 
-    TENSORS = (*POOLS.values(), *(name for name in SlotState.TENSORS if name not in POOLS))
-    PLAIN = tuple(name for name in SlotState.PLAIN if name not in POOLS)
+    LAYOUT = tuple(Declared(pool, batch=None) for pool in POOLS.values())
 
     key_pool: Tensor
     value_pool: Tensor
@@ -52,10 +52,6 @@ class PooledState(SlotState):
         dense = {name: getattr(self, name).index_select(0, rows) for name in POOLS}
         super().select_rows(rows)
         self._lay_out(dense)
-
-    def batch_dim(self, name: str) -> int | None:
-        """See `SlotState.batch_dim`; pools belong to no row."""
-        return None if name in POOLS.values() else super().batch_dim(name)
 
     # -- a layout's own ------------------------------------------------------------------------------------------------
 

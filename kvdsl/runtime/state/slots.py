@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -12,10 +11,11 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.given import Given, TooManyKeptError
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.settings import Settings
+from kvdsl.runtime.state.tensors import NOTHING, SLOT_DIM, VECTORS, Declared, declared
 
 if TYPE_CHECKING:
     from kvdsl.runtime.torch.eviction import Together
@@ -23,14 +23,8 @@ if TYPE_CHECKING:
 FREE = -1
 """The position of a slot that holds no token."""
 
-SLOT_DIM = {"keys": 2, "values": 2, "position": 2, "columns": 3}
-"""The tensors that have slots, and which dimension those are."""
-
 AT_ONCE = 1024
 """Slots per KV head that are allocated at the end of a prompt without need, where they are enough for ever."""
-
-_MOST_TOKENS = 2**24
-"""Budgets that are tried out, to say which would do."""
 
 _GROWTH = 64
 """A cache that grows has a multiple of this many slots."""
@@ -76,11 +70,8 @@ class SlotState(Linked):
 
     LINKS = ("spec", "workspace")
 
-    TENSORS: tuple[str, ...] = ("keys", "values", "position", "columns", "seen", "numbers")
-    """Every tensor, for moving, cloning and reordering; the batch is dimension 1 of `columns`, 0 of the others."""
-
-    PLAIN: tuple[str, ...] = tuple(SLOT_DIM)
-    """Those with slots that are one tensor, slot after slot."""
+    LAYOUT: tuple[Declared, ...] = VECTORS
+    """How keys and values lie: the tensors that hold them."""
 
     keys: Tensor
     values: Tensor
@@ -110,23 +101,19 @@ class SlotState(Linked):
         seed: int = 0,
     ) -> None:
         self.spec = spec
-        self.given = dict(given)
+        self.settings = Settings(spec, given, layer, layers)
         self.layer = layer
-        self.layers = layers
         self.head_offset = head_offset
         self.seed = seed
         self.together: Together | None = None
         self.reserves = False
         self._fixed: bool | None = None
-        if spec.sketches:
-            self.TENSORS = (*self.TENSORS, "sketch", "prompt", "sketch_keys")
-        if "page" in spec.numbers:
-            self.TENSORS = (*self.TENSORS, "page_bounds")
-        if spec.compact:
-            self.TENSORS = (*self.TENSORS, "rank", "length")
-        if spec.rope_cached:
-            self.TENSORS = (*self.TENSORS, "half_keys")
+        self.declared = declared(spec, self.LAYOUT)
         self.reset()
+
+    def follow(self, spec: PolicySpec) -> None:
+        """Serve this policy, the one that it served before it was pickled."""
+        self.spec = self.settings.spec = spec
 
     def adopt(
         self, tensors: Mapping[str, Tensor], *, window: int | None, ring_sizes: tuple[int, ...], evicts: bool, selects: bool
@@ -136,7 +123,8 @@ class SlotState(Linked):
         Args:
             tensors: its tensors by name.
         """
-        self.__dict__.update(tensors)
+        for name, tensor in tensors.items():
+            setattr(self, name, tensor)
         self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
         self.allocated = True
 
@@ -152,8 +140,8 @@ class SlotState(Linked):
         self.workspace: Any = None
         self.expected = 0
         self.filled = 0
-        for name in self.TENSORS:
-            self.__dict__.pop(name, None)
+        for name in self.declared:
+            setattr(self, name, NOTHING)
         if self.together is not None:
             self.together.forget()
 
@@ -171,66 +159,10 @@ class SlotState(Linked):
         return self._fixed
 
     def _would_stay_fixed(self) -> bool:
-        if not self.bounded or self.spec.when == "prefill":
-            return False
-        served = [numbers for numbers in map(self._tried, (1.0, 2.0**30)) if numbers is not None]  # some serve either only
-        if not served:
-            return False
-        named = self.named(served[-1])
-        if not named["capacity"].isfinite().all() or not (named.get("trigger", named["capacity"]) > 0).all():
-            return False
-        return self.reserves or bool((self.most_while_attending(served[0]) <= AT_ONCE).all())
-
-    def _tried(self, prompt: float) -> Tensor | None:
-        """The numbers for a prompt of this length, None if the policy does not serve it."""
-        try:
-            return self.resolve(torch.full((1,), prompt))
-        except KvdslError:
-            return None
+        most = self.settings.bounded_by()
+        return most is not None and (self.reserves or bool((most <= AT_ONCE).all()))
 
     # -- numbers -------------------------------------------------------------------------------------------------------
-
-    def resolve(self, prompt: Tensor) -> Tensor:
-        """The policy's numbers for rows with prompts of these lengths: float64 [batch, len(spec.numbers)].
-
-        Raises:
-            KvdslError: if the static keeps protect more tokens than the budget holds.
-        """
-        given = self._given(prompt, self.layer, self.given)
-        try:
-            named = self.spec.resolve(given)
-        except TooManyKeptError as error:
-            raise self._where_and_how_many(error, prompt) from None
-        if not self.spec.numbers:
-            return given.prompt.new_zeros(len(prompt), 0)
-        return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
-
-    def _given(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> Given:
-        return Given(self.spec.name, values, prompt, layer, self.layers)
-
-    def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
-        """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""
-        layers = range(self.layers)
-        where = (
-            f" in layer {self.layer} of {self.layers}" if any(self._fits(prompt, one, self.given) for one in layers) else ""
-        )
-        mend = error.mend
-        if error.mend_by_budget and "budget" in self.spec.params:
-
-            def holds(budget: int) -> bool:
-                return all(self._fits(prompt, one, {**self.given, "budget": budget}) for one in layers)
-
-            found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds)
-            mend = mend.replace("the budget", f"the budget to at least {found} tokens") if found < _MOST_TOKENS else mend
-        return KvdslError(f"{error.text}{where}; {mend}")
-
-    def _fits(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> bool:
-        """Whether a layer has room for what its policy protects."""
-        try:
-            self.spec.resolve(self._given(prompt, layer, values))
-        except KvdslError:
-            return False
-        return True
 
     def resolve_after(self, seen: Tensor) -> Tensor:
         """The policy's numbers after a forward of a prompt, float64 [batch, len(spec.numbers)]: the prompt is all of a row's text so far.
@@ -241,16 +173,8 @@ class SlotState(Linked):
         Raises:
             KvdslError: as `resolve` does.
         """
-        numbers = self.resolve(seen.clamp(min=self.expected))
+        numbers = self.settings.resolve(seen.clamp(min=self.expected))
         return torch.where((seen > self.seen)[:, None], numbers, self.numbers) if self.allocated else numbers
-
-    def named(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The columns of a table of numbers by name, [batch] each."""
-        return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
-
-    def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The same, [batch, 1, 1] each: with room for heads and slots."""
-        return {name: value.view(-1, 1, 1) for name, value in self.named(numbers).items()}
 
     # -- columns -------------------------------------------------------------------------------------------------------
 
@@ -260,9 +184,9 @@ class SlotState(Linked):
         Raises:
             KvdslError: if a history that is cached already has another size.
         """
-        sizes = [self.named(numbers)[size] for _, size in self.spec.rings]
+        sizes = [self.settings.named(numbers)[size] for _, size in self.spec.rings]
         if self.allocated:
-            known = [self.named(self.numbers)[size] for _, size in self.spec.rings]
+            known = [self.settings.named(self.numbers)[size] for _, size in self.spec.rings]
             if any(bool((old != new).any()) for old, new in zip(known, sizes, strict=True)):
                 raise KvdslError(
                     f"{self.spec.name} remembers a number of queries that depends on the prompt, and more of a prompt came: pass "
@@ -310,14 +234,14 @@ class SlotState(Linked):
         self._allocate(kept, text_order(position)[..., :slots], slots)
         self.allocated = True
         if not self.grows:
-            stays_where_it_is(*(getattr(self, name) for name in self.TENSORS))
+            stays_where_it_is(*self.tensors().values())
 
     def _after_prompt(self, numbers: Tensor) -> Tensor:
         """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
         if self.bounded and self.spec.when == "prefill":
             numbers = numbers.clone()
             numbers[:, self.spec.numbers.index("capacity")] = torch.inf
-        named = self.named(numbers)
+        named = self.settings.named(numbers)
         self.evicts = self.bounded and bool(named["capacity"].isfinite().any())
         self.selects = self.spec.selects and bool(named["select"].isfinite().any())
         return numbers
@@ -327,9 +251,9 @@ class SlotState(Linked):
 
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
-        if not self.evicts or (not self.spec.hard_cap and self._never_settles(numbers)):
+        if not self.evicts or (not self.spec.hard_cap and self.settings.never_settles(numbers)):
             return None
-        most = _whole(float(self.most_while_attending(numbers).max()))
+        most = _whole(float(self.settings.most_while_attending(numbers).max()))
         return max(most, self.filled if self.spec.hard_cap else self.filled + 1)
 
     def _first_slots(self, device: torch.device) -> int:
@@ -342,22 +266,6 @@ class SlotState(Linked):
         if self.reserves or device.type != "cpu":
             return self.limit
         return min(self.limit, max(AT_ONCE, self.filled + 1))
-
-    def _never_settles(self, numbers: Tensor) -> bool:
-        """Whether some row has a trigger that nothing reaches."""
-        trigger = self.named(numbers).get("trigger")
-        return trigger is not None and bool((trigger == 0).any())
-
-    def most_while_attending(self, numbers: Tensor) -> Tensor:
-        """Tokens that a KV head of each row of a policy that evicts holds at most, once it has settled after its prompt: [batch]."""
-        named = self.named(numbers)
-        capacity = named["capacity"]
-        none = torch.zeros_like(capacity)
-        slack = named.get("slack", none)
-        if self.spec.hard_cap:
-            return capacity + slack
-        slack = torch.where(named.get("max_drop", none) > 0, slack, none)
-        return capacity + torch.maximum(named.get("trigger", none), slack + 1)
 
     def make_room(self, tokens: int) -> None:
         """Before `tokens` more are placed: a cache that grows does so when it is full."""
@@ -376,12 +284,12 @@ class SlotState(Linked):
     def _extend(self, slots: int) -> None:
         """Have so many slots per KV head, or as many as are enough for ever."""
         slots = slots if self.limit is None else min(slots, self.limit)
-        self._allocate({name: getattr(self, name) for name in self.PLAIN}, None, slots)
+        self._allocate({name: getattr(self, name) for name in self._in_slots()}, None, slots)
         self.grows = slots != self.limit
 
     def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
         """Tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
-        for name in self.PLAIN:
+        for name in self._in_slots():
             old, dim = kept[name], SLOT_DIM[name]
             shape = (*old.shape[:dim], slots, *old.shape[dim + 1 :])
             new = self._filled(name, old, shape, FREE if name == "position" else 0, old.dtype)
@@ -396,35 +304,40 @@ class SlotState(Linked):
 
     def _filled(self, name: str, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
         """The tensor of that name if it has this shape and dtype, else a new one; full of the value."""
-        old: Tensor | None = self.__dict__.get(name)
-        if old is not None and old is not like and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
+        old: Tensor = getattr(self, name)
+        if old is not like and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
             return old.fill_(value)
         return allocated(like, shape, value, dtype)
 
     def _put(self, name: str, value: Tensor) -> None:
         """Have the tensor of that name hold a copy, where it lies if it has that shape: graphs of earlier turns still hold then."""
-        old: Tensor | None = self.__dict__.get(name)
-        if old is not None and (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+        old: Tensor = getattr(self, name)
+        if (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
             old.copy_(value)
         else:
             setattr(self, name, value.clone())
 
     def _place(self, kept: dict[str, Tensor], order: Tensor | None) -> None:
-        """Place what is not `PLAIN`; the arguments are those of `_allocate`, which has placed everything else."""
+        """Place what does not lie slot after slot; the arguments are those of `_allocate`, which has placed everything else."""
 
     def forget_copies(self) -> None:
         """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
         keys, (batch, heads, _) = self.stored[0], self.position.shape
         if self.spec.sketches:
-            self.sketch_keys = keys.new_empty(batch, heads, 0, 0, 0)
+            self._forget("sketch_keys", keys, (batch, heads, 0, 0, 0))
         if "page" in self.spec.numbers:
-            self.page_bounds = keys.new_empty(batch, heads, 0, 2, keys.shape[-1])
+            self._forget("page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
         self.forget_length()
 
     def forget_length(self) -> None:
         """How many tokens a head holds is to be counted anew."""
-        if self.spec.compact and ("length" not in self.__dict__ or self.length.numel()):
-            self.length = self.position.new_empty(*self.position.shape[:2], 0)
+        if self.spec.compact:
+            self._forget("length", self.position, (*self.position.shape[:2], 0))
+
+    def _forget(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+        """Have the tensor of that name be empty, with this shape; one that is so already stays, for those who know where it lies."""
+        if getattr(self, name).shape != shape:
+            setattr(self, name, like.new_empty(shape))
 
     def keep_length(self) -> Tensor:
         """How many tokens every head of a compact cache holds, counted unless the last step has left it; int32 [batch, kv_heads, 1]."""
@@ -446,7 +359,7 @@ class SlotState(Linked):
             self.sketch_keys = keys.new_empty(batch, heads, tiles, self.sketch.shape[-1], tile)
             anew = True
         if "page" in self.spec.numbers and not self.page_bounds.numel():
-            pages = int(slots // float(self.named(self.numbers)["page"].min())) + 1
+            pages = int(slots // float(self.settings.named(self.numbers)["page"].min())) + 1
             self.page_bounds = keys.new_empty(batch, heads, pages, 2, keys.shape[-1])
             anew = True
         return anew
@@ -459,13 +372,13 @@ class SlotState(Linked):
 
     def forget_halves(self) -> None:
         """The rotated halves no longer hold."""
-        if self.spec.rope_cached and ("half_keys" not in self.__dict__ or self.half_keys.numel()):
-            self.half_keys = self.columns.new_empty(*self.position.shape[:2], 0, 0)
+        if self.spec.rope_cached:
+            self._forget("half_keys", self.columns, (*self.position.shape[:2], 0, 0))
 
     @property
     def has_sketch(self) -> bool:
         """Whether a query of the prompt has left a sketch."""
-        return "sketch" in self.__dict__
+        return "sketch" in self.declared and self.sketch.dim() > 1
 
     @property
     def slots(self) -> int:
@@ -474,7 +387,15 @@ class SlotState(Linked):
 
     def bytes(self) -> int:
         """What the tensors occupy."""
-        return sum(getattr(self, name).nbytes for name in self.TENSORS) if self.allocated else 0
+        return sum(tensor.nbytes for tensor in self.tensors().values()) if self.allocated else 0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, for moving, cloning and reordering."""
+        return {name: getattr(self, name) for name in self.declared}
+
+    def _in_slots(self) -> list[str]:
+        """The names of what lies slot after slot."""
+        return [one.name for one in self.declared.values() if one.slots is not None]
 
     @property
     def stored(self) -> tuple[Tensor, Tensor]:
@@ -533,7 +454,7 @@ class SlotState(Linked):
             return False
         if left >= prompt or not spec.numbers:
             return True
-        numbers = self._tried(float(max(left, self.expected)))
+        numbers = self.settings.tried(float(max(left, self.expected)))
         return (
             spec.when != "prefill" and numbers is not None and bool((numbers.to(self.numbers.device) == self.numbers).all())
         )
@@ -549,19 +470,15 @@ class SlotState(Linked):
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
-    def batch_dim(self, name: str) -> int | None:
-        """The batch's dimension in the named tensor, None where it has none."""
-        return 1 if name == "columns" else 0
-
     def select_rows(self, rows: Tensor) -> None:
         """Make row i what row rows[i] was (beams), in place where the batch keeps its size."""
         if not self.allocated:
             return
-        for name in self.TENSORS:
-            tensor, dim = getattr(self, name), self.batch_dim(name)
-            if dim is None:
+        for name, one in self.declared.items():
+            if one.batch is None:
                 continue
-            chosen = tensor.index_select(dim, rows.to(tensor.device))
+            tensor: Tensor = getattr(self, name)
+            chosen = tensor.index_select(one.batch, rows.to(tensor.device))
             if chosen.shape == tensor.shape:
                 tensor.copy_(chosen)
             else:

@@ -20,16 +20,13 @@ from torch import Tensor
 
 from kvdsl.runtime.state.slots import FREE, SlotState
 
-WHOLE = ("seen", "position", "rank", "sketch")
-"""Small tensors, noted as they are; those that the policy has."""
-
 
 @dataclass(frozen=True)
 class Step:
     """One layer before a token came.
 
     Attributes:
-        whole: by name what `WHOLE` names, and the columns of one number a slot.
+        whole: by name what is declared so, and the columns of one number a slot.
         slot: int64 [batch, kv_heads, 1], where the token goes; None where all slots are noted.
         keys, values: the rows of that slot [batch, kv_heads, 1, dim]; of all slots where there is none.
         rings: what the step's places of every ring hold, [batch, kv_heads, slots] each.
@@ -46,7 +43,7 @@ class Step:
     @classmethod
     def before(cls, state: SlotState) -> Step:
         """Note what the state's next token may overwrite."""
-        whole = {name: getattr(state, name).clone() for name in WHOLE if name in state.TENSORS}
+        whole = {name: getattr(state, name).clone() for name, one in state.declared.items() if one.noted}
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
         unknown = state.spec.hard_cap or "block" in state.spec.numbers
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
@@ -87,7 +84,7 @@ def _at(slot: Tensor, tensor: Tensor) -> Tensor:
 
 def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
-    numbers, rings = state.named(state.numbers), state.rings(state.columns)
+    numbers, rings = state.settings.named(state.numbers), state.rings(state.columns)
     rows = torch.arange(len(seen), device=seen.device)
     return [(rings[name], seen.long() % numbers[size].long(), rows) for name, size in state.spec.rings]
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvdsl.runtime.state.slots import FREE, SLOT_DIM, SlotState, close_gaps
+from kvdsl.runtime.state.slots import FREE, SlotState, close_gaps
+from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch.settle import (
     Ballot,
     Protection,
@@ -149,7 +150,7 @@ def _victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
 
 def _own_victims(held: Held, excess: Excess) -> Tensor:
     state, view, protection = held.state, held.view(), Protection(held.position)
-    numbers = state.per_head(held.numbers)
+    numbers = state.settings.per_head(held.numbers)
     state.spec.torch_kernels.protect(view, protection, numbers)
     view.protected = protection.mask
     score = _score(held, view)
@@ -171,7 +172,7 @@ def _score(held: Held, view: View) -> Tensor | float:
 def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
     """The same victims for every head of every layer, by the mean of their scores."""
     views, ballots = [held.view() for held in layers], [Ballot(held.position) for held in layers]
-    tables = [held.state.per_head(held.numbers) for held in layers]
+    tables = [held.state.settings.per_head(held.numbers) for held in layers]
     for held, view, ballot, numbers in zip(layers, views, ballots, tables, strict=True):
         held.state.spec.torch_kernels.protect(view, ballot, numbers)
     protections = [agreed(ballots, own) for own in range(len(layers))]

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import FREE, SLOT_DIM, SlotState, taken, text_order
+from kvdsl.runtime.state.slots import FREE, SlotState, taken, text_order
+from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import dense, eviction, selection, statistics
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Kept, Prompt
@@ -47,7 +48,7 @@ def _in_blocks(
     state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
 ) -> Tensor:
     """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
-    size = state.named(numbers)["prefill_block"].long()
+    size = state.settings.named(numbers)["prefill_block"].long()
     batch, query_heads, tokens, _ = call.query.shape
     kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
     for chosen, real in _blocks(new_position, seen_before(state, call), size):
@@ -65,7 +66,7 @@ def _in_blocks(
 
 def _evicts(state: SlotState, numbers: Tensor) -> bool:
     """Whether a prompt of this layer loses anything."""
-    return state.bounded and state.spec.when != "decode" and bool(state.named(numbers)["capacity"].isfinite().any())
+    return state.bounded and state.spec.when != "decode" and bool(state.settings.named(numbers)["capacity"].isfinite().any())
 
 
 def _cached(state: SlotState) -> Kept | None:

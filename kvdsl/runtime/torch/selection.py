@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.state.slots import SLOT_DIM, SlotState
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import pages
 from kvdsl.runtime.torch.settle import Places, rank_key
 from kvdsl.runtime.torch.view import View, slots_view
@@ -23,7 +24,7 @@ def selected(state: SlotState, row: View) -> Tensor:
         row: the token's query; its state columns know nothing of it yet.
     """
     kept = {name: getattr(state, name) for name in SLOT_DIM}
-    numbers, position = state.per_head(state.numbers), state.position
+    numbers, position = state.settings.per_head(state.numbers), state.position
     places, seen = Places(position), row.visible[:, :, 0]
     slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)
     state.spec.torch_kernels.protect(slots, places, numbers)
@@ -61,7 +62,7 @@ def sketch_width(state: SlotState, numbers: Tensor, key_dim: int) -> int:
     Raises:
         KvdslError: if a key has not so many.
     """
-    width = float(state.named(numbers)["sketch_dims"].max())
+    width = float(state.settings.named(numbers)["sketch_dims"].max())
     if width > key_dim:
         raise KvdslError(f"{state.spec.name} sketches {width:g} dims, but keys have {key_dim}; sketch fewer")
     return int(width)
@@ -77,14 +78,14 @@ def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor
     by = state.spec.torch_kernels.sketch(row).expand(batch, heads, 1, 1, dim)[:, :, 0, 0]
     dims = torch.arange(dim, device=by.device)
     places = rank_key(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # of equals the lower dim is first
-    count = state.per_head(numbers)["sketch_dims"]
+    count = state.settings.per_head(numbers)["sketch_dims"]
     found = torch.where(places < count, dims, dim).sort(-1).values[..., :width]
     return torch.where(found < dim, found, -1).int()
 
 
 def refresh(state: SlotState, row: View, real: Tensor) -> None:
     """Find the sketch anew in the rows (bool [batch]) whose token is a multiple of `every` queries after the prompt's last."""
-    every = state.named(state.numbers)["sketch_every"].long()
+    every = state.settings.named(state.numbers)["sketch_every"].long()
     due = real & ((state.seen - state.prompt) % every == 0)
     found = sketched(state, row, state.numbers, state.sketch.shape[-1])
     state.sketch.copy_(torch.where(due.view(-1, 1, 1), found, state.sketch))

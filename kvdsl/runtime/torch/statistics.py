@@ -45,7 +45,7 @@ def first_query(prompt: Prompt) -> int:
     A ring holds what the newest queries gave, and `last` what the newest gave, which is the same for all slots unless a window
     hides it from some.
     """
-    spec, numbers = prompt.state.spec, prompt.state.named(prompt.numbers)
+    spec, numbers = prompt.state.spec, prompt.state.settings.named(prompt.numbers)
     rules = set(spec.column_rules) - {"token"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0

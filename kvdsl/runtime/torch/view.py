@@ -306,7 +306,7 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         query_position=query_position[:, None, :, None],
         live=placed.sum(-1, keepdim=True).float(),
         window=state.window,
-        numbers={name: value.float().view(-1, 1, 1, 1) for name, value in state.named(numbers).items()},
+        numbers={name: value.float().view(-1, 1, 1, 1) for name, value in state.settings.named(numbers).items()},
         columns=state.single_columns(kept["columns"]),
         key=kept["keys"],
         value=kept["values"],

@@ -86,7 +86,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "columns": columns,
     }
     state.reserves = True
-    state.store(kept, prompt, state.resolve(prompt))
+    state.store(kept, prompt, state.settings.resolve(prompt))
     if spec.sketches:
         selecting.sketch(state, _random((shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim), shape, generator))
     state.make_room(1)  # where it grows; from now on every token is taken back

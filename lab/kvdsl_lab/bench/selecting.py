@@ -11,7 +11,8 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.slots import SLOT_DIM, SlotState
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import selection
 from kvdsl.runtime.torch.view import row_view
 from kvdsl_lab.bench.baselines import Token
@@ -37,7 +38,7 @@ def first_selecting_layer(spec: PolicySpec, given: Mapping[str, float | None], p
         return 0
     for layer in range(LAYERS):
         state = SlotState(spec, given, layer=layer, layers=LAYERS)
-        if bool(state.named(state.resolve(prompt))["select"].isfinite().any()):
+        if bool(state.settings.named(state.settings.resolve(prompt))["select"].isfinite().any()):
             return layer
     raise KvdslError(f"`{spec.stem}` selects in none of {LAYERS} layers")
 
@@ -54,7 +55,7 @@ def period(state: SlotState) -> int:
     """After how many steps every one of them has cost what it costs: the refresh is one of so many."""
     if not state.spec.sketches:
         return 1
-    return min(_LONGEST_PERIOD, int(state.named(state.numbers)["sketch_every"].max()))
+    return min(_LONGEST_PERIOD, int(state.settings.named(state.numbers)["sketch_every"].max()))
 
 
 def on_schedule(state: SlotState, step: Callable[[Token], Tensor]) -> Callable[[Token], Tensor]:

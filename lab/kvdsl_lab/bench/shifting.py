@@ -70,7 +70,10 @@ def rule(spec: PolicySpec, given: Mapping[str, float | None], prompt_tokens: int
     """
     check_served(spec.stem)
     state = slot_state(spec, given, layer=0, layers=1, seed=0)
-    numbers = {name: int(value) for name, value in state.named(state.resolve(torch.tensor([prompt_tokens]))).items()}
+    numbers = {
+        name: int(value)
+        for name, value in state.settings.named(state.settings.resolve(torch.tensor([prompt_tokens]))).items()
+    }
     return Rule(numbers["capacity"], numbers.get("sinks"), numbers.get("recent"))
 
 

@@ -1,0 +1,132 @@
+"""The numbers of a policy in one layer: what the user gave, and what follows from it for prompts of some length."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.given import Given, TooManyKeptError
+from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.spec import PolicySpec
+
+_MOST_TOKENS = 2**24
+"""Budgets that are tried out, to say which would do."""
+
+_LONG = 2.0**30
+"""Tokens of a prompt that stands for all long ones."""
+
+
+class Settings(Linked):
+    """What a policy's `resolve` says for one layer.
+
+    A table of numbers is float64 [batch, len(spec.numbers)], a row of the batch each.
+    """
+
+    LINKS = ("spec",)
+
+    def __init__(self, spec: PolicySpec, given: Mapping[str, float | None], layer: int = 0, layers: int = 1) -> None:
+        self.spec = spec
+        self.given = dict(given)
+        self.layer = layer
+        self.layers = layers
+
+    def resolve(self, prompt: Tensor) -> Tensor:
+        """The numbers for rows with prompts of these lengths, [batch].
+
+        Raises:
+            KvdslError: if the static keeps protect more tokens than the budget holds.
+        """
+        given = self._given(prompt, self.layer, self.given)
+        try:
+            named = self.spec.resolve(given)
+        except TooManyKeptError as error:
+            raise self._where_and_how_many(error, prompt) from None
+        if not self.spec.numbers:
+            return given.prompt.new_zeros(len(prompt), 0)
+        return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
+
+    def tried(self, prompt: float) -> Tensor | None:
+        """The numbers for one prompt of this length, None if the policy does not serve it."""
+        try:
+            return self.resolve(torch.full((1,), prompt))
+        except KvdslError:
+            return None
+
+    def served(self) -> list[Tensor]:
+        """The numbers for the shortest prompt and for a very long one, as far as the policy serves them."""
+        return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
+
+    def refuse_hopeless(self) -> None:
+        """Raise KvdslError for params that fit neither the shortest nor a very long prompt; others show when the prompt is known."""
+        if self.tried(1.0) is None:
+            self.resolve(torch.full((1,), _LONG))
+
+    def named(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The columns of a table of numbers by name, [batch] each."""
+        return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
+
+    def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
+        """The same, [batch, 1, 1] each: with room for heads and slots."""
+        return {name: value.view(-1, 1, 1) for name, value in self.named(numbers).items()}
+
+    # -- how many slots that takes -------------------------------------------------------------------------------------
+
+    def most_while_attending(self, numbers: Tensor) -> Tensor:
+        """Tokens that a KV head of each row of a policy that evicts holds at most, once it has settled after its prompt: [batch]."""
+        named = self.named(numbers)
+        capacity = named["capacity"]
+        none = torch.zeros_like(capacity)
+        slack = named.get("slack", none)
+        if self.spec.hard_cap:
+            return capacity + slack
+        slack = torch.where(named.get("max_drop", none) > 0, slack, none)
+        return capacity + torch.maximum(named.get("trigger", none), slack + 1)
+
+    def never_settles(self, numbers: Tensor) -> bool:
+        """Whether some row has a trigger that nothing reaches."""
+        trigger = self.named(numbers).get("trigger")
+        return trigger is not None and bool((trigger == 0).any())
+
+    def bounded_by(self) -> Tensor | None:
+        """Tokens that a KV head holds at most while decoding after the shortest prompt that is served, [1].
+
+        None for a policy that may come to hold more after a longer prompt than any number of slots.
+        """
+        if not self.spec.bounded or self.spec.when == "prefill":
+            return None
+        served = self.served()
+        if not served or not self.named(served[-1])["capacity"].isfinite().all() or self.never_settles(served[-1]):
+            return None
+        return self.most_while_attending(served[0])
+
+    # -- errors --------------------------------------------------------------------------------------------------------
+
+    def _given(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> Given:
+        return Given(self.spec.name, values, prompt, layer, self.layers)
+
+    def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
+        """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""
+        layers = range(self.layers)
+        others_fit = any(self._fits(prompt, layer, self.given) for layer in layers)
+        where = f" in layer {self.layer} of {self.layers}" if others_fit else ""
+        mend = error.mend
+        if error.mend_by_budget and "budget" in self.spec.params:
+
+            def holds(budget: int) -> bool:
+                return all(self._fits(prompt, layer, {**self.given, "budget": budget}) for layer in layers)
+
+            found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds)
+            mend = mend.replace("the budget", f"the budget to at least {found} tokens") if found < _MOST_TOKENS else mend
+        return KvdslError(f"{error.text}{where}; {mend}")
+
+    def _fits(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> bool:
+        """Whether a layer has room for what its policy protects."""
+        try:
+            self.spec.resolve(self._given(prompt, layer, values))
+        except KvdslError:
+            return False
+        return True
