@@ -9,9 +9,14 @@ Self = TypeVar("Self", bound="Linked")
 
 
 class Linked:
-    """`copy.deepcopy` goes over everything; `pickle` leaves None where `LINKS` are, for somebody to put them back."""
+    """`copy` takes everything along; `pickle` leaves None where `LINKS` are, for somebody to put them back."""
 
     LINKS: ClassVar[tuple[str, ...]] = ()
+
+    def __copy__(self: Self) -> Self:
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
 
     def __deepcopy__(self: Self, memo: dict[int, Any]) -> Self:
         made = type(self).__new__(type(self))
