@@ -95,6 +95,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     names = tuple(name for name, _ in numbers.numbers)
     cpp, cpp_refusal = _lowered(cpp_plan, lowered, names)
     triton, triton_refusal = _lowered(triton_plan, lowered, names)
+    torch = _torch(lowered)
     prompt = None if triton is None else triton_prompt_plan(lowered, names)
     return PackagePlan(
         name=policy.name,
@@ -111,8 +112,8 @@ def make_plan(policy: Policy) -> PackagePlan:
         bounded=policy.budget is not None,
         group=policy.group,
         reads_attention=any(column.rule != "token" for column in lowered.columns),
-        flags=tuple(_flags(lowered)),
-        torch=_torch(lowered),
+        flags=tuple(_flags(lowered, torch)),
+        torch=torch,
         cpp=cpp,
         cpp_refusal=cpp_refusal,
         triton=triton,
@@ -126,7 +127,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     )
 
 
-def _flags(policy: Policy) -> Iterator[tuple[str, str]]:
+def _flags(policy: Policy, torch: TorchPlan) -> Iterator[tuple[str, str]]:
     rings = [f'("{column.name}", "{size_of(column.name)}"),' for column in policy.columns if column.rule == "ring"]
     if rings:
         yield "rings", f"({' '.join(rings)})"
@@ -141,6 +142,7 @@ def _flags(policy: Policy) -> Iterator[tuple[str, str]]:
         "sketches": policy.sketch is not None,
         "compact": policy.positions == "compact",
         "rope_cached": policy.rope == "cached",
+        "vectors": torch.vectors,
     }
     yield from ((name, "True") for name, true in holds.items() if true)
 

@@ -68,7 +68,7 @@ CAN = Target(
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
 
-_TORCH = Use("helper", "torch")
+_TORCH, _VECTORS = Use("helper", "torch"), Use("helper", "vectors")
 
 
 class _TorchPrinter(Printer):
@@ -241,7 +241,8 @@ class TensorPrinter(_TorchPrinter):
             made = self._inside(dims=False).value(weights)
             return fragment(f"{self._view}.weighted_{vectors}({{}}{', grouped=True' if self._grouped else ''})", made)
         flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
-        return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body))
+        uses = _vectors(expr) if self._dims else ()
+        return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body), uses=uses)
 
     def _over_dims(self, expr: Reduce) -> Fragment:
         product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
@@ -250,9 +251,8 @@ class TensorPrinter(_TorchPrinter):
         else:
             body = self._inside(dims=True).value(expr.body)
             sketched = expr.within == "sketch"
-            made = fragment(
-                f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}", body
-            )
+            call = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
+            made = fragment(call, body, uses=_vectors(expr))
         return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
 
     def _over_page(self, expr: Reduce) -> Fragment:
@@ -265,6 +265,11 @@ class TensorPrinter(_TorchPrinter):
 
     def pool(self, expr: Pool) -> Fragment:
         return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))
+
+
+def _vectors(expr: Reduce) -> tuple[Use, ...]:
+    """Whether there is a value for every query, slot and dim, which takes many times the memory of one for every query and slot."""
+    return (_VECTORS,) if axes_of(expr.body) == set(Axis) else ()
 
 
 def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
@@ -286,12 +291,14 @@ class TorchPlan:
     """Bodies of the functions of `kernels_torch.py`, one statement a line; a function without a body is not printed.
 
     `protects` is whether there is a `protect`, which may have nothing to do; `uses_torch`, whether a body needs torch by its name;
+    `vectors`, whether `observe` computes something for every query, slot and dim;
     `summary`, what the file has in words; `protected`, what `protect` names.
     """
 
     summary: str
     protected: str
     uses_torch: bool
+    vectors: bool
     observe: tuple[str, ...]
     place: tuple[str, ...]
     protects: bool
@@ -325,6 +332,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
         summary=evicted if evicts or not selects else attended,
         protected="What may not leave." if evicts else "What is always attended to.",
         uses_torch=_TORCH in uses_of(*place, *observe, *protect, *score, *select, *sketch),
+        vectors=_VECTORS in uses_of(*observe),
         observe=(*_column_locals("row", observe), *texts(observe)),
         place=texts(place),
         protects=evicts or selects,

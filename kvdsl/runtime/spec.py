@@ -47,6 +47,7 @@ class PolicySpec:
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
         rope_cached: whether a key's rotated half is kept beside it.
+        vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -72,6 +73,7 @@ class PolicySpec:
     sketches: bool = False
     compact: bool = False
     rope_cached: bool = False
+    vectors: bool = False
     abi: int = ABI
 
     def __post_init__(self) -> None:

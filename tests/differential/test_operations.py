@@ -24,7 +24,7 @@ from kvdsl.lower import cpp, triton
 from kvdsl.lower import torch as torch_target
 from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula
-from kvdsl.runtime.torch import neighbours, view
+from kvdsl.runtime.torch import neighbours, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
@@ -201,3 +201,19 @@ def test_a_weighted_sum_of_vectors_is_a_product_of_matrices(score: str, inputs: 
     assert any(WEIGHTED[score] in line for line in plan_of(weighted).torch.observe)
     one = run_policy(weighted, TorchBackend(), replace(TRACE, inputs=inputs))
     assert not one.failures, one.failures[0]
+
+
+def test_what_has_dims_takes_fewer_queries_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A block of values for every query, slot and dim is no larger than one of probabilities elsewhere."""
+    vectors = checked("param budget = 7\nscore mean(norm2(max(attn * v over slots)))")
+    spec, sizes = spec_of(vectors), []
+    observe = spec.torch_kernels.observe
+
+    def noted(row: view.View, columns: view.Columns) -> None:
+        sizes.append(row.visible.expand(-1, row.position.shape[1], -1, -1).numel() * row.key.shape[-1])
+        observe(row, columns)
+
+    monkeypatch.setattr(spec.torch_kernels, "observe", noted)
+    monkeypatch.setitem(statistics._BLOCK_BYTES, "cpu", 4 * 1_000)
+    assert not run_policy(vectors, TorchBackend(), TRACE, spec=spec).failures
+    assert max(sizes) <= 1_000

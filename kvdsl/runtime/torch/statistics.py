@@ -29,6 +29,8 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
     """
     device = prompt.position.device.type
     entries = _BLOCK_BYTES.get(device, _DEFAULT_BLOCK_BYTES) // 4
+    if prompt.state.spec.vectors:
+        entries //= max(prompt.call.key.shape[-1], prompt.call.value.shape[-1])
     sinks = None if prompt.call.sinks is None else prompt.call.sinks.float().view(prompt.heads, prompt.group, 1)
     for row, head, tokens in prompt.tiles(first_query(prompt), entries):
         slots = prompt.reach(row, head, tokens)
