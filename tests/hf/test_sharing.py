@@ -220,7 +220,7 @@ def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
     assert model.config._attn_implementation == f"kvdsl_{own}"
     del twins
     assert model.config._attn_implementation == own
-    assert set(vars(model)) - methods == {"_kvdsl_probed"}
+    assert set(vars(model)) - methods == {"_kvdsl_admitted"}
     assert len(model._forward_pre_hooks) == hooks
 
     old = policies.make(policies.OBSERVING, model, budget=12)

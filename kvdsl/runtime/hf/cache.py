@@ -18,15 +18,19 @@ from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.given import param
 from kvdsl.runtime.hf import binding, saving, speculation
+from kvdsl.runtime.hf.admission import admit
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
+from kvdsl.runtime.hf.models import managed_windows, unwrap
+from kvdsl.runtime.hf.probe import KEEP_EVERYTHING
 from kvdsl.runtime.hf.rope import ropes
+from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
-from kvdsl.runtime.hf.turn import Turn
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.eviction import Together
 
 
@@ -55,7 +59,7 @@ class KVCache(Cache):
     ) -> None:
         given = {name: param(self.spec.name, name, value) for name, value in given.items()}
         Settings(self.spec, given).refuse_hopeless()
-        model = binding.unwrap(model)
+        model = unwrap(model)
         backends = self._bind(model, backend)
         self._begin(model, self.spec, given, backends, seed)
 
@@ -65,7 +69,9 @@ class KVCache(Cache):
         refuse_agreement(model, self.spec)
         backends = _Backends(self.spec, backend)
         backends.prepare(model)
-        self._binding = binding.bind(model)
+        self._binding = admit(
+            model, lambda: KVCache.assemble(model, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend())
+        )
         self._binding.last_as_long_as(self)
         return backends
 
@@ -84,17 +90,17 @@ class KVCache(Cache):
         self._spec = spec
         self._given = dict(given)
         self._config = text_config(model)
-        self._turn = Turn(model)
+        self._sync = LayerSync(model)
         self._choose = choose
         layers = native_layers(self._config)
         rope = ropes(model) if spec.compact else {}
         together = Together() if spec.victims == "layers" else None
-        for index, window in binding.managed_windows(model).items():
+        for index, window in managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
             state.reserves = model.device.type not in ("cpu", "meta")  # transformers asks before the prompt is there
             if together is not None:
                 together.join(state)
-            layer = SlotLayer(state, choose, self._turn, window=window, rope=rope.get(index))
+            layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index))
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
         super().__init__(layers=layers)
@@ -183,7 +189,7 @@ class KVCache(Cache):
         """For `pickle` and `torch.save`: all but the model and what serves it."""
         if getattr(type(self), "spec", None) is not self._spec:
             raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
-        model = self._turn.model
+        model = self._sync.model
         kept = {
             name: value for name, value in self.__dict__.items() if name not in ("_binding", "_spec", "_choose", "_config")
         }
@@ -208,14 +214,14 @@ class KVCache(Cache):
         """
         if self._binding is not None:
             raise KvdslError("the cache belongs to a model already: construct one for every model, or load it again")
-        model = binding.unwrap(model)
+        model = unwrap(model)
         left = dict(self._left)
         backend = left.pop("backend")
         saving.refuse_another(model, left)
         self._choose = self._bind(model, backend)
         fresh = type(self).assemble(model, self.spec, self._given, self._choose)
         self._config = fresh._config
-        self._turn.attach(model)
+        self._sync.attach(model)
         for index in self.managed:
             self.layers[index].attach(fresh.layers[index])
 
@@ -232,7 +238,7 @@ class KVCache(Cache):
         Raises:
             KvdslError: if the cache was loaded and belongs to no model yet.
         """
-        self._turn.require_model()
+        self._sync.require_model()
         fresh = native_layers(self._config)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SlotLayer):
@@ -252,9 +258,9 @@ class KVCache(Cache):
 
     def check_closed(self) -> None:
         """Raise KvdslError if keys were handed out that never met our attention."""
-        if self._turn.open is not None:
+        if self._sync.open is not None:
             raise KvdslError(
-                f"the keys of layer {self._turn.open} did not reach kvdsl's attention: the model changes them after caching "
+                f"the keys of layer {self._sync.open} did not reach kvdsl's attention: the model changes them after caching "
                 f"(as compressed latents, for example) or calls an attention of its own"
             )
 
@@ -279,11 +285,11 @@ class KVCache(Cache):
 
         So a given text is scored as if it were being generated, and in fewer forwards: the policy settles after every token.
         """
-        before, self._turn.one_by_one = self._turn.one_by_one, True
+        before, self._sync.one_by_one = self._sync.one_by_one, True
         try:
             yield
         finally:
-            self._turn.one_by_one = before
+            self._sync.one_by_one = before
 
     def crop(self, tokens_to_remove: int) -> None:
         """Take the last tokens back: what they made leave returns, and the cache is to the bit what it was before them.
@@ -335,8 +341,8 @@ class KVCache(Cache):
             ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
             guesses: how many of the last ones are guesses, None: who knows.
         """
-        self._turn.guesses = guesses
-        self._turn.text.note(ids, embeddings, self._turn.length)
+        self._sync.guesses = guesses
+        self._sync.text.note(ids, embeddings, self._sync.length)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
         """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `expect`.
@@ -344,7 +350,7 @@ class KVCache(Cache):
         Raises:
             KvdslError: if it does not continue what is cached.
         """
-        at = self._turn.text.differs(ids, embeddings, self._turn.length)
+        at = self._sync.text.differs(ids, embeddings, self._sync.length)
         if at is not None:
             raise KvdslError(
                 f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "

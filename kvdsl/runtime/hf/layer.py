@@ -18,7 +18,7 @@ from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.gradients import refusing
-from kvdsl.runtime.hf.turn import Turn
+from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.rope import Rope
@@ -57,7 +57,13 @@ class SlotLayer(Linked, CacheLayerMixin):
     is_croppable = True
 
     def __init__(
-        self, state: SlotState, choose: ChooseBackend, turn: Turn, *, window: int | None = None, rope: Rope | None = None
+        self,
+        state: SlotState,
+        choose: ChooseBackend,
+        sync: LayerSync,
+        *,
+        window: int | None = None,
+        rope: Rope | None = None,
     ) -> None:
         super().__init__()
         self.state = state
@@ -72,9 +78,9 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._counted = 0
         self._has_rate_of_one = False
         self._choose = choose
-        self._turn = turn
+        self._sync = sync
         self._module: Callable[[], nn.Module | None] = lambda: None
-        turn.enter(self)
+        sync.enter(self)
 
     def attach(self, fresh: SlotLayer) -> None:
         """Have what a fresh layer of the model has."""
@@ -92,8 +98,8 @@ class SlotLayer(Linked, CacheLayerMixin):
     @property
     def length(self) -> int:
         """Tokens that the model has seen, padding included (transformers' idea of the cache's length)."""
-        if self._turn.ahead:
-            self._turn.catch_up()
+        if self._sync.ahead:
+            self._sync.catch_up()
         return self._counted
 
     def count(self, tokens: int) -> None:
@@ -116,10 +122,10 @@ class SlotLayer(Linked, CacheLayerMixin):
             KvdslError: if they cannot continue what is cached.
         """
         if not torch.compiler.is_compiling():
-            self._turn.require_model()
+            self._sync.require_model()
             self.check_continues(key_states)
             self._check_length(key_states.shape[2])
-        self._turn.begin(self, key_states.shape[2])
+        self._sync.begin(self, key_states.shape[2])
         return mark(key_states, self), value_states
 
     def check_continues(self, key: Tensor) -> None:
@@ -159,7 +165,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         Raises:
             KvdslError: if the tokens cannot continue what is cached.
         """
-        self._turn.end(self)
+        self._sync.end(self)
         call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope)
         if not torch.compiler.is_compiling():
             out = self.attend_eagerly(module, call, positions)
@@ -179,8 +185,8 @@ class SlotLayer(Linked, CacheLayerMixin):
             cast = call.cast(stored)
             if self.log is None:
                 return self._serve(cast).to(call.value.dtype)
-            guesses = self._turn.take_guesses(self)
-            if self._turn.one_by_one and self.length:
+            guesses = self._sync.take_guesses(self)
+            if self._sync.one_by_one and self.length:
                 guesses = cast.query.shape[2]
             prompt = speculation.prompt_tokens(cast.query.shape[2], guesses, self.length, self.prompt_length)
             return speculation.serve(self.log, self.state, cast, prompt, guesses or 0, self._serve).to(call.value.dtype)
@@ -194,7 +200,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self.batch_size = batch
             self.is_initialized = True
         self.backend = self._choose(call.key.device, call.key.dtype)
-        if length == 0 or (tokens > 1 and not self._turn.one_by_one):
+        if length == 0 or (tokens > 1 and not self._sync.one_by_one):
             out = self.backend.prefill(self.state, call)
             self.prompt_length = length + tokens
             reads_one = max(self.prompt_length, self.state.expected) == 1
@@ -203,7 +209,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self._check_rate()
             out = self.backend.decode(self.state, call)
         self._counted += tokens
-        self._turn.add(self, tokens)
+        self._sync.add(self, tokens)
         return out
 
     # -- a forward that torch.compile traces ---------------------------------------------------------------------------
@@ -232,8 +238,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         assert self.backend is not None
         with torch.no_grad():
             out = step(self.backend, self.state, call.cast(self.state.dtype)).to(call.value.dtype)
-            self._turn.add(self, 1)
-        self._turn.ahead = True
+            self._sync.add(self, 1)
+        self._sync.ahead = True
         return out
 
     # -- what must not happen ------------------------------------------------------------------------------------------
@@ -259,7 +265,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     def _check_module(self, module: nn.Module) -> None:
         if self._module() is module:
             return
-        if not self._turn.owns(module):
+        if not self._sync.owns(module):
             raise KvdslError(
                 "this cache was made for another model: construct a cache for the model that you run (each model has its own)"
             )
@@ -267,7 +273,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def _check_text(self, positions: Tensor | None, real: Tensor | None, tokens: int) -> None:
         """Notice positions that go back: an unrelated prompt. Looks at the first layer, and never waits for a GPU's decode step."""
-        if positions is None or positions.ndim != 2 or not self.state.allocated or not self._turn.is_first(self):
+        if positions is None or positions.ndim != 2 or not self.state.allocated or not self._sync.is_first(self):
             return
         if tokens == 1 and positions.device.type != "cpu":
             return
@@ -283,8 +289,8 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def get_seq_length(self, *args: Any) -> int | Tensor:  # type: ignore[override]
         """Tokens seen, padding included; a tensor where reading it would be compiled into a constant, or wait for a GPU."""
-        if self._turn.is_tensor() and self._turn.total is not None:
-            return self._turn.total
+        if self._sync.is_tensor() and self._sync.total is not None:
+            return self._sync.total
         return self.length
 
     def get_mask_sizes(self, query_length: int | Tensor, *args: Any) -> tuple[int, int]:
@@ -293,7 +299,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         Raises:
             KvdslError: if nothing is new.
         """
-        if self._turn.is_tensor():
+        if self._sync.is_tensor():
             return UNCOUNTED, 0
         tokens = token_count(query_length)
         if tokens == 0:
@@ -319,7 +325,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._has_rate_of_one = False
         self.batch_size = -1
         self.is_initialized = False
-        self._turn.forget()
+        self._sync.forget()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
@@ -336,8 +342,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.length:
             with _no_gradients():
                 self.state.repeat_rows(repeats)
-                if self._turn.is_first(self):
-                    self._turn.text.repeat_rows(repeats)
+                if self._sync.is_first(self):
+                    self._sync.text.repeat_rows(repeats)
             self.forget_steps()
             self.batch_size *= repeats
 
@@ -345,8 +351,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         if self.length:
             with _no_gradients():
                 self.state.select_rows(rows)
-                if self._turn.is_first(self):
-                    self._turn.text.select_rows(rows)
+                if self._sync.is_first(self):
+                    self._sync.text.select_rows(rows)
             self.forget_steps()
             self.batch_size = len(rows)
 
@@ -401,7 +407,7 @@ class SlotLayer(Linked, CacheLayerMixin):
                 self.forget_steps()
         self.prompt_length = min(self.prompt_length, left)
         self.count(left)
-        self._turn.add(self, -removed)
+        self._sync.add(self, -removed)
 
     def forget_steps(self) -> None:
         """No step before now can be taken back."""

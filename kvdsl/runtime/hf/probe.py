@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,6 @@ from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.torch.backend import TorchBackend
 
 TOKENS = 7
 """Length of the test: a prompt of six tokens, of which the second row pads two, and one more."""
@@ -51,8 +50,11 @@ def plain_logits(model: PreTrainedModel) -> Tensor | None:
         return _logits(model(**_inputs(model, 0, TOKENS), use_cache=False))[:, -2:]
 
 
-def compare(model: PreTrainedModel, expected: Tensor | None) -> None:
+def compare(model: PreTrainedModel, expected: Tensor | None, keeps_everything: Callable[[], Any]) -> None:
     """Run the same tokens, a prompt and one decoded, through slots that keep everything; costs two forwards.
+
+    Args:
+        keeps_everything: makes a cache of `KEEP_EVERYTHING` for the model.
 
     Raises:
         KvdslError: if the attention is not reached, or does more than kvdsl knows.
@@ -61,7 +63,7 @@ def compare(model: PreTrainedModel, expected: Tensor | None) -> None:
         return
     try:
         with quietly(model), torch.no_grad():
-            ours = _through_slots(model)
+            ours = _through_slots(model, keeps_everything())
     except Exception as error:
         what = str(error) if isinstance(error, KvdslError) else f"{type(error).__name__}: {error}"
         raise KvdslError(f"{type(model).__name__} cannot be served: {what}") from error
@@ -86,11 +88,7 @@ def _inputs(model: PreTrainedModel, begin: int, end: int) -> dict[str, Tensor]:
     return inputs
 
 
-def _through_slots(model: PreTrainedModel) -> Tensor:
-    from kvdsl.runtime.hf.cache import KVCache
-
-    backend = TorchBackend()
-    cache = KVCache.assemble(model, KEEP_EVERYTHING, {}, lambda device, dtype: backend)
+def _through_slots(model: PreTrainedModel, cache: Any) -> Tensor:
     try:
         prompt = model(**_inputs(model, 0, TOKENS - 1), past_key_values=cache, use_cache=True)
         step = model(**_inputs(model, TOKENS - 1, TOKENS), past_key_values=cache, use_cache=True)

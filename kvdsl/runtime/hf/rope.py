@@ -25,7 +25,8 @@ from transformers.cache_utils import Cache, DynamicLayer
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import SlotLength, mark
-from kvdsl.runtime.hf.binding import bind, managed_windows, text_model
+from kvdsl.runtime.hf.binding import bind
+from kvdsl.runtime.hf.models import managed_windows, text_model
 from kvdsl.runtime.hf.probe import quietly
 from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
 from kvdsl.runtime.rope import Layout, Rope

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
 
 
-class Turn(Linked):
+class LayerSync(Linked):
     """Shared by the layers of one cache.
 
     The layers count the tokens of their own forwards. A compiled forward cannot: a number that differs from step to step would

@@ -1,0 +1,94 @@
+"""What kvdsl has to know of a transformers model, and which ones it cannot serve."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import is_full, layer_types, native_layers, sliding_window, text_config
+
+
+def unwrap(model: Any) -> PreTrainedModel:
+    """The transformers model inside a compiled, PEFT or data-parallel wrapper.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    found = model
+    for _ in range(4):
+        if isinstance(found, PreTrainedModel):
+            return found
+        if hasattr(found, "_orig_mod"):
+            found = found._orig_mod
+        elif hasattr(found, "get_base_model"):
+            found = found.get_base_model()
+        elif isinstance(found, nn.Module) and hasattr(found, "module"):
+            found = found.module
+    raise KvdslError(f"the model must be a transformers model, not {_described(model)}")
+
+
+def _described(thing: Any) -> str:
+    if isinstance(thing, type):
+        return f"the class {thing.__name__} (construct or load it first)"
+    return f"{type(thing).__name__} {thing!r}" if isinstance(thing, (str, int, float)) else type(thing).__name__
+
+
+def text_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The outermost part of the model that has the text config: the model itself, or a multimodal model's decoder."""
+    config = text_config(model)
+    for part in model.modules():
+        if isinstance(part, PreTrainedModel) and part.config is config:
+            return part
+    return model
+
+
+def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
+    """The layers that a policy manages and the window in which each attends, None for the whole text.
+
+    Raises:
+        KvdslError: if there is none.
+    """
+    native = native_layers(text_config(model))
+    full: dict[int, int | None] = {index: None for index, layer in enumerate(native) if is_full(layer)}
+    if full:
+        return full
+    windows = {index: sliding_window(layer) for index, layer in enumerate(native)}
+    if native and all(window is not None for window in windows.values()):
+        return windows
+    kinds = sorted({type(layer).__name__ for layer in native})
+    raise KvdslError(f"{type(model).__name__} has no layer with an ordinary cache to manage, only {', '.join(kinds)}")
+
+
+# -- refusals ----------------------------------------------------------------------------------------------------------
+
+
+def refuse_unsupported(model: PreTrainedModel) -> None:
+    """Raise KvdslError for a model that would be served wrongly or not at all, as far as its class and config tell."""
+    config = text_config(model)
+    name = type(model).__name__
+    if getattr(model.config, "is_encoder_decoder", False):
+        raise KvdslError(f"{name} is an encoder-decoder model; kvdsl caches serve decoder-only models")
+    if not getattr(type(text_model(model)), "_can_set_attn_implementation", lambda: True)():
+        raise KvdslError(unreachable(model))
+    if "chunked_attention" in (layer_types(config) or ()) or getattr(config, "attention_chunk_size", None):
+        raise KvdslError(
+            f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, which a policy over the whole "
+            f"text would change: kvdsl does not serve chunked attention"
+        )
+    if getattr(config, "output_attentions", False):
+        raise KvdslError(
+            f"{name}'s config asks for `output_attentions`, which fused attention never builds: set it to False first"
+        )
+    managed_windows(model)
+
+
+def unreachable(model: PreTrainedModel) -> str:
+    """What to say of a model whose attention cannot be replaced."""
+    return (
+        f"the attention of {type(model).__name__} cannot be reached: the model does not call it through transformers' "
+        f"AttentionInterface, so no cache can observe or replace it; use a model that does (Llama, Qwen, Mistral, Gemma, "
+        f"Phi-3, GPT-NeoX and most others)"
+    )
