@@ -58,7 +58,7 @@ def find_sketch(
     return dims, due
 
 
-@triton.jit(do_not_specialize=["anew"])
+@triton.jit
 def look(
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
@@ -73,7 +73,7 @@ def look(
     seen,  # [B] int32: the new token's position
     real,  # [B] bool
     numbers,  # [B, 3] float64
-    anew,  # whether what is kept beside the keys is still to be made from them
+    copied,  # [B] int32: whether what is kept beside the keys holds; else it is to be made from them
     slots,
     per_split,  # slots per split
     width,  # W
@@ -103,7 +103,7 @@ def look(
     sketch_keys += pair * slots * width
     dims, due = find_sketch(query, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
     tl.store(sketch + pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
-    gather = (anew != 0) | due
+    gather = (tl.load(copied + row) == 0) | due
     q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
 
     gap = tl.full([BLOCK], ops.INT_MAX, tl.int32)
@@ -180,6 +180,7 @@ def settle(
     sketch,  # [B, H, W] int32, with all that follows as for `look`
     sketch_keys,  # [B, H, N, W]
     prompt,  # [B] int32
+    copied,  # [B] int32
     width,
     newest,  # [B] int32: the new token's position
     seen,  # [B] int32: gets the next token's
@@ -226,6 +227,7 @@ def settle(
     tl.store(position + slot, now)
     if SELECTS:
         select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, pair, slot, slots, width, W_PAD)
+        tl.store(copied + row, 1)
     else:  # it is kept up to date where it is not looked at, too
         dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
         j = tl.arange(0, W_PAD)

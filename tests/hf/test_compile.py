@@ -148,6 +148,17 @@ def test_a_thousand_steps_in_every_layout_are_compiled_once(layout: str, backend
     _thousand(layout, backend)
 
 
+def test_what_is_kept_beside_the_keys_stays_from_one_compiled_step_to_the_next() -> None:
+    """A step in a graph works on a state of its own: what it allocated there was gone, and made again from all keys in every step."""
+    model = zoo.make("Llama", num_hidden_layers=3)
+    ours, theirs = (policies.make("roco_sparcas", model, budget=BUDGET, tokens=8, dims=4, backend="cpu") for _ in range(2))
+    tokens = decode(model, whole(model), ours, 5)
+    state = ours.layers[2].state
+    assert state.selects and state.sketch_keys.numel() and state.copied.tolist() == [1, 1]
+    assert torch.equal(tokens, decode(model, model, theirs, 5))
+    assert_same_slots(ours, theirs)
+
+
 # -- between graphs ----------------------------------------------------------------------------------------------------
 
 

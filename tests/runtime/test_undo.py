@@ -64,7 +64,7 @@ class Run:
         return self.backend.decode(self.state, self.call(1, seed, real))
 
     def content(self) -> dict[str, Tensor]:
-        copies = ("sketch_keys", "page_bounds", "half_keys", "length")
+        copies = ("sketch_keys", "page_bounds", "copied", "half_keys", "length")
         return {name: getattr(self.state, name).clone() for name in self.state.declared if name not in copies}
 
 

@@ -42,14 +42,14 @@ class DecodeArgs(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
             "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "seen",
-            "real", "params", "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds",
+            "real", "params", "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "copied",
             "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
             "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
             "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
-            "sketch_width", "pages", "block_size", "blocks", "anew",
+            "sketch_width", "pages", "block_size", "blocks",
         )),
         ("seed", ctypes.c_uint32),
         ("scale", ctypes.c_float),
@@ -98,6 +98,8 @@ class CpuBackend:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._fold)
         state.keep_halves(call.rope)
+        if not state.grows:  # now, because a step in a graph could not leave what it allocates to the next
+            state.keep_copies(TILE)
         return out
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
@@ -114,10 +116,10 @@ class CpuBackend:
         state.make_room(call.query.shape[2])
         state.keep_halves(call.rope)
         state.forget_length()
-        anew = state.keep_copies(TILE)
+        state.keep_copies(TILE)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        held, args = decode_args(state, call, out, anew=anew, seconds=self.seconds)
+        held, args = decode_args(state, call, out, seconds=self.seconds)
         _check(self._decode(ctypes.byref(args)))
         del held
         return out
@@ -145,12 +147,11 @@ def _check(status: int) -> None:
 
 
 def decode_args(
-    state: SlotState, call: AttentionCall, out: Tensor, *, anew: bool = False, seconds: Tensor | None = None
+    state: SlotState, call: AttentionCall, out: Tensor, *, seconds: Tensor | None = None
 ) -> tuple[tuple[object, ...], DecodeArgs]:
     """The kernel's arguments, and what must live as long as they do.
 
     Args:
-        anew: whether what is kept beside the keys must be made from them.
         seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
 
     Raises:
@@ -169,7 +170,7 @@ def decode_args(
     args.query_stride[:], args.key_stride[:], args.value_stride[:] = query.stride()[:3], key.stride()[:3], value.stride()[:3]
     args.group, args.tokens = query.shape[1] // key.shape[1], key.shape[2]
     args.window, args.scale, args.softcap = call.window or 0, call.scaling, call.softcap or 0.0
-    args.threads, args.anew = torch.get_num_threads(), anew
+    args.threads = torch.get_num_threads()
     if rope is None or turns is None:
         _point(args, near=None, far=None, half_keys=None)
     else:
@@ -235,6 +236,8 @@ def _described(state: SlotState) -> _Slots:
     if spec.sketches:
         args.sketch_width = state.sketch.shape[-1]
         _point(args, sketch=state.sketch, prompt=state.prompt, sketch_keys=state.sketch_keys)
+    if "copied" in state.declared:
+        _point(args, copied=state.copied)
     if "page" in spec.numbers:
         args.pages = state.page_bounds.shape[2]
         _point(args, page_bounds=state.page_bounds)

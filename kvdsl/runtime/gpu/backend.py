@@ -81,6 +81,7 @@ class TritonBackend:
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
                 stays_where_it_is(state.keep_length())
+            state.keep_copies(1)
             state.keep_halves(call.rope)
             if (rope := _turns(state, call)) is not None:
                 digits(rope, state.position.device)
@@ -116,7 +117,7 @@ class TritonBackend:
         batch, heads, value_dim = value.shape
         sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
-        anew = state.keep_copies(1)
+        state.keep_copies(1)
         rope = _turns(state, call)
         keys, values = state.stored
         block_size, blocks = (state.size, state.blocks) if isinstance(state, BlockState) else (0, 0)
@@ -128,7 +129,7 @@ class TritonBackend:
             "angles": None if rope is None else digits(rope, key.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": keys, "values": values,
-            "anew": int(anew), "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
+            "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,

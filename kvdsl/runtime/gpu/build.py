@@ -64,12 +64,12 @@ _TYPES = {
     **dict.fromkeys(
         ("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"
     ),
-    **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt"), "*i32"),
+    **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
     **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
-        ("slots", "heads", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages", "anew"), "i32"
+        ("slots", "heads", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages"), "i32"
     ),
     **dict.fromkeys(("tokens", "batch", "blocks", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),

@@ -45,6 +45,8 @@ class SlotState(Linked):
     What a backend may keep beside the keys, made from them and empty until it is:
         sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys over the sketch's dims.
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
+        copied [batch] int32: 1 where these hold what the row's keys are. It lies with them, because a step in a graph cannot tell
+            the next one otherwise.
     One with compact positions:
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
         length [batch, kv_heads, 1] int32, of backends that cannot count while they attend; empty until it is counted: how many tokens
@@ -86,6 +88,7 @@ class SlotState(Linked):
     half_keys: Tensor
     sketch_keys: Tensor
     page_bounds: Tensor
+    copied: Tensor
 
     window: int | None
     ring_sizes: tuple[int, ...]
@@ -321,12 +324,14 @@ class SlotState(Linked):
         """Place what does not lie slot after slot; the arguments are those of `_allocate`, which has placed everything else."""
 
     def forget_copies(self) -> None:
-        """What is kept beside the keys no longer holds: whoever reads it makes it anew."""
+        """What is kept beside the keys no longer holds: whoever reads it makes it from them."""
         keys, (batch, heads, _) = self.stored[0], self.position.shape
-        if self.spec.sketches:
+        if self.spec.sketches and not self.sketch_keys.numel():
             self._forget("sketch_keys", keys, (batch, heads, 0, 0, 0))
-        if "page" in self.spec.numbers:
+        if "page" in self.spec.numbers and not self.page_bounds.numel():
             self._forget("page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
+        if "copied" in self.declared:
+            self._put("copied", self.position.new_zeros(batch))
         self.forget_length()
 
     def forget_length(self) -> None:
@@ -345,24 +350,28 @@ class SlotState(Linked):
             self.length = (self.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
         return self.length
 
-    def keep_copies(self, tile: int) -> bool:
-        """Room for what kernels keep beside the keys, where this layer selects; whether it is still to be made from them.
+    def keep_copies(self, tile: int) -> None:
+        """Have room for what kernels keep beside the keys, where this layer selects.
 
         Args:
             tile: slots of a tile of `sketch_keys`.
         """
-        if not self.selects:
-            return False
+        if not self.selects or "copied" not in self.declared:
+            return
         keys, (batch, heads, slots) = self.stored[0], self.position.shape
-        tiles, anew = -(-slots // tile), False
-        if self.spec.sketches and self.sketch_keys.shape[2] != tiles:
-            self.sketch_keys = keys.new_empty(batch, heads, tiles, self.sketch.shape[-1], tile)
-            anew = True
-        if "page" in self.spec.numbers and not self.page_bounds.numel():
+        if self.spec.sketches:
+            self._have("sketch_keys", keys, (batch, heads, -(-slots // tile), self.sketch.shape[-1], tile))
+        if "page" in self.spec.numbers:
             pages = int(slots // float(self.settings.named(self.numbers)["page"].min())) + 1
-            self.page_bounds = keys.new_empty(batch, heads, pages, 2, keys.shape[-1])
-            anew = True
-        return anew
+            self._have("page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
+
+    def _have(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+        """Have a tensor of that name and shape, with whatever in it if it had another."""
+        if getattr(self, name).shape != shape:
+            setattr(self, name, like.new_empty(shape))
+            self.copied.zero_()
+            if not self.grows:
+                stays_where_it_is(getattr(self, name))
 
     def keep_halves(self, rope: Rope | None) -> None:
         """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
@@ -475,9 +484,9 @@ class SlotState(Linked):
         if not self.allocated:
             return
         for name, one in self.declared.items():
-            if one.batch is None:
-                continue
             tensor: Tensor = getattr(self, name)
+            if one.batch is None or tensor.shape == NOTHING.shape:
+                continue
             chosen = tensor.index_select(one.batch, rows.to(tensor.device))
             if chosen.shape == tensor.shape:
                 tensor.copy_(chosen)

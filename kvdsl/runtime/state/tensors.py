@@ -28,6 +28,10 @@ def _pages(spec: PolicySpec) -> bool:
     return "page" in spec.numbers
 
 
+def _copies(spec: PolicySpec) -> bool:
+    return spec.selects and (spec.sketches or "page" in spec.numbers)
+
+
 def _compact(spec: PolicySpec) -> bool:
     return spec.compact
 
@@ -68,6 +72,7 @@ BY_SLOT = (
     Declared("prompt", changes=False, of=_sketches),
     Declared("sketch_keys", of=_sketches),
     Declared("page_bounds", of=_pages),
+    Declared("copied", of=_copies),
     Declared("rank", noted=True, of=_compact),
     Declared("length", of=_compact),
     Declared("half_keys", of=_halves),

@@ -77,16 +77,17 @@ void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, in
   }
 }
 
+// The row's new tokens that are no padding.
+int real_tokens(const DecodeArgs& args, int64_t row) {
+  if (!args.real) return args.tokens;
+  int tokens = 0;
+  for (int t = 0; t < args.tokens; ++t) tokens += args.real[row * args.tokens + t] != 0;
+  return tokens;
+}
+
 // Each row has seen its real tokens.
 void advance(const DecodeArgs& args) {
-  for (int64_t b = 0; b < args.batch; ++b) {
-    int tokens = args.tokens;
-    if (args.real) {
-      tokens = 0;
-      for (int t = 0; t < args.tokens; ++t) tokens += args.real[b * args.tokens + t] != 0;
-    }
-    args.seen[b] += tokens;
-  }
+  for (int64_t b = 0; b < args.batch; ++b) args.seen[b] += real_tokens(args, b);
 }
 
 // Whether these are different slots that hold a token. Those that were seen are marked meanwhile.
@@ -128,6 +129,9 @@ int decode(const DecodeArgs& args, const Steps& steps) {
   }
   for (int u = 0; u < together; ++u) status |= shared[u].status();
   give_blocks_back(args);
+  if (args.copied) {
+    for (int b = 0; b < args.batch; ++b) args.copied[b] |= real_tokens(args, b) > 0;
+  }
   advance(args);
   return status;
 }

@@ -62,7 +62,7 @@ class Unit {
       if (args_.near) float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
     attend_to_all();
-    if (steps_.selecting.selects()) begin_choice(slot, t == 0 && args_.anew);
+    if (steps_.selecting.selects()) begin_choice(slot);
     return placed_ = true;
   }
 
@@ -185,6 +185,7 @@ class Unit {
   Unit(const DecodeArgs& args, const Steps& steps, int number, Arena arena)
       : args_(args), steps_(steps), work_(args, steps, arena), row_(number / args.kv_heads),
         head_(number % args.kv_heads), choice_(args, steps, work_.choice, work_.ones, number) {
+    if (args.copied) copied_ = args.copied[row_] != 0;
     const int64_t first = int64_t{number} * args.slots;
     keys_ = layout(args.keys, args.key_dim, number);
     values_ = layout(args.values, args.value_dim, number);
@@ -255,9 +256,10 @@ class Unit {
     row_chunks_ = work_.chunks;
   }
 
-  void begin_choice(int slot, bool anew) {
+  void begin_choice(int slot) {
     const Query query = query_of();
-    choice_.begin(query, work_.query, slot, anew);
+    choice_.begin(query, work_.query, slot, !copied_);
+    copied_ = true;
     choosing_ = choice_.choosing();
     if (!choosing_) return;
     Slots held = query;
@@ -485,6 +487,7 @@ class Unit {
   int next_;  // the position of the row's next token
   int newest_ = -1, oldest_ = 0, live_ = 0;
   bool placed_ = false, choosing_ = false;
+  bool copied_ = true;  // what is kept beside the keys holds
   const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
   int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
   int status_ = ok;

@@ -41,6 +41,7 @@ struct DecodeArgs {
   const int32_t* prompt;  // [B] real tokens of the prompt; null without a sketch
   void* sketch_keys;      // [B, H, N / block, S, block] model dtype, see src/sketch.hpp; null unless the layer selects by it
   void* page_bounds;      // [B, H, pages, 2, D] model dtype, see src/pages.hpp; null unless the layer selects by pages
+  int32_t* copied;        // [B] 1 where the last two hold what the keys are; null where there are none
   double* seconds;        // [stages] or null: gets the threads' time added up, see src/laps.hpp
   int64_t query_stride[3];
   int64_t key_stride[3];
@@ -64,7 +65,6 @@ struct DecodeArgs {
   int32_t pages;
   int32_t block_size;  // slots of a block, where there is a table
   int32_t blocks;      // of the pool
-  int32_t anew;  // 1: sketch_keys and page_bounds hold nothing yet
   uint32_t seed;
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none
