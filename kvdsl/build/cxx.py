@@ -43,16 +43,31 @@ def compiler() -> list[str]:
     Raises:
         KvdslError: if there is none.
     """
-    try:
-        named = shlex.split(os.environ.get("CXX", ""))
-    except ValueError as error:
-        raise KvdslError(f"CXX is no command (`{os.environ['CXX']}`: {error}); {_OTHER}") from error
+    named = _words("CXX")
     for name in named[:1] or _COMPILERS:
         path = shutil.which(name)
         if path:
             return [path, *named[1:]]
     tried = " ".join(named) or ", ".join(_COMPILERS)
     raise KvdslError(f"no C++ compiler found (tried {tried}); install g++ or clang++, or set CXX")
+
+
+def flags() -> list[str]:
+    """What every build is told, and behind it `$KVDSL_CXXFLAGS`: `-march=x86-64-v3` for machines that have less than this one, say.
+
+    Raises:
+        KvdslError: if that cannot be read.
+    """
+    return [*FLAGS, *_words("KVDSL_CXXFLAGS")]
+
+
+def _words(variable: str) -> list[str]:
+    """An environment variable, split as a shell does."""
+    try:
+        return shlex.split(os.environ.get(variable, ""))
+    except ValueError as error:
+        other = _OTHER if variable == "CXX" else f"change {variable}"
+        raise KvdslError(f"{variable} cannot be read (`{os.environ[variable]}`: {error}); {other}") from error
 
 
 @lru_cache
@@ -110,7 +125,7 @@ def driver_objects() -> list[Path]:
         KvdslError: as in `kernel_library`.
     """
     sources = sorted(DRIVER.glob("*.cpp"))
-    command = [*compiler(), *FLAGS, "-c"]
+    command = [*compiler(), *flags(), "-c"]
 
     def make(folder: Path) -> None:
         with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
@@ -136,7 +151,7 @@ def _place(name: str, source: str = "") -> Path:
     """Where in the cache lies what is built of the runtime and perhaps a source."""
     cxx = compiler()
     digest = hashlib.sha256(_runtime())
-    for part in (source, " ".join((*cxx, *FLAGS, *EXACT)), compiler_version(*cxx), _processor(), __version__):
+    for part in (source, " ".join((*cxx, *flags(), *EXACT)), compiler_version(*cxx), _processor(), __version__):
         digest.update(part.encode() + b"\0")
     return cache_folder() / "cpu" / f"{name}-{digest.hexdigest()[:16]}"
 
@@ -148,7 +163,7 @@ def build_library(sources: list[Path], library: Path) -> None:
         KvdslError: without a compiler, or if it fails or makes nothing.
         OSError: if there is no writing there.
     """
-    _compile([*compiler(), *FLAGS, *EXACT, "-shared"], sources, library)
+    _compile([*compiler(), *flags(), *EXACT, "-shared"], sources, library)
 
 
 def _compile(command: list[str], sources: list[Path], made: Path) -> None:

@@ -85,7 +85,7 @@ def test_a_compiler_that_makes_nothing(source: Path, monkeypatch: pytest.MonkeyP
     ("command", "says"),
     [
         ("false", "ended with 1 without a word"),
-        ("'", "CXX is no command .*; set CXX to another one"),
+        ("'", "CXX cannot be read .*; set CXX to another one"),
         ("{}", "cannot be run"),
         ("sh -c", "the C\\+\\+ compiler"),
     ],
