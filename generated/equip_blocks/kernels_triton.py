@@ -207,6 +207,6 @@ def observe(
         t = observing.place(order, now, first, asked, PADDED)
         now = now[None, :]
         visible = (since <= now) & (now <= until)
-        attn, logit = observing.given(query, lse, k, t, asked, tokens, scaling, softcap, query_head, query_token, ATTN=True, LOGIT=False, HOW="mean", G=G, D=D, CAPPED=CAPPED)
+        attn, logit = observing.weights(query, lse, k, t, asked, tokens, scaling, softcap, query_head, query_token, ATTN=True, LOGIT=False, HOW="mean", G=G, D=D, CAPPED=CAPPED)
         sum_attn += observing.total(attn, visible)
     tl.store(sum_attn_at + i, tl.load(sum_attn_at + i, mask=seen, other=0.0) + sum_attn, mask=seen)

@@ -17,7 +17,7 @@ from kvdsl.interp.head import Head
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.settle import overflow, ranks, room, union, victims, victims_across
-from kvdsl.interp.step import Given, Step
+from kvdsl.interp.step import Attended, Step
 from kvdsl.ir.nodes import Policy
 
 Leaving = Callable[[int, Numbers], int]
@@ -68,7 +68,7 @@ class Layer:
         """
         query, key, value = floats(q), floats(k), floats(v)
 
-        def part_of(index: int, part: slice) -> Given:
+        def part_of(index: int, part: slice) -> Attended:
             return self.machines[index].prompt(heads[index], query[index, part], key[index, part], value[index, part])
 
         return self._prompt(heads, key.shape[1], part_of)
@@ -88,9 +88,9 @@ class Layer:
         """
         rows = [_by_position(head, x) for head, x in zip(heads, attn, strict=True)]
 
-        def part_of(index: int, part: slice) -> Given:
+        def part_of(index: int, part: slice) -> Attended:
             key, value = (None if x is None else floats(x)[index, part] for x in (k, v))
-            return self.machines[index].given(heads[index], rows[index][part], key, value)
+            return self.machines[index].told(heads[index], rows[index][part], key, value)
 
         return self._prompt(heads, len(rows[0]), part_of)
 
@@ -103,20 +103,20 @@ class Layer:
         """
         rows = [_by_position(head, floats(x)[None]) for head, x in zip(heads, attn, strict=True)]
 
-        def part_of(index: int) -> Given:
+        def part_of(index: int) -> Attended:
             key, value = (None if x is None else floats(x)[index][None] for x in (k, v))
-            return self.machines[index].given(heads[index], rows[index], key, value)
+            return self.machines[index].told(heads[index], rows[index], key, value)
 
         return self._token(heads, part_of)
 
-    def _prompt(self, heads: Sequence[Head], count: int, part_of: Callable[[int, slice], Given]) -> list[Step]:
+    def _prompt(self, heads: Sequence[Head], count: int, part_of: Callable[[int, slice], Attended]) -> list[Step]:
         """A forward of the prompt, in the parts that `prefill` asks for: each head's last step, with all outputs."""
         evicts = self.policy.when != "decode"
         parts = []
         for part, ends in self._parts(heads[0].seen, count):
             given = [part_of(index, part) for index in range(len(heads))]
             steps = self.settle(heads, overflow if ends and evicts else nobody)
-            parts.append([step.with_given(mine) for step, mine in zip(steps, given, strict=True)])
+            parts.append([step.with_attended(mine) for step, mine in zip(steps, given, strict=True)])
         return [
             replace(mine[-1], out=np.concatenate([step.out for step in mine]), earlier=tuple(mine[:-1]))
             for mine in zip(*parts, strict=True)
@@ -133,13 +133,14 @@ class Layer:
             yield slice(start, stop), (first + stop) % block == 0
             start = stop
 
-    def _token(self, heads: Sequence[Head], part_of: Callable[[int], Given]) -> list[Step]:
+    def _token(self, heads: Sequence[Head], part_of: Callable[[int], Attended]) -> list[Step]:
         """A forward of one token after the prompt."""
         before = self.make_room(heads)
         given = [part_of(index) for index in range(len(heads))]
         steps = self.settle(heads, overflow if self.policy.when != "prefill" else nobody)
         return [
-            replace(step.with_given(mine), earlier=earlier) for step, mine, earlier in zip(steps, given, before, strict=True)
+            replace(step.with_attended(mine), earlier=earlier)
+            for step, mine, earlier in zip(steps, given, before, strict=True)
         ]
 
     # -- settling ------------------------------------------------------------------------------------------------------

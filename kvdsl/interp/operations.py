@@ -16,7 +16,7 @@ from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
-from kvdsl.interp.step import Given
+from kvdsl.interp.step import Attended
 from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
 from kvdsl.ir.visitors import children
 
@@ -75,7 +75,7 @@ class Operations:
         scope = self.scope(head, new, head.seen - 1)
         head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self._number)
 
-    def prompt(self, head: Head, q: Array, k: Array, v: Array) -> Given:
+    def prompt(self, head: Head, q: Array, k: Array, v: Array) -> Attended:
         """Several tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
         first, outs = head.seen, []
         self.place(head, k, v)
@@ -85,9 +85,9 @@ class Operations:
             self.observe(head, newest, attn, logit, query)
             outs.append(found.out)
         self.refresh(head, newest, query)
-        return Given(np.stack(outs), attn, logit)
+        return Attended(np.stack(outs), attn, logit)
 
-    def token(self, head: Head, q: Array, k: Array, v: Array) -> Given:
+    def token(self, head: Head, q: Array, k: Array, v: Array) -> Attended:
         """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv]."""
         newest = head.seen
         self.place(head, k[None], v[None])
@@ -97,9 +97,9 @@ class Operations:
         found = self.attend(head, newest, q, chosen)
         attn, logit = self.over_group(found.probs), self.over_group(found.logits)
         self.observe(head, newest, attn, logit, q)
-        return Given(found.out, attn, logit, chosen)
+        return Attended(found.out, attn, logit, chosen)
 
-    def given(self, head: Head, rows: Sequence[Mapping[int, float]], k: Array | None, v: Array | None) -> Given:
+    def told(self, head: Head, rows: Sequence[Mapping[int, float]], k: Array | None, v: Array | None) -> Attended:
         """Tokens whose attention is given, up to their settle: each row by the slots' positions; k [L, D], v [L, Dv]."""
         first = head.seen
         key = np.zeros((len(rows), head.key.shape[1])) if k is None else k
@@ -108,7 +108,7 @@ class Operations:
         for newest, row in enumerate(rows, start=first):
             attn = np.array([row[position] for position in head.position])
             self.observe(head, newest, attn, np.full_like(attn, np.nan), None)
-        return Given(np.zeros(0), attn, np.zeros(0))
+        return Attended(np.zeros(0), attn, np.zeros(0))
 
     def attend(self, head: Head, newest: int, q: Array, chosen: Mask | None = None) -> Attention:
         """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these."""

@@ -10,7 +10,7 @@ from kvdsl.interp.evaluate import Array, Indices, Mask
 
 
 @dataclass(frozen=True)
-class Given:
+class Attended:
     """What a forward's queries gave, over the n slots that are live then; as in `Step`."""
 
     out: Array
@@ -48,9 +48,9 @@ class Step:
     selected: Mask | None = None
     earlier: tuple[Step, ...] = ()
 
-    def with_given(self, given: Given) -> Step:
+    def with_attended(self, attended: Attended) -> Step:
         """The step of the forward that gave this."""
-        return replace(self, **vars(given))
+        return replace(self, **vars(attended))
 
     @property
     def evicted(self) -> Indices:

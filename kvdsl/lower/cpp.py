@@ -253,14 +253,15 @@ class SelectPlan:
     """How a query chooses what it attends to.
 
     Attributes:
-        by: which of `kvdsl::By`. `rank_before`, `rank`: for its expression, statements before the loop over slots and the value.
+        by: which of `kvdsl::By`. `expression_before`, `expression`: for one of its own, statements before the
+            loop over slots and the value.
         always: statements that protect what is attended to in any case.
         page, sketch: whether there are pages, and a sketch. `sketch_before`, `sketch_by`: as for the expression, over dims.
     """
 
     by: str
-    rank_before: tuple[str, ...]
-    rank: str
+    expression_before: tuple[str, ...]
+    expression: str
     always: tuple[str, ...]
     page: bool
     sketch: bool
@@ -493,8 +494,8 @@ def _select(policy: Policy) -> SelectPlan | None:
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(
         by=by,
-        rank_before=tuple(before),
-        rank=value,
+        expression_before=tuple(before),
+        expression=value,
         always=texts(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
         page=policy.pages is not None,
         sketch=policy.sketch is not None,

@@ -157,7 +157,7 @@ def _given(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
     attn, logit = "attn" in inputs, "logit" in inputs
     if attn or logit:
         yield Fragment(
-            f"attn, logit = observing.given(query, {'lse' if attn else None}, k, t, asked, tokens, scaling, softcap, "
+            f"attn, logit = observing.weights(query, {'lse' if attn else None}, k, t, asked, tokens, scaling, softcap, "
             f'query_head, query_token, ATTN={attn}, LOGIT={logit}, HOW="{policy.group}", G=G, D=D, CAPPED=CAPPED)'
         )
     if "observed" in inputs:

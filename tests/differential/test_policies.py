@@ -110,19 +110,19 @@ def _mean_of_one_more(view: View, op: str, x: torch.Tensor, **axes: Any) -> torc
 
 
 def _newer_leaves_first(x: torch.Tensor, position: torch.Tensor) -> torch.Tensor:
-    return REAL_RANK_KEY(x, 10**6 - position)
+    return REAL_GRADE(x, 10**6 - position)
 
 
 def _protects_one_fewer(protection: settling.Protection, by: Any, count: Any) -> None:
     REAL_TOP(protection, by, count - 1)
 
 
-REAL_OVER_SLOTS, REAL_RANK_KEY, REAL_TOP = View.over_slots, settling.rank_key, settling.Protection.top
+REAL_OVER_SLOTS, REAL_GRADE, REAL_TOP = View.over_slots, settling.grade, settling.Protection.top
 
 PLANTED: dict[str, tuple[object, str, Any]] = {
     "a column by another rule": (Columns, "last", _oldest_for_last),
     "a mean that is off by a thousandth": (View, "over_slots", _mean_of_one_more),
-    "ties the other way": (settling, "rank_key", _newer_leaves_first),
+    "ties the other way": (settling, "grade", _newer_leaves_first),
     "one token less protected": (settling.Protection, "top", _protects_one_fewer),
 }
 

@@ -53,7 +53,7 @@ def reach(order, low, high, first, cached, window, PADDED: tl.constexpr):
 
 
 @triton.jit
-def given(
+def weights(
     query,  # the KV head's of the row: G heads of [T, D]
     lse,  # theirs, [G, T], if ATTN
     k,  # [SLOTS, D_PAD]

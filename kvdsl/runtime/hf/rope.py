@@ -57,7 +57,7 @@ def ropes(model: PreTrainedModel) -> dict[int, Rope | None]:
     if known is None or known[0] != part.dtype:  # a model that is converted may round its frequencies
         _refuse_by_config(part)
         with torch.inference_mode(False), torch.no_grad():
-            seen = _look(model, part)
+            seen = _watch(model, part)
             _refuse_unused_positions(part, seen)
             known = _found[part] = part.dtype, _fit_all(part, {layer: seen[layer] for layer in managed_windows(model)})
     return dict(known[1])
@@ -111,7 +111,7 @@ class _Tap(DynamicLayer):
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
 
-def _look(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
+def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
     """Keys and values of every layer with a cache for attention, float64 [positions, tokens * kv_heads, dim] each.
 
     Raises:

@@ -9,7 +9,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import pages
-from kvdsl.runtime.torch.settle import Places, rank_key
+from kvdsl.runtime.torch.settle import Places, grade
 from kvdsl.runtime.torch.view import View, slots_view
 
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
@@ -43,7 +43,7 @@ def selected(state: SlotState, row: View) -> Tensor:
 
 def _keys(by: Tensor, tie: Tensor, seen: Tensor, protected: Tensor) -> Tensor:
     """Integers by which slots rank: what is protected above all, what the query does not see below all."""
-    keys = torch.where(protected, _HIGHEST, rank_key(by, tie))
+    keys = torch.where(protected, _HIGHEST, grade(by, tie))
     return torch.where(seen, keys, _LOWEST)
 
 
@@ -77,7 +77,7 @@ def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor
     batch, heads, _, _, dim = row.k.shape
     by = state.spec.torch_kernels.sketch(row).expand(batch, heads, 1, 1, dim)[:, :, 0, 0]
     dims = torch.arange(dim, device=by.device)
-    places = rank_key(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # of equals the lower dim is first
+    places = grade(by, dim - 1 - dims).argsort(dim=-1, descending=True).argsort(-1)  # of equals the lower dim is first
     count = state.settings.per_head(numbers)["sketch_dims"]
     found = torch.where(places < count, dims, dim).sort(-1).values[..., :width]
     return torch.where(found < dim, found, -1).int()

@@ -14,7 +14,7 @@ from torch import Tensor
 _NAN = -(2**31) + 1  # below every number, above what marks a free slot
 
 
-def rank_key(x: Tensor, position: Tensor) -> Tensor:
+def grade(x: Tensor, position: Tensor) -> Tensor:
     """Integers in the order in which slots rank: by `x` (NaN lowest, -0 = +0), then by position.
 
     Args:
@@ -55,7 +55,7 @@ class Protection:
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
         """Protect the `count` live slots that rank highest by `by`, [batch, kv_heads, 1, slots]."""
-        key = torch.where(self.alive, rank_key(_per_slot(by, self.position), self.position), torch.iinfo(torch.int64).min)
+        key = torch.where(self.alive, grade(_per_slot(by, self.position), self.position), torch.iinfo(torch.int64).min)
         self._add(_ranks(key) >= self.mask.shape[-1] - _tokens(count))
 
     def where(self, condition: Tensor | bool) -> None:
@@ -143,7 +143,7 @@ def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
     Args:
         score: float32 [batch, kv_heads, 1, slots].
     """
-    return _places(rank_key(_per_slot(score, protection.position), protection.position), _unwilling(protection))
+    return _places(grade(_per_slot(score, protection.position), protection.position), _unwilling(protection))
 
 
 def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -> Tensor:
@@ -155,7 +155,7 @@ def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -
     live = protection.alive.sum(-1, keepdim=True)
     unwilling = _unwilling(protection)
     unwilling = torch.where(eviction_order(score, protection) >= live - floor, 3, unwilling)
-    key = rank_key(_per_slot(score, protection.position), protection.position)
+    key = grade(_per_slot(score, protection.position), protection.position)
     return _places(key.flatten(1), unwilling.flatten(1)).view_as(key)
 
 

@@ -37,7 +37,7 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
         view = prompt.view(row, head, tokens, slots)
         query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
         head_sinks = None if sinks is None else sinks[head]
-        view.given = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks)
+        view.weights = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks)
         prompt.state.spec.torch_kernels.observe(view, Columns(view))
 
 

@@ -20,7 +20,7 @@ from kvdsl.runtime.torch import neighbours, pages, rings
 from kvdsl.runtime.torch.rounding import sqrt
 
 
-class Given(Protocol):
+class Weights(Protocol):
     """What a block of queries gives the slots, per query head: [batch, kv_heads, group, queries, slots] float32."""
 
     def attn(self) -> Tensor:
@@ -49,7 +49,7 @@ class View:
         rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
-        given: what the queries give the slots; None in a settle.
+        weights: what the queries give the slots; None in a settle.
     """
 
     visible: Tensor
@@ -67,19 +67,19 @@ class View:
     rings: dict[str, Tensor] = field(default_factory=dict)
     sketch: Tensor | None = None
     protected: Tensor | None = None
-    given: Given | None = None
+    weights: Weights | None = None
 
     @cached_property
     def attn(self) -> Tensor:
         """Probabilities reduced over the group: [batch, kv_heads, queries, slots], without meaning for what is not visible."""
-        assert self.given is not None
-        return self.over_group(self.given.attn())
+        assert self.weights is not None
+        return self.over_group(self.weights.attn())
 
     @cached_property
     def logit(self) -> Tensor:
         """Scaled scores, likewise."""
-        assert self.given is not None
-        return self.over_group(self.given.logit())
+        assert self.weights is not None
+        return self.over_group(self.weights.logit())
 
     @property
     def position(self) -> Tensor:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
-from kvdsl.runtime.torch.settle import rank_key
+from kvdsl.runtime.torch.settle import grade
 from kvdsl_lab.eval.recording import Recording, record
 
 Row = dict[str, Any]
@@ -60,7 +60,7 @@ def jaccard(kept: Tensor, score: Tensor, count: int) -> Tensor:
         score: [rows, kv_heads, tokens].
     """
     position = torch.arange(score.shape[-1], device=score.device, dtype=torch.int32).expand_as(score)
-    highest = rank_key(score, position).topk(count, -1).indices
+    highest = grade(score, position).topk(count, -1).indices
     wanted = torch.zeros_like(score, dtype=torch.bool).scatter_(-1, highest, value=True)
     shared = (wanted.gather(-1, kept.clamp(min=0).long()) & (kept >= 0)).sum(-1)
     return (shared / (2 * count - shared)).double().mean(1)

@@ -12,8 +12,8 @@ void Head::evict(const float* score, int n) {
   if (n == 1 && free_one(score)) return;
   resolve_tops();
   rank_candidates(score);
-  const Rank* const ranks = ranks_;
-  const int candidates = total([=](int i) { return ranks[i] != above_all; });
+  const Grade* const grades = grades_;
+  const int candidates = total([=](int i) { return grades[i] != above_all; });
   if (candidates >= n) return free_lowest(n);
   if (candidates > 0) free_lowest(candidates);
   rank_protected(score);
@@ -36,21 +36,21 @@ int Head::nth_position(int n) const {
 
 int Head::above(const float* x, int own) const {
   const int32_t* const at = position;
-  const Rank bar = rank(x[own]);
+  const Grade bar = grade(x[own]);
   const int newer_than = at[own];
   return total([=](int i) {
-    const Rank other = rank(x[i]);
+    const Grade other = grade(x[i]);
     return (at[i] >= 0) & ((other > bar) | ((other == bar) & (at[i] > newer_than)));
   });
 }
 
-Head::Cut Head::nth(const Rank* ranks, int n) const {
+Head::Cut Head::nth(const Grade* grades, int n) const {
   const int32_t* const at = position;
-  Rank low = INT_MIN, high = INT_MAX;
-  int below = 0;  // slots whose rank is lower than `low`
+  Grade low = INT_MIN, high = INT_MAX;
+  int below = 0;  // slots whose grade is lower than `low`
   while (low < high) {
-    const Rank middle = static_cast<Rank>((static_cast<int64_t>(low) + high) >> 1);
-    const int up_to = total([=](int i) { return ranks[i] <= middle; });
+    const Grade middle = static_cast<Grade>((static_cast<int64_t>(low) + high) >> 1);
+    const int up_to = total([=](int i) { return grades[i] <= middle; });
     if (up_to >= n) {
       high = middle;
     } else {
@@ -58,12 +58,12 @@ Head::Cut Head::nth(const Rank* ranks, int n) const {
       below = up_to;
     }
   }
-  const Rank cut = low;
-  if (below + total([=](int i) { return ranks[i] == cut; }) == n) return {cut, INT_MAX};
+  const Grade cut = low;
+  if (below + total([=](int i) { return grades[i] == cut; }) == n) return {cut, INT_MAX};
   int from = -1, to = newest;  // among equals, the older ones
   while (from < to) {
     const int middle = from + (to - from) / 2;
-    const int up_to = total([=](int i) { return (ranks[i] == cut) & (at[i] <= middle); });
+    const int up_to = total([=](int i) { return (grades[i] == cut) & (at[i] <= middle); });
     if (below + up_to >= n) to = middle;
     else from = middle + 1;
   }
@@ -72,15 +72,15 @@ Head::Cut Head::nth(const Rank* ranks, int n) const {
 
 void Head::resolve_tops() {
   const int32_t* const at = position;
-  const Rank* const ranks = top_ranks_;
+  const Grade* const grades = top_grades_;
   const int32_t* const marks = marks_;
   for (int t = 0; t < tops_; ++t) {
     const float* const x = top_[t].x;
     clear_marks();
-    fill(top_ranks_, [=](int i) { return at[i] >= 0 ? rank(x[i]) : below_all; });
-    const Cut cut = nth(ranks, slots - top_[t].n);  // the highest that is not protected
+    fill(top_grades_, [=](int i) { return at[i] >= 0 ? grade(x[i]) : below_all; });
+    const Cut cut = nth(grades, slots - top_[t].n);  // the highest that is not protected
     fill(marks_, [=](int i) {
-      return marks[i] | (ranks[i] > cut.rank) | ((ranks[i] == cut.rank) & (at[i] > cut.position));
+      return marks[i] | (grades[i] > cut.grade) | ((grades[i] == cut.grade) & (at[i] > cut.position));
     });
   }
   tops_ = 0;
@@ -91,19 +91,19 @@ void Head::rank_candidates(const float* score) {
   const int32_t* const marks = marks_;
   const int first = first_, last = last_;
   if (marked_) {
-    fill(ranks_, [=](int i) {
-      return (at[i] > first) & (at[i] < last) & (marks[i] == 0) ? rank(score[i]) : above_all;
+    fill(grades_, [=](int i) {
+      return (at[i] > first) & (at[i] < last) & (marks[i] == 0) ? grade(score[i]) : above_all;
     });
   } else {
-    fill(ranks_, [=](int i) { return (at[i] > first) & (at[i] < last) ? rank(score[i]) : above_all; });
+    fill(grades_, [=](int i) { return (at[i] > first) & (at[i] < last) ? grade(score[i]) : above_all; });
   }
 }
 
 void Head::rank_protected(const float* score) {
   const int32_t* const at = position;
   const int last = newest;
-  fill(ranks_, [=](int i) {
-    const Rank own = at[i] == last ? above_all - 1 : rank(score[i]);
+  fill(grades_, [=](int i) {
+    const Grade own = at[i] == last ? above_all - 1 : grade(score[i]);
     return at[i] >= 0 ? own : above_all;
   });
 }
@@ -113,21 +113,21 @@ void Head::free_lowest(int n) {
     places_[lowest()] = -1;
     return;
   }
-  const Rank* const ranks = ranks_;
+  const Grade* const grades = grades_;
   const int32_t* const at = position;
-  const Cut cut = nth(ranks, n);
+  const Cut cut = nth(grades, n);
   fill(places_, [=](int i) {
-    return (ranks[i] < cut.rank) | ((ranks[i] == cut.rank) & (at[i] <= cut.position)) ? -1 : at[i];
+    return (grades[i] < cut.grade) | ((grades[i] == cut.grade) & (at[i] <= cut.position)) ? -1 : at[i];
   });
 }
 
 int Head::lowest() const {
-  const Rank* const ranks = ranks_;
+  const Grade* const grades = grades_;
   const int32_t* const at = position;
-  const Rank rank = least([=](int i) { return ranks[i]; });
-  if (rank == above_all) return -1;
-  const int oldest_of_them = least([=](int i) { return ranks[i] == rank ? at[i] : INT_MAX; });
-  return least([=](int i) { return (ranks[i] == rank) & (at[i] == oldest_of_them) ? i : INT_MAX; });
+  const Grade lowest = least([=](int i) { return grades[i]; });
+  if (lowest == above_all) return -1;
+  const int oldest_of_them = least([=](int i) { return grades[i] == lowest ? at[i] : INT_MAX; });
+  return least([=](int i) { return (grades[i] == lowest) & (at[i] == oldest_of_them) ? i : INT_MAX; });
 }
 
 bool Head::free_one(const float* score) {
@@ -141,7 +141,7 @@ bool Head::free_one(const float* score) {
       places_[victim] = -1;
       return true;
     }
-    ranks_[victim] = above_all;
+    grades_[victim] = above_all;
   }
   return false;
 }

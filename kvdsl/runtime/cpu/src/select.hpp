@@ -1,4 +1,4 @@
-// What a query attends to, of all that is cached: it ranks the slots by something cheap, and the highest are found without
+// What a query attends to, of all that is cached: it grades the slots by something cheap, and the highest are found without
 // sorting. Attention then reads their keys and values where they lie.
 #pragma once
 
@@ -28,12 +28,12 @@ inline int count_of(int n, Value value) {
 }
 
 // The k-th highest, bit by bit, and how many are higher.
-inline Rank kth_highest(const Rank* ranks, int n, int k, int& higher) {
-  Rank low = below_all, high = above_all;
+inline Grade kth_highest(const Grade* grades, int n, int k, int& higher) {
+  Grade low = below_all, high = above_all;
   higher = 0;
   while (low < high) {
-    const Rank middle = static_cast<Rank>((static_cast<int64_t>(low) + high) >> 1);
-    const int above = count_of(n, [=](int i) { return ranks[i] > middle; });
+    const Grade middle = static_cast<Grade>((static_cast<int64_t>(low) + high) >> 1);
+    const int above = count_of(n, [=](int i) { return grades[i] > middle; });
     if (above >= k) {
       low = middle + 1;
     } else {
@@ -44,22 +44,22 @@ inline Rank kth_highest(const Rank* ranks, int n, int k, int& higher) {
   return low;
 }
 
-// Among those of one rank, the tie that the k highest ties reach down to.
-inline int kth_tie(const Rank* ranks, const int32_t* ties, int n, Rank rank, int k) {
+// Among those of one grade, the tie that the k highest ties reach down to.
+inline int kth_tie(const Grade* grades, const int32_t* ties, int n, Grade level, int k) {
   int low = 0, high = INT_MAX;
   while (low < high) {
     const int middle = low + (high - low) / 2 + 1;
-    if (count_of(n, [=](int i) { return (ranks[i] == rank) & (ties[i] >= middle); }) >= k) low = middle;
+    if (count_of(n, [=](int i) { return (grades[i] == level) & (ties[i] >= middle); }) >= k) low = middle;
     else high = middle - 1;
   }
   return low;
 }
 
-// The indices of all that rank at least so high, in order; returns how many. `to` has room for a vector more.
-inline int collect(const Rank* ranks, int n, Rank least, int32_t* to) {
+// The indices of all of at least this grade, in order; returns how many. `to` has room for a vector more.
+inline int collect(const Grade* grades, int n, Grade least, int32_t* to) {
   int found = 0;
   for (int i = 0; i < n; i += width) {
-    const Rank* const from = ranks + i;
+    const Grade* const from = grades + i;
     int any = 0;
 #pragma omp simd reduction(| : any)
     for (int l = 0; l < width; ++l) any |= from[l] >= least;
@@ -72,15 +72,15 @@ inline int collect(const Rank* ranks, int n, Rank least, int32_t* to) {
   return found;
 }
 
-// A rank that at least k reach, and not many more do: of so many maxima of disjoint sets the k-th highest.
-inline Rank reached_by(const Rank* ranks, int n, int k, Rank* maxima) {
+// A grade that at least k reach, and not many more do: of so many maxima of disjoint sets the k-th highest.
+inline Grade reached_by(const Grade* grades, int n, int k, Grade* maxima) {
   const int vectors = n / width;
   int per_set = n / (2 * k);
   if (per_set < 2) return below_all + 1;
   per_set = per_set < vectors ? per_set : vectors;
   const int sets = vectors / per_set;
   for (int s = 0; s < sets; ++s) {
-    const Rank* const from = ranks + int64_t{s} * per_set * width;
+    const Grade* const from = grades + int64_t{s} * per_set * width;
     Ints top = load_as<Ints>(from);
     for (int v = 1; v < per_set; ++v) {
       const Ints x = load_as<Ints>(from + v * width);
@@ -89,37 +89,37 @@ inline Rank reached_by(const Rank* ranks, int n, int k, Rank* maxima) {
     __builtin_memcpy(maxima + s * width, &top, sizeof(top));
   }
   int higher;
-  const Rank reached = kth_highest(maxima, sets * width, k, higher);
+  const Grade reached = kth_highest(maxima, sets * width, k, higher);
   return reached > below_all ? reached : below_all + 1;
 }
 
-// Where a choice is made: ranks padded to whole vectors with below_all.
+// Where a choice is made: grades padded to whole vectors with below_all.
 struct Ballot {
-  Rank* ranks;
-  Rank* maxima;
+  Grade* grades;
+  Grade* maxima;
   int32_t* candidates;
-  Rank* candidate_ranks;
+  Grade* candidate_grades;
   int32_t* candidate_ties;
 
   // The indices of the k highest of n, of equals those with the higher tie (null: the higher index), and of all that are
   // above_all; in order. Returns how many.
   int choose(const int32_t* ties, int n, int k, int32_t* chosen) const {
-    const Rank* const all = ranks;
-    if (count_of(n, [=](int i) { return all[i] != below_all; }) <= k) return collect(ranks, n, below_all + 1, chosen);
-    const int found = collect(ranks, n, reached_by(ranks, n, k, maxima), candidates);
+    const Grade* const all = grades;
+    if (count_of(n, [=](int i) { return all[i] != below_all; }) <= k) return collect(grades, n, below_all + 1, chosen);
+    const int found = collect(grades, n, reached_by(grades, n, k, maxima), candidates);
     for (int i = 0; i < found; ++i) {
-      candidate_ranks[i] = ranks[candidates[i]];
+      candidate_grades[i] = grades[candidates[i]];
       candidate_ties[i] = ties ? ties[candidates[i]] : candidates[i];
     }
     int higher;
-    const Rank rank = kth_highest(candidate_ranks, found, k, higher);
+    const Grade level = kth_highest(candidate_grades, found, k, higher);
     const bool ties_matter =
-        rank != above_all && count_of(found, [own = candidate_ranks, rank](int i) { return own[i] == rank; }) > k - higher;
-    const int tie = ties_matter ? kth_tie(candidate_ranks, candidate_ties, found, rank, k - higher) : 0;
+        level != above_all && count_of(found, [own = candidate_grades, level](int i) { return own[i] == level; }) > k - higher;
+    const int tie = ties_matter ? kth_tie(candidate_grades, candidate_ties, found, level, k - higher) : 0;
     int count = 0;
     for (int i = 0; i < found; ++i) {
       chosen[count] = candidates[i];
-      count += (candidate_ranks[i] > rank) | ((candidate_ranks[i] == rank) & (candidate_ties[i] >= tie));
+      count += (candidate_grades[i] > level) | ((candidate_grades[i] == level) & (candidate_ties[i] >= tie));
     }
     return count;
   }
@@ -140,10 +140,10 @@ inline void reduce_queries(Group how, const float* queries, int group, int dim, 
 struct ChoiceWork {
   int chunks, chunk;       // as in Workspace
   int64_t query_stride;
-  float* query;            // [group, query_stride] what ranks the slots: in pairs, or over the sketch's dims in their order
+  float* query;            // [group, query_stride] what grades the slots: in pairs, or over the sketch's dims in their order
   float* plain;            // [key_dim] the group's queries as one
   float* by;               // [slots, padded]
-  float* dims;             // [key_dim] what ranks the dims
+  float* dims;             // [key_dim] what grades the dims
   float* scores;           // [chunks, group, block]
   char* edge;              // [2, key_dim] the bounds of a page of which a query sees a part
   int32_t* chosen;         // [slots, padded]
@@ -162,10 +162,10 @@ struct ChoiceWork {
     edge = arena.take<char>(selects ? int64_t{2} * args.key_dim * element : 0);
     chosen = arena.take<int32_t>(padded);
     chosen_pages = arena.take<int32_t>(padded);
-    ballot.ranks = arena.take<Rank>(padded);
-    ballot.maxima = arena.take<Rank>(padded);
+    ballot.grades = arena.take<Grade>(padded);
+    ballot.maxima = arena.take<Grade>(padded);
     ballot.candidates = arena.take<int32_t>(padded);
-    ballot.candidate_ranks = arena.take<Rank>(padded);
+    ballot.candidate_grades = arena.take<Grade>(padded);
     ballot.candidate_ties = arena.take<int32_t>(padded);
   }
 };
@@ -231,7 +231,7 @@ class Choice {
   // Chooses, once all are ranked.
   void choose() {
     if (how_.by == By::expression) {
-      how_.rank(query_, work_.by);
+      how_.expression(query_, work_.by);
       for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from);
     }
     if (page_ > 0) choose_pages();
@@ -314,7 +314,7 @@ class Choice {
         dtype_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
       }
       reduce(scores, args_.group);
-      for (int i = 0; i < n; ++i) work_.ballot.ranks[from + i] = rank_of_page(rank(scores[i]), from + i);
+      for (int i = 0; i < n; ++i) work_.ballot.grades[from + i] = grade_of_page(grade(scores[i]), from + i);
     }
   }
 
@@ -324,12 +324,12 @@ class Choice {
 
   void rank_slots(const float* by, int from) const {
     const int32_t* const at = query_.position + from;
-    Rank* const to = work_.ballot.ranks + from;
+    Grade* const to = work_.ballot.grades + from;
     const int n = args_.slots - from < block ? args_.slots - from : block;
     const int first = first_, last = last_, oldest = query_.oldest;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
-      const Rank own = (at[i] <= first) | (at[i] >= last) ? above_all : rank(by[i]);
+      const Grade own = (at[i] <= first) | (at[i] >= last) ? above_all : grade(by[i]);
       to[i] = at[i] >= oldest ? own : below_all;
     }
     for (int i = n; i < block; ++i) to[i] = below_all;
@@ -352,25 +352,25 @@ class Choice {
     return work_.edge;
   }
 
-  Rank rank_of_page(Rank own, int page) const {
+  Grade grade_of_page(Grade own, int page) const {
     if (first_seen(page) > last_seen(page)) return below_all;
     return first_seen(page) <= first_ || last_seen(page) >= last_ ? above_all : own;
   }
 
-  // A page ranks by the best of its tokens.
+  // A page grades by the best of its tokens.
   void rank_pages_by_tokens() const {
-    Rank* const best = work_.ballot.candidates;
+    Grade* const best = work_.ballot.candidates;
     for (int page = 0; page < pages(); ++page) best[page] = below_all;
     for (int slot = 0; slot <= query_.newest; ++slot) {
-      Rank& of_page = best[slot / page_];
-      of_page = work_.ballot.ranks[slot] > of_page ? work_.ballot.ranks[slot] : of_page;
+      Grade& of_page = best[slot / page_];
+      of_page = work_.ballot.grades[slot] > of_page ? work_.ballot.grades[slot] : of_page;
     }
-    std::memcpy(work_.ballot.ranks, best, sizeof(Rank) * static_cast<std::size_t>(pages()));
+    std::memcpy(work_.ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(pages()));
   }
 
   void choose_pages() {
     if (how_.by != By::page_bound) rank_pages_by_tokens();
-    for (int page = pages(); page < padded(pages()); ++page) work_.ballot.ranks[page] = below_all;
+    for (int page = pages(); page < padded(pages()); ++page) work_.ballot.grades[page] = below_all;
     const int found = work_.ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
     count_ = 0;
     for (int i = 0; i < found; ++i) {

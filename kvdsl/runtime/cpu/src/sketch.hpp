@@ -1,4 +1,4 @@
-// The sketch of a head's keys: a few of their dims, kept beside them, by which a query ranks every token and reads a
+// The sketch of a head's keys: a few of their dims, kept beside them, by which a query grades every token and reads a
 // fraction of the bytes (SparCas, algorithm 1: K_compact).
 //
 // It lies in tiles of `block` slots, [width of the sketch, block] each: of every dim the tile's slots one after the other.
@@ -67,11 +67,11 @@ void dot_tile(const void* tile, const float* q, int64_t q_stride, int heads, int
 inline void find_dims(const float* by, int dim, int count, int width_of_sketch, int32_t* dims) {
   int found = 0;
   for (int d = 0; d < dim; ++d) {
-    const Rank own = rank(by[d]);
+    const Grade own = grade(by[d]);
     int before = 0;
 #pragma omp simd reduction(+ : before)
     for (int e = 0; e < dim; ++e) {
-      const Rank other = rank(by[e]);
+      const Grade other = grade(by[e]);
       before += (other > own) | ((other == own) & (e < d));
     }
     if (before < count && found < width_of_sketch) dims[found++] = d;

@@ -88,7 +88,7 @@ class Unit {
         if (real(t)) position_[slots[t]] = -1;
       }
       find_free_slot(position_, args_.slots, live_);
-      close_gaps(position_, rank_, args_.slots, work_.ranks);
+      close_gaps(position_, rank_, args_.slots, work_.grades);
     }
     constexpr int early = 8;  // the rows lie anywhere, so that nothing else would fetch them
     for (int t = 0; t < args_.tokens; ++t) {
@@ -264,7 +264,7 @@ class Unit {
     if (!choosing_) return;
     Slots held = query;
     held.oldest = 0;
-    Head head(held, position_, work_.ranks, false);
+    Head head(held, position_, work_.grades, false);
     choice_.always(head);
   }
 
@@ -469,9 +469,9 @@ class Unit {
   void settle(bool before_placing = false) {
     Slots slots;
     fill(slots, 0);
-    Head head(slots, position_, work_.ranks, before_placing);
+    Head head(slots, position_, work_.grades, before_placing);
     steps_.settle(head);
-    if (rank_) close_gaps(position_, rank_, args_.slots, work_.ranks);
+    if (rank_) close_gaps(position_, rank_, args_.slots, work_.grades);
   }
 
   const DecodeArgs& args_;

@@ -29,7 +29,7 @@ struct Workspace {
   float* attn;         // [slot_stride]
   float* logit;        // [slot_stride]
   float* scratch;      // [scratch_columns, slot_stride]
-  Rank* ranks;         // [Head::rank_rows, slot_stride]
+  Grade* grades;         // [Head::grade_rows, slot_stride]
   float* tops;         // [chunks, group] the maxima of the scores
   float* totals;       // [chunks, group] the sums of the exponentials
   float* inverses;     // [group] 1 / the sum of all exponentials
@@ -62,7 +62,7 @@ struct Workspace {
     attn = arena.take<float>(steps.needs_attn ? slot_stride : 0);
     logit = arena.take<float>(steps.needs_logit ? slot_stride : 0);
     scratch = arena.take<float>(steps.scratch_columns * slot_stride);
-    ranks = arena.take<Rank>(Head::rank_rows * slot_stride);
+    grades = arena.take<Grade>(Head::grade_rows * slot_stride);
     tops = arena.take<float>(chunks * args.group);
     totals = arena.take<float>(chunks * args.group);
     inverses = arena.take<float>(args.group);

@@ -24,7 +24,7 @@ namespace kvdsl {
 
 enum class Group { mean, max, sum };
 
-// What a query ranks the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
+// What a query grades the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
 // expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
 // most what it can be with a key of the slot's page.
 enum class By { all, expression, dot, sketch_dot, page_bound };
@@ -51,8 +51,8 @@ struct Policy {
   static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
   static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
   static void always(Head&) {}                              // protect what is attended to in any case
-  static void rank(const Query&, float*) {}                 // the expression, of every slot
-  static void sketch(const Query&, float*) {}               // what the sketch ranks by, of every dim
+  static void expression(const Query&, float*) {}           // the expression, of every slot
+  static void sketch(const Query&, float*) {}               // what the sketch grades by, of every dim
 };
 
 // A count of tokens from a policy's number: floored, never negative.
@@ -304,29 +304,29 @@ struct QueryOf : Query {
   float v(int i, int d) const { return to_float(reinterpret_cast<const T*>(values.row(i))[d]); }
 };
 
-// Ranks. Slots are ordered by (x, position): of two equal ones the newer ranks higher, -0 equals +0, NaN is below
+// Grades: integers in the order of floats. Slots are ordered by (x, position): of two equal ones the newer grades higher, -0 equals +0, NaN is below
 // everything. The order of x is that of an integer image, which vectorises and can be bisected bit by bit.
-using Rank = int32_t;
-constexpr Rank below_all = INT_MIN;       // a slot that does not count
-constexpr Rank above_all = INT_MAX;       // likewise, at the other end
-constexpr Rank nan_rank = INT_MIN + 1;
+using Grade = int32_t;
+constexpr Grade below_all = INT_MIN;       // a slot that does not count
+constexpr Grade above_all = INT_MAX;       // likewise, at the other end
+constexpr Grade nan_grade = INT_MIN + 1;
 
-inline Rank rank(float x) {
+inline Grade grade(float x) {
   const int32_t bits = bit_cast<int32_t>(x + 0.0f);  // turns -0 into +0
   const int32_t ordered = bits ^ ((bits >> 31) & INT_MAX);
-  return x != x ? nan_rank : ordered;
+  return x != x ? nan_grade : ordered;
 }
 
 // One head at the end of a step: protect_*() name what may not leave, evict() frees the lowest-scored of the others.
 class Head : public Slots {
  public:
-  // The workspace for ranks: `rank_rows` rows of `work_stride` integers.
-  static constexpr int rank_rows = 3;
+  // The workspace for grades: `grade_rows` rows of `work_stride` integers.
+  static constexpr int grade_rows = 3;
 
   // `before_placing`: under a hard cap, room is made for one more token.
   Head(const Slots& slots_of, int32_t* positions, int32_t* rows, bool before_placing)
-      : Slots(slots_of), places_(positions), ranks_(rows), marks_(rows + work_stride),
-        top_ranks_(rows + 2 * work_stride), coming_(before_placing ? 1 : 0) {}
+      : Slots(slots_of), places_(positions), grades_(rows), marks_(rows + work_stride),
+        top_grades_(rows + 2 * work_stride), coming_(before_placing ? 1 : 0) {}
 
   // How many tokens must leave: none before live - budget reaches trigger (0: never), then down to the budget, or
   // with max_drop by so many at a time, to no more than budget + slack. Before a token is placed, it counts as live, and
@@ -352,7 +352,7 @@ class Head : public Slots {
     last_ = from < last_ ? from : last_;
   }
 
-  // The n highest of x, which must stay as it is until evict(): ranks are only worked out as far as they matter.
+  // The n highest of x, which must stay as it is until evict(): grades are only worked out as far as they matter.
   void protect_top(const float* x, int n) {
     if (n <= 0) return;
     if (n >= live) return protect_last(n);
@@ -385,9 +385,9 @@ class Head : public Slots {
   };
 
   int32_t* places_;  // position, writable
-  Rank* ranks_;      // the scores' ranks; above_all where a slot is no candidate
+  Grade* grades_;      // the scores' grades; above_all where a slot is no candidate
   int32_t* marks_;   // 1 where protected; not valid before clear_marks()
-  Rank* top_ranks_;
+  Grade* top_grades_;
   int coming_;  // 1 before a token is placed
   bool marked_ = false;
   int first_ = -1;       // positions up to this one are protected
@@ -435,15 +435,15 @@ class Head : public Slots {
   // How many slots rank above slot `own` in x.
   int above(const float* x, int own) const;
 
-  // The n-th lowest slot in the order (rank, position), as that pair: bit by bit, a count for each.
+  // The n-th lowest slot in the order (grade, position), as that pair: bit by bit, a count for each.
   struct Cut {
-    Rank rank;
+    Grade grade;
     int position;
   };
 
-  Cut nth(const Rank* ranks, int n) const;
+  Cut nth(const Grade* grades, int n) const;
 
-  // Turns the protections by rank into marks.
+  // Turns the protections by grade into marks.
   void resolve_tops();
 
   // Ranks the slots that may leave.

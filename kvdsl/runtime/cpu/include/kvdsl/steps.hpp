@@ -15,7 +15,7 @@ struct Selecting {
   int (*page)(const Slots&);
   int (*sketch_every)(const Slots&);
   void (*always)(Head&);
-  void (*rank)(const Query&, float* by);
+  void (*expression)(const Query&, float* by);
   void (*sketch)(const Query&, float* by);
 
   bool selects() const { return by != By::all; }
@@ -47,7 +47,7 @@ void observe(const Query& query) {
 
 template <class T, class Policy>
 void rank_slots(const Query& query, float* by) {
-  Policy::rank(typed<T>(query), by);
+  Policy::expression(typed<T>(query), by);
 }
 
 template <class T, class Policy>
