@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -127,12 +128,18 @@ PLANTED: dict[str, tuple[object, str, Any]] = {
 }
 
 
+SAYS = {"a mean that is off by a thousandth": r"mean\(.* over slots"}
+"""What a policy must say for a bug to show in it, where few do."""
+
+
 @pytest.mark.parametrize("name", PLANTED)
 def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bounds that are too wide would excuse anything."""
     monkeypatch.setattr(*PLANTED[name])
-    for number in range(150):
+    for number in range(400):
         policy = policy_of(f"planted-{number}")
+        if not re.search(SAYS.get(name, ""), print_policy(policy)):
+            continue  # it cannot show
         if run_policy(policy, TorchBackend(), random_trace(policy, f"planted-{number}")).failures:
             return
     pytest.fail("nothing was found")
