@@ -42,7 +42,7 @@ class Usage:
             self._decides.add("evicts")
         if state.spec.selects:
             self._decides.add("selects")
-            count = state.named(state.numbers)["select"]
+            count = state.settings.named(state.numbers)["select"]
             self.skipped |= bool((live > count[:, None]).any())
 
     @property
