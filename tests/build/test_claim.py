@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import json
-import multiprocessing
+import multiprocessing.pool
 import os
 import signal
 import subprocess

@@ -160,7 +160,7 @@ def test_a_prompt_that_comes_token_by_token_has_no_rate() -> None:
         zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, **options)
     cache.reset()
     zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache, prefill_chunk_size=2)
-    assert held(cache) == [5, 5]
+    assert held(cache) == ([4, 4] if zoo.EARLY else [5, 5])  # earlier releases pass the last token alone, which is decoded
     with pytest.raises(KvdslError, match=r"call `cache.reset\(\)` first"):
         cache.expect_prompt(20)
     cache.reset()
