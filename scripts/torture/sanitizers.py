@@ -24,20 +24,28 @@ PATIENCE = 1800.0
 )
 def address(seed: int, count: int, progress: Progress) -> Counts:
     """As many policies as asked for, in an order of the seed's."""
-    policies = [*map(str, sorted(shipped_policies())), *BLOCKS]
-    random.Random(seed).shuffle(policies)
+    drawn = policies()
+    random.Random(seed).shuffle(drawn)
     counts = Counts()
     with tempfile.TemporaryDirectory(prefix="kvdsl-sanitized-") as cache:
         environment = sanitized(Path(cache))
-        for policy in policies[:count]:
+        for policy in drawn[:count]:
             with counts.trial(policy):
-                command = [sys.executable, "-m", "scripts.torture._sanitized", policy]
-                done = subprocess.run(
-                    command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False
-                )
-                assert done.returncode == 0 and "runs" in done.stdout, report_of(done.stderr)
+                check(policy, environment)
             progress()
     return counts
+
+
+def policies() -> list[str]:
+    """The files of what is run: every shipped policy, and two in blocks."""
+    return [*map(str, sorted(shipped_policies())), *BLOCKS]
+
+
+def check(policy: str, environment: dict[str, str]) -> None:
+    """Run a policy at all shapes in a process of its own, which must end without a report."""
+    command = [sys.executable, "-m", "scripts.torture._sanitized", policy]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert done.returncode == 0 and "runs" in done.stdout, report_of(done.stderr)
 
 
 def sanitized(cache: Path) -> dict[str, str]:
