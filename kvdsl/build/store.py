@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvdsl.build import stamps
 from kvdsl.build.cache import ELSEWHERE, refusal, writable
 from kvdsl.errors import KvdslError
 
@@ -59,23 +60,29 @@ def entry(
     return folder
 
 
-def flaw(folder: Path, contents: bool = True) -> str | None:
+def flaw(folder: Path, known: bool = False) -> str | None:
     """What keeps an entry from being used; None if it is what was made.
 
     Args:
-        contents: whether to compare digests too, which takes a second and more for the weights of a model, not sizes alone.
+        known: whether files that nobody has touched since they were last compared with the seal count as sound. It spares the second
+            that the weights of a model take. What a disk forgets by itself is not noticed then.
     """
+    found: dict[str, stamps.Stamp] = {}
     try:
         files = json.loads((folder / SEAL).read_bytes())["files"]
+        before = stamps.noted(folder) if known else {}
         for name, sealed in files.items():
             if (size := (folder / name).stat().st_size) != sealed["bytes"]:
                 return f"{name} has {size:,} of {sealed['bytes']:,} bytes"
-            if contents and digest_of(folder / name) != sealed["sha256"]:
+            found[name] = stamps.stamp(folder / name)
+            if before.get(name) != found[name] and digest_of(folder / name) != sealed["sha256"]:
                 return f"{name} is not what was written"
     except OSError as error:
         return f"{Path(error.filename or SEAL).name}: {error.strerror}"
     except (ValueError, TypeError, KeyError, AttributeError):
         return f"{SEAL} cannot be read"
+    if known and before != found:
+        stamps.note(folder, found)
     return None
 
 

@@ -26,8 +26,8 @@ def place(model: NamedModel) -> Path:
 
 
 def here(model: NamedModel) -> bool:
-    """Whether it is there whole. Sizes are compared; contents were when it was made, which takes seconds."""
-    return store.flaw(place(model), contents=False) is None
+    """Whether it is there whole, and what was made; see `kvdsl.build.stamps` on files that nobody has touched."""
+    return store.flaw(place(model), known=True) is None
 
 
 def model_folder(name: str) -> Path:
@@ -37,7 +37,7 @@ def model_folder(name: str) -> Path:
         KvdslError: if there is no such name, or it is not on this machine (whole).
     """
     model = named(name)
-    if (flaw := store.flaw(place(model), contents=False)) is not None:
+    if (flaw := store.flaw(place(model), known=True)) is not None:
         state = f"is damaged ({flaw})" if place(model).exists() else "is not on this machine"
         raise KvdslError(f"the model `{name}` {state}: run `kvdsl models get {name}`")
     return place(model)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.build import store
+from kvdsl.build import stamps, store
 from kvdsl.build.store import SEAL, entry, flaw
 from kvdsl.errors import KvdslError
 
@@ -98,6 +98,55 @@ def test_what_is_damaged_is_made_again(folder: Path, capfd: pytest.CaptureFixtur
     assert os.listdir(folder.parent) == [folder.name], "nothing may be left beside it"
     entry(folder, "thing", make)
     assert make.made == 2
+
+
+@pytest.fixture
+def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The files that are read whole from now on."""
+    names: list[str] = []
+    whole = store.digest_of
+    monkeypatch.setattr(store, "digest_of", lambda file: names.append(file.name) or whole(file))
+    monkeypatch.setattr(stamps, "STILL", -1.0)
+    return names
+
+
+def test_what_nobody_has_touched_is_read_whole_once(folder: Path, read: list[str]) -> None:
+    entry(folder, "thing", Maker())
+    read.clear()
+    assert flaw(folder, known=True) is None and sorted(read) == ["one", "two"]
+    assert flaw(folder, known=True) is None and len(read) == 2
+    assert flaw(folder) is None and len(read) == 4, "without `known` everything is read"
+    os.utime(folder / "two")
+    assert flaw(folder, known=True) is None and read[4:] == ["two"]
+    (folder / stamps.NOTE).write_text("[")
+    assert flaw(folder, known=True) is None and len(read) == 7
+    assert sorted(os.listdir(folder)) == [stamps.NOTE, "one", SEAL, "two"]
+
+
+@pytest.mark.parametrize("how", [_cut, _zero, _flip, _grow, _empty, Path.unlink])
+def test_what_was_touched_is_found_whatever_its_times_say(
+    folder: Path, read: list[str], how: Callable[[Path], None]
+) -> None:
+    entry(folder, "thing", Maker())
+    assert flaw(folder, known=True) is None
+    before = (folder / "one").stat()
+    time.sleep(0.02)  # more than a tick of the file system
+    how(folder / "one")
+    if (folder / "one").exists():
+        os.utime(folder / "one", ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert flaw(folder, known=True) is not None
+
+
+def test_a_file_that_has_just_changed_is_not_noted(folder: Path) -> None:
+    entry(folder, "thing", Maker())
+    assert flaw(folder, known=True) is None and not (folder / stamps.NOTE).exists()
+
+
+def test_a_folder_that_cannot_be_noted_in(folder: Path, read: list[str]) -> None:
+    entry(folder, "thing", Maker())
+    (folder / stamps.NOTE).mkdir()
+    assert flaw(folder, known=True) is None and flaw(folder, known=True) is None
+    assert not list(folder.glob(".*")), "nothing may be left of trying"
 
 
 def test_an_emptied_entry_is_made_again(folder: Path) -> None:

@@ -152,6 +152,13 @@ def test_a_damaged_model_is_named_and_made_again(model: NamedModel) -> None:
         model_folder("tiny")
     fetch.get(model, convert, lambda text: None)
     assert model_folder("tiny") == folder
+    (folder / "model.safetensors").write_bytes(WEIGHTS[:-1] + b"?")
+    with pytest.raises(
+        KvdslError, match=r"is damaged \(model.safetensors is not what was written\): run `kvdsl models get tiny`"
+    ):
+        model_folder("tiny")
+    fetch.get(model, convert, lambda text: None)
+    assert (model_folder("tiny") / "model.safetensors").read_bytes() == WEIGHTS
 
 
 def test_the_commands(model: NamedModel, capsys: pytest.CaptureFixture[str]) -> None:
