@@ -1,9 +1,11 @@
 #!/usr/bin/env python
 """Runs random policies on random traces, step by step beside the reference interpreter.
 
-Policy N of a seed is always the same one. On the C++ backend many policies share a translation unit; Triton's kernels run in its
-interpreter, where a policy takes seconds. Differences that float32's
-precision explains are counted as near (tests/differential/traces.py says how); the exit code is 1 if there are others.
+Policy N of a seed is the same on every backend. Half are of the whole language, a quarter of what has fused kernels mostly, a quarter
+have a score as one would type it. Each must be accepted by the checker; where `explain` claims the backend for it, it must build and
+do what the interpreter does. On the C++ backend many policies share a translation unit; Triton's kernels run in its interpreter, where
+a policy takes seconds. Differences that float32's precision explains are counted as near (tests/differential/traces.py says how);
+the exit code is 1 if there are others.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +32,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
 CHUNK = {"torch": 100, "cpu": 40, "triton": 10}
-CHECK_EVERY = 20
+CHECK_EVERY = 21  # in turn of every kind of policy
 SHOWN = 5
 
 
@@ -94,6 +97,7 @@ def _sum_up(result: dict[str, Any]) -> None:
         total["undecided_share"] = round(total["undecided"] / max(1, total["checked"]), 5)
         result[kind] = total
     result["policies"] = sum(chunk["policies"] for chunk in chunks)
+    result["claimed"] = {name: sum(chunk["claimed"][name] for chunk in chunks) for name in CHUNK}
     failures = [failure for chunk in chunks for failure in chunk["failures"]]
     result["failures"], result["first_failures"] = len(failures), failures[:SHOWN]
 
@@ -152,143 +156,166 @@ def run_chunk(job: Job) -> tuple[int, dict[str, Any]]:
     torch.set_num_threads(1)
     from tests.differential.traces import RANDOM_INPUTS, Tally
 
-    _at.value = first
     every, natural, failures = Tally(), Tally(), []
-    for number, policy, trace, run in _cases(backend, seed, first, count):
-        _at.value, check = number, number % CHECK_EVERY == 0
-        one, error = _attempt(run, policy, trace, check)
-        every.add(one)
-        if trace.inputs in RANDOM_INPUTS:
-            natural.add(one)
+    claimed = dict.fromkeys(CHUNK, 0)
+
+    def failed(number: int, policy: Any, trace: Any, problem: str) -> None:
+        failures.append({"number": number, "policy": _text(policy), "trace": str(trace), "problem": problem})
+
+    served = []
+    for number in range(first, first + count):
+        _at.value, policy = number, drawn(seed, number)
+        compiled, error = _attempt(Compiled.of, policy, f"{seed}-{number}")
+        if compiled is None:
+            failed(number, policy, "", error or "")
+            continue
+        for name in compiled.claimed:
+            claimed[name] += 1
+        if backend in compiled.claimed:
+            served.append((number, compiled))
+    for number, one, run in _runs(backend, served):
+        _at.value = number
+        tally, error = _attempt(run, one.policy, one.trace, check=number % CHECK_EVERY == 0)
+        if tally is not None:
+            every.add(tally)
+            if one.trace.inputs in RANDOM_INPUTS:
+                natural.add(tally)
+            error = tally.failures[0] if tally.failures else None
         if error is not None:
-            shown = _shrunk(policy, trace, run, error) if shrink and backend == "torch" else policy
-            failures.append({"number": number, "policy": _text(shown), "trace": str(trace), "problem": error})
-    return first, _chunk(count, every, natural, failures)
+            failed(
+                number,
+                _shrunk(one.policy, one.trace, run, error) if shrink and backend == "torch" else one.policy,
+                one.trace,
+                error,
+            )
+    return first, _chunk(count, every, natural, claimed, failures)
 
 
 def _nothing() -> dict[str, Any]:
     from tests.differential.traces import Tally
 
-    return _chunk(0, Tally(), Tally(), [])
+    return _chunk(0, Tally(), Tally(), dict.fromkeys(CHUNK, 0), [])
 
 
-def _chunk(policies: int, every: Any, natural: Any, failures: list[dict[str, Any]]) -> dict[str, Any]:
+def _chunk(
+    policies: int, every: Any, natural: Any, claimed: dict[str, int], failures: list[dict[str, Any]]
+) -> dict[str, Any]:
     tallies = {
         name: {count: getattr(tally, count) for count in tally.COUNTS}
         for name, tally in (("all_inputs", every), ("natural_inputs", natural))
     }
-    return {"policies": policies, **tallies, "failures": failures}
+    return {"policies": policies, "claimed": claimed, **tallies, "failures": failures}
 
 
-def _cases(backend: str, seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
-    """Numbers, policies, traces, and what runs one of them."""
-    from kvdsl.runtime.torch.backend import TorchBackend
+def drawn(seed: int, number: int) -> Any:
+    """Policy `number` of a seed."""
     from tests.differential.random_policies import policy_of
-    from tests.differential.traces import random_trace, run_policy
+    from tests.differential.random_texts import policy_with_score
 
-    if backend == "torch":
-        for number in range(first, first + count):
-            policy = policy_of(f"{seed}-{number}")
-            trace = random_trace(policy, f"{seed}-{number}")
-            yield number, policy, trace, lambda p, t, **more: run_policy(p, TorchBackend(), t, **more)
-        return
-    if backend == "triton":
-        yield from _interpreted(seed, first, count)
-        return
-    unit = dict(_fused(seed, first, count))
-    backends = _built(unit)
-    for offset, (stem, (policy, trace, _, spec)) in enumerate(unit.items()):
-
-        def run(p: Any, t: Any, kernels: Any = backends[stem], spec: Any = spec, **more: bool) -> Any:
-            if isinstance(kernels, Exception):
-                raise kernels
-            return run_policy(p, kernels, t, spec=spec, **more)
-
-        yield first + offset, policy, trace, run
+    name, stem = f"{seed}-{number}", f"p{number}"
+    return policy_with_score(name, stem) if number % 4 == 3 else policy_of(name, stem, fused=number % 4 == 1)
 
 
-def _interpreted(seed: int, first: int, count: int) -> Iterator[tuple[int, Any, Any, Callable[..., Any]]]:
-    """Policies that have Triton kernels, as `_cases` gives them."""
+@dataclass(frozen=True)
+class Compiled:
+    """A policy that the checker accepts, its package, the backends that `explain` claims for it, and a trace to run it on."""
+
+    policy: Any
+    files: dict[str, str]
+    claimed: tuple[str, ...]
+    trace: Any
+
+    @staticmethod
+    def of(policy: Any, name: str) -> Compiled:
+        """What comes of it, on the way that a file takes."""
+        from kvdsl.compiler import analyse, package
+        from kvdsl.explain.facts import facts
+        from kvdsl.passes.fold import fold
+        from kvdsl.source import SourceFile
+        from tests.differential.traces import random_trace
+
+        text = _text(policy)
+        again = analyse(SourceFile(f"{policy.stem}.kv", text)).policy
+        assert fold(again) == policy, "it is read back as another policy"
+        claimed = tuple(one["name"] for one in facts(again).backends if one["ok"])
+        return Compiled(policy, package(again, text), claimed, random_trace(policy, name))
+
+
+Run = Callable[..., Any]
+
+
+def _runs(backend: str, served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Compiled, Run]]:
+    """What runs each of these policies, which the backend has code for."""
+    return {"torch": _on_torch, "cpu": _fused, "triton": _interpreted}[backend](served)
+
+
+def _on_torch(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Compiled, Run]]:
+    from kvdsl.runtime.torch.backend import TorchBackend
+    from tests.differential.traces import run_policy
+
+    def run(policy: Any, trace: Any, **more: bool) -> Any:
+        return run_policy(policy, TorchBackend(), trace, **more)
+
+    yield from ((number, one, run) for number, one in served)
+
+
+def _interpreted(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Compiled, Run]]:
     import pytest
     import torch
 
     from kvdsl.runtime.gpu.backend import TritonBackend
-    from tests.differential.random_policies import policy_of
-    from tests.differential.traces import random_trace, run_policy
+    from tests.differential.traces import run_policy
     from tests.triton.interpreter import defined, make_blocks_small, make_places_equal, with_kernels
 
+    def run(policy: Any, trace: Any, **more: bool) -> Any:
+        with tempfile.TemporaryDirectory() as folder:
+            spec = with_kernels(policy, Path(folder))
+            assert spec is not None, "there are no kernels"
+            return run_policy(policy, TritonBackend(spec, torch.device("cpu"), trace.dtype), trace, spec=spec, **more)
+
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of NaN and infinities
-    found = draw = 0
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
+    with pytest.MonkeyPatch.context() as patch:
         make_places_equal(patch)
         make_blocks_small(patch)
-        while found < count:
-            name, draw = f"triton-{seed}-{first}-{draw}", draw + 1
-            policy = policy_of(name, f"p{draw}")
-            spec = with_kernels(policy, Path(folder))
-            if spec is None:
-                continue
-
-            def run(p: Any, t: Any, spec: Any = spec, **more: bool) -> Any:
-                return run_policy(p, TritonBackend(spec, torch.device("cpu"), t.dtype), t, spec=spec, **more)
-
-            yield first + found, policy, defined(random_trace(policy, name)), run
-            found += 1
+        yield from ((number, replace(one, trace=defined(one.trace)), run) for number, one in served)
 
 
-def _fused(seed: int, first: int, count: int) -> Iterator[tuple[str, tuple[Any, Any, Any, Any]]]:
-    """Policies that have fused kernels, with their traces, packages and specs, by their stems; torch serves the others.
+def _fused(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Compiled, Run]]:
+    from tests.differential.traces import run_policy, spec_of
 
-    In the place of a package there may be what went wrong.
-    """
-    from kvdsl.compiler import package
-    from tests.differential.random_policies import policy_of
-    from tests.differential.traces import random_trace, spec_of
+    unit = {
+        one.policy.stem: (one.files["kernels_cpu.cpp"], spec_of(one.policy, one.files), one.trace.dtype) for _, one in served
+    }
+    backends = _built(unit)
+    for number, one in served:
 
-    found = draw = 0
-    while found < count:
-        name, stem = f"fused-{seed}-{first}-{draw}", f"p{found}"
-        policy = policy_of(name, stem, fused=draw % 2 == 0)
-        try:
-            files: Any = package(policy, _text(policy))
-        except Exception as error:
-            files = error
-        if isinstance(files, Exception) or "kernels_cpu.cpp" in files:
-            spec = None if isinstance(files, Exception) else spec_of(policy, files)
-            yield stem, (policy, random_trace(policy, name), files, spec)
-            found += 1
-        draw += 1
+        def run(policy: Any, trace: Any, stem: str = one.policy.stem, **more: bool) -> Any:
+            if isinstance(backends[stem], Exception):
+                raise backends[stem]
+            return run_policy(policy, backends[stem], trace, spec=unit[stem][1], **more)
+
+        yield number, one, run
 
 
-def _built(unit: dict[str, tuple[Any, Any, Any, Any]]) -> dict[str, Any]:
+def _built(unit: dict[str, Any]) -> dict[str, Any]:
     """A backend for each policy, or why there is none."""
     from tests.differential.units import build
 
-    wrong = {stem: files for stem, (_, _, files, _) in unit.items() if isinstance(files, Exception)}
-    sources = {
-        stem: (files["kernels_cpu.cpp"], spec, trace.dtype)
-        for stem, (_, trace, files, spec) in unit.items()
-        if stem not in wrong
-    }
     try:
-        return wrong | build(sources)
+        return dict(build(unit))
     except RuntimeError as error:
-        if len(sources) == 1:
-            return wrong | dict.fromkeys(sources, error)
-    alone = (_built({stem: unit[stem]}) for stem in sources)
-    return wrong | {stem: backend for one in alone for stem, backend in one.items()}
+        if len(unit) == 1:
+            return dict.fromkeys(unit, error)
+    return {stem: backend for name, one in unit.items() for stem, backend in _built({name: one}).items()}
 
 
-def _attempt(run: Callable[..., Any], policy: Any, trace: Any, check: bool) -> tuple[Any, str | None]:
-    """A trace's tally, and the first thing that went wrong."""
-    from tests.differential.traces import Tally
-
+def _attempt(made: Callable[..., Any], *args: Any, **more: Any) -> tuple[Any, str | None]:
+    """What a call gives, or what went wrong."""
     try:
-        tally = run(policy, trace, check=check)
+        return made(*args, **more), None
     except Exception as error:
         place = traceback.extract_tb(error.__traceback__)[-1]
-        return Tally(traces=1), f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
-    return tally, tally.failures[0] if tally.failures else None
+        return None, f"{type(error).__name__}: {error} ({Path(place.filename).name}:{place.lineno})"
 
 
 def _text(policy: Any) -> str:
@@ -307,7 +334,9 @@ def _shrunk(policy: Any, trace: Any, run: Callable[..., Any], error: str) -> Any
         checked = analyse(SourceFile(f"{policy.stem}.kv", _text(candidate)))
         if not checked.ok:
             return False
-        found = _attempt(run, candidate, trace, check=False)[1]
+        tally, found = _attempt(run, candidate, trace)
+        if tally is not None:
+            found = next(iter(tally.failures), None)
         return found is not None and found.split(":")[0] == error.split(":")[0]
 
     tries = 300

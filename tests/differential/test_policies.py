@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import random
 import re
 from collections.abc import Callable
 from typing import Any
@@ -25,7 +24,7 @@ from kvdsl.runtime.torch.view import Columns, View
 from kvdsl.source import SourceFile
 
 from .random_policies import policies, policy_of
-from .random_texts import random_score
+from .random_texts import policy_with_score
 from .test_random import commit_seed
 from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
@@ -86,16 +85,11 @@ def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_what_the_checker_accepts_is_served(count: int) -> None:
     """Scores as one would type them, most of which are refused; the other random policies are legal by construction."""
-    accepted, number = 0, 0
-    while accepted < count:
-        number += 1
-        draw = random.Random(f"{commit_seed()}-{count}-{number}")
-        score = random_score(draw, draw.choice([2, 3, 4, 5]))
-        found = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\nparam budget = 5\nscore {score}\n}}\n'))
-        if found.policies:
-            accepted += 1
-            one = run_policy(fold(found.policy), TorchBackend(), Trace(prompt=7, steps=4, batch=2, padding=2, seed=3))
-            assert not one.failures, f"{score}\n{one.failures[0]}"
+    trace = Trace(prompt=7, steps=4, batch=2, padding=2, seed=3)
+    for number in range(count):
+        policy = policy_with_score(f"{commit_seed()}-{count}-{number}")
+        one = run_policy(policy, TorchBackend(), trace)
+        assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------------
