@@ -17,7 +17,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from copy import copy
+from copy import deepcopy
 from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
@@ -227,10 +227,8 @@ def half(spec: PolicySpec, shape: Shape) -> dict[str, float]:
 
 def clone_of(state: SlotState) -> SlotState:
     """The same cache with tensors of its own."""
-    twin = copy(state)
+    twin = deepcopy(state)
     twin.workspace = None
-    for name in state.declared:
-        setattr(twin, name, getattr(state, name).clone())
     return twin
 
 
@@ -299,8 +297,8 @@ def captured(spec: PolicySpec, plan: Plan) -> Iterator[str]:
     backend, state, tokens = prepared(spec, plan.checked[0], plan, **half(spec, plan.checked[0]))
     twin = clone_of(state)
     graph, static, out = capture(lambda token: backend.decode(state, as_call(state, token)), tokens[0])
-    for name in state.declared:
-        getattr(state, name).copy_(getattr(twin, name))  # capturing may have run steps
+    for tensor, before in zip(state.tensors().values(), twin.tensors().values(), strict=True):
+        tensor.copy_(before)  # capturing may have run steps
     for token in tokens:
         for to, x in zip(static, token, strict=True):
             to.copy_(x)

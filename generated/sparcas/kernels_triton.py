@@ -12,7 +12,7 @@ Looks at the highest dims only: abs(q)
 In layers where the query attends to everything, `attend` and `settle` are the only launches.
 
 Legend:
-    `look`: one program ranks the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
+    `look`: one program grades the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
     `settle`, the last: one program serves one KV head of one row. It combines what `attend` found, and puts the new token into a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
@@ -67,7 +67,7 @@ def look(
     sketch,  # [B, H, W] int32: dims, ascending, -1 behind them
     sketch_keys,  # [B, H, N, W]: the keys over these dims
     prompt,  # [B] int32: tokens of the prompt
-    ranks,  # [B, H, N + 16] int32: gets what slots, and behind them the new token, rank by
+    grades,  # [B, H, N + 16] int32: gets those of the slots and, behind them, of the new token
     first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
     held,  # [B, H, S] int32: gets how many tokens it holds
     seen,  # [B] int32: the new token's position
@@ -86,7 +86,7 @@ def look(
     DOT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Rank one split's slots; the grid is (S, H, B)."""
+    """Grade one split's slots; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
@@ -96,7 +96,7 @@ def look(
     query += pair * G * D
     new_key += pair * D
     keys += pair * slots * D
-    ranks += pair * (slots + 16)
+    grades += pair * (slots + 16)
     mine = pair * splits + split
     position += pair * slots
     g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
@@ -118,9 +118,9 @@ def look(
         live += (pos >= 0).to(tl.int32)
         k = select.sketched_keys(keys, sketch_keys, i.to(tl.int64), pos >= 0, dims, j, width, gather, D)
         by = select.product(q, k, g, G, "mean", DOT)
-        select.rank_slots(ranks, i, inside, pos, now, window, by)
+        select.grade_slots(grades, i, inside, pos, now, window, by)
     if split == 0:
-        select.rank_new(ranks, slots, q, select.over_dims(new_key, dims), g, G, "mean")
+        select.grade_new(grades, slots, q, select.over_dims(new_key, dims), g, G, "mean")
     tl.store(first_free + mine, tl.min(gap, 0))
     tl.store(held + mine, tl.sum(live, 0))
 
@@ -128,7 +128,7 @@ def look(
 @triton.jit
 def choose(
     position,  # [B, H, N] int32
-    ranks,  # [B, H, N + 16] int32
+    grades,  # [B, H, N + 16] int32
     chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
     found,  # [B, H] int32: gets how many
     joins,  # [B, H] int32: gets whether the new token is attended to
@@ -142,7 +142,7 @@ def choose(
     S_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the slots that rank highest; the grid is (H, B)."""
+    """Find the slots of the highest grades; the grid is (H, B)."""
     head, row = tl.program_id(0), tl.program_id(1)
     pair = (row * tl.num_programs(0) + head).to(tl.int64)
     found += pair
@@ -154,12 +154,12 @@ def choose(
     now = tl.load(seen + row)
     number_select = tl.load(numbers + row * 3)
     position += pair * slots
-    ranks += pair * (slots + 16)
+    grades += pair * (slots + 16)
     chosen += pair * slots
     taken += pair * slots
     live = select.tokens_with_new(held, pair, splits, S_PAD)
     last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
-    select.choose_slots(position, ranks, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
+    select.choose_slots(position, grades, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])

@@ -14,7 +14,7 @@ from kvdsl.runtime.given import param
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
-from kvdsl.runtime.state.slots import FREE, ranks
+from kvdsl.runtime.state.order import FREE, ranks
 
 
 @dataclass(frozen=True)

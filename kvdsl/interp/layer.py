@@ -16,7 +16,7 @@ from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_slots
 from kvdsl.interp.head import Head
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
-from kvdsl.interp.settle import overflow, ranks, room, union, victims, victims_across
+from kvdsl.interp.settle import overflow, room, union, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
 from kvdsl.ir.nodes import Policy
 
@@ -171,7 +171,7 @@ class Layer:
     ) -> tuple[list[tuple[Array | None, ...]], list[Mask]]:
         """Per head what the keep lines rank by, and whom they protect."""
         keeps = self.policy.keeps
-        lines: list[Sequence[Array | None]] = list(zip(*(ranks(keeps, scope) for scope in scopes), strict=True))
+        lines: list[Sequence[Array | None]] = list(zip(*(worths(keeps, scope) for scope in scopes), strict=True))
         for index, keep in enumerate(keeps):
             values = [x for x in lines[index] if x is not None]
             if values:

@@ -17,12 +17,12 @@ class Rope:
 
     Attributes:
         inv_freq: [pairs], radians per position.
-        layout: which dims are a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
+        pairing: which dims are a pair: `half` d and d + pairs, `interleaved` 2 d and 2 d + 1.
         offset: the first rotated dim; offset .. offset + 2 * pairs are rotated, the others are not.
     """
 
     inv_freq: Array
-    layout: Literal["half", "interleaved"] = "half"
+    pairing: Literal["half", "interleaved"] = "half"
     offset: int = 0
 
     @np.errstate(all="ignore")
@@ -39,6 +39,6 @@ class Rope:
     def _pairs(self) -> tuple[Indices, Indices]:
         """The first and the second dim of each pair, [pairs] each."""
         pair = np.arange(len(self.inv_freq), dtype=np.int64)
-        if self.layout == "half":
+        if self.pairing == "half":
             return self.offset + pair, self.offset + len(pair) + pair
         return self.offset + 2 * pair, self.offset + 2 * pair + 1

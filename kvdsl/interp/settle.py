@@ -41,8 +41,8 @@ def victims(score: Array, protected: Mask, position: Indices, k: int) -> Indices
     the newest last of all.
     """
     order = ascending(score, position)
-    rank = reluctance(protected, position)
-    return order[np.argsort(rank[order], kind="stable")][:k]
+    reluctant = reluctance(protected, position)
+    return order[np.argsort(reluctant[order], kind="stable")][:k]
 
 
 def reluctance(protected: Mask, position: Indices) -> Indices:
@@ -62,10 +62,10 @@ def victims_across(heads: Sequence[tuple[Array, Mask, Indices]], numbers: Number
     excess = sum(len(position) for _, _, position in heads) - len(heads) * numbers.capacity
     willing = []
     for head, (score, shield, position) in enumerate(heads):
-        rank = reluctance(shield, position)
+        reluctant = reluctance(shield, position)
         for slot in victims(score, shield, position, max(0, int(len(position) - numbers.floor))):
             worth = (False, 0.0) if np.isnan(score[slot]) else (True, float(score[slot]))
-            willing.append((int(rank[slot]), *worth, int(position[slot]), head, int(slot)))
+            willing.append((int(reluctant[slot]), *worth, int(position[slot]), head, int(slot)))
     gone = sorted(willing)[: int(max(0, min(excess, len(willing))))]
     return [np.array([slot for *_, owner, slot in gone if owner == head], dtype=np.int64) for head in range(len(heads))]
 
@@ -79,10 +79,10 @@ def ascending(x: Array, position: Indices) -> Indices:
 def protected(keeps: Iterable[Keep], scope: Scope, position: Indices) -> Mask:
     """Which live slots, [n], may not leave: the union of the keep lines."""
     keeps = tuple(keeps)
-    return union(keeps, ranks(keeps, scope), scope, position)
+    return union(keeps, worths(keeps, scope), scope, position)
 
 
-def ranks(keeps: Iterable[Keep], scope: Scope) -> tuple[Array | None, ...]:
+def worths(keeps: Iterable[Keep], scope: Scope) -> tuple[Array | None, ...]:
     """What each keep line ranks or chooses by, [n]; None for those that go by position."""
     return tuple(None if keep.by is None else evaluate_slots(keep.by, scope) for keep in keeps)
 

@@ -39,7 +39,7 @@ from kvdsl.lower.expression import (
     Use,
     as_float32,
     dims_of,
-    form_of_ranks,
+    form_of_select,
     fragment,
     literal,
     names_of,
@@ -482,7 +482,7 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> Fragment:
 def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
-    by = form_of_ranks(policy.select.by)
+    by = form_of_select(policy.select.by)
     before: list[str] = []
     value = ""
     if by == "expression":

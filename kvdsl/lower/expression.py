@@ -52,7 +52,7 @@ def dims_of(body: Expr) -> str:
     return max((dims_of(child) for child in children(body)), default="")
 
 
-def form_of_ranks(by: Expr) -> str:
+def form_of_select(by: Expr) -> str:
     """The fast form of what a query ranks slots by, if it has one.
 
     Returns:

@@ -40,7 +40,7 @@ from kvdsl.lower.expression import (
     Target,
     Use,
     dims_of,
-    form_of_ranks,
+    form_of_select,
     fragment,
     literal,
     names_of,
@@ -525,7 +525,7 @@ def _reduction(name: str, op: str, body: Fragment, slots: str, given: list[Fragm
 def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     if policy.select is None:
         return None
-    by = form_of_ranks(policy.select.by)
+    by = form_of_select(policy.select.by)
     if by == "expression":
         raise NotLowerable(
             "`select` by anything but dot(q, k), dot(q, k over sketch) and what the keys of a page could give at most"

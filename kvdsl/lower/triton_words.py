@@ -18,7 +18,8 @@ class TritonWords:
         launches: which of a step's launches are here. legend: what each does, and what names mean, a line each.
         modules: of `kvdsl.runtime.gpu`, those that the kernels call.
         settle: what the kernel of this name does. its_place: what is said where it stores the new token.
-        ranked: what `look` ranks. ranks: what gets the ranks. taken: for whom `choose` notes what is attended to.
+        looked_at: what `look` grades. graded: the same, and the new token where that is graded, too.
+        taken: for whom `choose` notes what is attended to.
     """
 
     launches: str
@@ -26,8 +27,8 @@ class TritonWords:
     modules: tuple[str, ...]
     settle: str
     its_place: str
-    ranked: str
-    ranks: str
+    looked_at: str
+    graded: str
     taken: str
 
 
@@ -50,8 +51,8 @@ def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
             if plan.blocks
             else "Its place."
         ),
-        ranked="pages" if pages else "slots",
-        ranks="pages" if pages else "slots, and behind them the new token,",
+        looked_at="pages" if pages else "slots",
+        graded="pages" if pages else "slots and, behind them, of the new token",
         taken="for `settle`" if look is not None and look.observed else "if anybody asked",
     )
 
@@ -76,9 +77,9 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
     elif plan.hard_cap:
         yield "`make_room`, before everything else: one program frees what of a KV head's slots a hard cap asks for."
     if look:
-        ranked = "pages" if look.by == "page_bound" else "slots"
+        looked_at = "pages" if look.by == "page_bound" else "slots"
         yield (
-            f"`look`: one program ranks the {ranked} of one of S splits of a KV head. "
+            f"`look`: one program grades the {looked_at} of one of S splits of a KV head. "
             "`choose`: one program finds the highest of a KV head."
         )
     yield from _settles(plan)

@@ -46,9 +46,9 @@ def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
 
 def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[Any, ...]:
     """The operator's tensors, and who serves it."""
-    changed = [getattr(state, name) for name in _changed(state)]
+    held = state.tensors()
+    changed, read = [held[name] for name in _changed(state)], [held[name] for name in _read(state)]
     work = [] if state.workspace is None else list(state.workspace.tensors.values())
-    read = [getattr(state, name) for name in _read(state)]
     return backend.served, call.query, call.key, call.value, call.real, call.sinks, changed, work, read
 
 

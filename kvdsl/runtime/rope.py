@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-Layout = Literal["half", "interleaved"]
+Pairing = Literal["half", "interleaved"]
 
 
 _enlisted: dict[str, Rope] = {}
@@ -30,20 +30,20 @@ class Rope:
 
     Attributes:
         inv_freq: the angle per position of each pair, in radians, float64 [pairs]; negative where the model turns backwards.
-        layout: which dims are a pair: i and i + pairs (`half`), or 2i and 2i + 1 (`interleaved`), counted from `offset`.
+        pairing: which dims are a pair: i and i + pairs (`half`), or 2i and 2i + 1 (`interleaved`), counted from `offset`.
         offset: the first rotated dim; rotated are offset .. offset + 2 pairs.
         name: a name for what it does, the same for all that rotate alike; an operator can take no more than a name.
     """
 
     inv_freq: Tensor
-    layout: Layout
+    pairing: Pairing
     offset: int = 0
     name: str = field(default="", init=False)
     _moved: dict[torch.device, Tensor] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         frequencies = hashlib.sha256(self.inv_freq.double().cpu().numpy().tobytes()).hexdigest()
-        object.__setattr__(self, "name", f"{self.layout} {self.offset} {frequencies}")
+        object.__setattr__(self, "name", f"{self.pairing} {self.offset} {frequencies}")
         _enlisted.setdefault(self.name, self)
 
     @staticmethod
@@ -101,13 +101,13 @@ class Rope:
 
     def _split(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """The first and the second dim of each pair, [..., pairs] each."""
-        if self.layout == "half":
+        if self.pairing == "half":
             return x[..., : self.pairs], x[..., self.pairs :]
         return x[..., ::2], x[..., 1::2]
 
     def _join(self, a: Tensor, b: Tensor) -> Tensor:
         """What `_split` took apart, [..., 2 pairs]."""
-        return torch.cat([a, b], dim=-1) if self.layout == "half" else torch.stack([a, b], dim=-1).flatten(-2)
+        return torch.cat([a, b], dim=-1) if self.pairing == "half" else torch.stack([a, b], dim=-1).flatten(-2)
 
     def _on(self, device: torch.device) -> Tensor:
         """The frequencies on a device, to which they are moved once."""

@@ -18,7 +18,8 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.slots import FREE, SlotState, ranks
+from kvdsl.runtime.state.order import FREE, ranks
+from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
 
 BATCH, HEADS, DIM = 2, 2, 64
@@ -36,9 +37,9 @@ def spec_of(body: str, folder: Path) -> PolicySpec:
     return kvdsl.load(file).spec
 
 
-def rope_of(dim: int, layout: str = "half", offset: int = 0, base: float = 1e4) -> Rope:
+def rope_of(dim: int, pairing: str = "half", offset: int = 0, base: float = 1e4) -> Rope:
     pairs = (dim - 2 * offset) // 2
-    return Rope(base ** -(torch.arange(pairs, dtype=torch.float64) / pairs), layout, offset)  # type: ignore[arg-type]
+    return Rope(base ** -(torch.arange(pairs, dtype=torch.float64) / pairs), pairing, offset)  # type: ignore[arg-type]
 
 
 class Random:
@@ -61,10 +62,7 @@ def backend(spec: PolicySpec, name: str, dtype: torch.dtype = torch.float32) -> 
 
 def copied(state: SlotState) -> SlotState:
     """The same, in tensors of its own."""
-    other = copy.copy(state)
-    for name in state.declared:
-        setattr(other, name, getattr(state, name).clone())
-    return other
+    return copy.deepcopy(state)
 
 
 def check_ranks(state: SlotState) -> None:

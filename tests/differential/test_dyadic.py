@@ -16,7 +16,8 @@ from kvdsl.interp.machine import Interpreter, Step
 from kvdsl.interp.numbers import resolve
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu import backend as cpu_backend
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import backend as torch_backend
 from kvdsl.runtime.torch import eviction
 from kvdsl.runtime.torch.view import INITIAL, Columns, row_view

@@ -561,8 +561,8 @@ def _ropes(trace: Trace) -> tuple[Rope | None, ExactRope | None]:
     offset = trace.head_dim // 4 if trace.rope == "partial" else 0  # dims at both ends stay as they are
     pairs = (trace.head_dim - 2 * offset) // 2
     inv_freq = 100.0 ** -(np.arange(pairs, dtype=np.float64) / pairs)
-    layout: Any = "interleaved" if trace.rope == "interleaved" else "half"
-    return Rope(torch.from_numpy(inv_freq), layout, offset), ExactRope(inv_freq, layout, offset)
+    pairing: Any = "interleaved" if trace.rope == "interleaved" else "half"
+    return Rope(torch.from_numpy(inv_freq), pairing, offset), ExactRope(inv_freq, pairing, offset)
 
 
 def _jumps(body: Expr) -> bool:

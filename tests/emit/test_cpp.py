@@ -15,7 +15,8 @@ from kvdsl.compiler import compile_file
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import rings
 
 STEPS, DIM, HEADS, GROUP = 20, 8, 2, 2

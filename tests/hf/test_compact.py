@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.state.slots import SlotState, ranks
+from kvdsl.runtime.state.order import ranks
+from kvdsl.runtime.state.slots import SlotState
 from tests.hf import policies, zoo
 
 ONE_LAYER = {"num_hidden_layers": 1, "num_key_value_heads": 1}

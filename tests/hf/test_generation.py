@@ -181,9 +181,9 @@ def test_tensors_that_fit_a_later_prompt_stay_where_they_are() -> None:
     ids = zoo.prompt(1, 60)
     state = cache.layers[0].state
     forwards(cache, ids, 20, 21)
-    before = {name: getattr(state, name).data_ptr() for name in state.declared}
+    before = {name: tensor.data_ptr() for name, tensor in state.tensors().items()}
     forwards_from(cache, ids, 21, 50, 51)
-    assert {name: getattr(state, name).data_ptr() for name in state.declared} == before
+    assert {name: tensor.data_ptr() for name, tensor in state.tensors().items()} == before
 
 
 @pytest.mark.parametrize("policy", ["snapkv", "adakv"])

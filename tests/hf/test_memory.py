@@ -22,7 +22,7 @@ TOKENS, BUDGET = 2000, 256
 def addresses(cache: Any) -> list[tuple[int, ...]]:
     """Where every tensor of every managed layer lies."""
     states = [cache.layers[layer].state for layer in cache.managed]
-    return [tuple(getattr(state, name).data_ptr() for name in state.declared) for state in states]
+    return [tuple(tensor.data_ptr() for tensor in state.tensors().values()) for state in states]
 
 
 class NewStorage(TorchDispatchMode):

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import rope as calibration
 from kvdsl.runtime.hf.rope import ropes
-from kvdsl.runtime.rope import Layout, Rope
+from kvdsl.runtime.rope import Pairing, Rope
 from tests.hf import zoo
 
 FURTHEST = 600
@@ -30,7 +30,7 @@ def scaled(kind: str, **numbers: float) -> dict[str, Any]:
     return {"rope_scaling": {"rope_type": kind, "rope_theta": 1e4, **numbers}}
 
 
-# How a model is made, and its layout and rotated pairs of 16 dims (qwen3: 32).
+# How a model is made, and its pairing and rotated pairs of 16 dims (qwen3: 32).
 MODELS: dict[str, tuple[str, dict[str, Any], str, int]] = {
     "llama": ("Llama", {}, "half", 8),
     "llama-linear": ("Llama", scaled("linear", factor=4.0), "half", 8),
@@ -99,10 +99,10 @@ def test_a_rotated_key_is_the_key_at_the_other_position(name: str) -> None:
 
 @each_model
 def test_layout_pairs_and_the_exact_frequencies(name: str) -> None:
-    _, _, layout, pairs = MODELS[name]
+    _, _, pairing, pairs = MODELS[name]
     own = [table.double() for key, table in model(name).named_buffers() if key.endswith("inv_freq")]
     for rope in filter(None, ropes(model(name)).values()):
-        assert (rope.layout, rope.offset, rope.pairs) == (layout, 0, pairs)
+        assert (rope.pairing, rope.offset, rope.pairs) == (pairing, 0, pairs)
         assert rope.inv_freq.dtype == torch.float64
         assert any(torch.equal(rope.inv_freq.abs(), table) for table in own)
 
@@ -111,11 +111,11 @@ def test_layout_pairs_and_the_exact_frequencies(name: str) -> None:
 @pytest.mark.parametrize("name", [name for name in MODELS if name != "gpt_oss"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_finds_the_same(name: str, dtype: torch.dtype) -> None:
-    stem, extra, layout, pairs = MODELS[name]
+    stem, extra, pairing, pairs = MODELS[name]
     half = zoo.make(stem, **extra).to(dtype)
     found = ropes(half)
     assert [rope is None for rope in found.values()] == [rope is None for rope in ropes(model(name)).values()]
-    assert {(rope.layout, rope.offset, rope.pairs) for rope in found.values() if rope} == {(layout, 0, pairs)}
+    assert {(rope.pairing, rope.offset, rope.pairs) for rope in found.values() if rope} == {(pairing, 0, pairs)}
     assert furthest_miss(half, found) < (0.01 if dtype == torch.bfloat16 else 0.0015)
 
 
@@ -144,17 +144,17 @@ def test_a_model_without_any_positions() -> None:
 
 
 @pytest.mark.parametrize("sign", [1, -1])
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
 @pytest.mark.parametrize("offset", [0, 4])
-def test_every_way_to_rotate_is_told_from_the_others(offset: int, layout: Layout, sign: int) -> None:
+def test_every_way_to_rotate_is_told_from_the_others(offset: int, pairing: Pairing, sign: int) -> None:
     """Keys [20] of which 16 dims are rotated, at either end."""
     part = model("llama")
     key, value = torch.randn(2, 1, 8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    own = Rope(sign * part.model.rotary_emb.inv_freq.double(), layout, offset)
+    own = Rope(sign * part.model.rotary_emb.inv_freq.double(), pairing, offset)
     moved = own.rotate(key, torch.tensor(calibration.POSITIONS)[:, None]).double()
     (found,) = calibration._fit_all(part, {0: (moved, value.expand(4, -1, -1))}).values()
     assert found is not None
-    assert (found.layout, found.offset) == (layout, offset)
+    assert (found.pairing, found.offset) == (pairing, offset)
     assert torch.equal(found.inv_freq, own.inv_freq)
 
 
@@ -175,13 +175,13 @@ def test_rounding_does_not_spread_from_layer_to_layer() -> None:
     kinds = ["sliding_attention", "full_attention"] * 4
     deep = zoo.make("GptOss", head_dim=16, num_hidden_layers=8, num_local_experts=8, sliding_window=8, layer_types=kinds)
     found = ropes(deep.bfloat16())
-    assert {(rope.layout, rope.pairs) if rope else None for rope in found.values()} == {("half", 8)}
+    assert {(rope.pairing, rope.pairs) if rope else None for rope in found.values()} == {("half", 8)}
 
 
 def test_the_text_part_of_a_multimodal_model() -> None:
     whole = zoo.multimodal("Gemma3")
     (rope,) = ropes(whole).values()
-    assert rope is not None and (rope.layout, rope.pairs) == ("half", 8)
+    assert rope is not None and (rope.pairing, rope.pairs) == ("half", 8)
     assert float(rope.inv_freq[1]) == pytest.approx(1e6 ** (-1 / 8), rel=1e-6)
 
 

@@ -25,7 +25,7 @@ ROPES = {
 
 
 def rotated(x: np.ndarray, position: float, rope: Rope) -> np.ndarray:
-    return brute.rotated(x, position, rope.inv_freq, rope.layout, rope.offset)
+    return brute.rotated(x, position, rope.inv_freq, rope.pairing, rope.offset)
 
 
 def at_their_places(x: np.ndarray, rope: Rope) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +15,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
@@ -107,13 +106,14 @@ class Run:
 
 def runs(
     folder: Path, name: str, size: int, backend: str = "torch", given: dict[str, float] | None = None, **shape: Any
-) -> tuple[Run, Run, BlockState]:
-    """In one piece, in blocks of this size, and the state of the latter."""
+) -> tuple[Run, Run, Blocks]:
+    """In one piece, in blocks of this size, and the layout of the latter."""
     given = GIVEN[name] if given is None else given
     plain, blocks = classes(folder, name)
     made = Run(plain.spec, given, backend, **shape), Run(blocks.spec, {**given, "block": size}, backend, **shape)
-    assert isinstance(made[1].state, BlockState)
-    return *made, made[1].state
+    layout = made[1].state.layout
+    assert isinstance(layout, Blocks)
+    return *made, layout
 
 
 def assert_same(blocks: SlotState, plain: SlotState) -> None:
@@ -125,13 +125,19 @@ def assert_same(blocks: SlotState, plain: SlotState) -> None:
     assert torch.equal(blocks.values[live], plain.values[live])
 
 
+def used(state: SlotState) -> Tensor:
+    """Which blocks every row uses, bool [batch, blocks of a row]."""
+    assert isinstance(state.layout, Blocks)
+    return state.layout.used(state.position)
+
+
 def check_pool(state: SlotState) -> None:
     """Every block in use is one row's, and no other block is."""
-    assert isinstance(state, BlockState)
-    held = state.table[state.table >= 0]
+    assert isinstance(state.layout, Blocks)
+    held = state.layout.table[state.layout.table >= 0]
     assert len(held.unique()) == len(held)
-    assert torch.equal(state.table >= 0, state.used)
-    assert int(state.used.sum()) <= state.blocks
+    assert torch.equal(state.layout.table >= 0, used(state))
+    assert int(used(state).sum()) <= state.layout.blocks
 
 
 @pytest.mark.parametrize(
@@ -144,58 +150,58 @@ def check_pool(state: SlotState) -> None:
     ],
 )
 def test_blocks_are_in_place_to_the_bit(folder: Path, name: str, size: int, backend: str) -> None:
-    plain, blocks, state = runs(folder, name, size, backend)
+    plain, blocks, _ = runs(folder, name, size, backend)
     for seed in range(1, 16):
         plain.steps(seed)
         blocks.steps(seed)
-        check_pool(state)
+        check_pool(blocks.state)
     assert all(torch.equal(found, expected) for found, expected in zip(blocks.out, plain.out, strict=True))
-    assert_same(state, plain.state)
+    assert_same(blocks.state, plain.state)
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_rows_take_what_they_use(folder: Path, backend: str) -> None:
     """A row of 40 tokens, one of 27 and one of 11, in blocks of 5: not three times the longest."""
-    plain, blocks, state = runs(folder, "full", 5, backend)
-    assert state.used.sum(1).tolist() == [8, 6, 3]
-    assert state.blocks == 17
-    assert state.key_pool.nbytes * 3 * 40 == plain.state.keys.nbytes * 17 * 5
+    plain, blocks, layout = runs(folder, "full", 5, backend)
+    assert used(blocks.state).sum(1).tolist() == [8, 6, 3]
+    assert layout.blocks == 17
+    assert layout.key_pool.nbytes * 3 * 40 == plain.state.keys.nbytes * 17 * 5
     blocks.steps(*range(1, 60))
-    assert state.blocks <= 1.5 * int(state.used.sum())
+    assert layout.blocks <= 1.5 * int(used(blocks.state).sum())
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_blocks_that_are_empty_go_back(folder: Path, backend: str) -> None:
     """Pruned from 20 tokens to 12, a row gives blocks back, and takes others later."""
-    _, blocks, state = runs(folder, "capped", 1, backend)
-    used, tables = [], set()
+    _, blocks, layout = runs(folder, "capped", 1, backend)
+    in_use, tables = [], set()
     for seed in range(1, 50):
         blocks.steps(seed)
-        check_pool(state)
-        used.append(int(state.used.sum()))
-        tables.add(tuple(state.table.flatten().tolist()))
-    assert min(used[20:]) < max(used[20:])
+        check_pool(blocks.state)
+        in_use.append(int(used(blocks.state).sum()))
+        tables.add(tuple(layout.table.flatten().tolist()))
+    assert min(in_use[20:]) < max(in_use[20:])
     assert len(tables) > 5
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_a_bounded_pool_is_allocated_once(folder: Path, backend: str) -> None:
     """With what each row can need by its own budget, 40 % of 40, 27 and 11 tokens and one more: less than thrice the largest."""
-    _, blocks, state = runs(folder, "roco", 4, backend)
-    addresses = [getattr(state, name).data_ptr() for name in state.declared]
-    assert state.blocks == -(-17 // 4) + -(-11 // 4) + -(-5 // 4)
+    _, blocks, layout = runs(folder, "roco", 4, backend)
+    addresses = [tensor.data_ptr() for tensor in blocks.state.tensors().values()]
+    assert layout.blocks == -(-17 // 4) + -(-11 // 4) + -(-5 // 4)
     blocks.steps(*range(1, 40))
-    assert [getattr(state, name).data_ptr() for name in state.declared] == addresses
-    check_pool(state)
+    assert [tensor.data_ptr() for tensor in blocks.state.tensors().values()] == addresses
+    check_pool(blocks.state)
 
 
 def test_several_tokens_at_once_find_blocks(folder: Path) -> None:
     """More of them than blocks are free: the pool of a cache that grows is enlarged beforehand."""
-    plain, blocks, state = runs(folder, "full", 5, "cpu")
+    plain, blocks, _ = runs(folder, "full", 5, "cpu")
     for run in (plain, blocks):
         run.out.append(run.backend.decode(run.state, run.call(33, 7)))
     assert torch.equal(plain.out[-1], blocks.out[-1])
-    check_pool(state)
+    check_pool(blocks.state)
 
 
 def test_heads_and_rows_take_blocks_at_once(folder: Path) -> None:
@@ -203,39 +209,39 @@ def test_heads_and_rows_take_blocks_at_once(folder: Path) -> None:
     threads = torch.get_num_threads()
     torch.set_num_threads(4)
     try:
-        plain, blocks, state = runs(folder, "capped", 1, "cpu")
+        plain, blocks, _ = runs(folder, "capped", 1, "cpu")
         for seed in range(1, 60):
             plain.steps(seed)
             blocks.steps(seed)
-            check_pool(state)
+            check_pool(blocks.state)
     finally:
         torch.set_num_threads(threads)
     assert all(torch.equal(found, expected) for found, expected in zip(blocks.out, plain.out, strict=True))
 
 
 def test_a_kernel_without_a_free_block_says_so(folder: Path) -> None:
-    _, blocks, state = runs(folder, "full", 5, "cpu")
-    state.make_room = partial(SlotState.make_room, state)  # type: ignore[method-assign]  # slots, and no blocks for them
+    _, blocks, layout = runs(folder, "full", 5, "cpu")
+    layout.make_room = lambda *_: None  # type: ignore[method-assign]  # slots, and no blocks for them
     with pytest.raises(KvdslError, match=r"no block is free: .* `reset\(\)`"):
-        blocks.backend.decode(state, blocks.call(9, 1))
+        blocks.backend.decode(blocks.state, blocks.call(9, 1))
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_a_token_is_written_at_block_and_offset(folder: Path, backend: str) -> None:
     """EQUIP, figure 18: one row of one block a head changes, and nothing else."""
-    _, blocks, state = runs(folder, "roco", 5, backend)
+    _, blocks, layout = runs(folder, "roco", 5, backend)
     blocks.steps(1, 2)
-    before, table, slot = state.key_pool.clone(), state.table.clone(), (state.position < 0).int().argmax(-1)
+    before, table, slot = layout.key_pool.clone(), layout.table.clone(), (blocks.state.position < 0).int().argmax(-1)
     call = blocks.call(1, 7)
-    blocks.backend.decode(state, call)
-    changed = (state.key_pool != before).any(-1).nonzero()
+    blocks.backend.decode(blocks.state, call)
+    changed = (layout.key_pool != before).any(-1).nonzero()
     expected = [
         [head, int(table[row, slot[row, head] // 5]), int(slot[row, head]) % 5] for row in range(3) for head in range(2)
     ]
     assert sorted(changed.tolist()) == sorted(expected)
     for row, head in ((0, 1), (2, 0)):
         block, at = table[row, slot[row, head] // 5], slot[row, head] % 5
-        assert torch.equal(state.key_pool[head, block, at], call.key[row, head, 0])
+        assert torch.equal(layout.key_pool[head, block, at], call.key[row, head, 0])
 
 
 @pytest.mark.parametrize("rows", [[2, 2, 0], [1], [0, 0, 1, 1, 2, 2]])

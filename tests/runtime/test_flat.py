@@ -12,7 +12,7 @@ from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
@@ -66,8 +66,8 @@ def assert_same(flat: Run, padded: Run) -> None:
 
 
 def rows(state: SlotState) -> int:
-    assert isinstance(state, FlatState)
-    return len(state.key_pool)
+    assert isinstance(state.layout, Flat)
+    return len(state.layout.key_pool)
 
 
 BACKENDS = ("torch", "cpu")
@@ -95,10 +95,10 @@ def test_what_heads_do_not_keep_takes_no_memory() -> None:
 
 def test_nothing_moves_while_there_is_room() -> None:
     flat, _ = pair("cpu")
-    where = flat.state.key_pool.data_ptr()
+    where = flat.state.layout.key_pool.data_ptr()
     live = int((flat.state.position >= 0).sum(-1).max())
     flat.steps(*range(1, flat.state.slots - live + 1))
-    assert flat.state.key_pool.data_ptr() == where
+    assert flat.state.layout.key_pool.data_ptr() == where
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -145,4 +145,4 @@ def test_steps_that_are_taken_back(backend: str) -> None:
 def test_who_evicts_while_decoding_keeps_its_slots() -> None:
     """There heads change their lengths at every token."""
     made = kvdsl.load("adakv").spec
-    assert not isinstance(slot_state(replace(made, when="both"), GIVEN), FlatState)
+    assert not isinstance(slot_state(replace(made, when="both"), GIVEN).layout, Flat)

@@ -14,7 +14,8 @@ from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.slots import SlotState, ranks
+from kvdsl.runtime.state.order import ranks
+from kvdsl.runtime.state.slots import SlotState
 
 BATCH, HEADS, DIM, LIVE = 2, 3, 16, 40
 BACKENDS = ("torch", "cpu")
@@ -64,8 +65,8 @@ def test_backends_replace_alike(policy: str, dtype: torch.dtype, padded: bool) -
         run.backend.replace(run.state, slots, call)
         _check_replaced(run.state, before, seen, slots, call)
     ours, theirs = runs
-    for name in ours.state.declared:
-        assert torch.allclose(getattr(ours.state, name), getattr(theirs.state, name), atol=1e-4), name
+    for (name, our), their in zip(ours.state.tensors().items(), theirs.state.tensors().values(), strict=True):
+        assert torch.allclose(our, their, atol=1e-4), name
     assert torch.allclose(ours.decode(3).float(), theirs.decode(3).float(), atol=2e-5 if dtype == torch.float32 else 2e-2)
 
 

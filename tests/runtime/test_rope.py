@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.rope import Layout, Rope
+from kvdsl.runtime.rope import Pairing, Rope
 
 PAIRS = 4
 FREQUENCIES = 100.0 ** -(torch.arange(PAIRS, dtype=torch.float64) / PAIRS)
 
-LAYOUTS: list[Layout] = ["half", "interleaved"]
+PAIRINGS: list[Pairing] = ["half", "interleaved"]
 
 PAIRED = {
     "half": [(i, i + PAIRS) for i in range(PAIRS)],
@@ -26,39 +26,39 @@ def vectors(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def turned(x: Tensor, shift: Tensor, layout: Layout, offset: int) -> Tensor:
+def turned(x: Tensor, shift: Tensor, pairing: Pairing, offset: int) -> Tensor:
     """Every pair as a complex number times e^(i shift f), float64."""
     out = x.double().clone()
-    for frequency, (a, b) in zip(FREQUENCIES, PAIRED[layout], strict=True):
+    for frequency, (a, b) in zip(FREQUENCIES, PAIRED[pairing], strict=True):
         found = torch.complex(x[..., offset + a].double(), x[..., offset + b].double())
         found = found * torch.polar(torch.ones_like(shift, dtype=torch.float64), shift * frequency)
         out[..., offset + a], out[..., offset + b] = found.real, found.imag
     return out
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("pairing", PAIRINGS)
 @pytest.mark.parametrize(("dim", "offset"), [(2 * PAIRS, 0), (2 * PAIRS + 6, 0), (2 * PAIRS + 6, 6), (2 * PAIRS + 6, 2)])
-def test_every_pair_turns_by_its_frequency_and_nothing_else_changes(layout: Layout, dim: int, offset: int) -> None:
+def test_every_pair_turns_by_its_frequency_and_nothing_else_changes(pairing: Pairing, dim: int, offset: int) -> None:
     x = vectors(3, 5, dim)
     shift = torch.randint(-700, 700, (3, 5), generator=torch.Generator().manual_seed(1))
-    out = Rope(FREQUENCIES, layout, offset).rotate(x, shift)
+    out = Rope(FREQUENCIES, pairing, offset).rotate(x, shift)
     assert out.shape == x.shape
-    assert (out - turned(x, shift, layout, offset)).abs().max() < 1e-6
+    assert (out - turned(x, shift, pairing, offset)).abs().max() < 1e-6
     rest = [d for d in range(dim) if not offset <= d < offset + 2 * PAIRS]
     assert torch.equal(out[..., rest], x[..., rest])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_no_shift_changes_no_bit(layout: Layout) -> None:
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_no_shift_changes_no_bit(pairing: Pairing) -> None:
     x = vectors(7, 2 * PAIRS)
-    assert torch.equal(Rope(FREQUENCIES, layout).rotate(x, torch.zeros(7, dtype=torch.long)), x)
+    assert torch.equal(Rope(FREQUENCIES, pairing).rotate(x, torch.zeros(7, dtype=torch.long)), x)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_far_shifts_are_as_exact_as_near_ones(layout: Layout) -> None:
+@pytest.mark.parametrize("pairing", PAIRINGS)
+def test_far_shifts_are_as_exact_as_near_ones(pairing: Pairing) -> None:
     """An angle of 3e6 radians, of which float32 would only know the nearest quarter."""
     x, far = vectors(1, 2 * PAIRS), torch.tensor([3_000_001])
-    assert (Rope(FREQUENCIES, layout).rotate(x, far) - turned(x, far, layout, 0)).abs().max() < 1e-6
+    assert (Rope(FREQUENCIES, pairing).rotate(x, far) - turned(x, far, pairing, 0)).abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64])

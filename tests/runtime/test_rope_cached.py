@@ -15,7 +15,7 @@ from torch import Tensor
 import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.rope import Layout, Rope
+from kvdsl.runtime.rope import Pairing, Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
@@ -36,9 +36,9 @@ class Run:
     """Two rows, one of them padded, and tokens after the prompt, some of them padding."""
 
     def __init__(
-        self, spec: Any, backend: str = "torch", layout: Layout = "half", dtype: torch.dtype = torch.float32
+        self, spec: Any, backend: str = "torch", pairing: Pairing = "half", dtype: torch.dtype = torch.float32
     ) -> None:
-        self.rope = Rope(100.0 ** -(torch.arange(8, dtype=torch.float64) / 8), layout, 4)  # 16 of 24 dims
+        self.rope = Rope(100.0 ** -(torch.arange(8, dtype=torch.float64) / 8), pairing, 4)  # 16 of 24 dims
         self.state, self.dtype = SlotState(spec, {"budget": 12.0, "recent": 4.0}), dtype
         self.backend = choose(spec, backend, torch.device("cpu"), dtype)
         real = torch.arange(30) >= torch.tensor([[0], [7]])
@@ -55,9 +55,9 @@ class Run:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_cached_is_fused_to_the_bit(specs: tuple[Any, Any], layout: Layout, dtype: torch.dtype) -> None:
-    cached, fused = (Run(spec, layout=layout, dtype=dtype) for spec in specs)
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_cached_is_fused_to_the_bit(specs: tuple[Any, Any], pairing: Pairing, dtype: torch.dtype) -> None:
+    cached, fused = (Run(spec, pairing=pairing, dtype=dtype) for spec in specs)
     for seed in range(1, 30):
         assert torch.equal(cached.step(seed), fused.step(seed))
         assert torch.equal(cached.state.position, fused.state.position)
@@ -66,11 +66,11 @@ def test_cached_is_fused_to_the_bit(specs: tuple[Any, Any], layout: Layout, dtyp
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("layout", ["half", "interleaved"])
-def test_kernels_with_halves_and_without_agree(specs: tuple[Any, Any], layout: Layout, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("pairing", ["half", "interleaved"])
+def test_kernels_with_halves_and_without_agree(specs: tuple[Any, Any], pairing: Pairing, dtype: torch.dtype) -> None:
     """C++ with halves, C++ without, torch; what the kernel keeps are the halves of its keys, to the bit."""
-    cached, fused = (Run(spec, "cpu", layout, dtype) for spec in specs)
-    by_torch = Run(specs[0], "torch", layout, dtype)
+    cached, fused = (Run(spec, "cpu", pairing, dtype) for spec in specs)
+    by_torch = Run(specs[0], "torch", pairing, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for seed in range(1, 30):
         out = cached.step(seed)
@@ -125,7 +125,7 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
 def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path, backend: str) -> None:
     file = tmp_path / "paged.kv"
     file.write_text('kv 1\nimport equip_h2o\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
-    from kvdsl.runtime.state.layouts import slot_state
+    from kvdsl.runtime.state.pairings import slot_state
 
     spec = kvdsl.load(file).spec
     blocks, plain = Run(spec, backend), Run(specs[0], backend)

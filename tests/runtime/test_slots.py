@@ -10,6 +10,7 @@ import torch
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
@@ -57,13 +58,13 @@ def test_an_unbounded_cache_grows_by_a_quarter() -> None:
 
 def test_rows_move_in_place() -> None:
     state = prefilled("roco", 30, batch=3, budget=12)
-    before = {name: getattr(state, name).clone() for name in state.declared}
+    before = {name: tensor.clone() for name, tensor in state.tensors().items()}
     where = state.keys.data_ptr()
     state.select_rows(torch.tensor([2, 2, 0]))
     assert state.keys.data_ptr() == where
-    for name in state.declared:
+    for name, tensor in state.tensors().items():
         rows = before[name].index_select(state.declared[name].batch, torch.tensor([2, 2, 0]))
-        assert torch.equal(getattr(state, name), rows), name
+        assert torch.equal(tensor, rows), name
 
 
 def test_rows_repeat() -> None:
@@ -141,11 +142,11 @@ def live(state: SlotState) -> int:
 def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_the_prompt: int, later: int) -> None:
     state = custom(tmp_path, body)
     assert (state.slots, live(state), state.grows) == (slots, after_the_prompt, False)
-    where = [getattr(state, name).data_ptr() for name in state.declared]
+    where = [tensor.data_ptr() for tensor in state.tensors().values()]
     for step in range(12):
         TorchBackend().decode(state, call(1, 1, seed=step))
     assert live(state) == later
-    assert [getattr(state, name).data_ptr() for name in state.declared] == where
+    assert [tensor.data_ptr() for tensor in state.tensors().values()] == where
 
 
 def test_what_was_compressed_once_grows(tmp_path: Path) -> None:
@@ -236,8 +237,8 @@ def test_a_budget_is_filled_by_growing(body: str, limit: int, tmp_path: Path) ->
     for name in ("position", "keys", "values", "seen"):
         assert torch.equal(getattr(ours, name), getattr(theirs, name)), name
     torch.testing.assert_close(ours.columns, theirs.columns)
-    if body.startswith("storage"):
-        assert ours.blocks == theirs.blocks
-    where = [getattr(ours, name).data_ptr() for name in ours.declared]
+    if isinstance(ours.layout, Blocks) and isinstance(theirs.layout, Blocks):
+        assert ours.layout.blocks == theirs.layout.blocks
+    where = [tensor.data_ptr() for tensor in ours.tensors().values()]
     TorchBackend().decode(ours, call(2, 5))
-    assert [getattr(ours, name).data_ptr() for name in ours.declared] == where
+    assert [tensor.data_ptr() for tensor in ours.tensors().values()] == where

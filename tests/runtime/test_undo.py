@@ -65,7 +65,7 @@ class Run:
 
     def content(self) -> dict[str, Tensor]:
         copies = ("sketch_keys", "page_bounds", "copied", "half_keys", "length")
-        return {name: getattr(self.state, name).clone() for name in self.state.declared if name not in copies}
+        return {name: x.clone() for name, x in self.state.tensors().items() if name not in copies}
 
 
 def spec_of(name: str, folder: Path) -> PolicySpec:
@@ -127,7 +127,7 @@ def test_slots_that_have_grown_since(backend: str) -> None:
     log.take_back(run.state, 16)
     found = run.content()
     assert (found["position"][..., 50:] == -1).all()
-    for name in ("position", "keys", "values"):
+    for name in ("position", "key_pool", "value_pool"):
         assert torch.equal(found[name][:, :, :50], before[name])
     assert run.state.filled == 50
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from kvdsl.runtime.state.blocks import BlockState
+from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_blocks import Run, assert_same, check_pool, runs
 from tests.runtime.test_blocks import folder as folder  # the fixture
@@ -27,7 +27,7 @@ GIVEN: dict[str, dict[str, float]] = {
 }
 
 
-def small(folder: Path, name: str, size: int, backend: str = "triton") -> tuple[Run, Run, BlockState]:
+def small(folder: Path, name: str, size: int, backend: str = "triton") -> tuple[Run, Run, Blocks]:
     """Rows of 12 and 7 tokens."""
     return runs(folder, name, size, backend, GIVEN[name], prompt=12, padding=(0, 5))
 
@@ -40,13 +40,13 @@ def small(folder: Path, name: str, size: int, backend: str = "triton") -> tuple[
     ],
 )
 def test_blocks_are_in_place_to_the_bit(folder: Path, name: str, size: int, steps: int) -> None:
-    plain, blocks, state = small(folder, name, size)
+    plain, blocks, _ = small(folder, name, size)
     for seed in range(1, steps + 1):
         plain.steps(seed)
         blocks.steps(seed)
-        check_pool(state)
+        check_pool(blocks.state)
     assert all(torch.equal(found, expected) for found, expected in zip(blocks.out, plain.out, strict=True))
-    assert_same(state, plain.state)
+    assert_same(blocks.state, plain.state)
 
 
 def test_tables_are_those_of_the_torch_backend(folder: Path) -> None:
@@ -62,16 +62,16 @@ def test_tables_are_those_of_the_torch_backend(folder: Path) -> None:
 
 
 def test_several_tokens_at_once_then_other_rows_and_steps_back(folder: Path) -> None:
-    plain, blocks, state = small(folder, "staged", 2)
+    plain, blocks, _ = small(folder, "staged", 2)
     for run in (plain, blocks):
         run.out.append(run.backend.decode(run.state, run.call(3, 7)))
         run.state.select_rows(torch.tensor([1, 1, 0]))
     log = UndoLog(4)
     for seed in (1, 2):
-        log.note(state)
+        log.note(blocks.state)
         blocks.steps(seed)
-    log.take_back(state, 2)
-    check_pool(state)
+    log.take_back(blocks.state, 2)
+    check_pool(blocks.state)
     plain.steps(5)
     blocks.steps(5)
-    assert_same(state, plain.state)
+    assert_same(blocks.state, plain.state)

@@ -11,7 +11,8 @@ from torch import Tensor
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu import ops
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from tests.differential import test_dyadic
 from tests.differential.test_dyadic import DIM, POLICIES
 

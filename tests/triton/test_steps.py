@@ -93,8 +93,8 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
     splits = state.workspace.splits  # type: ignore[attr-defined]
     assert traffic.launches == [(splits, 2, 1), (2, 1)]
     row = SHAPE.head_dim * 2
-    assert traffic.loads["keys"] == traffic.loads["values"] == cached * row
-    assert traffic.stores["keys"] == traffic.stores["values"] == SHAPE.batch * SHAPE.kv_heads * row  # the new token
+    assert traffic.loads["key_pool"] == traffic.loads["value_pool"] == cached * row
+    assert traffic.stores["key_pool"] == traffic.stores["value_pool"] == SHAPE.batch * SHAPE.kv_heads * row  # the new token
     whole = 2 * cached * row
     rest = sum(traffic.loads.values()) + sum(traffic.stores.values()) - whole
     assert rest < share * whole
@@ -109,15 +109,15 @@ def test_a_selection_reads_little(traffic: Traffic) -> None:
     tokens = new_tokens(SHAPE)
     server.decode(state, AttentionCall(*tokens[0], None, 0.125))
     cached = int((state.position >= 0).sum())
-    first, pairs, item = traffic.loads["keys"], SHAPE.batch * SHAPE.kv_heads, 2
+    first, pairs, item = traffic.loads["key_pool"], SHAPE.batch * SHAPE.kv_heads, 2
     rows = pairs * (chosen - 1) * SHAPE.head_dim * item  # the new token is one of them, and in no slot yet
     gathered = (cached - pairs) * dims * item
-    assert first == rows + gathered and traffic.loads["values"] == rows
+    assert first == rows + gathered and traffic.loads["value_pool"] == rows
     traffic.clear()
     server.decode(state, AttentionCall(*tokens[1], None, 0.125))
     splits = state.workspace.splits  # type: ignore[attr-defined]
     assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (2, 1)]
-    assert traffic.loads["keys"] == traffic.loads["values"] == rows
+    assert traffic.loads["key_pool"] == traffic.loads["value_pool"] == rows
     assert traffic.loads["sketch_keys"] == cached * dims * item
 
 

@@ -17,8 +17,9 @@ from kvdsl.runtime import graph
 from kvdsl.runtime.angles import angles
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.blocks import BlockState
-from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import replacing, statistics
 from kvdsl.runtime.torch.attention import in_rows
@@ -97,9 +98,9 @@ class CpuBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._fold)
-        state.keep_halves(call.rope)
+        copies.keep_halves(state, call.rope)
         if not state.grows:  # now, because a step in a graph could not leave what it allocates to the next
-            state.keep_copies(TILE)
+            copies.keep(state, TILE)
         return out
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
@@ -114,9 +115,9 @@ class CpuBackend:
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
-        state.keep_halves(call.rope)
-        state.forget_length()
-        state.keep_copies(TILE)
+        copies.keep_halves(state, call.rope)
+        copies.forget_length(state)
+        copies.keep(state, TILE)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
         held, args = decode_args(state, call, out, seconds=self.seconds)
@@ -128,8 +129,8 @@ class CpuBackend:
         """See `kvdsl.runtime.torch.backend.TorchBackend.replace`."""
         replacing.check_text(state)
         replacing.check_count(slots, call)
-        state.forget_copies()
-        state.keep_halves(call.rope)
+        copies.forget(state)
+        copies.keep_halves(state, call.rope)
         where = slots.int().contiguous()
         held, args = decode_args(state, call, call.query)
         _check(self._replace(ctypes.byref(args), ctypes.c_void_p(where.data_ptr())))
@@ -157,9 +158,7 @@ def decode_args(
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
     """
-    shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
-    if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in state.stored]:
-        raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
+    state.check_fits(call.key, call.value)
     args, ring_rows = _slots_args(state)
     query, key, value = (in_rows(x) for x in (call.query, call.key, call.value))
     real = None if call.real is None else call.real.to(torch.uint8).contiguous()
@@ -175,7 +174,7 @@ def decode_args(
         _point(args, near=None, far=None, half_keys=None)
     else:
         _point(args, near=turns.near, far=turns.far, half_keys=state.half_keys if state.spec.rope_cached else None)
-        args.rope_pairs, args.rope_offset, args.rope_interleaved = rope.pairs, rope.offset, rope.layout == "interleaved"
+        args.rope_pairs, args.rope_offset, args.rope_interleaved = rope.pairs, rope.offset, rope.pairing == "interleaved"
     return (query, key, value, real, sinks, ring_rows, turns), args
 
 
@@ -200,7 +199,7 @@ class _Slots:
 
     def hold(self, state: SlotState) -> bool:
         """Whether nothing has been allocated anew."""
-        return all(known() is getattr(state, name) for known, name in zip(self.tensors, state.declared, strict=True))
+        return all(known() is tensor for known, tensor in zip(self.tensors, state.tensors().values(), strict=True))
 
 
 _known: weakref.WeakKeyDictionary[SlotState, _Slots] = weakref.WeakKeyDictionary()
@@ -217,7 +216,8 @@ def _slots_args(state: SlotState) -> tuple[DecodeArgs, Tensor]:
 def _described(state: SlotState) -> _Slots:
     spec, ring_rows = state.spec, state.ring_rows()
     batch, kv_heads, slots = state.position.shape
-    keys, values = state.stored
+    layout = state.layout
+    keys, values = layout.key_pool, layout.value_pool
     args = DecodeArgs(
         batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
         params_per_row=state.numbers.shape[-1], layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
@@ -226,11 +226,11 @@ def _described(state: SlotState) -> _Slots:
         args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,
         seen=state.seen, params=state.numbers,
     )  # fmt: skip
-    if isinstance(state, BlockState):
-        args.blocks, args.block_size = state.blocks, state.size
-        _point(args, table=state.table)
-    if isinstance(state, FlatState):
-        _point(args, first_rows=state.first_rows)
+    if isinstance(layout, Blocks):
+        args.blocks, args.block_size = layout.blocks, layout.size
+        _point(args, table=layout.table)
+    if isinstance(layout, Flat):
+        _point(args, first_rows=layout.first_rows)
     if spec.compact:
         _point(args, rank=state.rank)
     if spec.sketches:

@@ -39,8 +39,10 @@ from kvdsl.runtime.gpu.sizes import (
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.blocks import BlockState
-from kvdsl.runtime.state.slots import SlotState, stays_where_it_is
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
@@ -80,9 +82,9 @@ class TritonBackend:
         if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
-                stays_where_it_is(state.keep_length())
-            state.keep_copies(1)
-            state.keep_halves(call.rope)
+                stays_where_it_is(copies.keep_length(state))
+            copies.keep(state, 1)
+            copies.keep_halves(state, call.rope)
             if (rope := _turns(state, call)) is not None:
                 digits(rope, state.position.device)
         return out
@@ -101,14 +103,12 @@ class TritonBackend:
         Raises:
             KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernels get bare pointers.
         """
-        shapes = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (call.key, call.value)]
-        if shapes != [(x.dtype, state.position.shape[:2], x.shape[-1]) for x in state.stored]:
-            raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
+        state.check_fits(call.key, call.value)
         tokens = call.query.shape[2]
         state.make_room(tokens)
-        state.keep_halves(call.rope)
+        copies.keep_halves(state, call.rope)
         if state.spec.compact:
-            state.keep_length()
+            copies.keep_length(state)
         steps = [self._decode_one(state, call, t) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
@@ -117,10 +117,10 @@ class TritonBackend:
         batch, heads, value_dim = value.shape
         sizes = _sizes(call)
         work = workspace(state, self.kernels, sizes)
-        state.keep_copies(1)
+        copies.keep(state, 1)
         rope = _turns(state, call)
-        keys, values = state.stored
-        block_size, blocks = (state.size, state.blocks) if isinstance(state, BlockState) else (0, 0)
+        layout = state.layout
+        block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         given = work.tensors | {
@@ -128,7 +128,7 @@ class TritonBackend:
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
             "angles": None if rope is None else digits(rope, key.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
-            **state.tensors(), "keys": keys, "values": values,
+            **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
@@ -175,7 +175,7 @@ def _first_rows(state: SlotState) -> Tensor:
     """How many rows of the stored keys lie before each head's first, int64 [batch, kv_heads]; what a flat array has itself."""
     batch, heads, slots = state.position.shape
     pair = torch.arange(batch * heads, device=state.position.device).view(batch, heads)
-    return pair % heads * (state.blocks * state.size) if isinstance(state, BlockState) else pair * slots
+    return pair % heads * (state.layout.blocks * state.layout.size) if isinstance(state.layout, Blocks) else pair * slots
 
 
 def _sizes(call: AttentionCall) -> Sizes:
@@ -226,7 +226,7 @@ class Workspace:
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
     width = state.sketch.shape[-1] if state.spec.sketches else 0
-    shapes = (state.position.shape, state.stored[0].shape)
+    shapes = (state.position.shape, state.layout.key_pool.shape)
     fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
         batch, heads, slots = state.position.shape
@@ -258,7 +258,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "kept": floats(slots).to(torch.int8),
         "first_free": ints(splits),
         "held": ints(splits),
-        "ranks": ints(choices + 16),
+        "grades": ints(choices + 16),
         "chosen": ints(choices),
         "found": ints(),
         "joins": ints(),
@@ -268,9 +268,9 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),
     }
-    if isinstance(state, BlockState):
-        tensors["wanted"] = torch.empty_like(state.table, dtype=torch.int32)
-        tensors |= {name: state.position.new_empty(state.blocks) for name in ("owned", "free")}
+    if isinstance(state.layout, Blocks):
+        tensors["wanted"] = torch.empty_like(state.layout.table, dtype=torch.int32)
+        tensors |= {name: state.position.new_empty(state.layout.blocks) for name in ("owned", "free")}
     return tensors
 
 

@@ -65,7 +65,7 @@ _TYPES = {
         ("part", "top", "total", "logits", "new_logits", "columns", "work", "lse", "reduced", "angles"), "*fp32"
     ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
-    **dict.fromkeys(("ranks", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(("grades", "chosen", "found", "joins"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(

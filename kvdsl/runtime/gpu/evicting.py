@@ -101,8 +101,8 @@ def _at_most(position, slots, bar, BLOCK: tl.constexpr):
 
 @triton.jit
 def _key(x, pos):
-    """One integer for a slot's place in the order: of equal ranks the older is lower. No two slots have the same."""
-    return (ops.rank(x).to(tl.int64) << 32) | pos.to(tl.int64)
+    """One integer for a slot's place in the order: of equal grades the older is lower. No two slots have the same."""
+    return (ops.grade(x).to(tl.int64) << 32) | pos.to(tl.int64)
 
 
 @triton.jit

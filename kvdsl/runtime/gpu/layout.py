@@ -55,7 +55,7 @@ def take(
 ):
     """Give every row the blocks into which its new token goes, the lowest that are no row's first; the grid is (1,).
 
-    That is the order of `BlockState._take`. Mostly all are there.
+    That is the order of `Blocks._take`. Mostly all are there.
     """
     heads_of_all, entries = batch * heads, batch * tl.cdiv(slots, SIZE)
     short = tl.zeros([PAIRS], tl.int32)

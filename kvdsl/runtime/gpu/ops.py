@@ -10,8 +10,8 @@ import triton
 import triton.language as tl
 
 INT_MAX = tl.constexpr(2**31 - 1)
-NAN_RANK = tl.constexpr(-(2**31) + 1)
-BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of ranks with something below them to break ties
+NAN_GRADE = tl.constexpr(-(2**31) + 1)
+BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of grades with something below them to break ties
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
@@ -211,10 +211,10 @@ def count(x):
 
 
 @triton.jit
-def rank(x):
+def grade(x):
     """Integers in the order of x: NaN lowest, -0 = +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
-    return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_RANK)
+    return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_GRADE)
 
 
 # -- reductions of a vector --------------------------------------------------------------------------------------------

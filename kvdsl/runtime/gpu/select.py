@@ -1,6 +1,6 @@
 """Device functions of `look` and `choose`, the two launches that come first where a query attends to a selection.
 
-`look` ranks the slots (or the pages) of one split by something cheap; `choose` finds the highest of one KV head without sorting
+`look` grades the slots (or the pages) of one split by something cheap; `choose` finds the highest of one KV head without sorting
 and lists their slots, which `attend` then reads in place. `kernels_triton.py` has what differs from policy to policy.
 
 Legend, beyond the one of `kernels_triton.py`:
@@ -18,7 +18,7 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import layout, ops
 
-UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # ranks that no number has
+UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades that no number has
 SIGN = tl.constexpr(-(2**31))
 DIGIT, DIGITS = tl.constexpr(4), tl.constexpr(16)  # bits of a digit, and how many digits there are
 
@@ -33,8 +33,8 @@ def is_due(prompt, row, now, every):
 
 @triton.jit
 def highest_dims(by, d, count, width, D: tl.constexpr, D_PAD: tl.constexpr, W_PAD: tl.constexpr):
-    """The `count` dims that rank highest, ascending; -1 behind them. [W_PAD]."""
-    key = (ops.rank(by).to(tl.int64) << 32) | (D - 1 - d).to(tl.int64)  # no two dims have the same
+    """The `count` dims of the highest grades, ascending; -1 behind them. [W_PAD]."""
+    key = (ops.grade(by).to(tl.int64) << 32) | (D - 1 - d).to(tl.int64)  # no two dims have the same
     key = tl.where(d < D, key, ops.BELOW_ALL)
     count = tl.minimum(count, width)
     bar = tl.min(tl.where(tl.arange(0, D_PAD) < count, tl.sort(key, descending=True), ops.ABOVE_ALL), 0)
@@ -83,17 +83,17 @@ def product(q, k, g, G: tl.constexpr, HOW: tl.constexpr, DOT: tl.constexpr):
 
 
 @triton.jit
-def rank_slots(ranks, i, mine, pos, now, window, by):
-    """Leave the ranks of slots i."""
+def grade_slots(grades, i, mine, pos, now, window, by):
+    """Leave the grades of slots i."""
     seen = (pos >= 0) & (now - pos < window)
-    tl.store(ranks + i, tl.where(seen, ops.rank(by), UNSEEN), mask=mine)
+    tl.store(grades + i, tl.where(seen, ops.grade(by), UNSEEN), mask=mine)
 
 
 @triton.jit
-def rank_new(ranks, slots, q, key, g, G: tl.constexpr, HOW: tl.constexpr):
-    """Leave the new token's rank, of its key [W] and the group's queries [G_PAD, W]."""
+def grade_new(grades, slots, q, key, g, G: tl.constexpr, HOW: tl.constexpr):
+    """Leave the new token's grade, of its key [W] and the group's queries [G_PAD, W]."""
     products = tl.sum(q.to(tl.float32) * key.to(tl.float32)[None, :], 1)[:, None]
-    tl.store(ranks + slots + tl.arange(0, 1), ops.rank(ops.over_group(products, g, G, HOW)))
+    tl.store(grades + slots + tl.arange(0, 1), ops.grade(ops.over_group(products, g, G, HOW)))
 
 
 # -- looking at pages --------------------------------------------------------------------------------------------------
@@ -105,7 +105,7 @@ def look_at_pages(
     new_key,  # [D]
     keys,  # [N, D]
     page_bounds,  # [P, 2, D]: the smallest and the largest key of every page, without the new token
-    ranks,  # [N + 16] int32: gets the pages'
+    grades,  # [N + 16] int32: gets the pages'
     split,
     splits,
     size,  # of a page, in tokens
@@ -147,8 +147,8 @@ def look_at_pages(
         newest = (page == pages - 1)[:, None]
         low = tl.where(newest, ops.minimum(low, new), low)
         high = tl.where(newest, ops.maximum(high, new), high)
-        rank = ops.rank(_bound(query, low, high, d, G, D, HOW))
-        tl.store(ranks + page, tl.where(begins + size > oldest, rank, UNSEEN), mask=mine)
+        grade = ops.grade(_bound(query, low, high, d, G, D, HOW))
+        tl.store(grades + page, tl.where(begins + size > oldest, grade, UNSEEN), mask=mine)
 
 
 @triton.jit
@@ -215,7 +215,7 @@ def tokens_with_new(held, pair, splits, S_PAD: tl.constexpr):
 @triton.jit
 def choose_slots(
     position,  # [N] int32, with all that follows: one KV head's
-    ranks,  # [N + 16] int32
+    grades,  # [N + 16] int32
     chosen,  # [N] int32: gets the slots to attend to, in order
     found,  # [] int32: gets how many
     joins,  # [] int32: gets whether the new token is one
@@ -231,28 +231,28 @@ def choose_slots(
     """Choose as many slots as are wanted, or all that are protected if those are more."""
     seen, certain = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, slots + 1, BLOCK):
-        i, rank, pos = _units(position, ranks, start, slots + 1, now, False, BLOCK)
-        sure = (rank != UNSEEN) & ((pos <= first) | (pos >= last))
-        tl.store(ranks + i, CERTAIN, mask=sure)
-        seen += (rank != UNSEEN).to(tl.int32)
+        i, grade, pos = _units(position, grades, start, slots + 1, now, False, BLOCK)
+        sure = (grade != UNSEEN) & ((pos <= first) | (pos >= last))
+        tl.store(grades + i, CERTAIN, mask=sure)
+        seen += (grade != UNSEEN).to(tl.int32)
         certain += sure.to(tl.int32)
     tl.debug_barrier()
-    bar, tie = _cut(position, ranks, slots + 1, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
+    bar, tie = _cut(position, grades, slots + 1, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
     count = 0
     for start in range(0, slots, BLOCK):
-        i, rank, pos = _units(position, ranks, start, slots + 1, now, False, BLOCK)
-        mine = _is_chosen(rank, pos, bar, tie) & (i < slots)
+        i, grade, pos = _units(position, grades, start, slots + 1, now, False, BLOCK)
+        mine = _is_chosen(grade, pos, bar, tie) & (i < slots)
         tl.store(chosen + count + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
         if OBSERVED:
             tl.store(taken + i, mine.to(tl.int8), mask=i < slots)
         count += tl.sum(mine.to(tl.int32), 0)
     tl.store(found, count)
-    tl.store(joins, _is_chosen(tl.load(ranks + slots), now, bar, tie).to(tl.int32))
+    tl.store(joins, _is_chosen(tl.load(grades + slots), now, bar, tie).to(tl.int32))
 
 
 @triton.jit
 def choose_pages(
-    ranks,  # [N + 16] int32, with all that follows as in `choose_slots`
+    grades,  # [N + 16] int32, with all that follows as in `choose_slots`
     chosen,
     found,
     joins,
@@ -270,18 +270,18 @@ def choose_pages(
     pages = now // size + 1
     seen, certain = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, pages, BLOCK):
-        page, rank, _ = _units(ranks, ranks, start, pages, now, True, BLOCK)
+        page, grade, _ = _units(grades, grades, start, pages, now, True, BLOCK)
         begins, ends = tl.maximum(page * size, oldest), tl.minimum(page * size + size - 1, now)
-        sure = (rank != UNSEEN) & ((begins <= first) | (ends >= last))
-        tl.store(ranks + page, CERTAIN, mask=sure)
-        seen += (rank != UNSEEN).to(tl.int32)
+        sure = (grade != UNSEEN) & ((begins <= first) | (ends >= last))
+        tl.store(grades + page, CERTAIN, mask=sure)
+        seen += (grade != UNSEEN).to(tl.int32)
         certain += sure.to(tl.int32)
     tl.debug_barrier()
-    bar, tie = _cut(ranks, ranks, pages, now, wanted // size, tl.sum(seen, 0), tl.sum(certain, 0), True, BLOCK)
+    bar, tie = _cut(grades, grades, pages, now, wanted // size, tl.sum(seen, 0), tl.sum(certain, 0), True, BLOCK)
     count = 0
     for start in range(0, pages, BLOCK):
-        page, rank, _ = _units(ranks, ranks, start, pages, now, True, BLOCK)
-        mine = _is_chosen(rank, page, bar, tie)
+        page, grade, _ = _units(grades, grades, start, pages, now, True, BLOCK)
+        mine = _is_chosen(grade, page, bar, tie)
         begins, ends = tl.maximum(page * size, oldest), tl.minimum(page * size + size, now)
         held = tl.where(page < pages, tl.maximum(ends - begins, 0), 0)
         listed = tl.where(mine, held, 0)
@@ -292,40 +292,40 @@ def choose_pages(
                 tl.store(taken + begins + t, mine.to(tl.int8), mask=t < held)
         count += tl.sum(listed, 0)
     tl.store(found, count)
-    tl.store(joins, _is_chosen(tl.load(ranks + pages - 1), pages - 1, bar, tie).to(tl.int32))
+    tl.store(joins, _is_chosen(tl.load(grades + pages - 1), pages - 1, bar, tie).to(tl.int32))
 
 
 @triton.jit
-def _is_chosen(rank, tie, bar, bar_tie):
-    return (rank > bar) | ((rank == bar) & (tie >= bar_tie))
+def _is_chosen(grade, tie, bar, bar_tie):
+    return (grade > bar) | ((grade == bar) & (tie >= bar_tie))
 
 
 @triton.jit
-def _units(position, ranks, start, units, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of units, their ranks, and of equals which is the newer: the position, or the page."""
+def _units(position, grades, start, units, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of units, their grades, and of equals which is the newer: the position, or the page."""
     i = start + tl.arange(0, BLOCK)
-    rank = tl.load(ranks + i, mask=i < units, other=UNSEEN)
+    grade = tl.load(grades + i, mask=i < units, other=UNSEEN)
     if PAGES:
-        return i, rank, i
+        return i, grade, i
     else:
-        return i, rank, tl.load(position + i, mask=(rank != UNSEEN) & (i < units - 1), other=now)
+        return i, grade, tl.load(position + i, mask=(grade != UNSEEN) & (i < units - 1), other=now)
 
 
 @triton.jit
-def _cut(position, ranks, units, now, wanted, seen, certain, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """The rank of the last unit that is chosen, and the tie that those of its rank must reach."""
+def _cut(position, grades, units, now, wanted, seen, certain, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """The grade of the last unit that is chosen, and the tie that those of its grade must reach."""
     wanted = tl.minimum(tl.maximum(tl.maximum(wanted, 1), certain), seen)
-    bar, wanted, equals = _nth(position, ranks, units, now, 0, wanted, seen, False, PAGES, BLOCK)
+    bar, wanted, equals = _nth(position, grades, units, now, 0, wanted, seen, False, PAGES, BLOCK)
     bar = tl.maximum(bar, UNSEEN + 1)
     tie = 0
     if wanted < equals:
-        tie, wanted, equals = _nth(position, ranks, units, now, bar, wanted, equals, True, PAGES, BLOCK)
+        tie, wanted, equals = _nth(position, grades, units, now, bar, wanted, equals, True, PAGES, BLOCK)
     return bar, tie
 
 
 @triton.jit
-def _nth(position, ranks, units, now, bar, n, equals, TIES: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """The n-th highest rank; with TIES the n-th highest tie of those that rank `bar`. Digit by digit: a histogram for each tells
+def _nth(position, grades, units, now, bar, n, equals, TIES: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """The n-th highest grade; with TIES the n-th highest tie of those of grade `bar`. Digit by digit: a histogram for each tells
     in which the n-th lies. When all that begin with the digits found so far are wanted, the rest does not matter.
 
     Args:
@@ -340,9 +340,9 @@ def _nth(position, ranks, units, now, bar, n, equals, TIES: tl.constexpr, PAGES:
         shift -= DIGIT
         counts = tl.zeros([DIGITS], tl.int32)
         for start in range(0, units, BLOCK):
-            _, rank, tie = _units(position, ranks, start, units, now, PAGES, BLOCK)
-            word = (tie if TIES else rank ^ SIGN).to(tl.uint32, bitcast=True)
-            counted = (rank == bar) if TIES else (rank != UNSEEN)
+            _, grade, tie = _units(position, grades, start, units, now, PAGES, BLOCK)
+            word = (tie if TIES else grade ^ SIGN).to(tl.uint32, bitcast=True)
+            counted = (grade == bar) if TIES else (grade != UNSEEN)
             counted = counted & (word >> shift >> DIGIT == digits)
             counts += tl.histogram(tl.where(counted, ((word >> shift) & (DIGITS - 1)).to(tl.int32), 0), DIGITS)
         digit = tl.arange(0, DIGITS)

@@ -85,7 +85,7 @@ class Sizes:
 
     def _pairs(self, rope: Rope | None) -> dict[str, Any]:
         """Which dims turn, and in which pairs."""
-        pairs, offset, layout = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.layout)
+        pairs, offset, pairing = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.pairing)
         stay = self.key_dim - 2 * pairs
         return {
             "TURNS": rope is not None,
@@ -93,7 +93,7 @@ class Sizes:
             "P_PAD": _matrix(pairs),
             "R_PAD": _matrix(stay) if stay else 0,
             "OFFSET": offset,
-            "INTERLEAVED": layout == "interleaved",
+            "INTERLEAVED": pairing == "interleaved",
         }
 
     def settle(self, splits: int, width: int = 0, rope: Rope | None = None) -> dict[str, Any]:

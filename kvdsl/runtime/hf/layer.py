@@ -22,7 +22,8 @@ from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.rope import Rope
-from kvdsl.runtime.state.slots import SlotState, stays_where_it_is
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:

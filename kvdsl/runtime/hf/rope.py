@@ -2,10 +2,10 @@
 
 The same few tokens are run, each alone, at several positions. A token that attends to itself alone gets its own value back,
 so unless positions are added to the hidden states, these are the same everywhere, and a layer's keys differ by its rotation
-only. Which rotation that is, follows from trying the frequencies that the model's rotary modules hold, in every layout: the
-exact frequencies, the layout, the rotated dims and the direction are those that turn the keys of position 0 into the others.
+only. Which rotation that is, follows from trying the frequencies that the model's rotary modules hold, in every pairing: the
+exact frequencies, the pairing, the rotated dims and the direction are those that turn the keys of position 0 into the others.
 
-Calling the rotary modules, or `apply_rotary_pos_emb`, would not tell: families differ in the layout, in the dims that they
+Calling the rotary modules, or `apply_rotary_pos_emb`, would not tell: families differ in the pairing, in the dims that they
 rotate and in the layers that they leave alone.
 """
 
@@ -29,7 +29,7 @@ from kvdsl.runtime.hf.binding import bind
 from kvdsl.runtime.hf.models import managed_windows, text_model
 from kvdsl.runtime.hf.probe import quietly
 from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
-from kvdsl.runtime.rope import Layout, Rope
+from kvdsl.runtime.rope import Pairing, Rope
 
 POSITIONS = (0, 1, 7, 100)
 """Where the tokens are run: the first is what the others are compared with, near ones show fast pairs, far ones slow pairs."""
@@ -204,9 +204,9 @@ def _candidates(part: PreTrainedModel, dim: int) -> Iterator[Rope]:
         rest = dim - 2 * len(frequencies)
         if rest < 0:
             continue
-        layouts: tuple[Layout, ...] = ("half", "interleaved")
-        for offset, layout, signed in product({0, rest}, layouts, (frequencies, -frequencies)):
-            yield Rope(signed, layout, offset)
+        pairings: tuple[Pairing, ...] = ("half", "interleaved")
+        for offset, pairing, signed in product({0, rest}, pairings, (frequencies, -frequencies)):
+            yield Rope(signed, pairing, offset)
 
 
 def _frequencies(part: PreTrainedModel) -> list[Tensor]:

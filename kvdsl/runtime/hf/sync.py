@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.linked import Linked
-from kvdsl.runtime.state.slots import stays_where_it_is
+from kvdsl.runtime.state.tensors import stays_where_it_is
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer

@@ -31,15 +31,15 @@ def head_offset(model: PreTrainedModel, config: Any) -> Callable[[int], int]:
 
     Only `random()` asks: every head must draw the same numbers wherever it lives.
     """
-    ranks = getattr(model, "_tp_size", None) or 1
+    processes = getattr(model, "_tp_size", None) or 1
 
     def offset(local_heads: int) -> int:
-        if ranks == 1 or not dist.is_available() or not dist.is_initialized():
+        if processes == 1 or not dist.is_available() or not dist.is_initialized():
             return 0
         heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        if local_heads * ranks != heads:
+        if local_heads * processes != heads:
             raise KvdslError(
-                f"{heads} KV heads do not divide evenly over {ranks} processes ({local_heads} here): choose a tp_size that "
+                f"{heads} KV heads do not divide evenly over {processes} processes ({local_heads} here): choose a tp_size that "
                 f"divides {heads}"
             )
         return _rank(model) * local_heads

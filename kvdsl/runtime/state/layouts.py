@@ -6,18 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state.blocks import BlockState
-from kvdsl.runtime.state.flat import FlatState
+from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.flat import Flat
+from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 
 
 def slot_state(spec: PolicySpec, given: Mapping[str, float | None], **where: Any) -> SlotState:
-    """The slots of one layer; the arguments are those of `SlotState`."""
-    return _layout(spec)(spec, given, **where)
+    """The slots of one layer, in the layout that the policy has; the other arguments are those of `SlotState`."""
+    return SlotState(spec, given, layout=_layout(spec), **where)
 
 
-def _layout(spec: PolicySpec) -> type[SlotState]:
+def _layout(spec: PolicySpec) -> Layout:
     if "block" in spec.numbers:
-        return BlockState
+        return Blocks()
     kept_beside = spec.compact or spec.selects
-    return FlatState if spec.across and spec.when == "prefill" and not kept_beside else SlotState
+    return Flat() if spec.across and spec.when == "prefill" and not kept_beside else SlotAfterSlot()

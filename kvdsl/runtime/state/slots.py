@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
@@ -12,16 +11,24 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.linked import Linked
-from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
+from kvdsl.runtime.state.order import FREE, close_gaps, ranks, text_order
 from kvdsl.runtime.state.settings import Settings
-from kvdsl.runtime.state.tensors import NOTHING, SLOT_DIM, VECTORS, Declared, declared
+from kvdsl.runtime.state.tensors import (
+    BY_SLOT,
+    NOTHING,
+    SLOT_DIM,
+    Declared,
+    holding,
+    in_slots,
+    stays_where_it_is,
+    with_rows,
+)
 
 if TYPE_CHECKING:
     from kvdsl.runtime.torch.eviction import Together
-
-FREE = -1
-"""The position of a slot that holds no token."""
 
 AT_ONCE = 1024
 """Slots per KV head that are allocated at the end of a prompt without need, where they are enough for ever."""
@@ -33,8 +40,8 @@ _GROWTH = 64
 class SlotState(Linked):
     """What one layer has cached.
 
-    Tensors (N slots per KV head; allocated at the end of a prompt, and again before the next one only while the cache `grows`):
-        keys [batch, kv_heads, N, key_dim], values [batch, kv_heads, N, value_dim]: the model's dtype.
+    Keys and values are in its `layout`. Tensors beside them (N slots per KV head; allocated at the end of a prompt, and again before the
+    next one only while the cache `grows`):
         position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
         columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
         seen [batch] int32: the row's tokens so far, padding excluded: the position of its next token.
@@ -42,7 +49,7 @@ class SlotState(Linked):
     A policy that sketches has two more:
         sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
         prompt [batch] int32: the row's tokens up to its last prompt's end, padding excluded.
-    What a backend may keep beside the keys, made from them and empty until it is:
+    What a backend may keep beside the keys (`copies`), made from them and empty until it is:
         sketch_keys [batch, kv_heads, tiles, D, tile] in the model's dtype: the keys over the sketch's dims.
         page_bounds [batch, kv_heads, pages, 2, key_dim], of a policy with pages: the smallest and largest key of every page.
         copied [batch] int32: 1 where these hold what the row's keys are. It lies with them, because a step in a graph cannot tell
@@ -55,6 +62,8 @@ class SlotState(Linked):
         half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
 
     Attributes:
+        layout: where keys and values lie.
+        declared: every tensor, the layout's among them, by name.
         evicts: whether a decoded token may make others leave.
         selects: whether a decoded token attends to a selection only.
         ring_sizes: rows of each ring.
@@ -72,11 +81,6 @@ class SlotState(Linked):
 
     LINKS = ("spec", "workspace")
 
-    LAYOUT: tuple[Declared, ...] = VECTORS
-    """How keys and values lie: the tensors that hold them."""
-
-    keys: Tensor
-    values: Tensor
     position: Tensor
     columns: Tensor
     seen: Tensor
@@ -98,12 +102,14 @@ class SlotState(Linked):
         spec: PolicySpec,
         given: Mapping[str, float | None],
         *,
+        layout: Layout | None = None,
         layer: int = 0,
         layers: int = 1,
         head_offset: int = 0,
         seed: int = 0,
     ) -> None:
         self.spec = spec
+        self.layout = SlotAfterSlot() if layout is None else layout
         self.settings = Settings(spec, given, layer, layers)
         self.layer = layer
         self.head_offset = head_offset
@@ -111,8 +117,13 @@ class SlotState(Linked):
         self.together: Together | None = None
         self.reserves = False
         self._fixed: bool | None = None
-        self.declared = declared(spec, self.LAYOUT)
+        self._own = {one.name: one for one in BY_SLOT if one.of(spec)}
         self.reset()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> SlotState:
+        """The same with tensors of its own; of the same policy."""
+        memo[id(self.spec)] = self.spec
+        return super().__deepcopy__(memo)
 
     def follow(self, spec: PolicySpec) -> None:
         """Serve this policy, the one that it served before it was pickled."""
@@ -127,7 +138,7 @@ class SlotState(Linked):
             tensors: its tensors by name.
         """
         for name, tensor in tensors.items():
-            setattr(self, name, tensor)
+            setattr(self if name in self._own else self.layout, name, tensor)
         self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
         self.allocated = True
 
@@ -143,8 +154,9 @@ class SlotState(Linked):
         self.workspace: Any = None
         self.expected = 0
         self.filled = 0
-        for name in self.declared:
+        for name in self._own:
             setattr(self, name, NOTHING)
+        self.layout.forget()
         if self.together is not None:
             self.together.forget()
 
@@ -231,10 +243,12 @@ class SlotState(Linked):
         slots = self._first_slots(position.device)
         self.grows = slots != self.limit
         if self.spec.sketches:
-            self._put("prompt", torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
-        self._put("seen", seen)
-        self._put("numbers", numbers)
-        self._allocate(kept, text_order(position)[..., :slots], slots)
+            self.prompt = holding(self.prompt, torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
+        self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
+        order = text_order(position)[..., :slots]
+        self._allocate(kept, order, slots)
+        self.layout.lay_out(self, kept, order)
+        self._forget_copies()
         self.allocated = True
         if not self.grows:
             stays_where_it_is(*self.tensors().values())
@@ -277,6 +291,8 @@ class SlotState(Linked):
         self.filled += tokens
         if self.filled > self.slots:
             self._extend(_grown(self.filled))
+        if self.grows:
+            self.layout.make_room(self, tokens)
 
     def reserve(self) -> None:
         """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""
@@ -287,102 +303,22 @@ class SlotState(Linked):
     def _extend(self, slots: int) -> None:
         """Have so many slots per KV head, or as many as are enough for ever."""
         slots = slots if self.limit is None else min(slots, self.limit)
-        self._allocate({name: getattr(self, name) for name in self._in_slots()}, None, slots)
+        held = self.position >= 0
+        self._allocate({"position": self.position, "columns": self.columns}, None, slots)
         self.grows = slots != self.limit
+        self.layout.grow(self, held)
+        self._forget_copies()
 
-    def _allocate(self, kept: dict[str, Tensor], order: Tensor | None, slots: int) -> None:
-        """Tensors of `slots` slots that begin with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given."""
-        for name in self._in_slots():
-            old, dim = kept[name], SLOT_DIM[name]
-            shape = (*old.shape[:dim], slots, *old.shape[dim + 1 :])
-            new = self._filled(name, old, shape, FREE if name == "position" else 0, old.dtype)
-            first = old if order is None else taken(name, old, order)
-            new.narrow(dim, 0, first.shape[dim]).copy_(first)
-            setattr(self, name, new)
+    def _allocate(self, kept: Mapping[str, Tensor], order: Tensor | None, slots: int) -> None:
+        """Positions, columns and ranks of `slots` slots that begin with the kept ones, in `order` if it is given."""
+        self.position = in_slots("position", self.position, kept["position"], order, slots, FREE)
+        self.columns = in_slots("columns", self.columns, kept["columns"], order, slots)
         if self.spec.compact:
-            self._put("rank", ranks(self.position))
-        self._place(kept, order)
-        self.forget_copies()
-        self.forget_halves()
+            self.rank = holding(self.rank, ranks(self.position))
 
-    def _filled(self, name: str, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype) -> Tensor:
-        """The tensor of that name if it has this shape and dtype, else a new one; full of the value."""
-        old: Tensor = getattr(self, name)
-        if old is not like and (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
-            return old.fill_(value)
-        return allocated(like, shape, value, dtype)
-
-    def _put(self, name: str, value: Tensor) -> None:
-        """Have the tensor of that name hold a copy, where it lies if it has that shape: graphs of earlier turns still hold then."""
-        old: Tensor = getattr(self, name)
-        if (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
-            old.copy_(value)
-        else:
-            setattr(self, name, value.clone())
-
-    def _place(self, kept: dict[str, Tensor], order: Tensor | None) -> None:
-        """Place what does not lie slot after slot; the arguments are those of `_allocate`, which has placed everything else."""
-
-    def forget_copies(self) -> None:
-        """What is kept beside the keys no longer holds: whoever reads it makes it from them."""
-        keys, (batch, heads, _) = self.stored[0], self.position.shape
-        if self.spec.sketches and not self.sketch_keys.numel():
-            self._forget("sketch_keys", keys, (batch, heads, 0, 0, 0))
-        if "page" in self.spec.numbers and not self.page_bounds.numel():
-            self._forget("page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
-        if "copied" in self.declared:
-            self._put("copied", self.position.new_zeros(batch))
-        self.forget_length()
-
-    def forget_length(self) -> None:
-        """How many tokens a head holds is to be counted anew."""
-        if self.spec.compact:
-            self._forget("length", self.position, (*self.position.shape[:2], 0))
-
-    def _forget(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-        """Have the tensor of that name be empty, with this shape; one that is so already stays, for those who know where it lies."""
-        if getattr(self, name).shape != shape:
-            setattr(self, name, like.new_empty(shape))
-
-    def keep_length(self) -> Tensor:
-        """How many tokens every head of a compact cache holds, counted unless the last step has left it; int32 [batch, kv_heads, 1]."""
-        if not self.length.numel():
-            self.length = (self.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
-        return self.length
-
-    def keep_copies(self, tile: int) -> None:
-        """Have room for what kernels keep beside the keys, where this layer selects.
-
-        Args:
-            tile: slots of a tile of `sketch_keys`.
-        """
-        if not self.selects or "copied" not in self.declared:
-            return
-        keys, (batch, heads, slots) = self.stored[0], self.position.shape
-        if self.spec.sketches:
-            self._have("sketch_keys", keys, (batch, heads, -(-slots // tile), self.sketch.shape[-1], tile))
-        if "page" in self.spec.numbers:
-            pages = int(slots // float(self.settings.named(self.numbers)["page"].min())) + 1
-            self._have("page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
-
-    def _have(self, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
-        """Have a tensor of that name and shape, with whatever in it if it had another."""
-        if getattr(self, name).shape != shape:
-            setattr(self, name, like.new_empty(shape))
-            self.copied.zero_()
-            if not self.grows:
-                stays_where_it_is(getattr(self, name))
-
-    def keep_halves(self, rope: Rope | None) -> None:
-        """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
-        if self.spec.rope_cached and rope is not None and self.allocated and not self.half_keys.numel():
-            self.half_keys = rope.rotate_half(self.keys)
-            stays_where_it_is(self.half_keys)
-
-    def forget_halves(self) -> None:
-        """The rotated halves no longer hold."""
-        if self.spec.rope_cached:
-            self._forget("half_keys", self.columns, (*self.position.shape[:2], 0, 0))
+    def _forget_copies(self) -> None:
+        copies.forget(self)
+        copies.forget_halves(self)
 
     @property
     def has_sketch(self) -> bool:
@@ -392,52 +328,52 @@ class SlotState(Linked):
     @property
     def slots(self) -> int:
         """Slots per KV head."""
-        return self.position.shape[-1] if self.allocated else 0
+        return self.position.shape[-1]
+
+    @property
+    def keys(self) -> Tensor:
+        """[batch, kv_heads, slots, key_dim]; a copy, where the layout is another than slot after slot."""
+        return self.layout.keys(self.slots)
+
+    @property
+    def values(self) -> Tensor:
+        """[batch, kv_heads, slots, value_dim]; likewise."""
+        return self.layout.values(self.slots)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What keys and values are stored in."""
+        return self.layout.key_pool.dtype
+
+    @property
+    def declared(self) -> dict[str, Declared]:
+        """What is declared of every tensor, the layout's first."""
+        return {one.name: one for one in self.layout.DECLARED} | self._own
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor by name, in the order of `declared`."""
+        return self.layout.tensors() | {name: getattr(self, name) for name in self._own}
+
+    def in_slots(self) -> dict[str, Tensor]:
+        """What has slots one after the other, as in `SLOT_DIM`."""
+        return {name: getattr(self, name) for name in SLOT_DIM}
 
     def bytes(self) -> int:
         """What the tensors occupy."""
         return sum(tensor.nbytes for tensor in self.tensors().values()) if self.allocated else 0
 
-    def tensors(self) -> dict[str, Tensor]:
-        """Every tensor by name, for moving, cloning and reordering."""
-        return {name: getattr(self, name) for name in self.declared}
-
-    def _in_slots(self) -> list[str]:
-        """The names of what lies slot after slot."""
-        return [one.name for one in self.declared.values() if one.slots is not None]
-
-    @property
-    def stored(self) -> tuple[Tensor, Tensor]:
-        """Keys and values as they lie in memory, [..., dim] each; to be read, or written in place."""
-        return self.keys, self.values
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """What keys and values are stored in."""
-        return self.stored[0].dtype
-
     # -- what is in the slots ------------------------------------------------------------------------------------------
 
-    def write(self, slot: Tensor, key: Tensor, value: Tensor, real: Tensor) -> None:
-        """Write one new token per KV head into its slot, over what is there; a padding token leaves everything as it was.
-
-        Args:
-            slot: int64 [batch, kv_heads, 1].
-            key, value: [batch, kv_heads, 1, dim].
-            real: bool [batch, 1].
-        """
-        keep_old = ~real[:, None, :, None]
-        for tensor, new in ((self.keys, key), (self.values, value)):
-            at = slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
-            tensor.scatter_(2, at, torch.where(keep_old, tensor.gather(2, at), new))
-
-    def write_all(self, keys: Tensor, values: Tensor) -> None:
-        """Write the first slots, [batch, kv_heads, any, dim], as they once were; positions are so already."""
-        self.keys[:, :, : keys.shape[2]] = keys
-        self.values[:, :, : values.shape[2]] = values
+    def check_fits(self, key: Tensor, value: Tensor) -> None:
+        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers."""
+        found = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (key, value)]
+        held = (self.layout.key_pool, self.layout.value_pool)
+        if found != [(x.dtype, self.position.shape[:2], x.shape[-1]) for x in held]:
+            raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
 
     def settled(self) -> None:
         """A token has been served, and the slots of what left are free."""
+        self.layout.settled(self.position)
 
     def free(self, leaving: Tensor) -> None:
         """Make the tokens in these slots leave: bool [batch, kv_heads, slots], live slots only."""
@@ -474,8 +410,7 @@ class SlotState(Linked):
         self.free(self.position >= left)
         self.seen.fill_(left)
         self.settled()
-        self.forget_copies()
-        self.forget_halves()
+        self._forget_copies()
 
     # -- rows ----------------------------------------------------------------------------------------------------------
 
@@ -483,71 +418,16 @@ class SlotState(Linked):
         """Make row i what row rows[i] was (beams), in place where the batch keeps its size."""
         if not self.allocated:
             return
-        for name, one in self.declared.items():
+        for name, one in self._own.items():
             tensor: Tensor = getattr(self, name)
-            if one.batch is None or tensor.shape == NOTHING.shape:
-                continue
-            chosen = tensor.index_select(one.batch, rows.to(tensor.device))
-            if chosen.shape == tensor.shape:
-                tensor.copy_(chosen)
-            else:
-                setattr(self, name, chosen)
+            if one.batch is not None and tensor.shape != NOTHING.shape:
+                setattr(self, name, with_rows(tensor, one.batch, rows))
+        self.layout.select_rows(self, rows)
 
     def repeat_rows(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
         if self.allocated:
             self.select_rows(torch.arange(len(self.seen)).repeat_interleave(repeats))
-
-
-def stays_where_it_is(*tensors: Tensor) -> None:
-    """Tell `torch.compile` that these keep their addresses, so that a CUDA graph may change them in place."""
-    for tensor in tensors:
-        if tensor.device.type == "cuda":
-            torch._dynamo.mark_static_address(tensor)
-
-
-def text_order(position: Tensor) -> Tensor:
-    """The slots in the order of the text, the free ones last; int64, of the shape of `position`."""
-    return torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
-
-
-def ranks(position: Tensor) -> Tensor:
-    """How many slots hold an earlier token, int32 of the shape of `position`; -1 where the slot is free."""
-    return text_order(position).argsort(-1).int().masked_fill_(position < 0, FREE)
-
-
-def close_gaps(rank: Tensor, leaving: Tensor) -> None:
-    """Update the ranks in place when some slots are freed, without sorting: those behind a gap move up.
-
-    Args:
-        rank: int32 [batch, kv_heads, slots].
-        leaving: bool, of the same shape; live slots only.
-    """
-    place = rank.long().clamp(min=0)
-    gone = torch.zeros_like(rank).scatter_add_(-1, place, leaving.int()).cumsum(-1, dtype=torch.int32)
-    rank.sub_(gone.gather(-1, place)).masked_fill_(leaving, FREE).clamp_(min=FREE)
-
-
-def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
-    """These slots, [batch, kv_heads, any], of the tensor of that name in `SLOT_DIM`."""
-    dim = SLOT_DIM[name]
-    if tensor.dim() > dim + 1:
-        return tensor.gather(dim, order[..., None].expand(*order.shape, tensor.shape[-1]))
-    return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
-
-
-def allocated(like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor full of one value, on the device of another and, unless told otherwise, of its dtype.
-
-    Raises:
-        KvdslError: if there is no memory for it.
-    """
-    dtype = like.dtype if dtype is None else dtype
-    try:
-        return like.new_full(shape, value, dtype=dtype)
-    except RuntimeError as error:
-        size = math.prod(shape) * dtype.itemsize
-        raise KvdslError(f"no memory for {size / 2**30:,.1f} GiB of slots ({list(shape)}); lower the budget") from error
 
 
 def _whole(count: float, what: str = "slots per KV head") -> int:

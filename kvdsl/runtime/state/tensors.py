@@ -1,12 +1,17 @@
-"""The tensors of one layer, declared: what each is called, which dimensions its rows and slots are, and which policies have it."""
+"""The tensors of one layer, declared: what each is called, which dimensions its rows and slots are, and which policies have it; and how
+they come to be, in place of older ones wherever these have the same shape, because graphs of earlier steps know where they lie.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.spec import PolicySpec
 
 NOTHING = torch.empty(0)
@@ -60,9 +65,6 @@ class Declared:
     of: Callable[[PolicySpec], bool] = _every
 
 
-VECTORS = (Declared("keys", slots=2), Declared("values", slots=2))
-"""Keys and values, slot after slot; a layout may keep them otherwise."""
-
 BY_SLOT = (
     Declared("position", slots=2, noted=True),
     Declared("columns", batch=1, slots=3),
@@ -77,16 +79,76 @@ BY_SLOT = (
     Declared("length", of=_compact),
     Declared("half_keys", of=_halves),
 )
-"""What every layout has, of the policies that need it; `SlotState` says what each is."""
+"""What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
 
-SLOT_DIM = {one.name: one.slots for one in (*VECTORS, *BY_SLOT) if one.slots is not None}
-"""The tensors that have slots, and which dimension those are."""
+SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None}
+"""What has slots one after the other, and which dimension they are; keys and values so, however a layout stores them."""
 
 
-def declared(spec: PolicySpec, layout: tuple[Declared, ...]) -> dict[str, Declared]:
-    """What a layer of a policy has, by name.
+# -- allocating --------------------------------------------------------------------------------------------------------
+
+
+def allocated(like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
+    """A tensor full of one value, on the device of another and, unless told otherwise, of its dtype.
+
+    Raises:
+        KvdslError: if there is no memory for it.
+    """
+    dtype = like.dtype if dtype is None else dtype
+    try:
+        return like.new_full(shape, value, dtype=dtype)
+    except RuntimeError as error:
+        size = math.prod(shape) * dtype.itemsize
+        raise KvdslError(f"no memory for {size / 2**30:,.1f} GiB of slots ({list(shape)}); lower the budget") from error
+
+
+def filled(old: Tensor, like: Tensor, shape: tuple[int, ...], value: int, dtype: torch.dtype | None = None) -> Tensor:
+    """`allocated`, or the old one full of the value if that is such a tensor."""
+    dtype = like.dtype if dtype is None else dtype
+    if (old.shape, old.dtype, old.device) == (shape, dtype, like.device):
+        return old.fill_(value)
+    return allocated(like, shape, value, dtype)
+
+
+def holding(old: Tensor, value: Tensor) -> Tensor:
+    """A copy of a tensor, in the old one if that has its shape."""
+    if (old.shape, old.dtype, old.device) == (value.shape, value.dtype, value.device):
+        return old.copy_(value)
+    return value.clone()
+
+
+def in_slots(name: str, old: Tensor, kept: Tensor, order: Tensor | None, slots: int, value: int = 0) -> Tensor:
+    """A tensor of so many slots that begins with the kept ones, in `order` [batch, kv_heads, at most slots] if it is given.
 
     Args:
-        layout: what the layout keeps, keys and values above all.
+        name: in `SLOT_DIM`.
+        old: in which it may lie, unless that is what is kept.
+        value: what the other slots hold.
     """
-    return {one.name: one for one in (*layout, *BY_SLOT) if one.of(spec)}
+    dim = SLOT_DIM[name]
+    shape = (*kept.shape[:dim], slots, *kept.shape[dim + 1 :])
+    new = allocated(kept, shape, value) if old is kept else filled(old, kept, shape, value)
+    first = kept if order is None else taken(name, kept, order)
+    new.narrow(dim, 0, first.shape[dim]).copy_(first)
+    return new
+
+
+def taken(name: str, tensor: Tensor, order: Tensor) -> Tensor:
+    """These slots, [batch, kv_heads, any], of the tensor of that name in `SLOT_DIM`."""
+    dim = SLOT_DIM[name]
+    if tensor.dim() > dim + 1:
+        return tensor.gather(dim, order[..., None].expand(*order.shape, tensor.shape[-1]))
+    return tensor.gather(dim, order.expand(*tensor.shape[:dim], order.shape[-1]))
+
+
+def with_rows(old: Tensor, dim: int, rows: Tensor) -> Tensor:
+    """These rows of the batch, which is that dimension; in the old tensor if they are as many."""
+    chosen = old.index_select(dim, rows.to(old.device))
+    return old.copy_(chosen) if chosen.shape == old.shape else chosen
+
+
+def stays_where_it_is(*tensors: Tensor) -> None:
+    """Tell `torch.compile` that these keep their addresses, so that a CUDA graph may change them in place."""
+    for tensor in tensors:
+        if tensor.device.type == "cuda":
+            torch._dynamo.mark_static_address(tensor)

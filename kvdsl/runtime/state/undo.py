@@ -18,7 +18,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 
 
 @dataclass(frozen=True)
@@ -47,7 +49,7 @@ class Step:
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
         unknown = state.spec.hard_cap or "block" in state.spec.numbers
         slot = None if unknown else (state.position == FREE).int().argmax(-1, keepdim=True)
-        keys, values = (x.clone() if slot is None else x.gather(2, _at(slot, x)) for x in (state.keys, state.values))
+        keys, values = (state.keys.clone(), state.values.clone()) if slot is None else state.layout.read(slot)
         rings = tuple(ring[place, rows].clone() for ring, place, rows in _ring_places(state, state.seen))
         return cls(whole, slot, keys, values, rings, state.filled)
 
@@ -61,25 +63,20 @@ class Step:
             tensor = state.columns[: len(old)] if name == "columns" else getattr(state, name)
             (tensor[..., :slots] if name in ("columns", "position", "rank") else tensor).copy_(old)
         if self.slot is None:
-            state.write_all(self.keys, self.values)
+            state.layout.write_all(state.position, self.keys, self.values)
         else:
             everywhere = torch.ones_like(state.seen, dtype=torch.bool).unsqueeze(1)
-            state.write(self.slot, self.keys, self.values, everywhere)
+            state.layout.write(self.slot, self.keys, self.values, everywhere)
         for (ring, place, rows), old in zip(_ring_places(state, self.whole["seen"]), self.rings, strict=True):
             ring[place, rows, :, :slots] = old
         state.filled = self.filled
-        state.forget_copies()
-        state.forget_halves()
+        copies.forget(state)
+        copies.forget_halves(state)
 
     def bytes(self) -> int:
         """What the tensors occupy."""
         held = (*self.whole.values(), self.keys, self.values, *self.rings, *(() if self.slot is None else (self.slot,)))
         return sum(tensor.nbytes for tensor in held)
-
-
-def _at(slot: Tensor, tensor: Tensor) -> Tensor:
-    """The slot as an index into keys or values."""
-    return slot[..., None].expand(-1, -1, -1, tensor.shape[-1])
 
 
 def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:

@@ -6,7 +6,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import SlotState, ranks
+from kvdsl.runtime.state.order import ranks
+from kvdsl.runtime.state.slots import SlotState
 
 
 def scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:

@@ -19,7 +19,9 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import eviction, replacing, selection
 from kvdsl.runtime.torch.attention import scores, softmax, turned_keys, turned_queries
 from kvdsl.runtime.torch.prefill import prefill
@@ -36,7 +38,7 @@ class TorchBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call)
-        state.keep_halves(call.rope)
+        copies.keep_halves(state, call.rope)
         return out
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
@@ -52,8 +54,8 @@ class TorchBackend:
                 f"after the first was generated: pass them one by one"
             )
         state.make_room(tokens)
-        state.forget_copies()
-        state.keep_halves(call.rope)
+        copies.forget(state)
+        copies.keep_halves(state, call.rope)
         steps = [_decode_one(state, one) for one in _one_by_one(call)]
         return torch.cat(steps, dim=1)
 
@@ -73,8 +75,8 @@ class TorchBackend:
         replacing.check_text(state)
         replacing.check_count(slots, call)
         replacing.check_live(state, slots)
-        state.forget_copies()
-        state.keep_halves(call.rope)
+        copies.forget(state)
+        copies.keep_halves(state, call.rope)
         real = new_positions(state, call) >= 0
         leaving = torch.zeros_like(state.position, dtype=torch.bool)
         state.free(leaving.scatter_(2, slots.long(), real[:, None].expand_as(slots)))
@@ -123,7 +125,7 @@ def _free_slot(state: SlotState) -> Tensor:
 
 def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position: Tensor, real: Tensor) -> None:
     """Write the new token into its slot; a padding token leaves everything as it was."""
-    state.write(slot, call.key, call.value, real)
+    state.layout.write(slot, call.key, call.value, real)
     if state.spec.rope_cached and call.rope is not None:
         at, new = slot[..., None].expand(-1, -1, -1, state.half_keys.shape[-1]), call.rope.rotate_half(call.key)
         state.half_keys.scatter_(2, at, torch.where(real[:, None, :, None], new, state.half_keys.gather(2, at)))

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from kvdsl.runtime.state.slots import FREE, SlotState, close_gaps
-from kvdsl.runtime.state.tensors import SLOT_DIM
+from kvdsl.runtime.state.order import FREE, close_gaps
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.settle import (
     Ballot,
     Protection,
@@ -57,7 +57,7 @@ class Held:
 
 def held_in_slots(state: SlotState, rows: Tensor) -> Held:
     """What the state itself holds."""
-    kept = {name: getattr(state, name) for name in (*SLOT_DIM, *(("rank",) if state.spec.compact else ()))}
+    kept = state.in_slots() | ({"rank": state.rank} if state.spec.compact else {})
     return Held(state, kept, state.numbers, state.seen - 1, rows, state.evicts)
 
 

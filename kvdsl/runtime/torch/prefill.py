@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import FREE, SlotState, taken, text_order
-from kvdsl.runtime.state.tensors import SLOT_DIM
+from kvdsl.runtime.state.order import FREE, text_order
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.tensors import SLOT_DIM, taken
 from kvdsl.runtime.torch import dense, eviction, selection, statistics
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Kept, Prompt
@@ -70,7 +71,7 @@ def _evicts(state: SlotState, numbers: Tensor) -> bool:
 
 
 def _cached(state: SlotState) -> Kept | None:
-    return {name: getattr(state, name) for name in SLOT_DIM} if state.allocated else None
+    return state.in_slots() if state.allocated else None
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------

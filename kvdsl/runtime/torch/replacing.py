@@ -7,7 +7,8 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 
 NOT_LIVE = "a slot that is to be replaced does not exist, is free, or is named twice"
 

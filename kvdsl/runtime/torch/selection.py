@@ -7,7 +7,6 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import pages
 from kvdsl.runtime.torch.settle import Places, grade
 from kvdsl.runtime.torch.view import View, slots_view
@@ -23,7 +22,7 @@ def selected(state: SlotState, row: View) -> Tensor:
     Args:
         row: the token's query; its state columns know nothing of it yet.
     """
-    kept = {name: getattr(state, name) for name in SLOT_DIM}
+    kept = state.in_slots()
     numbers, position = state.settings.per_head(state.numbers), state.position
     places, seen = Places(position), row.visible[:, :, 0]
     slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)

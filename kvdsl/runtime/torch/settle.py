@@ -30,8 +30,8 @@ def grade(x: Tensor, position: Tensor) -> Tensor:
     return (ordered.long() << 32) | position.long().clamp(min=0)
 
 
-def _ranks(key: Tensor) -> Tensor:
-    """Each slot's rank, 0 for the lowest key; equal keys rank by slot."""
+def _standings(key: Tensor) -> Tensor:
+    """How many slots have a lower key than each; of equal keys the lower slot counts as lower."""
     return key.argsort(dim=-1, stable=True).argsort(-1)
 
 
@@ -47,16 +47,16 @@ class Protection:
     def first(self, count: Tensor | float) -> None:
         """Protect the `count` live slots with the smallest positions."""
         key = torch.where(self.alive, self.position.long(), torch.iinfo(torch.int64).max)
-        self._add(_ranks(key) < _tokens(count))
+        self._add(_standings(key) < _tokens(count))
 
     def last(self, count: Tensor | float) -> None:
         """Protect the `count` live slots with the largest positions."""
-        self._add(_ranks(self.position.long()) >= self.mask.shape[-1] - _tokens(count))
+        self._add(_standings(self.position.long()) >= self.mask.shape[-1] - _tokens(count))
 
     def top(self, by: Tensor | float, count: Tensor | float) -> None:
         """Protect the `count` live slots that rank highest by `by`, [batch, kv_heads, 1, slots]."""
         key = torch.where(self.alive, grade(_per_slot(by, self.position), self.position), torch.iinfo(torch.int64).min)
-        self._add(_ranks(key) >= self.mask.shape[-1] - _tokens(count))
+        self._add(_standings(key) >= self.mask.shape[-1] - _tokens(count))
 
     def where(self, condition: Tensor | bool) -> None:
         """Protect the slots where the condition, [batch, kv_heads, 1, slots], holds."""

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.rounding import sqrt
 
 _BLOCK = 1 << 19

@@ -18,7 +18,8 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
-from kvdsl.runtime.state.slots import FREE, SlotState
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.view import INITIAL
 from kvdsl_lab.bench import baselines, measure, selecting
 from kvdsl_lab.bench.baselines import Cache, Token

@@ -12,7 +12,6 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.tensors import SLOT_DIM
 from kvdsl.runtime.torch import selection
 from kvdsl.runtime.torch.view import row_view
 from kvdsl_lab.bench.baselines import Token
@@ -45,7 +44,7 @@ def first_selecting_layer(spec: PolicySpec, given: Mapping[str, float | None], p
 
 def sketch(state: SlotState, query: Tensor) -> None:
     """Give a state that was filled by hand the sketch that its prompt's last query, [batch, query_heads, 1, key_dim], leaves."""
-    kept = {name: getattr(state, name) for name in SLOT_DIM}
+    kept = state.in_slots()
     row = row_view(state, kept, query, state.seen[:, None] - 1, state.numbers)
     width = selection.sketch_width(state, state.numbers, state.keys.shape[-1])
     state.sketch = selection.sketched(state, row, state.numbers, width)

@@ -11,12 +11,12 @@ void Head::evict(const float* score, int n) {
   if (n <= 0) return;
   if (n == 1 && free_one(score)) return;
   resolve_tops();
-  rank_candidates(score);
+  grade_candidates(score);
   const Grade* const grades = grades_;
   const int candidates = total([=](int i) { return grades[i] != above_all; });
   if (candidates >= n) return free_lowest(n);
   if (candidates > 0) free_lowest(candidates);
-  rank_protected(score);
+  grade_protected(score);
   free_lowest(n - candidates);
 }
 
@@ -86,7 +86,7 @@ void Head::resolve_tops() {
   tops_ = 0;
 }
 
-void Head::rank_candidates(const float* score) {
+void Head::grade_candidates(const float* score) {
   const int32_t* const at = position;
   const int32_t* const marks = marks_;
   const int first = first_, last = last_;
@@ -99,7 +99,7 @@ void Head::rank_candidates(const float* score) {
   }
 }
 
-void Head::rank_protected(const float* score) {
+void Head::grade_protected(const float* score) {
   const int32_t* const at = position;
   const int last = newest;
   fill(grades_, [=](int i) {
@@ -131,7 +131,7 @@ int Head::lowest() const {
 }
 
 bool Head::free_one(const float* score) {
-  rank_candidates(score);
+  grade_candidates(score);
   for (int attempt = 0; attempt < tries; ++attempt) {
     const int victim = lowest();
     if (victim < 0) return false;

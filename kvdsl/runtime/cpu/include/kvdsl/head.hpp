@@ -447,10 +447,10 @@ class Head : public Slots {
   void resolve_tops();
 
   // Ranks the slots that may leave.
-  void rank_candidates(const float* score);
+  void grade_candidates(const float* score);
 
   // Ranks all that is still held, the newest token above the rest.
-  void rank_protected(const float* score);
+  void grade_protected(const float* score);
 
   // Frees the n lowest-ranked slots.
   void free_lowest(int n);

@@ -1,0 +1,96 @@
+"""What backends keep beside the slots of a layer, made from them: it holds until something else changes the slots.
+
+Who reads a copy keeps it up to date with every token that it serves; who does not says that it is to be forgotten. `SlotState` says
+what each tensor is.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.tensors import holding, stays_where_it_is
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.state.slots import SlotState
+
+
+def forget(state: SlotState) -> None:
+    """What was made from keys and positions no longer holds: whoever reads it makes it anew. Rotated halves: `forget_halves`."""
+    keys, (batch, heads, _) = state.layout.key_pool, state.position.shape
+    if state.spec.sketches and not state.sketch_keys.numel():
+        _have_none(state, "sketch_keys", keys, (batch, heads, 0, 0, 0))
+    if "page" in state.spec.numbers and not state.page_bounds.numel():
+        _have_none(state, "page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
+    if "copied" in state.declared:
+        state.copied = holding(state.copied, state.position.new_zeros(batch))
+    forget_length(state)
+
+
+def _have_none(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Have the tensor of that name be empty, with this shape; one that is so already stays, for those who know where it lies."""
+    if getattr(state, name).shape != shape:
+        setattr(state, name, like.new_empty(shape))
+
+
+# -- keys over a sketch's dims, bounds of pages ------------------------------------------------------------------------
+
+
+def keep(state: SlotState, tile: int) -> None:
+    """Have room for what kernels keep beside the keys, where this layer selects.
+
+    Args:
+        tile: slots of a tile of `sketch_keys`.
+    """
+    if not state.selects or "copied" not in state.declared:
+        return
+    keys, (batch, heads, slots) = state.layout.key_pool, state.position.shape
+    if state.spec.sketches:
+        _have(state, "sketch_keys", keys, (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
+    if "page" in state.spec.numbers:
+        pages = int(slots // float(state.settings.named(state.numbers)["page"].min())) + 1
+        _have(state, "page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
+
+
+def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:
+    """Have a tensor of that name and shape, with whatever in it if it had another."""
+    if getattr(state, name).shape != shape:
+        setattr(state, name, like.new_empty(shape))
+        state.copied.zero_()
+        if not state.grows:
+            stays_where_it_is(getattr(state, name))
+
+
+# -- rotated halves ----------------------------------------------------------------------------------------------------
+
+
+def keep_halves(state: SlotState, rope: Rope | None) -> None:
+    """Make the rotated halves from the keys, of a policy that keeps them, unless they are there; what reads them keeps them so."""
+    if state.spec.rope_cached and rope is not None and state.allocated and not state.half_keys.numel():
+        state.half_keys = rope.rotate_half(state.keys)
+        stays_where_it_is(state.half_keys)
+
+
+def forget_halves(state: SlotState) -> None:
+    """The rotated halves no longer hold."""
+    if state.spec.rope_cached:
+        _have_none(state, "half_keys", state.columns, (*state.position.shape[:2], 0, 0))
+
+
+# -- how many tokens a head holds --------------------------------------------------------------------------------------
+
+
+def keep_length(state: SlotState) -> Tensor:
+    """How many tokens every head of a compact cache holds, counted unless the last step has left it; int32 [batch, kv_heads, 1]."""
+    if not state.length.numel():
+        state.length = (state.position >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+    return state.length
+
+
+def forget_length(state: SlotState) -> None:
+    """It is to be counted anew."""
+    if state.spec.compact:
+        _have_none(state, "length", state.position, (*state.position.shape[:2], 0))
