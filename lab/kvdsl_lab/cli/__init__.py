@@ -4,6 +4,7 @@ COMMANDS = {
     "trace": "Show which tokens a policy kept, step by step, as a page.",
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",
+    "leaderboard": "Compare policies on many tasks, with differences told from chance.",
     "reproduce": "Measure a paper's tables and figures anew.",
 }
 """Name -> one line of help. The module of that name beside this one holds the click command, called `command`."""

@@ -1,0 +1,130 @@
+"""`kvdsl leaderboard`: every policy, several budgets, many tasks."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdsl.cli.common import FORMAT_VERSION, json_option
+from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option, refuse_triton
+from kvdsl_lab.cli.measuring import names, quick_option, text_option
+
+
+@click.command()
+@policies_option(
+    "all", help="Shipped policies, or .kv files; `all` for every shipped one. The full cache is always among them."
+)
+@quick_option(
+    policies="full,streaming_llm,h2o,roco,snapkv", rates="0.25", tokens="128", length=768, items=6,
+    tasks="books,nearness,fact,niah_single_2",
+)  # fmt: skip
+@click.option(
+    "--rates", default="0.125,0.25,0.5", show_default=True, metavar="N,M", help="Budgets of prompts, as shares of them."
+)
+@click.option(
+    "--tokens", default="128,256,512", show_default=True, metavar="N,M", help="Budgets while a text is decoded, in tokens."
+)
+@click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
+@click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
+@click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin nothing after so long; a later run goes on."
+)
+@click.option("--workers", type=click.IntRange(1), help="Processes, a thread and a model each [default: one a core].")
+@model_option
+@text_option
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results/leaderboard"), show_default=True,
+              help="Folder for measurements, tables and figures.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Forget what was measured before.")
+@click.option("--no-plots", is_flag=True, help="Tables only.")
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the texts.")
+@dtype_option
+@json_option
+def command(
+    policies: str, rates: str, tokens: str, tasks: str | None, length: int, items: int, minutes: float | None, workers: int | None,
+    model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, seed: int, dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Policies × budgets × tasks on a model, with differences that are told from chance.
+
+    \b
+    books            the loss of a book's tokens, fed one by one under a budget of tokens
+    nearness         KL divergence from the full cache's distribution, and how long the greedy texts agree
+    fact, facts      a code hidden in a book, alone or among eight
+    niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
+
+    Questions are asked twice: in the prompt (`known`: what a policy sees when it evicts), and after the policy has evicted
+    (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items
+    too. OUT/leaderboard.md has the tables, leaderboard.json the same for programs.
+
+    \b
+    Examples:
+      kvdsl leaderboard --model smollm2 --quick
+      kvdsl leaderboard --model smollm2 --dtype bf16 --items 20 --minutes 300
+      kvdsl leaderboard --model smollm2 --policies h2o,mine.kv --tasks books
+    """
+    refuse_triton(backend)
+    import os
+
+    from kvdsl.cli.progress import progress
+    from kvdsl.environment import environment
+    from kvdsl.files import write_whole
+    from kvdsl.generation.models import check_length, read_text
+    from kvdsl.shipped import shipped_policies
+    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
+    from kvdsl_lab.leaderboard import report, run, summary
+    from kvdsl_lab.leaderboard.tasks import chosen
+
+    wanted = [path.stem for path in shipped_policies()] if policies == "all" else parse_policies(policies)
+    book = _books() if text is None else read_text(text)
+    policy_names = tuple(dict.fromkeys(["full", *wanted]))
+    plan = run.Plan(
+        model, dtype, book, length, seed, policy_names, tuple(parse_budgets(rates)), tuple(parse_budgets(tokens)), backend
+    )
+    todo = chosen(None if tasks is None else names(tasks))
+    bench = run.Bench(plan)
+    check_length(bench.lab.model, length + 256)
+    kind = str(bench.lab.model.dtype).removeprefix("torch.")
+    facts = {
+        "model": model or "reference", "dtype": kind, "length": length, "seed": seed,
+        "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
+    }  # fmt: skip
+    count = workers or os.cpu_count() or 1
+    with progress("leaderboard", items * len(todo)) as tick:
+        rows = run.measure(bench, todo, items, out, facts, workers=count, minutes=minutes, fresh=fresh, tick=tick)
+    result: dict[str, Any] = {
+        "format_version": FORMAT_VERSION, "environment": environment(dtype=kind, seed=seed), **facts,
+        "columns": [
+            {"name": one.name, "tasks": list(one.tasks), "measure": one.measure, "rows": summary.table(one, rows)}
+            for one in summary.columns(rows)
+        ],
+        "refused": [row for row in rows if "refused" in row and row["item"] == 0],
+    }  # fmt: skip
+    write_whole(out / "leaderboard.json", json.dumps(result, indent=1) + "\n")
+    report.save(result, out, drawn=not no_plots)
+    if as_json:
+        click.echo(json.dumps(result, indent=1))
+    else:
+        _show(result, out)
+
+
+def _books() -> str:
+    """All books that come with kvdsl-lab."""
+    from kvdsl_lab.assets import book_index, book_text
+
+    return "\n\n".join(book_text(name) for name in book_index())
+
+
+def _show(result: dict[str, Any], out: Path) -> None:
+    from kvdsl_lab.cli.measuring import show
+
+    for one in result["columns"]:
+        if one["name"].startswith(("books", "nearness: kl", "questions")) or len(result["columns"]) < 5:
+            click.echo(f"\n{one['name']}")
+            kept = ("place", "policy", "budget", "mean", "low", "high", "bytes", "note")
+            show([{key: row[key] for key in kept} for row in one["rows"]])
+    click.echo(f"tables, figures and measurements: {out}")

@@ -1,0 +1,1 @@
+"""The leaderboard: every policy, several budgets, many tasks, one model; differences are told from chance."""

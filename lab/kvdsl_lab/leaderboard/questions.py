@@ -1,0 +1,52 @@
+"""A text and a question about it, as tokens of a chat."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvdsl.generation.models import encode, first_token
+from kvdsl_lab.eval.benchmarks.metrics import string_match_all
+
+
+@dataclass(frozen=True)
+class Question:
+    """A text, what is asked of it, and what should come.
+
+    Attributes:
+        text: what is read before the question is known, an instruction and the text proper.
+        question: what is asked.
+        opening: how the answer begins; the model goes on from there.
+        answers: what a right answer contains.
+        new_tokens: how many tokens an answer may have.
+        depth: where the asked-for fact stands, 0 (first) to 1 (last); None where it has no one place.
+    """
+
+    text: str
+    question: str
+    opening: str
+    answers: Sequence[str]
+    new_tokens: int
+    depth: float | None = None
+
+    def score(self, written: str) -> float:
+        """The share of the answers that were written, 0..1 (RULER's `string_match_all`)."""
+        return string_match_all(written, self.answers)
+
+
+def lay_out(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]:
+    """The tokens of the text, and those of the question, up to where the answer goes on.
+
+    Both parts are made into tokens by themselves: the text's are the same whether the question stands behind it or comes later.
+    """
+    if tokenizer.chat_template is None:
+        before, after = "", "\n"
+        start = first_token(tokenizer)
+    else:
+        mark = "\x00"
+        chat = [{"role": "user", "content": mark}]
+        before, after = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split(mark)
+        start = []
+    asked = f"\n\n{question.question}{after}{question.opening}"
+    return start + encode(tokenizer, before + question.text), encode(tokenizer, asked)

@@ -1,0 +1,99 @@
+"""The leaderboard for readers: Markdown, and a figure for each column."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvdsl.budget import spelled
+from kvdsl.files import write_whole
+from kvdsl_lab.leaderboard.run import Row
+
+UNITS = {"loss": "nats a token", "kl": "nats", "same_prefix": "tokens", "known": "share answered", "later": "share answered"}
+
+
+def markdown(result: Mapping[str, Any]) -> str:
+    """The whole result as a page."""
+    about = result["environment"]
+    lines = [
+        "# Leaderboard",
+        "",
+        f"{result['model']}, {about['dtype']}, texts of {result['length']} tokens, seed {result['seed']}; kvdsl {about['kvdsl']}, torch "
+        f"{about['torch']}, transformers {about['transformers']}; {about['cpu']}.",
+        "",
+        "Intervals are the middle 95 % of 4,000 bootstrap draws; `behind full` is the paired difference from the full cache, positive "
+        "where a policy is worse. A policy's place is 1 + how many others of its budget are better by a paired test (signs flipped at "
+        "random, 2.5 %): who shares a place cannot be told apart.",
+    ]
+    for one in result["columns"]:
+        lines += ["", f"## {one['name']}", "", _explained(one), "", *_table(one["rows"])]
+    if result["refused"]:
+        lines += ["", "## Not measured", ""]
+        lines += [
+            f"- `{row['policy']}`, budget {_budget(row['budget'])}, {row['task']}: {row['refused']}"
+            for row in result["refused"]
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def _explained(one: Mapping[str, Any]) -> str:
+    tasks = ", ".join(one["tasks"])
+    items = max(row["items"] for row in one["rows"])
+    return f"{UNITS[one['measure']].capitalize()}, {items} items of {tasks}."
+
+
+def _table(rows: Sequence[Row]) -> list[str]:
+    lines = ["| place | policy | budget | mean | behind full | cache | note |", "|---|---|---|---|---|---|---|"]
+    for row in rows:
+        behind = row.get("behind_full")
+        told = "" if behind is None else _with_interval(*behind)
+        place = "" if row["policy"] == "full" else row["place"]
+        lines.append(
+            f"| {place} | `{row['policy']}` | {_budget(row['budget'])} | {_with_interval(row['mean'], row['low'], row['high'])} | {told} | "
+            f"{row['bytes'] / 2**20:.1f} MiB | {row['note'] or ''} |"
+        )
+    return lines
+
+
+def _with_interval(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.3g}" if low is None or high is None else f"{mean:.3g} ({low:.3g} to {high:.3g})"
+
+
+def _budget(budget: float | None) -> str:
+    return "" if budget is None else spelled(budget)
+
+
+def draw(result: Mapping[str, Any], folder: Path) -> list[str]:
+    """A figure for every column, quality against the bytes of the cache: the files' names."""
+    from kvdsl_lab.reproduce.plots import draw as draw_figure
+
+    names = []
+    for one in result["columns"]:
+        name = one["name"].replace(": ", "_").replace(" ", "_") + ".png"
+        draw_figure(partial(_plot, one=one), one["rows"], [folder / name])
+        names.append(name)
+    return names
+
+
+def _plot(figure: Any, rows: Sequence[Row], one: Mapping[str, Any]) -> None:
+    axes = figure.subplots()
+    for policy in dict.fromkeys(row["policy"] for row in sorted(rows, key=lambda row: row["place"])):
+        own = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["bytes"])
+        known = all(row["low"] is not None for row in own)
+        spread = [[row["mean"] - row["low"] for row in own], [row["high"] - row["mean"] for row in own]] if known else None
+        axes.errorbar(
+            [row["bytes"] / 2**20 for row in own], [row["mean"] for row in own], yerr=spread, marker="o", markersize=3, linewidth=1,
+            elinewidth=0.5, color="black" if policy == "full" else None, label=policy,
+        )  # fmt: skip
+    axes.set_xlabel("cache, MiB")
+    axes.set_ylabel(UNITS[one["measure"]])
+    axes.set_title(one["name"])
+
+
+def save(result: Mapping[str, Any], out: Path, *, drawn: bool) -> None:
+    """`leaderboard.md`, and the figures, beside `leaderboard.json`."""
+    write_whole(out / "leaderboard.md", markdown(result))
+    if drawn:
+        draw(result, out)

@@ -1,0 +1,229 @@
+"""Measuring: item by item over all tasks, so that whenever a run stops every policy has been asked the same.
+
+`OUT/measurements.jsonl` has a line for every task, item, policy and budget:
+
+    {"task": "fact", "item": 0, "policy": "h2o", "compiled": "1f0c…", "budget": 0.25, "values": {"known": [1.0], "later": [0.0]},
+     "bytes": 3981312, "token_ms": 31.2, "held": 356, "note": null}
+
+or, where a policy cannot be had with that budget, `refused` in place of what was measured. `OUT/run.json` has what else the lines
+depend on.
+"""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvdsl.errors import KvdslError
+from kvdsl_lab.eval.benchmarks.run import claim
+from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.leaderboard.kinds import Lab
+from kvdsl_lab.leaderboard.tasks import TASKS, Task
+
+Row = dict[str, Any]
+Pair = tuple[str, "float | None"]
+"""A policy and its budget."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is to be measured; it travels to other processes.
+
+    Attributes:
+        model, dtype: as for `load_model`.
+        book: a text.
+        length: tokens of an item's text.
+        policies: names of shipped policies, or files.
+        rates, tokens: budgets of prompts, and of tasks that decode.
+        backend: what runs the policies.
+    """
+
+    model: str | None
+    dtype: str | None
+    book: str
+    length: int
+    seed: int
+    policies: tuple[str, ...]
+    rates: tuple[float, ...]
+    tokens: tuple[float, ...]
+    backend: str
+
+    def budgets(self, task: Task) -> tuple[float, ...]:
+        """Those of a task."""
+        return self.tokens if task.while_decoding else self.rates
+
+
+class Bench:
+    """A model and policies, ready to measure a plan's items."""
+
+    def __init__(self, plan: Plan) -> None:
+        from kvdsl.generation.models import load_model
+
+        model, tokenizer = load_model(plan.model, plan.dtype)
+        self.plan = plan
+        self.lab = Lab(model, tokenizer, plan.book, plan.length, plan.seed)
+        self.policies = Policies(plan.policies, {}, plan.backend)
+
+    def compiled(self, policy: str) -> str:
+        """Which text of the policy, compiled by which compiler: the digest that its package is named by."""
+        return self.policies.classes[policy].__module__.partition(".")[0].rpartition("_")[2]
+
+    def pairs(self, task: Task) -> list[Pair]:
+        """Every policy with every budget of the task."""
+        return list(self.policies.pairs(self.plan.budgets(task)))
+
+    def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
+        """An item under these policies."""
+        task = TASKS[name]
+        item = task.kind.prepare(self.lab, name, number)
+        return [
+            {"task": name, "item": number, "policy": policy, "compiled": self.compiled(policy), "budget": budget,
+             **self._one(task, item, policy, budget)}
+            for policy, budget in pairs
+        ]  # fmt: skip
+
+    def _one(self, task: Task, item: Any, policy: str, budget: float | None) -> Row:
+        try:
+            found = task.kind.measure(self.lab, item, lambda: self.policies.make(policy, self.lab.model, budget))
+        except KvdslError as error:
+            return {"refused": str(error)}
+        values = {measure: [round(value, 6) for value in parts] for measure, parts in found.values.items()}
+        held, note = found.usage.most_held, found.usage.note
+        token_ms = None if found.token_ms is None else round(found.token_ms, 3)
+        return {"values": values, "bytes": found.bytes, "token_ms": token_ms, "held": held, "note": note}
+
+
+# -- what was measured before ------------------------------------------------------------------------------------------
+
+
+class Measurements:
+    """The lines of a folder. One that was cut off is dropped."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "measurements.jsonl"
+        self.rows: list[Row] = []
+        if self._path.exists():
+            data = self._path.read_bytes()
+            whole = data[: data.rfind(b"\n") + 1]
+            if len(whole) < len(data):
+                os.truncate(self._path, len(whole))
+            try:
+                self.rows = [json.loads(line) for line in whole.decode().splitlines()]
+            except ValueError as error:
+                raise KvdslError(f"{self._path} cannot be read ({error}); give another --out, or --fresh") from error
+
+    def add(self, rows: Sequence[Row]) -> None:
+        """Append lines, in one write."""
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in rows))
+        self.rows += rows
+
+    def missing(self, bench: Bench, task: Task, number: int) -> list[Pair]:
+        """The policies and budgets of which nothing is known at an item; what another text of a policy gave does not count."""
+        known = {
+            (row["policy"], row["budget"], row["compiled"])
+            for row in self.rows
+            if row["task"] == task.name and row["item"] == number
+        }
+        return [
+            (policy, budget) for policy, budget in bench.pairs(task) if (policy, budget, bench.compiled(policy)) not in known
+        ]
+
+
+# -- running -----------------------------------------------------------------------------------------------------------
+
+
+def measure(
+    bench: Bench,
+    tasks: Sequence[Task],
+    items: int,
+    out: Path,
+    facts: Mapping[str, Any],
+    *,
+    workers: int = 1,
+    minutes: float | None = None,
+    fresh: bool = False,
+    tick: Callable[[], None] = lambda: None,
+) -> list[Row]:
+    """All lines of the plan's policies and tasks, those of before included.
+
+    Args:
+        items: of every task.
+        facts: what the lines depend on besides: a folder of other facts is not gone on with.
+        workers: processes, each with a thread and a model of its own; 1 is this process.
+        minutes: begin nothing after so long.
+        tick: called for every item of a task.
+
+    Raises:
+        KvdslError: if the folder belongs to another run.
+    """
+    claim(out, facts, fresh=fresh)
+    known = Measurements(out)
+    until = None if minutes is None else time.monotonic() + 60 * minutes
+    todo = _todo(bench, known, tasks, items, until, tick)
+    for rows in map_units(bench, todo, workers):
+        known.add(rows)
+        tick()
+    current = {(policy, bench.compiled(policy)) for policy in bench.policies.classes}
+    return [row for row in known.rows if (row["policy"], row["compiled"]) in current]
+
+
+Unit = tuple[str, int, list[Pair]]
+
+
+def _todo(
+    bench: Bench, known: Measurements, tasks: Sequence[Task], items: int, until: float | None, tick: Callable[[], None]
+) -> Iterator[Unit]:
+    for number in range(items):
+        for task in tasks:
+            pairs = known.missing(bench, task, number)
+            if not pairs:
+                tick()
+            elif until is None or time.monotonic() < until:
+                yield task.name, number, pairs
+
+
+def map_units(bench: Bench, units: Iterator[Unit], workers: int) -> Iterator[list[Row]]:
+    """The rows of every unit, as they come."""
+    if workers == 1:
+        yield from (bench.measure(*unit) for unit in units)
+        return
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(workers, mp_context=context, initializer=_begin, initargs=(bench.plan,)) as pool:
+        running: set[Future[list[Row]]] = set()
+        try:
+            for unit in units:
+                running.add(pool.submit(_measure, unit))
+                while len(running) >= workers:
+                    done, running = wait(running, return_when=FIRST_COMPLETED)
+                    yield from (future.result() for future in done)
+            while running:
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                yield from (future.result() for future in done)
+        except BaseException:
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+
+
+_bench: Bench | None = None
+"""A worker's own."""
+
+
+def _begin(plan: Plan) -> None:
+    global _bench
+    import torch
+
+    torch.set_num_threads(1)
+    _bench = Bench(plan)
+
+
+def _measure(unit: Unit) -> list[Row]:
+    assert _bench is not None
+    return _bench.measure(*unit)

@@ -1,0 +1,152 @@
+"""From measurements to a table: means, paired differences with their intervals, and places where these allow them.
+
+All policies were asked the same. A bootstrap draws items with replacement, the same for every policy, and recomputes what is compared:
+the middle 95 % of the draws is its interval. Whether one policy is better than another says a paired test: if neither were, the sign of
+each item's difference would be chance. A stretch of text counts as several items, its parts of 256 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from kvdsl_lab.leaderboard.run import Pair, Row
+
+DRAWS = 4000
+LEAST_ITEMS = 6
+"""Of fewer, no test of signs can tell at 2.5 %, and a bootstrap's interval is too narrow."""
+REFERENCE = "full"
+
+LESS_IS_BETTER = ("loss", "kl")
+"""Measures of which less is better."""
+
+_Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Column:
+    """What is compared: a measure of one task, or its mean over several tasks.
+
+    Attributes:
+        scores: by policy and budget, for every task the values at its items: [items] each.
+    """
+
+    name: str
+    tasks: tuple[str, ...]
+    measure: str
+    scores: dict[Pair, list[_Floats]]
+
+
+def column(rows: Sequence[Row], name: str, tasks: Sequence[str], measure: str) -> Column:
+    """The scores at those items that every policy and budget has been asked; policies that refused any are left out."""
+    of = {(row["task"], row["item"], row["policy"], row["budget"]): row for row in rows if row["task"] in tasks}
+    refused = {(policy, budget) for (_, _, policy, budget), row in of.items() if "refused" in row}
+    pairs = [pair for pair in dict.fromkeys((policy, budget) for _, _, policy, budget in of) if pair not in refused]
+    scores: dict[Pair, list[_Floats]] = {pair: [] for pair in pairs}
+    for task in tasks:
+        asked = [{item for one, item, *pair in of if one == task and tuple(pair) == wanted} for wanted in pairs]
+        items = sorted(set.intersection(*asked)) if asked else []
+        for policy, budget in pairs:
+            found = [of[task, item, policy, budget]["values"][measure] for item in items]
+            scores[policy, budget].append(np.array([value for parts in found for value in parts], dtype=np.float64))
+    return Column(name, tuple(tasks), measure, scores)
+
+
+def draws(column: Column, seed: int = 0) -> dict[Pair, _Floats]:
+    """The mean over tasks and items of every policy and budget in every bootstrap draw: [DRAWS] each."""
+    rng = np.random.default_rng(seed)
+    counts = [len(items) for items in next(iter(column.scores.values()), [])]
+    weights = [rng.multinomial(count, np.full(count, 1 / count), size=DRAWS) / count for count in counts]
+    return {
+        pair: np.mean([weight @ items for weight, items in zip(weights, own, strict=True)], axis=0)
+        for pair, own in column.scores.items()
+    }
+
+
+def better(column: Column, one: Pair, other: Pair, seed: int = 0) -> bool:
+    """Whether the first has the larger scores, by a one-sided paired test at 2.5 %: the signs of differences are flipped at random."""
+    rng = np.random.default_rng(seed)
+    differences = [a - b for a, b in zip(column.scores[one], column.scores[other], strict=True)]
+    found = np.mean([x.mean() for x in differences])
+    flipped = np.mean([rng.choice([-1.0, 1.0], size=(DRAWS, len(x))) @ x / len(x) for x in differences], axis=0)
+    return bool(found > 0 and np.mean(flipped >= found - 1e-12) < 0.025)
+
+
+def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
+    """A row for every policy and budget, the best first within a budget.
+
+    `mean`, `low`, `high`; `behind_full` likewise, the paired difference, positive where the policy is worse; `place`: 1 + how many
+    policies of the same budget are better (see `better`); `bytes`, `token_ms`: medians; `note` where the policy did nothing. Of fewer
+    than `LEAST_ITEMS` items there is no interval.
+    """
+    sign = -1.0 if column.measure in LESS_IS_BETTER else 1.0
+    signed = Column(
+        column.name, column.tasks, column.measure, {pair: [sign * x for x in own] for pair, own in column.scores.items()}
+    )
+    drawn, full = draws(column, seed), next((pair for pair in column.scores if pair[0] == REFERENCE), None)
+    found = []
+    for pair, own in column.scores.items():
+        policy, budget = pair
+        enough = sum(len(x) for x in own) >= LEAST_ITEMS
+        row: Row = {"column": column.name, "policy": policy, "budget": budget, "items": sum(len(x) for x in own),
+                    **dict(zip(("mean", "low", "high"), _interval(_mean(own), drawn[pair], enough), strict=True))}  # fmt: skip
+        if full is not None and pair != full:
+            lost = sign * (_mean(column.scores[full]) - _mean(own))
+            row["behind_full"] = _interval(lost, sign * (drawn[full] - drawn[pair]), enough)
+        rivals = [other for other in column.scores if other[1] == budget and other != pair and other[0] != REFERENCE]
+        row["place"] = 1 + sum(better(signed, other, pair, seed) for other in rivals)
+        found.append({**row, **_costs(rows, column, pair)})
+    return sorted(found, key=lambda row: (str(row["budget"]), -sign * row["mean"]))
+
+
+def _mean(own: Sequence[_Floats]) -> float:
+    return float(np.mean([x.mean() for x in own]))
+
+
+def _interval(mean: float, drawn: _Floats, enough: bool) -> list[float | None]:
+    low, high = np.quantile(drawn, [0.025, 0.975])
+    return [round(mean, 5), round(float(low), 5), round(float(high), 5)] if enough else [round(mean, 5), None, None]
+
+
+def _costs(rows: Sequence[Row], column: Column, pair: Pair) -> dict[str, Any]:
+    own = [row for row in rows if row["task"] in column.tasks and (row["policy"], row["budget"]) == pair and "values" in row]
+    times = [row["token_ms"] for row in own if row["token_ms"] is not None]
+    return {
+        "bytes": round(float(np.median([row["bytes"] for row in own]))),
+        "token_ms": round(float(np.median(times)), 2) if times else None,
+        "note": next((row["note"] for row in own if row["note"]), None) if all(row["note"] for row in own) else None,
+    }
+
+
+def telling(rows: Sequence[Row], tasks: Sequence[str], measure: str, least: float = 0.2) -> list[str]:
+    """The tasks whose answers the full cache gives often enough that a policy can lose something: a mean of `least` or more."""
+    found = []
+    for task in tasks:
+        scores = [np.mean(row["values"][measure]) for row in rows
+                  if row["task"] == task and row["policy"] == REFERENCE and "values" in row]  # fmt: skip
+        if scores and float(np.mean(scores)) >= least:
+            found.append(task)
+    return found
+
+
+def columns(rows: Sequence[Row]) -> list[Column]:
+    """What the leaderboard shows: books, nearness, questions (mean of the tasks that tell something), then every question task."""
+    from kvdsl_lab.leaderboard.kinds import Questions
+    from kvdsl_lab.leaderboard.tasks import TASKS
+
+    there = [name for name in TASKS if any(row["task"] == name for row in rows)]
+    asked = [name for name in there if isinstance(TASKS[name].kind, Questions)]
+    found = [
+        column(rows, name if len(TASKS[name].kind.measures) == 1 else f"{name}: {measure}", [name], measure)
+        for name in there if name not in asked for measure in TASKS[name].kind.measures
+    ]  # fmt: skip
+    for measure in Questions.measures:
+        tell = telling(rows, asked, measure)
+        if tell:
+            found.append(column(rows, f"questions: {measure}", tell, measure))
+        found += [column(rows, f"{name}: {measure}", [name], measure) for name in asked]
+    return [one for one in found if any(len(items) for own in one.scores.values() for items in own)]
