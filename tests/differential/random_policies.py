@@ -282,7 +282,9 @@ class Maker:
         for name in self.pick(list(permutations(names[: self.one_of(2, 2, 3)]))):
             if name == "budget":
                 default = Number(value=float(self.one_of(6, 8, 4, 12))) if not self.rarely() else self.count(14, 4)
-                made.append(Param(name=name, default=fold_expression(default), low=self.one_of(None, None, 1.0)))
+                known = value_of(default := fold_expression(default))
+                default = default if known is None else Number(value=float(int(known)))
+                made.append(Param(name=name, default=default, low=self.one_of(None, None, 1.0)))
             elif self.one_of(True, False):
                 default = fold_expression(self.fixed_number())
                 made.append(Param(name=name, default=default, unit=self.one_of(None, "tokens")))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvdsl.runtime.rope import Layout
+from kvdsl.runtime.rope import Pairing
 from kvdsl.runtime.state.undo import UndoLog
 from tests.runtime.test_rope_cached import Run
 from tests.runtime.test_rope_cached import specs as specs  # the fixture: EQUIP_H2O, and the same that keeps nothing
@@ -16,12 +16,12 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
 
 
 @pytest.mark.parametrize(
-    ("layout", "dtype"), [("half", torch.float32), ("interleaved", torch.float32), ("half", torch.bfloat16)]
+    ("pairing", "dtype"), [("half", torch.float32), ("interleaved", torch.float32), ("half", torch.bfloat16)]
 )
-def test_cached_is_fused(specs: tuple[Any, Any], layout: Layout, dtype: torch.dtype) -> None:
+def test_cached_is_fused(specs: tuple[Any, Any], pairing: Pairing, dtype: torch.dtype) -> None:
     """With halves and without to the bit, and near the torch backend; what is kept are the halves of the keys."""
-    cached, fused = (Run(spec, "triton", layout, dtype) for spec in specs)
-    by_torch = Run(specs[0], "torch", layout, dtype)
+    cached, fused = (Run(spec, "triton", pairing, dtype) for spec in specs)
+    by_torch = Run(specs[0], "torch", pairing, dtype)
     tolerance = 1e-5 if dtype == torch.float32 else 2 * torch.finfo(dtype).eps
     for seed in range(1, 4):
         out = cached.step(seed)
