@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,8 +10,7 @@ from torch import Tensor
 from kvdsl.runtime.rope import Rope
 
 
-@dataclass(frozen=True)
-class AttentionCall:
+class AttentionCall(NamedTuple):
     """One forward of one attention module.
 
     Attributes:
@@ -39,4 +38,4 @@ class AttentionCall:
         """The same with vectors of this dtype."""
         if self.query.dtype == self.key.dtype == self.value.dtype == dtype:
             return self
-        return replace(self, query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))
+        return self._replace(query=self.query.to(dtype), key=self.key.to(dtype), value=self.value.to(dtype))

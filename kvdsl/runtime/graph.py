@@ -39,7 +39,7 @@ def step(backend: Backend, state: SlotState, call: AttentionCall) -> Tensor:
         state: allocated, and not one that grows.
     """
     if isinstance(backend, TorchBackend):
-        return backend.decode(state, call)
+        return backend.steps(state, call)
     out: Tensor = torch.ops.kvdsl.decode(*arguments(backend, state, call), **constants(state, call))
     return out
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -257,7 +256,7 @@ class _Rotating:
         query, key = call.query, call.key
         if self.rope is not None:
             query, key = (self.rope.rotate(x, position[:, None]) for x in (query, key))
-        return replace(call, query=query, key=key, rope=self.rope, window=self.window)
+        return call._replace(query=query, key=key, rope=self.rope, window=self.window)
 
 
 class _Shifted:

@@ -87,9 +87,9 @@ def _observe_torch(state: SlotState, attn: torch.Tensor) -> None:
 def _observe_cpu(state: SlotState, attn: torch.Tensor) -> None:
     library = cpu_backend._library(state.spec.cpu_source, state.spec.stem)
     nothing = torch.zeros(1, 1, 1, DIM)
-    held, args = cpu_backend.decode_args(state, AttentionCall(nothing, nothing, nothing, None, 1.0), nothing)
-    assert library.kvdsl_settle(ctypes.byref(args), ctypes.c_void_p(attn.data_ptr())) == 0
-    del held
+    call = AttentionCall(nothing, nothing, nothing, None, 1.0)
+    step = cpu_backend.CpuBackend.step(state, call)
+    assert step.run(library.kvdsl_settle, call, None, ctypes.c_void_p(attn.data_ptr())) == 0
 
 
 OBSERVERS = {"torch": _observe_torch, "cpu": _observe_cpu}

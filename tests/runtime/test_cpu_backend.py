@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import gc
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ import torch
 import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.backend import decode_args
+from kvdsl.runtime.cpu.arguments import DecodeArgs
+from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
@@ -31,11 +34,17 @@ def prefilled(policy: str, batch: int = 2, **given: float) -> SlotState:
 
 
 def pointed(state: SlotState) -> tuple[int, ...]:
+    found: list[int] = []
+
+    def kernel(given: Any) -> int:
+        args = ctypes.cast(given, ctypes.POINTER(DecodeArgs)).contents
+        assert args.batch == len(state.seen) and args.slots == state.slots
+        found.extend(getattr(args, name) or 0 for name in ("keys", "values", "position", "state", "seen", "params"))
+        return 0
+
     one = call(len(state.seen), 1)
-    held, args = decode_args(state, one, torch.empty(len(state.seen), 1, 4, 8))
-    del held
-    assert args.batch == len(state.seen) and args.slots == state.slots
-    return tuple(getattr(args, name) or 0 for name in ("keys", "values", "position", "state", "seen", "params"))
+    assert CpuBackend.step(state, one).run(kernel, one, None) == 0
+    return tuple(found)
 
 
 def own(state: SlotState) -> tuple[int, ...]:

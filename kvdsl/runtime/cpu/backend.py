@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import weakref
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,12 +13,12 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
-from kvdsl.runtime.angles import angles
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, point
+from kvdsl.runtime.cpu.step import Step
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
-from kvdsl.runtime.state.blocks import Blocks
-from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import replacing, statistics
 from kvdsl.runtime.torch.attention import in_rows
@@ -35,36 +34,6 @@ STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of src/laps.hpp."""
 
 _NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
-
-
-class DecodeArgs(ctypes.Structure):
-    """Mirrors kvdsl/args.hpp field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "seen",
-            "real", "params", "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys", "page_bounds", "copied",
-            "seconds",
-        )),
-        *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
-        *((name, ctypes.c_int32) for name in (
-            "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
-            "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
-            "sketch_width", "pages", "block_size", "blocks",
-        )),
-        ("seed", ctypes.c_uint32),
-        ("scale", ctypes.c_float),
-        ("softcap", ctypes.c_float),
-    )  # fmt: skip
-
-
-class PromptArgs(ctypes.Structure):
-    """Mirrors the one of kvdsl/prompt.hpp."""
-
-    _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("lse", "newest", "adds_up")),
-        ("first", ctypes.c_int32),
-    )
 
 
 class CpuBackend:
@@ -115,14 +84,10 @@ class CpuBackend:
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
         state.make_room(call.query.shape[2])
-        copies.keep_halves(state, call.rope)
-        copies.forget_length(state)
-        copies.keep(state, TILE)
+        step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        held, args = decode_args(state, call, out, seconds=self.seconds)
-        _check(self._decode(ctypes.byref(args)))
-        del held
+        _check(step.run(self._decode, call, out, seconds=self.seconds))
         return out
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
@@ -130,11 +95,24 @@ class CpuBackend:
         replacing.check_text(state)
         replacing.check_count(slots, call)
         copies.forget(state)
-        copies.keep_halves(state, call.rope)
         where = slots.int().contiguous()
-        held, args = decode_args(state, call, call.query)
-        _check(self._replace(ctypes.byref(args), ctypes.c_void_p(where.data_ptr())))
-        del held
+        _check(self.step(state, call).run(self._replace, call, None, ctypes.c_void_p(where.data_ptr())))
+
+    @staticmethod
+    def step(state: SlotState, call: AttentionCall) -> Step:
+        """The state's step: prepared anew where its tensors, or the kind of call, are others than last time."""
+        step = _steps.get(state)
+        if step is None or not step.serves(state, call):
+            with plain_tensors():
+                copies.keep_halves(state, call.rope)
+                copies.forget_length(state)
+                copies.keep(state, TILE)
+                step = _steps[state] = Step(state, call)
+        return step
+
+
+_steps: weakref.WeakKeyDictionary[SlotState, Step] = weakref.WeakKeyDictionary()
+"""What every state's last call was told."""
 
 
 def _check(status: int) -> None:
@@ -145,103 +123,6 @@ def _check(status: int) -> None:
         raise KvdslError(replacing.NOT_LIVE)
     if status & _OUT_OF_MEMORY:
         raise MemoryError("no memory for the kernel's work space")
-
-
-def decode_args(
-    state: SlotState, call: AttentionCall, out: Tensor, *, seconds: Tensor | None = None
-) -> tuple[tuple[object, ...], DecodeArgs]:
-    """The kernel's arguments, and what must live as long as they do.
-
-    Args:
-        seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
-
-    Raises:
-        KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
-    """
-    state.check_fits(call.key, call.value)
-    args, ring_rows = _slots_args(state)
-    query, key, value = (in_rows(x) for x in (call.query, call.key, call.value))
-    real = None if call.real is None else call.real.to(torch.uint8).contiguous()
-    sinks = None if call.sinks is None else call.sinks.float().contiguous()
-    rope = call.rope if state.spec.compact else None
-    turns = None if rope is None else angles(rope, int(state.seen.max()) + call.key.shape[2])
-    _point(args, query=query, key=key, value=value, out=out, real=real, sinks=sinks, seconds=seconds)
-    args.query_stride[:], args.key_stride[:], args.value_stride[:] = query.stride()[:3], key.stride()[:3], value.stride()[:3]
-    args.group, args.tokens = query.shape[1] // key.shape[1], key.shape[2]
-    args.window, args.scale, args.softcap = call.window or 0, call.scaling, call.softcap or 0.0
-    args.threads = torch.get_num_threads()
-    if rope is None or turns is None:
-        _point(args, near=None, far=None, half_keys=None)
-    else:
-        _point(args, near=turns.near, far=turns.far, half_keys=state.half_keys if state.spec.rope_cached else None)
-        args.rope_pairs, args.rope_offset, args.rope_interleaved = rope.pairs, rope.offset, rope.pairing == "interleaved"
-    return (query, key, value, real, sinks, ring_rows, turns), args
-
-
-def _point(args: DecodeArgs, **tensors: Tensor | None) -> None:
-    """Have the arguments point to tensors; to nothing where there is none, or an empty one."""
-    for name, tensor in tensors.items():
-        setattr(args, name, None if tensor is None or tensor.numel() == 0 else tensor.data_ptr())
-
-
-@dataclass(frozen=True)
-class _Slots:
-    """What the kernel was last told of a state, whose part about the slots holds while the tensors are these.
-
-    Attributes:
-        tensors: the state's, in their order; weak, so that nothing lives longer for having been pointed to.
-        ring_rows: lives here.
-    """
-
-    tensors: tuple[weakref.ref[Tensor], ...]
-    args: DecodeArgs
-    ring_rows: Tensor
-
-    def hold(self, state: SlotState) -> bool:
-        """Whether nothing has been allocated anew."""
-        return all(known() is tensor for known, tensor in zip(self.tensors, state.tensors().values(), strict=True))
-
-
-_known: weakref.WeakKeyDictionary[SlotState, _Slots] = weakref.WeakKeyDictionary()
-
-
-def _slots_args(state: SlotState) -> tuple[DecodeArgs, Tensor]:
-    """The arguments with what they say of the slots, which is not written anew for every token; and the ring rows."""
-    found = _known.get(state)
-    if found is None or not found.hold(state):
-        found = _known[state] = _described(state)
-    return found.args, found.ring_rows
-
-
-def _described(state: SlotState) -> _Slots:
-    spec, ring_rows = state.spec, state.ring_rows()
-    batch, kv_heads, slots = state.position.shape
-    layout = state.layout
-    keys, values = layout.key_pool, layout.value_pool
-    args = DecodeArgs(
-        batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
-        params_per_row=state.numbers.shape[-1], layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
-    )  # fmt: skip
-    _point(
-        args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,
-        seen=state.seen, params=state.numbers,
-    )  # fmt: skip
-    if isinstance(layout, Blocks):
-        args.blocks, args.block_size = layout.blocks, layout.size
-        _point(args, table=layout.table)
-    if isinstance(layout, Flat):
-        _point(args, first_rows=layout.first_rows)
-    if spec.compact:
-        _point(args, rank=state.rank)
-    if spec.sketches:
-        args.sketch_width = state.sketch.shape[-1]
-        _point(args, sketch=state.sketch, prompt=state.prompt, sketch_keys=state.sketch_keys)
-    if "copied" in state.declared:
-        _point(args, copied=state.copied)
-    if "page" in spec.numbers:
-        args.pages = state.page_bounds.shape[2]
-        _point(args, page_bounds=state.page_bounds)
-    return _Slots(tuple(weakref.ref(tensor) for tensor in state.tensors().values()), args, ring_rows)
 
 
 def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
@@ -260,8 +141,7 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
         "query": query, "key": key, "value": value, "position": position, "state": columns, "ring_rows": ring_rows,
         "params": numbers, "sinks": None if call.sinks is None else call.sinks.float().contiguous(),
     }  # fmt: skip
-    for name, tensor in tensors.items():
-        setattr(args, name, None if tensor is None or tensor.numel() == 0 else tensor.data_ptr())
+    point(args, **tensors)
     for name, tensor in (("query_stride", query), ("key_stride", key), ("value_stride", value)):
         setattr(args, name, (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
     adds_up = torch.tensor([rule in ("sum", "squares") for rule in state.spec.column_rules], dtype=torch.uint8)

@@ -37,6 +37,7 @@ from kvdsl.runtime.gpu.sizes import (
     Sizes,
 )
 from kvdsl.runtime.graph import enlist
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
@@ -97,6 +98,7 @@ class TritonBackend:
         """See `kvdsl.runtime.torch.statistics.observe`."""
         observe(self.kernels, self._dot, prompt, lse)
 
+    @plain_tensors()
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: make room, choose, attend, place, observe, settle; [batch, tokens, query_heads, value_dim].
 

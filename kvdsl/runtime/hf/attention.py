@@ -74,7 +74,7 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         layer: SlotLayer | None = getattr(key, _MARK, None)
         if layer is None:
             return native_function(module, native)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
-        _refuse(module, {**kwargs, "dropout": dropout})
+        _refuse(module, dropout, kwargs)
         scaling = kwargs.get("scaling")
         out = layer.attend(
             module,
@@ -132,13 +132,12 @@ _REFUSED = {
 }
 
 
-def _refuse(module: nn.Module, kwargs: dict[str, Any]) -> None:
+def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise KvdslError on an argument that would silently change what attention means."""
-    for name, reason in _REFUSED.items():
-        value = kwargs.get(name)
-        if value is not None and value is not False:
-            raise KvdslError(reason)
-    if kwargs.get("dropout"):
+    for name in _REFUSED.keys() & kwargs.keys():
+        if kwargs[name] is not None and kwargs[name] is not False:
+            raise KvdslError(_REFUSED[name])
+    if dropout:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")
     if getattr(module, "is_causal", True) is False:  # the argument of that name only tells what the mask leaves to do
         raise KvdslError(f"{type(module).__name__} attends in both directions, but a cache serves causal attention only")

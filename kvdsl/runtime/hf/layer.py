@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -21,6 +20,7 @@ from kvdsl.runtime.hf.gradients import refusing
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
@@ -179,39 +179,49 @@ class SlotLayer(Linked, CacheLayerMixin):
     def attend_eagerly(self, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
         """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
-        with _no_gradients():
-            self._check_text(positions, call.real, call.query.shape[2])
-            # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
-            stored = self.state.dtype if self.state.allocated else call.value.dtype
-            cast = call.cast(stored)
-            if self.log is None:
-                return self._serve(cast).to(call.value.dtype)
-            guesses = self._sync.take_guesses(self)
-            if self._sync.one_by_one and self.length:
-                guesses = cast.query.shape[2]
-            prompt = speculation.prompt_tokens(cast.query.shape[2], guesses, self.length, self.prompt_length)
-            return speculation.serve(self.log, self.state, cast, prompt, guesses or 0, self._serve).to(call.value.dtype)
+        self._check_text(positions, call.real, call.query.shape[2])
+        # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
+        wanted = call.value.dtype
+        call = call.cast(self.state.dtype if self.state.allocated else wanted)
+        out = self._serve(call) if self.log is None else self._serve_and_note(self.log, call)
+        return out if out.dtype == wanted else out.to(wanted)
 
     def _serve(self, call: AttentionCall) -> Tensor:
         """A forward of several tokens is a prompt, unless `one_by_one`, and so is the very first; a token after it is decoded."""
-        batch, heads, tokens, _ = call.key.shape
-        length = self.length
-        if length == 0:
-            self.state.head_offset = self.head_offset(heads)
-            self.batch_size = batch
-            self.is_initialized = True
-        self.backend = self._choose(call.key.device, call.key.dtype)
-        if length == 0 or (tokens > 1 and not self._sync.one_by_one):
-            out = self.backend.prefill(self.state, call)
-            self.prompt_length = length + tokens
-            reads_one = max(self.prompt_length, self.state.expected) == 1
-            self._has_rate_of_one = reads_one and is_rate(self.state.settings.given.get("budget"))
+        tokens = call.key.shape[2]
+        if self.length == 0 or (tokens > 1 and not self._sync.one_by_one):
+            out = self._read_prompt(call)
         else:
+            assert self.backend is not None
             self._check_rate()
             out = self.backend.decode(self.state, call)
         self._counted += tokens
         self._sync.add(self, tokens)
         return out
+
+    def _read_prompt(self, call: AttentionCall) -> Tensor:
+        batch, heads, tokens, _ = call.key.shape
+        if self.length == 0:
+            self.state.head_offset = self.head_offset(heads)
+            self.batch_size = batch
+            self.is_initialized = True
+            self.backend = self._choose(call.key.device, call.key.dtype)
+        assert self.backend is not None
+        with plain_tensors():
+            out = self.backend.prefill(self.state, call)
+        self.prompt_length = self.length + tokens
+        reads_one = max(self.prompt_length, self.state.expected) == 1
+        self._has_rate_of_one = reads_one and is_rate(self.state.settings.given.get("budget"))
+        return out
+
+    def _serve_and_note(self, log: UndoLog, call: AttentionCall) -> Tensor:
+        """`_serve`, which notes before every token that is no prompt what it will overwrite."""
+        tokens, guesses = call.query.shape[2], self._sync.take_guesses(self)
+        if self._sync.one_by_one and self.length:
+            guesses = tokens
+        prompt = speculation.prompt_tokens(tokens, guesses, self.length, self.prompt_length)
+        with plain_tensors():
+            return speculation.serve(log, self.state, call, prompt, guesses or 0, self._serve)
 
     # -- a forward that torch.compile traces ---------------------------------------------------------------------------
 
@@ -341,7 +351,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
         if self.length:
-            with _no_gradients():
+            with plain_tensors():
                 self.state.repeat_rows(repeats)
                 if self._sync.is_first(self):
                     self._sync.text.repeat_rows(repeats)
@@ -350,7 +360,7 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def _rows(self, rows: Tensor) -> None:
         if self.length:
-            with _no_gradients():
+            with plain_tensors():
                 self.state.select_rows(rows)
                 if self._sync.is_first(self):
                     self._sync.text.select_rows(rows)
@@ -400,7 +410,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         """Take the last tokens back; see `KVCache.crop`."""
         removed = self.to_remove(tokens)
         left = self.length - removed
-        with _no_gradients():
+        with plain_tensors():
             if self.log is not None and self._is_noted(removed):
                 self.log.take_back(self.state, removed)
             elif removed:
@@ -450,13 +460,3 @@ def _outside_of_graphs(layer: SlotLayer, module: nn.Module, call: AttentionCall,
     """`attend` where a compiled forward meets something that it cannot trace: a graph break."""
     layer.check_continues(call.key)
     return layer.attend_eagerly(module, call, positions)
-
-
-def _no_gradients() -> AbstractContextManager[Any]:
-    """Neither a gradient graph nor inference tensors, so that slots written in one mode can be updated in any other."""
-    if not torch.is_inference_mode_enabled():
-        return torch.no_grad()
-    stack = ExitStack()
-    stack.enter_context(torch.inference_mode(False))
-    stack.enter_context(torch.no_grad())
-    return stack

@@ -12,7 +12,6 @@ must be known: generation asks the model for the logits of the guesses and of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +75,7 @@ def serve(
 
 def _part(call: AttentionCall, tokens: slice) -> AttentionCall:
     query, key, value = (x[:, :, tokens] for x in (call.query, call.key, call.value))
-    return replace(call, query=query, key=key, value=value, real=None if call.real is None else call.real[:, tokens])
+    return call._replace(query=query, key=key, value=value, real=None if call.real is None else call.real[:, tokens])
 
 
 def together(policy: str) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state.tensors import stays_where_it_is
 
 if TYPE_CHECKING:
@@ -108,7 +109,8 @@ class LayerSync(Linked):
         if layer is not self._layers[-1]:
             return
         if self.total is None:
-            self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
+            with plain_tensors():
+                self.total = torch.zeros((), dtype=torch.int64, device=layer.state.seen.device)
             stays_where_it_is(self.total)
         self.total.add_(tokens)
 

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state.layout import Layout
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
@@ -108,7 +109,8 @@ class Blocks(Layout):
         coming = empty & (empty.cumsum(-1) <= tokens)
         short = int((_blocks_of(coming, self.size) & (self.table < 0)).sum()) - free
         if short > 0:
-            self._add_blocks(max(short, self.blocks // 2))
+            with plain_tensors():
+                self._add_blocks(max(short, self.blocks // 2))
 
     def _add_blocks(self, count: int) -> None:
         """Enlarge the pools."""

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.linked import Linked
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
@@ -290,7 +291,8 @@ class SlotState(Linked):
             return
         self.filled += tokens
         if self.filled > self.slots:
-            self._extend(_grown(self.filled))
+            with plain_tensors():
+                self._extend(_grown(self.filled))
         if self.grows:
             self.layout.make_room(self, tokens)
 
@@ -298,7 +300,8 @@ class SlotState(Linked):
         """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""
         self.reserves, self._fixed = True, None
         if self.allocated and self.grows and self.limit is not None:
-            self._extend(self.limit)
+            with plain_tensors():
+                self._extend(self.limit)
 
     def _extend(self, slots: int) -> None:
         """Have so many slots per KV head, or as many as are enough for ever."""

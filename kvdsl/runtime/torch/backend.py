@@ -12,13 +12,13 @@ Everything else, the same for all policies, is here and in the modules beside.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
@@ -42,11 +42,16 @@ class TorchBackend:
         return out
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
-        """The new tokens one by one: place, attend, observe, settle.
+        """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim].
 
         Raises:
             KvdslError: for several tokens at once, if the layers must agree after every one.
         """
+        with plain_tensors():
+            return self.steps(state, call)
+
+    def steps(self, state: SlotState, call: AttentionCall) -> Tensor:
+        """`decode`, as `torch.compile` can trace it."""
         tokens = call.query.shape[2]
         if tokens > 1 and state.spec.victims == "layers":
             raise KvdslError(
@@ -94,7 +99,7 @@ def _one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
     for t in range(call.query.shape[2]):
         at = slice(t, t + 1)
         query, key, value = (x[:, :, at] for x in (call.query, call.key, call.value))
-        yield replace(call, query=query, key=key, value=value, real=None if call.real is None else call.real[:, at])
+        yield call._replace(query=query, key=key, value=value, real=None if call.real is None else call.real[:, at])
 
 
 def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:

@@ -7,7 +7,6 @@ every query (its log-sum-exp), and only where the policy asks. So memory is line
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -100,7 +99,7 @@ def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
     query, key, value = (
         x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (call.query, call.key, call.value)
     )
-    return replace(call, query=query, key=key, value=value, real=None if bool(real.all()) else real)
+    return call._replace(query=query, key=key, value=value, real=None if bool(real.all()) else real)
 
 
 def _survivors(kept: Kept) -> Kept:

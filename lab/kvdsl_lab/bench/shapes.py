@@ -37,6 +37,11 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
         "model_type": "gpt_neox", "hidden_size": 6144, "intermediate_size": 24576, "num_hidden_layers": 44,
         "num_attention_heads": 64, "vocab_size": 50432, "max_position_embeddings": 2048,
     },
+    "smollm2-135m": _LLAMA | {
+        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
+        "num_key_value_heads": 3, "vocab_size": 49152, "max_position_embeddings": 8192, "rope_theta": 1e5,
+        "tie_word_embeddings": True,
+    },
     "tiny": _LLAMA | {
         "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
         "vocab_size": 128,

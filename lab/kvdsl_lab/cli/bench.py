@@ -8,7 +8,7 @@ from typing import Any
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, policy_options, refuse_triton
+from kvdsl.cli.options import BACKENDS, policies_option, policy_options, refuse_triton
 from kvdsl_lab.cli.generate import generate
 
 
@@ -156,6 +156,76 @@ def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
             f"{row['fresh_ms']:.2f}", f"{row['speedup_over_fresh']:.1f}x",
         )  # fmt: skip
     console.print(table, markup=False)
+
+
+@command.command()
+@policies_option(
+    "transformers,full,h2o,roco,streaming_llm",
+    help="Shipped policies, .kv files, or `transformers` for its own growing cache.",
+)
+@click.option("--budgets", default="128", show_default=True, metavar="N,M", help="Budgets to run each with.")
+@set_option
+@click.option("--shape", default="smollm2-135m", show_default=True, metavar="NAME[:LAYERS]", help="Whose layers and heads.")
+@click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt.")
+@click.option(
+    "--new-tokens", type=click.IntRange(3), default=100, show_default=True, help="Tokens that are recorded after it."
+)
+@click.option(
+    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of the model."
+)
+@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of random weights and prompts.")
+@json_option
+def host(
+    policies: str, budgets: str, settings: dict[str, str], shape: str, prompt_tokens: int, new_tokens: int, dtype: str,
+    backend: str, seed: int, as_json: bool,
+) -> None:  # fmt: skip
+    """What Python and torch spend on a layer and token beside the arithmetic, in microseconds of CPU time on one thread.
+
+    A model with the layers and heads of `--shape` is made so narrow that its matrices take no time, and the prompt is short. `beyond` is
+    by how much a token takes longer than that of whoever is named first, a layer.
+
+    \b
+    Examples:
+      kvdsl bench host
+      kvdsl bench host --policies transformers,tova,snapkv --budgets 64 --dtype bf16 --json
+    """
+    refuse_triton(backend)
+    from kvdsl.cli.progress import progress
+    from kvdsl_lab.bench.generate import contenders
+    from kvdsl_lab.bench.host import WARMUP, bench_host, narrow_model
+    from kvdsl_lab.eval.caches import parse_budgets, parse_policies
+
+    sizes, names = parse_budgets(settings.pop("budget", budgets)), parse_policies(policies)
+    model = narrow_model(shape, dtype, seed)
+    wanted = contenders(names, settings, sizes, model, backend)
+    with progress("host", WARMUP + new_tokens) as tick:
+        rows = bench_host(model, wanted, prompt_tokens=prompt_tokens, new_tokens=new_tokens, seed=seed, tick=tick)
+    if as_json:
+        facts = {"shape": shape, "prompt_tokens": prompt_tokens, "new_tokens": new_tokens, "threads": 1}
+        print_json({**facts, "rows": rows}, dtype=dtype, seed=seed)
+    else:
+        _show_host(
+            rows, f"{shape} without width in {dtype}: {prompt_tokens} prompt tokens, {new_tokens} new ones, one thread"
+        )
+
+
+def _show_host(rows: Sequence[Mapping[str, Any]], title: str) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    from kvdsl.budget import spelled
+
+    table = Table(title=title, title_justify="left", box=None, pad_edge=False)
+    for header in ("policy", "budget", "µs a layer\nand token", "", "beyond\nthe first", ""):
+        table.add_column(header, justify="left" if header in ("policy", "") else "right")
+    for row in rows:
+        spreads = {name: f"[{row[f'{name}_q1']:.0f} .. {row[f'{name}_q3']:.0f}]" for name in ("us", "beyond_us")}
+        table.add_row(
+            row["policy"], "" if row["budget"] is None else spelled(row["budget"]),
+            f"{row['us']:.1f}", spreads["us"], f"{row['beyond_us']:.1f}", spreads["beyond_us"],
+        )  # fmt: skip
+    Console().print(table, markup=False)
 
 
 @command.command()

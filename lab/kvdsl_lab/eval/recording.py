@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -45,12 +45,12 @@ class Recording:
     def rows(self) -> Iterator[Recording]:
         """One row at a time, each as a recording of its own."""
         for query, key, value in zip(*(x.split(1) for x in (self.call.query, self.key, self.value)), strict=True):
-            yield Recording(replace(self.call, query=query, key=key, value=value))
+            yield Recording(self.call._replace(query=query, key=key, value=value))
 
     def before(self, end: int) -> Recording:
         """The text's first `end` tokens."""
         query, key, value = (x[:, :, :end] for x in (self.call.query, self.key, self.value))
-        return Recording(replace(self.call, query=query, key=key, value=value))
+        return Recording(self.call._replace(query=query, key=key, value=value))
 
     def attention(self, first: int, end: int) -> Tensor:
         """What the queries `first` to `end - 1` give the tokens before `end`, the mean over a group as in the language's `attn`.
@@ -73,7 +73,7 @@ class _Recorder(TorchBackend):
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `TorchBackend.prefill`."""
         query, key, value = (x.float() for x in (call.query, call.key, call.value))
-        self.found[state.layer] = Recording(replace(call, query=query, key=key, value=value))
+        self.found[state.layer] = Recording(call._replace(query=query, key=key, value=value))
         return super().prefill(state, call)
 
 

@@ -1,0 +1,127 @@
+"""A layer's call of the kernel, prepared: from token to token only the addresses of what is new are written."""
+
+from __future__ import annotations
+
+import ctypes
+import weakref
+from collections.abc import Callable
+from operator import attrgetter, is_
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.angles import Angles, angles
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.flat import Flat
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.attention import in_rows
+
+
+class Step:
+    """What the kernel is told of a state and of one kind of call.
+
+    It holds while the state's tensors are the same objects. They are known weakly, so that none lives longer for having been pointed to.
+
+    Raises:
+        KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
+    """
+
+    def __init__(self, state: SlotState, call: AttentionCall) -> None:
+        state.check_fits(call.key, call.value)
+        in_layout = [one.name for one in state.layout.DECLARED]
+        self._tensors_of = attrgetter(*(f"layout.{name}" if name in in_layout else name for name in state.declared))
+        self._tensors = [weakref.ref(tensor) for tensor in self._tensors_of(state)]
+        self._kind = _kind(call)
+        self._ring_rows = state.ring_rows()
+        self._args = _told_of_slots(state, self._ring_rows)
+        _tell_tokens(self._args, call)
+        self._rope = call.rope if state.spec.compact else None
+        self._seen = (ctypes.c_int32 * len(state.seen)).from_address(state.seen.data_ptr())
+        self._angles: Angles | None = None
+
+    def serves(self, state: SlotState, call: AttentionCall) -> bool:
+        """Whether all that was written holds for this call."""
+        same = all(map(is_, self._tensors_of(state), [known() for known in self._tensors]))
+        return same and self._kind == _kind(call)
+
+    def run(
+        self, kernel: Callable[..., int], call: AttentionCall, out: Tensor | None, *more: Any, seconds: Tensor | None = None
+    ) -> int:
+        """The status of a kernel that gets these arguments.
+
+        Args:
+            out: gets the attention's output, [batch, tokens, query_heads, value_dim]; None where nobody attends.
+            more: what the kernel takes beside.
+            seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
+        """
+        args = self._args
+        query, key, value = in_rows(call.query), in_rows(call.key), in_rows(call.value)
+        real = None if call.real is None else call.real.contiguous()
+        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        args.query, args.key, args.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
+        args.real, args.sinks, args.out, args.seconds = address(real), address(sinks), address(out), address(seconds)
+        args.threads = torch.get_num_threads()
+        if self._rope is not None:
+            self._tell_angles(self._rope)
+        return kernel(ctypes.byref(args), *more)
+
+    def _tell_angles(self, rope: Rope) -> None:
+        """Point to tables for every turn that there may be in the longest row."""
+        length = max(self._seen) + self._args.tokens
+        if self._angles is None or length > self._angles.reach:
+            self._angles = angles(rope, length)
+            point(self._args, near=self._angles.near, far=self._angles.far)
+
+
+def _kind(call: AttentionCall) -> tuple[object, ...]:
+    """What the arguments say of a call, but for addresses."""
+    query, key, value, _, scaling, softcap, window, _, rope = call
+    return (
+        query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
+        scaling, softcap, window, rope,
+    )  # fmt: skip
+
+
+def _tell_tokens(args: DecodeArgs, call: AttentionCall) -> None:
+    for name in ("query", "key", "value"):
+        getattr(args, f"{name}_stride")[:] = in_rows(getattr(call, name)).stride()[:3]
+    args.group, args.tokens = call.query.shape[1] // call.key.shape[1], call.key.shape[2]
+    args.window, args.scale, args.softcap = call.window or 0, call.scaling, call.softcap or 0.0
+    if call.rope is not None:
+        args.rope_pairs, args.rope_offset = call.rope.pairs, call.rope.offset
+        args.rope_interleaved = call.rope.pairing == "interleaved"
+
+
+def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
+    batch, kv_heads, slots = state.position.shape
+    keys, values = state.layout.key_pool, state.layout.value_pool
+    args = DecodeArgs(
+        batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
+        params_per_row=state.numbers.shape[-1], layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
+    )  # fmt: skip
+    point(
+        args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,
+        seen=state.seen, params=state.numbers,
+    )  # fmt: skip
+    if isinstance(state.layout, Blocks):
+        args.blocks, args.block_size = state.layout.blocks, state.layout.size
+        point(args, table=state.layout.table)
+    if isinstance(state.layout, Flat):
+        point(args, first_rows=state.layout.first_rows)
+    if state.spec.compact:
+        point(args, rank=state.rank)
+    if state.spec.rope_cached:
+        point(args, half_keys=state.half_keys)
+    if state.spec.sketches:
+        args.sketch_width = state.sketch.shape[-1]
+        point(args, sketch=state.sketch, prompt=state.prompt, sketch_keys=state.sketch_keys)
+    if "copied" in state.declared:
+        point(args, copied=state.copied)
+    if "page" in state.spec.numbers:
+        args.pages = state.page_bounds.shape[2]
+        point(args, page_bounds=state.page_bounds)
+    return args
