@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.settle import Protection
-from kvdsl.runtime.torch.view import Columns, View
+from kvdsl.runtime.torch.view import View
 
 
 def observe(row: View, columns: Columns) -> None:

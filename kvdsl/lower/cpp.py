@@ -1,251 +1,49 @@
-"""Expressions as C++: what a generated `kernels_cpu.cpp` computes. See kvdsl/runtime/cpu/include/kvdsl/head.hpp for `row` and `head`.
-
-Values over slots are floats computed in a loop over i; numbers per row are doubles. A reduction over slots is hoisted out
-of the loop and gets a name; so does what a ring remembers, reduced for every slot at once.
+"""A policy as C++: what a generated `kernels_cpu.cpp` holds. A reduction over slots is hoisted out of the loop and gets a name; so does
+what a ring remembers, reduced for every slot at once. Expressions: `kvdsl/lower/cpp_expressions.py`.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 from kvdsl.ir.nodes import (
     Axis,
-    Binary,
-    Call,
     Column,
-    ColumnRef,
     Expr,
-    Input,
     Keep,
     Number,
-    ParamRef,
     Policy,
-    Random,
     Reduce,
-    RingRef,
 )
-from kvdsl.ir.ops import LOGICAL, OPERATORS
 from kvdsl.ir.visitors import children, walk
+from kvdsl.lower.cpp_expressions import (
+    CAN,
+    SLOT,
+    CountPrinter,
+    DimPrinter,
+    SlotPrinter,
+    TokenPrinter,
+    function_of,
+    over_group,
+    ring_name,
+)
 from kvdsl.lower.expression import (
-    ATOM,
     Fragment,
-    Leaf,
     NotLowerable,
-    Printer,
-    Target,
     Use,
-    as_float32,
-    dims_of,
     form_of_select,
     fragment,
-    literal,
     names_of,
-    pair,
     reads,
     texts,
     uses_of,
 )
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.spelling import size_of
 from kvdsl.passes.parts import in_parts
 
-# Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
-_STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
-_UNARY = 14
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
-_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "floor", "ceil")} | {"abs": "std::fabs"}
-_FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
-_FOLDED = ("sum", "mean", "var", "std", "max", "min")
-CAN = Target(
-    reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
-        "history": _FOLDED,
-        "slots": _FOLDED,
-        "dims": _FOLDED,
-        "sketch": _FOLDED,
-    },
-    functions=("neg", "not", "where", *_FUNCTIONS),
-    operators=OPERATORS,
-)
-"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/head.hpp` has the reductions."""
-
-
-class _CppPrinter(Printer):
-    can = CAN
-    strength = _STRENGTH
-    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
-    negation = ("-", _UNARY)
-    one, zero = "1.0", "0.0"
-
-    def as_number(self, condition: Fragment) -> Fragment:
-        return fragment(f"({{}} ? {self.one} : {self.zero})", condition)
-
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "**" and expr.right == Number(value=2):
-            return fragment("kvdsl::square({})", self.value(expr.left))
-        if expr.op in ("**", "%"):
-            function = "std::pow" if expr.op == "**" else "kvdsl::modulo"
-            return fragment(f"{function}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
-        if expr.op in LOGICAL:
-            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
-            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
-        return super().binary(expr)
-
-    def call(self, expr: Call) -> Fragment:
-        if expr.function == "not":
-            return fragment("!{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
-        if expr.function == "where":
-            condition, yes, no = expr.args
-            return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
-        args = pair(expr) if expr.function in ("min", "max") else expr.args
-        places = ", ".join("{}" for _ in args)
-        return fragment(f"{_FUNCTIONS[expr.function]}({places})", *(self.value(arg) for arg in args))
-
-
-class CountPrinter(_CppPrinter):
-    """One double per row and KV head, in `settle`. It is floored, so that its last bit matters: products are rounded."""
-
-    def binary(self, expr: Binary) -> Fragment:
-        made = super().binary(expr)
-        product = expr.op == "*" or (expr.op == "**" and expr.right == Number(value=2))
-        return fragment("kvdsl::rounded({})", made) if product else made
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_double(expr.value))
-        if isinstance(expr, ParamRef):
-            return Fragment(f"head.param(Number::{spelled(expr.name)})")
-        assert isinstance(expr, Input)
-        return Fragment("static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})")
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        raise AssertionError("a number reduces nothing")
-
-
-_I, _D, _G = (Use("index", name) for name in "idg")
-
-
-@dataclass(frozen=True)
-class SlotPrinter(_CppPrinter):
-    """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
-
-    `hoisted` names the reductions over slots that stand before the loop; `over_dims` is set inside a loop over d.
-    """
-
-    view: str
-    hoisted: dict[Expr, str]
-    over_dims: bool = False
-
-    one, zero = "1.0f", "0.0f"
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_float(expr.value))
-        if isinstance(expr, ParamRef):
-            return Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))")
-        if isinstance(expr, Random):
-            return Fragment(f"{self.view}.random(i)", uses=(_I,))
-        if isinstance(expr, ColumnRef):
-            return Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), _I))
-        if isinstance(expr, RingRef):
-            return Fragment(f"{_ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), _I))
-        return self._input(expr.name)
-
-    def _input(self, name: str) -> Fragment:
-        view, own = self.view, Use("input", name)
-        per_slot = {
-            "attn": "row.attn[i]",
-            "logit": "row.logit[i]",
-            "position": f"static_cast<float>({view}.position[i])",
-            "age": f"static_cast<float>({view}.age(i))",
-            "observed": f"{view}.observed(i)",
-        }
-        if name in per_slot:
-            return Fragment(per_slot[name], uses=(own, _I))
-        if name in ("k", "v"):
-            return Fragment(f"row.{name}(i, d)", uses=(own, _I, _D))
-        if name == "q":
-            return Fragment("row.q(g, d)", uses=(own, _G, _D))
-        number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
-        return Fragment(f"static_cast<float>({number})", uses=(own,))
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        if expr.axis is Axis.SLOT:
-            return Fragment(self.hoisted[expr])
-        if self.over_dims:
-            raise NotLowerable("a reduction over dims inside another one")
-        body = SlotPrinter(self.view, self.hoisted, over_dims=True).value(expr.body)
-        if expr.within == "sketch":
-            if body.needs("input", "v"):
-                raise NotLowerable("values over a sketch's dims")
-            return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
-        size = f"{self.view}.value_dim" if body.needs("input", "v") else f"{self.view}.key_dim"
-        return fragment(f"kvdsl::{expr.op}_over({size}, {{}})", _function(_D, body))
-
-    def body(self, expr: Expr) -> Fragment:
-        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
-        return _over_group(self.value(expr))
-
-
-@dataclass(frozen=True)
-class TokenPrinter(_CppPrinter):
-    """One double: what a new token, `slot`, has by itself; see `kvdsl/ordered.hpp`."""
-
-    over_dims: bool = False
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return Fragment(_double(expr.value))
-        assert isinstance(expr, Input)
-        return Fragment(f"slot.{expr.name}(d)", uses=(_D,))
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        if self.over_dims:
-            raise NotLowerable("a reduction over dims inside another one")
-        size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
-        body = TokenPrinter(over_dims=True).value(expr.body)
-        return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", _function(_D, body))
-
-
-def _over_group(value: Fragment) -> Fragment:
-    """What the query heads of a group give, as one number; what none of them has a part in, as it is."""
-    return fragment("kvdsl::over_group<group>(row.group, {})", _function(_G, value)) if _G in value.uses else value
-
-
-def _of_sketch(value: Fragment) -> Fragment:
-    """A function of an index into the sketch's dims."""
-    if _D not in value.uses:
-        return _function(Use("index", "j"), value)
-    return _without(_D, fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
-
-
-def _function(index: Use, value: Fragment) -> Fragment:
-    """A function of an index, which has no name where the value does not vary with it."""
-    argument = f"int {index.name}" if index in value.uses else "int"
-    return _without(index, fragment(f"[&]({argument}) {{{{ return {{}}; }}}}", value))
-
-
-def _without(index: Use, made: Fragment) -> Fragment:
-    """The fragment that has an index itself."""
-    return replace(made, uses=tuple(use for use in made.uses if use != index))
-
-
-@dataclass(frozen=True)
-class DimPrinter(_CppPrinter):
-    """One float per dim d, in `sketch`. `hoisted` names the reductions over slots, arrays over dims or numbers."""
-
-    hoisted: dict[Expr, str]
-
-    one, zero = "1.0f", "0.0f"
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        return SlotPrinter("row", {}).leaf(expr)
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        return Fragment(self.hoisted[expr])
 
 
 @dataclass(frozen=True)
@@ -376,10 +174,6 @@ def _ring_arguments(view: str, ring: str) -> str:
     return f"Ring::{ring}, kvdsl::count({view}.param(Number::{size_of(ring)}))"
 
 
-def _ring_name(ref: RingRef | Use) -> str:
-    return f"{ref.op}_of_{ref.name}"
-
-
 def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str]]:
     """Statements that compute every reduction over slots, inner ones first, and the names they get."""
     lines: list[Fragment] = []
@@ -398,7 +192,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str
             CAN.check(expr)
             body = SlotPrinter(view, names).value(expr.body)
             names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
-            lines.append(fragment(f"const float {names[expr]} = {view}.{expr.op}({{}});", _function(_I, body)))
+            lines.append(fragment(f"const float {names[expr]} = {view}.{expr.op}({{}});", function_of(SLOT, body)))
 
     for expr in exprs:
         visit(expr)
@@ -449,9 +243,9 @@ def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
             wanted[use] = None
     lines = []
     for n, use in enumerate(wanted, start=scratch):
-        around = f"{_ring_name(use._replace(op='mean'))}, " if use.op in ("var", "std") else ""
+        around = f"{ring_name(use._replace(op='mean'))}, " if use.op in ("var", "std") else ""
         call = f"head.ring_{use.op}({_ring_arguments('head', use.name)}, {around}head.scratch({n}))"
-        lines.append(f"const float* const {_ring_name(use)} = {call};")
+        lines.append(f"const float* const {ring_name(use)} = {call};")
     return lines
 
 
@@ -466,7 +260,7 @@ def _protect(policy: Policy, printer: SlotPrinter) -> list[Fragment]:
 def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
-        return fragment("head.protect_where({});", _function(_I, printer.truth(keep.by)))
+        return fragment("head.protect_where({});", function_of(SLOT, printer.truth(keep.by)))
     assert keep.count is not None
     if isinstance(keep.count, Number):
         count = Fragment(str(min(int(keep.count.value), _INT_MAX)))
@@ -512,7 +306,7 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
     value = DimPrinter(hoisted).value(policy.sketch.by)
     if reads(policy.sketch.by, "v"):
         raise NotLowerable("values over a sketch's dims")
-    return texts(before), _over_group(value).text
+    return texts(before), over_group(value).text
 
 
 def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
@@ -536,20 +330,8 @@ def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
             )
             names[expr] = f"{name}_of[d]"
         else:
-            lines.append(fragment(f"const float {name} = row.{expr.op}({{}});", _function(_I, body)))
+            lines.append(fragment(f"const float {name} = row.{expr.op}({{}});", function_of(SLOT, body)))
             names[expr] = name
 
     visit(by)
     return lines, names
-
-
-def _float(value: float) -> str:
-    if math.isinf(as_float32(value)):
-        return "-INFINITY" if value < 0 else "INFINITY"
-    text = literal(value)
-    return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
-
-
-def _double(value: float) -> str:
-    text = literal(value)
-    return f"{text}.0" if text.lstrip("-").isdigit() else text

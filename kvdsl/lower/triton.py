@@ -1,61 +1,52 @@
-"""Expressions as Triton: what a generated `kernels_triton.py` computes, in the last launch of a decode step (`settle`), and in the
-first two of one whose query attends to a selection (`look` and `choose`).
+"""A policy as Triton: the last launch of a decode step (`settle`), and the first two of one whose query attends to a selection (`look` and
+`choose`), as a generated `kernels_triton.py` has them.
 
-A value over slots is a block of floats in a loop over the slots; numbers per row are doubles. A reduction over slots is hoisted
-into a loop of its own. `ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text calls.
+A reduction over slots is hoisted into a loop of its own. `ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text
+calls; `kvdsl/lower/triton_expressions.py` has the expressions.
 """
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import ClassVar
 
-from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
-    Binary,
-    Call,
     Column,
-    ColumnRef,
     Expr,
-    Input,
     Keep,
     Number,
-    ParamRef,
     Policy,
-    Random,
     Reduce,
-    RingRef,
 )
-from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
 from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
-    ATOM,
     Fragment,
-    Leaf,
     NotLowerable,
-    Printer,
-    Target,
     Use,
-    dims_of,
     form_of_select,
     fragment,
-    literal,
     names_of,
-    pair,
     reads,
     texts,
     uses_of,
 )
-from kvdsl.lower.spelling import size_of, spelled
+from kvdsl.lower.triton_expressions import (
+    CAN,
+    SKETCHED,
+    STRENGTH,
+    BlockPrinter,
+    CountPrinter,
+    DimPrinter,
+    Loop,
+    Pass,
+    TokenPrinter,
+    number,
+    ring_name,
+    ring_size,
+)
 from kvdsl.passes.parts import in_parts
 
-# Python's precedence, with & and | for conditions (they bind tighter than comparisons).
-_STRENGTH = {"or": 4, "and": 5, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
-_STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
-_UNARY = 8
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
 _WINDOW = Use("helper", "window")
@@ -66,184 +57,7 @@ _SLOTS = {
 _EXTREMES = {"max": "maximum", "min": "minimum"}
 _OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
 _FOLDS = {"max": "ops.largest", "min": "ops.least"}
-_FUNCTIONS = {name: f"tl.{name}" for name in ("abs", "exp", "log", "floor", "ceil")}
-CAN = Target(
-    reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
-        "history": ("sum", "mean", "var", "std", "max", "min"),
-        "slots": ("sum", "mean", "max", "min"),
-        "dims": ("sum", "mean", "var", "std", "max", "min"),
-    },
-    functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
-    operators=OPERATORS,
-)
-"""What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
-
-
-class _TritonPrinter(Printer):
-    can = CAN
-    strength = _STRENGTH
-    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
-    negation = ("-", _UNARY)
-    sqrt: ClassVar[str] = "tl.sqrt"
-
-    def as_number(self, condition: Fragment) -> Fragment:
-        return fragment("tl.where({}, 1.0, 0.0)", condition)
-
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "**":
-            return self.power(expr)
-        if expr.op == "%":
-            return fragment("ops.modulo({}, {})", self.value(expr.left), self.value(expr.right))
-        if expr.op in LOGICAL:
-            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
-            left, right = (self._operand(side, expr) for side in (expr.left, expr.right))
-            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
-        return super().binary(expr)
-
-    def power(self, expr: Binary) -> Fragment:
-        """A power, in double precision but for squares."""
-        if expr.right == Number(value=2):
-            return fragment("ops.square({})", self.value(expr.left))
-        return fragment("ops.power({}, {})", self.value(expr.left), self.value(expr.right))
-
-    def _operand(self, side: Expr, whole: Expr) -> Fragment:
-        alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
-        return fragment("ops.truth({})", self.truth(side)) if alone else self.truth(side, ATOM)
-
-    def call(self, expr: Call) -> Fragment:
-        if expr.function == "not":
-            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
-        if expr.function == "where":
-            condition, yes, no = expr.args
-            return fragment("tl.where({}, {}, {})", self.truth(condition), self.value(yes), self.value(no))
-        if expr.function in ("min", "max"):
-            left, right = pair(expr)
-            return fragment(f"ops.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right))
-        function = self.sqrt if expr.function == "sqrt" else _FUNCTIONS[expr.function]
-        return fragment(f"{function}({{}})", self.value(expr.args[0]))
-
-
-class CountPrinter(_TritonPrinter):
-    """One double per row and KV head."""
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return _float64(expr.value)
-        if isinstance(expr, ParamRef):
-            return number(spelled(expr.name))
-        assert isinstance(expr, Input)
-        if expr.name == "live":
-            return Fragment("live.to(tl.float64)", uses=(Use("input", "live"),))
-        return number(expr.name)
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        raise AssertionError("a number reduces nothing")
-
-
-@dataclass(frozen=True)
-class BlockPrinter(_TritonPrinter):
-    """Float32 values over a block of slots.
-
-    `hoisted` names the reductions over slots that stand before the loop.
-    """
-
-    hoisted: dict[Expr, str]
-
-    sqrt = "tl.sqrt_rn"
-
-    def binary(self, expr: Binary) -> Fragment:
-        if expr.op == "/":  # correctly rounded, so that equal quotients are equal
-            return fragment("tl.div_rn({}, {})", self.value(expr.left), self.value(expr.right))
-        return super().binary(expr)
-
-    def power(self, expr: Binary) -> Fragment:
-        made = super().power(expr)
-        return made if expr.right == Number(value=2) else fragment("{}.to(tl.float32)", made)
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            text = literal(expr.value)
-            return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
-        if isinstance(expr, ParamRef):
-            return fragment("{}.to(tl.float32)", number(spelled(expr.name)))
-        if isinstance(expr, Random):
-            return Fragment("ops.random(random_key, pos, now)", uses=(Use("helper", "random_key"),))
-        if isinstance(expr, ColumnRef):
-            return Fragment(expr.name, uses=(Use("column", expr.name),))
-        if isinstance(expr, RingRef):
-            use = Use("ring", expr.name, expr.op)
-            return Fragment(_ring_name(use), uses=(use,))
-        if expr.name in FIXED:
-            return fragment("{}.to(tl.float32)", number(expr.name))
-        plain = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
-        return Fragment(plain.get(expr.name, expr.name), uses=(Use("input", expr.name),))
-
-    def condition(self, expr: Expr) -> Fragment:
-        """A condition that can be combined with others over slots."""
-        return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        return Fragment(self.hoisted[expr])
-
-
-class TokenPrinter(_TritonPrinter):
-    """Float64 values over the dims of a new token's `k` and `v`, and one for the token: what it has by itself."""
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, Number):
-            return _float64(expr.value)
-        assert isinstance(expr, Input)
-        return Fragment(expr.name, uses=(Use("input", expr.name),))
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        mask = "e < E" if dims_of(expr.body) == "v" else "d < D"
-        return fragment(f"ops.ordered_{expr.op}({{}}, {mask})", self.value(expr.body))
-
-
-class DimPrinter(BlockPrinter):
-    """A number per query head and dim, of the query alone: what a sketch ranks the dims by."""
-
-    def leaf(self, expr: Leaf) -> Fragment:
-        if isinstance(expr, (Number, ParamRef)) or (isinstance(expr, Input) and expr.name in FIXED):
-            return super().leaf(expr)
-        if expr != Input(name="q"):
-            raise NotLowerable(_SKETCHED)
-        return Fragment("q", uses=(Use("input", "q"),))
-
-    def reduce(self, expr: Reduce) -> Fragment:
-        raise NotLowerable(_SKETCHED)
-
-
-_SKETCHED = "a sketch by anything but the query, dim by dim"
-
-
-@dataclass(frozen=True)
-class Loop:
-    """One pass over the slots, in blocks: statements before it, in it and after it."""
-
-    before: tuple[str, ...]
-    body: tuple[str, ...]
-    after: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Pass:
-    """A loop in the making, and what its statements need."""
-
-    before: tuple[Fragment, ...]
-    body: tuple[Fragment, ...]
-    after: tuple[Fragment, ...] = ()
-
-    @property
-    def uses(self) -> tuple[Use, ...]:
-        """What all of them need."""
-        return uses_of(*self.before, *self.body, *self.after)
-
-    def printed(self) -> Loop:
-        """What a template places."""
-        return Loop(texts(self.before), texts(self.body), texts(self.after))
 
 
 @dataclass(frozen=True)
@@ -399,11 +213,6 @@ def _numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[st
     return tuple((name, n) for n, name in enumerate(numbers) if name in used)
 
 
-def number(name: str) -> Fragment:
-    """One of the policy's numbers, as the kernels load it."""
-    return Fragment(f"number_{name}", uses=(Use("number", name),))
-
-
 # -- the new token -----------------------------------------------------------------------------------------------------
 
 
@@ -429,12 +238,12 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
     name, body = column.name, printer.value(column.body)
     old = Fragment(name, uses=(Use("column", name),))
     if column.rule == "ring":
-        place = fragment(f"ops.ring_row({name}_at, column_stride, {{}}, now)", _ring_size(name))
+        place = fragment(f"ops.ring_row({name}_at, column_stride, {{}}, now)", ring_size(name))
         return fragment("tl.store({} + i, {}, mask=visible)", place, body)
     if column.decay is not None:
         new = fragment("ops.ema({}, {}, {}, now - pos)", old, body, printer.value(column.decay))
     elif column.rule == "sum":
-        new = fragment("{} + {}", old, printer.value(column.body, _STRENGTH["+"] + 1))
+        new = fragment("{} + {}", old, printer.value(column.body, STRENGTH["+"] + 1))
     elif column.rule == "squares":
         new = fragment("{} + ops.square({})", old, body)
     elif column.rule == "last":
@@ -470,15 +279,7 @@ def _given(policy: Policy) -> dict[str, Fragment]:
 
 def _ring_value(use: Use) -> Fragment:
     given = f"{use.name}_at, column_stride, {{}}, i, pos, now, window"
-    return fragment(f"{_ring_name(use)} = ops.ring_{use.op}({given})", _ring_size(use.name), uses=[_WINDOW])
-
-
-def _ring_name(use: Use) -> str:
-    return f"{use.op}_of_{use.name}"
-
-
-def _ring_size(ring: str) -> Fragment:
-    return fragment("ops.count({})", number(size_of(ring)))
+    return fragment(f"{ring_name(use)} = ops.ring_{use.op}({given})", ring_size(use.name), uses=[_WINDOW])
 
 
 def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
@@ -552,7 +353,7 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
 def _sketch_by(policy: Policy, by: Expr) -> Fragment:
     value = DimPrinter({}).value(by)
     if not value.needs("input", "q"):
-        raise NotLowerable(_SKETCHED)
+        raise NotLowerable(SKETCHED)
     return fragment(f'ops.over_group({{}}, g, G, "{policy.group}")', value)
 
 
@@ -611,15 +412,3 @@ def _overflow(numbers: tuple[str, ...]) -> Fragment:
         for name, default in _OVERFLOW.items()
     ]
     return fragment(", ".join("{}" for _ in found), *found)
-
-
-def _float64(value: float) -> Fragment:
-    """A literal among doubles: one that is an operand of a function becomes a float32 first."""
-    return Fragment(literal(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
-
-
-def _is_float32(value: float) -> bool:
-    try:
-        return bool(struct.unpack("f", struct.pack("f", value))[0] == value)
-    except OverflowError:
-        return False

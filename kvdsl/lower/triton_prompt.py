@@ -15,7 +15,7 @@ from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
 from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import Fragment, Use, fragment, names_of, uses_of
 from kvdsl.lower.spelling import size_of
-from kvdsl.lower.triton import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
+from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
 from kvdsl.passes.parts import in_parts
 
 _OVER_SLOTS = {"sum": "ops.total", "mean": "ops.total", "max": "ops.largest", "min": "ops.least"}

@@ -20,7 +20,8 @@ from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import backend as torch_backend
 from kvdsl.runtime.torch import eviction
-from kvdsl.runtime.torch.view import INITIAL, Columns, row_view
+from kvdsl.runtime.torch.columns import INITIAL, Columns
+from kvdsl.runtime.torch.view import row_view
 
 from .test_random import PAIRS, load
 

@@ -20,11 +20,12 @@ from kvdsl.interp.memory import over_queries
 from kvdsl.ir import ops
 from kvdsl.ir.nodes import Axis, Call, Input, Reduce, RingRef
 from kvdsl.ir.printer import print_policy
-from kvdsl.lower import cpp, triton
+from kvdsl.lower import cpp_expressions as cpp
 from kvdsl.lower import torch as torch_target
+from kvdsl.lower import triton_expressions as triton
 from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula
-from kvdsl.runtime.torch import neighbours, statistics, view
+from kvdsl.runtime.torch import columns, neighbours, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
@@ -92,8 +93,10 @@ def test_the_parts_of_a_reduction_are_what_it_means(op: str) -> None:
 def test_the_torch_backend_has_what_lowering_says() -> None:
     can = torch_target.CAN.reduces
     assert {*can["history"], *can["slots"], *can["sketch"]} == view.MASKED.keys()
-    assert set(can["queries"]) == view.INITIAL.keys() | {"ring"}
-    assert pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == view.INITIAL
+    assert set(can["queries"]) == columns.INITIAL.keys() | {"ring"}
+    assert (
+        pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == columns.INITIAL
+    )
 
 
 # -- a reduction that is made of others --------------------------------------------------------------------------------
@@ -209,9 +212,9 @@ def test_what_has_dims_takes_fewer_queries_at_once(monkeypatch: pytest.MonkeyPat
     spec, sizes = spec_of(vectors), []
     observe = spec.torch_kernels.observe
 
-    def noted(row: view.View, columns: view.Columns) -> None:
+    def noted(row: view.View, folded: columns.Columns) -> None:
         sizes.append(row.visible.expand(-1, row.position.shape[1], -1, -1).numel() * row.key.shape[-1])
-        observe(row, columns)
+        observe(row, folded)
 
     monkeypatch.setattr(spec.torch_kernels, "observe", noted)
     monkeypatch.setitem(statistics._BLOCK_BYTES, "cpu", 4 * 1_000)

@@ -20,7 +20,8 @@ from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
 from kvdsl.runtime.torch import settle as settling
 from kvdsl.runtime.torch.backend import TorchBackend
-from kvdsl.runtime.torch.view import Columns, View
+from kvdsl.runtime.torch.columns import Columns
+from kvdsl.runtime.torch.view import View
 from kvdsl.source import SourceFile
 
 from .random_policies import policies, policy_of

@@ -21,9 +21,9 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense, statistics
+from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
-from kvdsl.runtime.torch.view import Columns
 
 TOLERANCE = 1e-5
 """Of columns, whatever the dtype: relative to what was added up, or absolute below 1."""

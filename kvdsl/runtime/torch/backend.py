@@ -24,9 +24,10 @@ from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import eviction, replacing, selection
 from kvdsl.runtime.torch.attention import scores, softmax, turned_keys, turned_queries
+from kvdsl.runtime.torch.columns import INITIAL, Columns
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.tokens import new_positions, place
-from kvdsl.runtime.torch.view import INITIAL, Columns, View, row_view
+from kvdsl.runtime.torch.view import View, row_view
 
 
 class TorchBackend:

@@ -16,10 +16,11 @@ from kvdsl.runtime.state.order import FREE, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import SLOT_DIM, taken
 from kvdsl.runtime.torch import dense, eviction, selection, statistics
+from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Kept, Prompt
 from kvdsl.runtime.torch.tokens import new_positions, place, seen_before
-from kvdsl.runtime.torch.view import INITIAL, row_view
+from kvdsl.runtime.torch.view import row_view
 
 Observer = Callable[[Prompt, Tensor], None]
 """Folds what the prompt's queries give the slots into the columns; see `kvdsl.runtime.torch.statistics.observe`."""

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.torch.attention import scores
+from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prompt import Prompt
-from kvdsl.runtime.torch.view import Columns
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
 """What a block of probabilities may take: on a CPU it should stay in the cache."""

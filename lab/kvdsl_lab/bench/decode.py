@@ -20,7 +20,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.view import INITIAL
+from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl_lab.bench import baselines, measure, selecting
 from kvdsl_lab.bench.baselines import Cache, Token
 from kvdsl_lab.bench.measure import Candidate

@@ -1,0 +1,252 @@
+"""Expressions as C++: what stands in the functions of a generated `kernels_cpu.cpp` (`kvdsl/lower/cpp.py` has these).
+
+Values over slots are floats computed in a loop over i; numbers per row are doubles. See kvdsl/runtime/cpu/include/kvdsl/head.hpp for
+`row` and `head`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    ColumnRef,
+    Expr,
+    Input,
+    Number,
+    ParamRef,
+    Random,
+    Reduce,
+    RingRef,
+)
+from kvdsl.ir.ops import LOGICAL, OPERATORS
+from kvdsl.lower.expression import (
+    ATOM,
+    Fragment,
+    Leaf,
+    NotLowerable,
+    Printer,
+    Target,
+    Use,
+    as_float32,
+    dims_of,
+    fragment,
+    literal,
+    pair,
+)
+from kvdsl.lower.spelling import spelled
+
+# Conditions use & and |, which vectorise; they bind less tightly than comparisons, and every operand is bracketed.
+_STRENGTH = {"or": 6, "and": 8, "==": 9, "!=": 9, "<": 10, "<=": 10, ">": 10, ">=": 10, "+": 12, "-": 12, "*": 13, "/": 13}
+_UNARY = 14
+_FUNCTIONS = {name: f"std::{name}" for name in ("sqrt", "exp", "log", "floor", "ceil")} | {"abs": "std::fabs"}
+_FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
+_FOLDED = ("sum", "mean", "var", "std", "max", "min")
+CAN = Target(
+    reduces={
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "history": _FOLDED,
+        "slots": _FOLDED,
+        "dims": _FOLDED,
+        "sketch": _FOLDED,
+    },
+    functions=("neg", "not", "where", *_FUNCTIONS),
+    operators=OPERATORS,
+)
+"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/head.hpp` has the reductions."""
+
+
+class _CppPrinter(Printer):
+    can = CAN
+    strength = _STRENGTH
+    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
+    negation = ("-", _UNARY)
+    one, zero = "1.0", "0.0"
+
+    def as_number(self, condition: Fragment) -> Fragment:
+        return fragment(f"({{}} ? {self.one} : {self.zero})", condition)
+
+    def binary(self, expr: Binary) -> Fragment:
+        if expr.op == "**" and expr.right == Number(value=2):
+            return fragment("kvdsl::square({})", self.value(expr.left))
+        if expr.op in ("**", "%"):
+            function = "std::pow" if expr.op == "**" else "kvdsl::modulo"
+            return fragment(f"{function}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
+        if expr.op in LOGICAL:
+            left, right = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", left, right, binds=_STRENGTH[expr.op])
+        return super().binary(expr)
+
+    def call(self, expr: Call) -> Fragment:
+        if expr.function == "not":
+            return fragment("!{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
+        if expr.function == "where":
+            condition, yes, no = expr.args
+            return fragment("({} ? {} : {})", self.truth(condition, _STRENGTH["or"]), self.value(yes), self.value(no))
+        args = pair(expr) if expr.function in ("min", "max") else expr.args
+        places = ", ".join("{}" for _ in args)
+        return fragment(f"{_FUNCTIONS[expr.function]}({places})", *(self.value(arg) for arg in args))
+
+
+class CountPrinter(_CppPrinter):
+    """One double per row and KV head, in `settle`. It is floored, so that its last bit matters: products are rounded."""
+
+    def binary(self, expr: Binary) -> Fragment:
+        made = super().binary(expr)
+        product = expr.op == "*" or (expr.op == "**" and expr.right == Number(value=2))
+        return fragment("kvdsl::rounded({})", made) if product else made
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(_double(expr.value))
+        if isinstance(expr, ParamRef):
+            return Fragment(f"head.param(Number::{spelled(expr.name)})")
+        assert isinstance(expr, Input)
+        return Fragment("static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})")
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        raise AssertionError("a number reduces nothing")
+
+
+SLOT, _DIM, _HEAD = (Use("index", name) for name in "idg")
+
+
+@dataclass(frozen=True)
+class SlotPrinter(_CppPrinter):
+    """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
+
+    `hoisted` names the reductions over slots that stand before the loop; `over_dims` is set inside a loop over d.
+    """
+
+    view: str
+    hoisted: dict[Expr, str]
+    over_dims: bool = False
+
+    one, zero = "1.0f", "0.0f"
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(_float(expr.value))
+        if isinstance(expr, ParamRef):
+            return Fragment(f"static_cast<float>({self.view}.param(Number::{spelled(expr.name)}))")
+        if isinstance(expr, Random):
+            return Fragment(f"{self.view}.random(i)", uses=(SLOT,))
+        if isinstance(expr, ColumnRef):
+            return Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), SLOT))
+        if isinstance(expr, RingRef):
+            return Fragment(f"{ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), SLOT))
+        return self._input(expr.name)
+
+    def _input(self, name: str) -> Fragment:
+        view, own = self.view, Use("input", name)
+        per_slot = {
+            "attn": "row.attn[i]",
+            "logit": "row.logit[i]",
+            "position": f"static_cast<float>({view}.position[i])",
+            "age": f"static_cast<float>({view}.age(i))",
+            "observed": f"{view}.observed(i)",
+        }
+        if name in per_slot:
+            return Fragment(per_slot[name], uses=(own, SLOT))
+        if name in ("k", "v"):
+            return Fragment(f"row.{name}(i, d)", uses=(own, SLOT, _DIM))
+        if name == "q":
+            return Fragment("row.q(g, d)", uses=(own, _HEAD, _DIM))
+        number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
+        return Fragment(f"static_cast<float>({number})", uses=(own,))
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if expr.axis is Axis.SLOT:
+            return Fragment(self.hoisted[expr])
+        if self.over_dims:
+            raise NotLowerable("a reduction over dims inside another one")
+        body = SlotPrinter(self.view, self.hoisted, over_dims=True).value(expr.body)
+        if expr.within == "sketch":
+            if body.needs("input", "v"):
+                raise NotLowerable("values over a sketch's dims")
+            return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
+        size = f"{self.view}.value_dim" if body.needs("input", "v") else f"{self.view}.key_dim"
+        return fragment(f"kvdsl::{expr.op}_over({size}, {{}})", function_of(_DIM, body))
+
+    def body(self, expr: Expr) -> Fragment:
+        """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
+        return over_group(self.value(expr))
+
+
+@dataclass(frozen=True)
+class TokenPrinter(_CppPrinter):
+    """One double: what a new token, `slot`, has by itself; see `kvdsl/ordered.hpp`."""
+
+    over_dims: bool = False
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(_double(expr.value))
+        assert isinstance(expr, Input)
+        return Fragment(f"slot.{expr.name}(d)", uses=(_DIM,))
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if self.over_dims:
+            raise NotLowerable("a reduction over dims inside another one")
+        size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
+        body = TokenPrinter(over_dims=True).value(expr.body)
+        return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", function_of(_DIM, body))
+
+
+def over_group(value: Fragment) -> Fragment:
+    """What the query heads of a group give, as one number; what none of them has a part in, as it is."""
+    return fragment("kvdsl::over_group<group>(row.group, {})", function_of(_HEAD, value)) if _HEAD in value.uses else value
+
+
+def _of_sketch(value: Fragment) -> Fragment:
+    """A function of an index into the sketch's dims."""
+    if _DIM not in value.uses:
+        return function_of(Use("index", "j"), value)
+    return _without(_DIM, fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
+
+
+def function_of(index: Use, value: Fragment) -> Fragment:
+    """A function of an index, which has no name where the value does not vary with it."""
+    argument = f"int {index.name}" if index in value.uses else "int"
+    return _without(index, fragment(f"[&]({argument}) {{{{ return {{}}; }}}}", value))
+
+
+def _without(index: Use, made: Fragment) -> Fragment:
+    """The fragment that has an index itself."""
+    return replace(made, uses=tuple(use for use in made.uses if use != index))
+
+
+@dataclass(frozen=True)
+class DimPrinter(_CppPrinter):
+    """One float per dim d, in `sketch`. `hoisted` names the reductions over slots, arrays over dims or numbers."""
+
+    hoisted: dict[Expr, str]
+
+    one, zero = "1.0f", "0.0f"
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        return SlotPrinter("row", {}).leaf(expr)
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        return Fragment(self.hoisted[expr])
+
+
+def ring_name(ref: RingRef | Use) -> str:
+    """What a ring, reduced, is called."""
+    return f"{ref.op}_of_{ref.name}"
+
+
+def _float(value: float) -> str:
+    if math.isinf(as_float32(value)):
+        return "-INFINITY" if value < 0 else "INFINITY"
+    text = literal(value)
+    return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
+
+
+def _double(value: float) -> str:
+    text = literal(value)
+    return f"{text}.0" if text.lstrip("-").isdigit() else text
