@@ -155,6 +155,7 @@ def trial_folder() -> Iterator[Path]:
 
 
 def _import_everything() -> None:
+    """Once, for all that are forked."""
     for module in (
         "transformers.models.llama",
         "kvdsl.runtime.hf",
@@ -168,14 +169,7 @@ def _import_everything() -> None:
 @lru_cache
 def expected() -> list[float]:
     """The logits of the torch backend."""
-    for module in (
-        "transformers.models.llama",
-        "kvdsl.runtime.hf",
-        "kvdsl.runtime.cpu.backend",
-        "kvdsl.emit.render",
-        "lark",
-    ):
-        importlib.import_module(module)  # once, for all that are forked
+    _import_everything()
     with trial_folder() as folder:
         outcome = Process(lambda: decode("torch"), folder).wait()
     assert outcome.code == 0, outcome.said

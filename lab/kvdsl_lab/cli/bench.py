@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from functools import wraps
+from typing import TYPE_CHECKING, Any
 
 import click
 
 from kvdsl.cli.common import json_option, print_json, set_option
 from kvdsl.cli.options import BACKENDS, policies_option, policy_options, refuse_triton
 from kvdsl_lab.cli.generate import generate
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.spec import PolicySpec
 
 
 @click.group()
@@ -24,6 +28,59 @@ def command() -> None:
 command.add_command(generate)
 
 
+def on_one_layer(
+    *,
+    repeats: int = 15,
+    warmup: int = 3,
+    least: int = 3,
+    random: str = "queries, keys and values",
+    given_budget: bool = False,
+) -> Callable[[Any], Any]:
+    """What measurements of one layer share: the options that say what is measured, and how often; its policy comes as `spec`.
+
+    Args:
+        repeats, warmup: the defaults; `least`: of repeats.
+        random: what the seed is of.
+        given_budget: whether a budget may be set; elsewhere `--live` decides it.
+    """
+
+    def decorate(measure: Any) -> Any:
+        @click.option(
+            "--dtype",
+            type=click.Choice(["fp32", "bf16", "fp16"]),
+            default="fp32",
+            show_default=True,
+            help="Of keys and values.",
+        )
+        @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
+        @click.option(
+            "--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own]."
+        )
+        @click.option(
+            "--repeats", type=click.IntRange(least), default=repeats, show_default=True, help="Rounds that are recorded."
+        )
+        @click.option("--warmup", type=click.IntRange(0), default=warmup, show_default=True, help="Rounds before that.")
+        @click.option("--seed", type=int, default=0, show_default=True, help=f"Of the random {random}.")
+        @set_option
+        @json_option
+        @wraps(measure)
+        def with_spec(policy: str, backend: str, threads: int | None, settings: dict[str, str], **given: Any) -> None:
+            refuse_triton(backend)
+            if "budget" in settings and not given_budget:
+                raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
+            import torch
+
+            from kvdsl.loading import load
+
+            if threads:
+                torch.set_num_threads(threads)
+            measure(spec=load(policy, **settings).spec, backend=backend, **given)
+
+        return with_spec
+
+    return decorate
+
+
 @command.command()
 @policy_options()
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="Rows.")
@@ -31,19 +88,10 @@ command.add_command(generate)
 @click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
 @click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
 @click.option("--live", type=click.IntRange(8), default=4096, show_default=True, help="Slots that a step attends to.")
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
-)
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
-@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
-@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
-@set_option
-@json_option
+@on_one_layer()
 def decode(
-    policy: str, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
-    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+    spec: PolicySpec, batch: int, kv_heads: int, group: int, head_dim: int, live: int, dtype: str, backend: str,
+    repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """One decode step: place, attend, observe, settle, over a full cache.
 
@@ -55,18 +103,9 @@ def decode(
       kvdsl bench decode roco --live 4096
       kvdsl bench decode h2o --live 8192 --dtype bf16 --json
     """
-    refuse_triton(backend)
-    import torch
-
     from kvdsl.cli.progress import progress
-    from kvdsl.loading import load
     from kvdsl_lab.bench.decode import Shape, bench_decode
 
-    if "budget" in settings:
-        raise click.BadParameter("`--live` decides the budget here (it is live - 1)", param_hint="--set")
-    if threads:
-        torch.set_num_threads(threads)
-    spec = load(policy, **settings).spec
     shape = Shape(batch, kv_heads, group, head_dim, live, dtype)
     with progress(f"{spec.name}, {live} live slots", repeats + warmup) as tick:
         result = bench_decode(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
@@ -86,19 +125,10 @@ def decode(
     "--evict", type=click.IntRange(1), default=64, show_default=True, help="Tokens that leave, and come, at a time."
 )
 @click.option("--equip", is_flag=True, help="All shapes of EQUIP's Table 5, instead of --batch, --heads and --head-dim.")
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
-)
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
-@click.option("--repeats", type=click.IntRange(3), default=15, show_default=True, help="Rounds that are recorded.")
-@click.option("--warmup", type=click.IntRange(0), default=3, show_default=True, help="Rounds before that.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random keys, values and victims.")
-@set_option
-@json_option
+@on_one_layer(random="keys, values and victims")
 def update(
-    policy: str, batch: int, heads: int, head_dim: int, live: int, evict: int, equip: bool, dtype: str, backend: str,
-    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+    spec: PolicySpec, batch: int, heads: int, head_dim: int, live: int, evict: int, equip: bool, dtype: str, backend: str,
+    repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """Some tokens leave a cache and as many come in; nobody attends (EQUIP, appendix D.5).
 
@@ -110,20 +140,11 @@ def update(
       kvdsl bench update h2o --batch 8 --heads 64 --head-dim 64 --live 1024 --evict 64
       kvdsl bench update streaming_llm --equip
     """
-    refuse_triton(backend)
     if evict >= live:
         raise click.BadParameter(f"of {live} tokens, fewer must leave", param_hint="--evict")
-    import torch
-
     from kvdsl.cli.progress import progress
-    from kvdsl.loading import load
     from kvdsl_lab.bench.update import EQUIP_SHAPES, Shape, bench_update
 
-    if "budget" in settings:
-        raise click.BadParameter("`--live` decides the budget here", param_hint="--set")
-    if threads:
-        torch.set_num_threads(threads)
-    spec = load(policy, **settings).spec
     shapes = [Shape(*sizes, live, evict, dtype) for sizes in (EQUIP_SHAPES if equip else ((batch, heads, head_dim),))]
     with progress(f"{spec.name}, {evict} of {live}", len(shapes) * (repeats + warmup)) as tick:
         rows = [
@@ -235,19 +256,10 @@ def _show_host(rows: Sequence[Mapping[str, Any]], title: str) -> None:
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="KV heads of a row.")
 @click.option("--group", type=click.IntRange(1), default=4, show_default=True, help="Query heads that share a KV head.")
 @click.option("--head-dim", type=click.IntRange(8), default=128, show_default=True, help="Size of a head.")
-@click.option(
-    "--dtype", type=click.Choice(["fp32", "bf16", "fp16"]), default="fp32", show_default=True, help="Of keys and values."
-)
-@click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policy.")
-@click.option("--threads", type=click.IntRange(1), help="CPU threads of everything that is measured [default: torch's own].")
-@click.option("--repeats", type=click.IntRange(1), default=5, show_default=True, help="Rounds that are recorded.")
-@click.option("--warmup", type=click.IntRange(0), default=1, show_default=True, help="Rounds before that.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of the random queries, keys and values.")
-@set_option
-@json_option
+@on_one_layer(repeats=5, warmup=1, least=1, given_budget=True)
 def prefill(
-    policy: str, length: int, batch: int, kv_heads: int, group: int, head_dim: int, dtype: str, backend: str,
-    threads: int | None, repeats: int, warmup: int, seed: int, settings: dict[str, str], as_json: bool,
+    spec: PolicySpec, length: int, batch: int, kv_heads: int, group: int, head_dim: int, dtype: str, backend: str,
+    repeats: int, warmup: int, seed: int, as_json: bool,
 ) -> None:  # fmt: skip
     """One layer's prompt: attend, observe, evict.
 
@@ -259,16 +271,9 @@ def prefill(
       kvdsl bench prefill h2o --length 8192
       kvdsl bench prefill snapkv --length 65536 --repeats 1 --warmup 0
     """
-    refuse_triton(backend)
-    import torch
-
     from kvdsl.cli.progress import progress
-    from kvdsl.loading import load
     from kvdsl_lab.bench.prefill import Shape, bench_prefill
 
-    if threads:
-        torch.set_num_threads(threads)
-    spec = load(policy, **settings).spec
     shape = Shape(batch, kv_heads, group, head_dim, length, dtype)
     with progress(f"{spec.name}, {length} tokens", repeats + warmup) as tick:
         result = bench_prefill(spec, shape, backend=backend, repeats=repeats, warmup=warmup, seed=seed, tick=tick)
