@@ -16,6 +16,7 @@ import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Pairing, Rope
+from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
@@ -125,8 +126,6 @@ def test_halves_go_along_with_rows_and_back(specs: tuple[Any, Any]) -> None:
 def test_in_blocks_as_well(specs: tuple[Any, Any], tmp_path: Path, backend: str) -> None:
     file = tmp_path / "paged.kv"
     file.write_text('kv 1\nimport equip_h2o\n\npolicy Paged extends EQUIP_H2O {\n  """Both."""\n  storage blocks 4\n}\n')
-    from kvdsl.runtime.state.pairings import slot_state
-
     spec = kvdsl.load(file).spec
     blocks, plain = Run(spec, backend), Run(specs[0], backend)
     blocks.state = slot_state(spec, {"budget": 12.0, "recent": 4.0})
