@@ -47,13 +47,13 @@ struct RoCoPolicy : kvdsl::Policy {
     const float* const sum_attn = head.column(Column::sum_attn);
     const float* const sum_attn_squared = head.column(Column::sum_attn_squared);
     float* const score = head.scratch(0);
-    float* const rank_1 = head.scratch(1);
+    float* const top_1 = head.scratch(1);
 #pragma omp simd
     for (int i = 0; i < head.slots; ++i) {
       score[i] = sum_attn[i] / head.observed(i);
-      rank_1[i] = std::sqrt(kvdsl::maximum(sum_attn_squared[i] / head.observed(i) - kvdsl::square(sum_attn[i] / head.observed(i)), 0.0f));
+      top_1[i] = std::sqrt(kvdsl::maximum(sum_attn_squared[i] / head.observed(i) - kvdsl::square(sum_attn[i] / head.observed(i)), 0.0f));
     }
-    head.protect_top(rank_1, kvdsl::count(head.param(Number::protect)));
+    head.protect_top(top_1, kvdsl::count(head.param(Number::protect)));
     head.protect_last(1);
     head.evict(score, leaving);
   }

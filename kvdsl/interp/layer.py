@@ -114,9 +114,9 @@ class Layer:
         evicts = self.policy.when != "decode"
         parts = []
         for part, ends in self._parts(heads[0].seen, count):
-            given = [part_of(index, part) for index in range(len(heads))]
+            attended = [part_of(index, part) for index in range(len(heads))]
             steps = self.settle(heads, overflow if ends and evicts else nobody)
-            parts.append([step.with_attended(mine) for step, mine in zip(steps, given, strict=True)])
+            parts.append([step.with_attended(mine) for step, mine in zip(steps, attended, strict=True)])
         return [
             replace(mine[-1], out=np.concatenate([step.out for step in mine]), earlier=tuple(mine[:-1]))
             for mine in zip(*parts, strict=True)
@@ -136,11 +136,11 @@ class Layer:
     def _token(self, heads: Sequence[Head], part_of: Callable[[int], Attended]) -> list[Step]:
         """A forward of one token after the prompt."""
         before = self.make_room(heads)
-        given = [part_of(index) for index in range(len(heads))]
+        attended = [part_of(index) for index in range(len(heads))]
         steps = self.settle(heads, overflow if self.policy.when != "prefill" else nobody)
         return [
             replace(step.with_attended(mine), earlier=earlier)
-            for step, mine, earlier in zip(steps, given, before, strict=True)
+            for step, mine, earlier in zip(steps, attended, before, strict=True)
         ]
 
     # -- settling ------------------------------------------------------------------------------------------------------

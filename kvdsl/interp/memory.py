@@ -70,16 +70,16 @@ class History:
     """Per slot and body of a reduction over queries, what every query gave: its position and the value."""
 
     def __init__(self, policy: Policy) -> None:
-        self._given: dict[Expr, list[dict[int, float]]] = {body: [] for body in query_bodies(policy)}
+        self._received: dict[Expr, list[dict[int, float]]] = {body: [] for body in query_bodies(policy)}
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
         """New slots have been given nothing."""
-        for slots in self._given.values():
+        for slots in self._received.values():
             slots.extend({} for _ in range(count))
 
     def observe(self, moment: Moment, values: Values) -> None:
         """Note what each body gives each slot."""
-        for body, slots in self._given.items():
+        for body, slots in self._received.items():
             for slot, value in zip(moment.chosen, values(body), strict=True):
                 slots[slot][moment.newest] = float(value)
 
@@ -87,16 +87,16 @@ class History:
         """The reduction of a body, from its definition."""
         if leaf.kind != "reduce":
             raise LookupError(f"the history has no column `{leaf.name}`")
-        slots = self._given[leaf.body]
+        slots = self._received[leaf.body]
         first = -np.inf if leaf.last is None else moment.newest - at_least_one(moment.number(leaf.last)) + 1
         decay = 0.0 if leaf.decay is None else moment.number(leaf.decay)
-        given = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
-        return per_slot([over_queries(leaf.op, values, decay) for values in given])
+        received = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
+        return per_slot([over_queries(leaf.op, values, decay) for values in received])
 
     def keep(self, kept: Indices) -> None:
         """Forget what the others were given."""
-        for body, slots in self._given.items():
-            self._given[body] = [slots[slot] for slot in kept]
+        for body, slots in self._received.items():
+            self._received[body] = [slots[slot] for slot in kept]
 
     def clone(self) -> History:
         """An independent copy."""

@@ -217,15 +217,15 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
         return (), (), (), 0
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    ranked = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
-    if any(reads(expr, "k", "v") for expr in [*ranked, *conditions]):
+    scores = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
+    if any(reads(expr, "k", "v") for expr in [*scores, *conditions]):
         raise NotLowerable("a score or scope that reads keys or values together with what changes while they are cached")
-    before, hoisted = _hoist("head", [*ranked, *conditions])
+    before, hoisted = _hoist("head", [*scores, *conditions])
     printer = SlotPrinter("head", hoisted)
-    values = [printer.value(expr) for expr in ranked]
+    values = [printer.value(expr) for expr in scores]
     protect = _protect(policy, printer)
     uses = uses_of(*values, *protect, *before)
-    names = ["score", *(f"rank_{n}" for n in range(1, len(tops) + 1))]
+    names = ["score", *(f"top_{n}" for n in range(1, len(tops) + 1))]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
     columns = _column_pointers("head", [], uses)
     rings = _ring_reductions(uses, len(names))
@@ -253,11 +253,11 @@ def _protect(policy: Policy, printer: SlotPrinter) -> list[Fragment]:
     lines, tops = [], 0
     for keep in policy.keeps:
         tops += keep.scope == "top"
-        lines.append(_protect_line(keep, printer, f"rank_{tops}"))
+        lines.append(_protect_line(keep, printer, f"top_{tops}"))
     return lines
 
 
-def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> Fragment:
+def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
         return fragment("head.protect_where({});", function_of(SLOT, printer.truth(keep.by)))
@@ -266,7 +266,7 @@ def _protect_line(keep: Keep, printer: SlotPrinter, rank: str) -> Fragment:
         count = Fragment(str(min(int(keep.count.value), _INT_MAX)))
     else:
         count = fragment("kvdsl::count({})", CountPrinter()(keep.count))
-    by = f"{rank}, " if keep.scope == "top" else ""
+    by = f"{row}, " if keep.scope == "top" else ""
     return fragment(f"head.protect_{keep.scope}({by}{{}});", count)
 
 
@@ -281,9 +281,9 @@ def _select(policy: Policy) -> SelectPlan | None:
     value = ""
     if by == "expression":
         reductions, hoisted = _hoist("row", [policy.select.by])
-        rank = SlotPrinter("row", hoisted).body(policy.select.by)
-        before = [*_column_pointers("row", [], uses_of(rank, *reductions)), *texts(reductions)]
-        value = rank.text
+        body = SlotPrinter("row", hoisted).body(policy.select.by)
+        before = [*_column_pointers("row", [], uses_of(body, *reductions)), *texts(reductions)]
+        value = body.text
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(

@@ -154,7 +154,7 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     exprs = list(_evaluated(policy))
     names = (spelled(param.name) for param in policy.params if _refers(exprs, param.name))
     yield from ((name, Fragment(name)) for name in names)
-    yield from ((name, Fragment(text)) for name, text in _RESOLVE.given.items() if any(reads(expr, name) for expr in exprs))
+    yield from ((name, Fragment(text)) for name, text in _RESOLVE.inputs.items() if any(reads(expr, name) for expr in exprs))
     if policy.budget:
         yield "capacity", _inside(_CAPACITY, policy.layers)
         yield from _staging(policy)

@@ -128,11 +128,11 @@ class _TorchPrinter(Printer):
 
 
 class NumberPrinter(_TorchPrinter):
-    """One value per row. `param` and `given` say how params and inputs are spelled in the place where the text goes."""
+    """One value per row. `param` and `inputs` say how params and inputs are spelled in the place where the text goes."""
 
-    def __init__(self, param: str, given: dict[str, str]) -> None:
+    def __init__(self, param: str, inputs: dict[str, str]) -> None:
         self._param = param
-        self.given = given
+        self.inputs = inputs
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
@@ -140,7 +140,7 @@ class NumberPrinter(_TorchPrinter):
         if isinstance(expr, ParamRef):
             return Fragment(self._param.format(spelled(expr.name)))
         assert isinstance(expr, Input)
-        return Fragment(self.given[expr.name])
+        return Fragment(self.inputs[expr.name])
 
     def of_dtype(self, value: float) -> Fragment:
         return Fragment(f"torch.tensor({literal(value)}, dtype=torch.float64)", uses=(_TORCH,))

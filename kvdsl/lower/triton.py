@@ -260,13 +260,13 @@ def _values(policy: Policy, slots: str, uses: Iterable[Use]) -> list[Fragment]:
         raise NotLowerable(_OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
-        *(fragment(f"{name} = {{}}", value) for name, value in _given(policy).items() if name in inputs),
+        *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
         *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in names_of(uses, "column")),
         *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
     ]
 
 
-def _given(policy: Policy) -> dict[str, Fragment]:
+def _from_queries(policy: Policy) -> dict[str, Fragment]:
     """The inputs that a block computes, by name."""
     attn = f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")'
     attn = attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
@@ -278,8 +278,8 @@ def _given(policy: Policy) -> dict[str, Fragment]:
 
 
 def _ring_value(use: Use) -> Fragment:
-    given = f"{use.name}_at, column_stride, {{}}, i, pos, now, window"
-    return fragment(f"{ring_name(use)} = ops.ring_{use.op}({given})", ring_size(use.name), uses=[_WINDOW])
+    arguments = f"{use.name}_at, column_stride, {{}}, i, pos, now, window"
+    return fragment(f"{ring_name(use)} = ops.ring_{use.op}({arguments})", ring_size(use.name), uses=[_WINDOW])
 
 
 def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
@@ -304,18 +304,18 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], d
     return loops, names
 
 
-def _reduction(name: str, op: str, body: Fragment, slots: str, given: list[Fragment]) -> Pass:
+def _reduction(name: str, op: str, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
     """The loop of one reduction over slots."""
     if op in _EXTREMES:
         fold = f"{name} = ops.{_EXTREMES[op]}({name}, {_FOLDS[op]}({{}}, {slots}))"
-        return Pass((Fragment(f"{name} = {_INITIAL[op]}"),), (*given, fragment(fold, body)))
+        return Pass((Fragment(f"{name} = {_INITIAL[op]}"),), (*before, fragment(fold, body)))
     added = fragment(f"{name} += ops.total({{}}, {slots})", body)
     if op == "sum":
-        return Pass((Fragment(f"{name} = 0.0"),), (*given, added))
+        return Pass((Fragment(f"{name} = 0.0"),), (*before, added))
     assert op == "mean", op
     return Pass(
         (Fragment(f"{name}, {name}_count = 0.0, 0.0"),),
-        (*given, added, Fragment(f"{name}_count += tl.sum({slots}.to(tl.float32), 0)")),
+        (*before, added, Fragment(f"{name}_count += tl.sum({slots}.to(tl.float32), 0)")),
         (Fragment(f"{name} = tl.div_rn({name}, {name}_count)"),),
     )
 
@@ -363,9 +363,9 @@ def _sketch_by(policy: Policy, by: Expr) -> Fragment:
 def _settle(policy: Policy) -> tuple[dict[str, Fragment], list[Pass]]:
     """What is protected by position, and the loops that leave every slot's scores in `work` and what protects it in `kept`."""
     assert policy.score is not None
-    ranked = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
+    scores = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    loops, hoisted = _hoist(policy, "cached", [*ranked, *conditions])
+    loops, hoisted = _hoist(policy, "cached", [*scores, *conditions])
     printer = BlockPrinter(hoisted)
     protect = _protect(policy)
     kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
@@ -373,7 +373,7 @@ def _settle(policy: Policy) -> tuple[dict[str, Fragment], list[Pass]]:
     if len(kept) > 1:
         kept = [fragment("({})", condition) for condition in kept]
     stores = [
-        fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr)) for n, expr in enumerate(ranked)
+        fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr)) for n, expr in enumerate(scores)
     ]
     stores.append(fragment(f"tl.store(kept + i, {' | '.join('{}' for _ in kept) or '0'}, mask=inside)", *kept))
     return protect, [*loops, Pass((), (*_values(policy, "", uses_of(*stores)), *stores))]

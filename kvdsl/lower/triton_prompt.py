@@ -110,7 +110,7 @@ def _observe(policy: Policy, folded: list[Column], hoisted: dict[Expr, str]) -> 
     uses = uses_of(*body)
     return Pass(
         before=(*_of_tokens(policy, uses), *(line for line in before if line.text)),
-        body=(*_given(policy, uses), *found, *body),
+        body=(*_from_queries(policy, uses), *found, *body),
         after=tuple(line for line in after if line.text),
     )
 
@@ -151,7 +151,7 @@ def _row(n: int) -> str:
     return {0: "", 1: "reduced_stride + "}.get(n, f"{n} * reduced_stride + ")
 
 
-def _given(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
+def _from_queries(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
     """Statements that give a tile's values the names that expressions read."""
     inputs = names_of(uses, "input")
     attn, logit = "attn" in inputs, "logit" in inputs
@@ -189,8 +189,8 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict
             CAN.check(expr)
             name = f"{expr.op}_over_slots_{len(names) + 1}"
             body = BlockPrinter(dict(names)).value(expr.body)
-            given = (*_of_tokens(policy, body.uses), *_given(policy, body.uses))
-            loops.append(_reduction(name, expr.op, body, given))
+            before = (*_of_tokens(policy, body.uses), *_from_queries(policy, body.uses))
+            loops.append(_reduction(name, expr.op, body, before))
             names[expr] = name
 
     for expr in exprs:
@@ -200,17 +200,17 @@ def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict
     return loops, names
 
 
-def _reduction(name: str, op: str, body: Fragment, given: tuple[Fragment, ...]) -> Pass:
+def _reduction(name: str, op: str, body: Fragment, before: tuple[Fragment, ...]) -> Pass:
     """The loop of one reduction over slots, [1, QUERIES] in the end."""
     if op in ("max", "min"):
         least = f'{name} = tl.full([QUERIES], float("{"-" if op == "max" else ""}inf"), tl.float32)'
         fold = fragment(f"{name} = ops.{op}imum({name}, {_OVER_SLOTS[op]}({{}}, visible))", body)
-        return Pass((Fragment(least),), (*given, fold), (Fragment(f"{name} = {name}[None, :]"),))
+        return Pass((Fragment(least),), (*before, fold), (Fragment(f"{name} = {name}[None, :]"),))
     nothing, fold = (
         Fragment(f"{name} = tl.zeros([QUERIES], tl.float32)"),
         fragment(f"{name} += ops.total({{}}, visible)", body),
     )
     if op == "sum":
-        return Pass((nothing,), (*given, fold), (Fragment(f"{name} = {name}[None, :]"),))
+        return Pass((nothing,), (*before, fold), (Fragment(f"{name} = {name}[None, :]"),))
     assert op == "mean", op
-    return Pass((nothing,), (*given, fold), (Fragment(f"{name} = tl.div_rn({name}, count)[None, :]", uses=(_COUNTED,)),))
+    return Pass((nothing,), (*before, fold), (Fragment(f"{name} = tl.div_rn({name}, count)[None, :]", uses=(_COUNTED,)),))

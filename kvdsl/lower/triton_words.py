@@ -34,9 +34,9 @@ class TritonWords:
 
 def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
     """The sentences for a plan."""
-    look = plan.select
-    pages = look is not None and look.by == "page_bound"
-    several = look or plan.hard_cap or plan.agrees
+    choosing = plan.select
+    pages = choosing is not None and choosing.by == "page_bound"
+    several = choosing or plan.hard_cap or plan.agrees
     return TritonWords(
         launches=(
             "the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`."
@@ -53,7 +53,7 @@ def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
         ),
         looked_at="pages" if pages else "slots",
         graded="pages" if pages else "slots and, behind them, of the new token",
-        taken="for `settle`" if look is not None and look.observed else "if anybody asked",
+        taken="for `settle`" if choosing is not None and choosing.observed else "if anybody asked",
     )
 
 
@@ -71,13 +71,13 @@ def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
 
 
 def _legend(plan: TritonPlan) -> Iterator[str]:
-    look = plan.select
+    choosing = plan.select
     if plan.hard_cap and plan.agrees:
         yield "`make_room`, before everything else: one program ranks a KV head's slots where a hard cap asks for room."
     elif plan.hard_cap:
         yield "`make_room`, before everything else: one program frees what of a KV head's slots a hard cap asks for."
-    if look:
-        looked_at = "pages" if look.by == "page_bound" else "slots"
+    if choosing:
+        looked_at = "pages" if choosing.by == "page_bound" else "slots"
         yield (
             f"`look`: one program grades the {looked_at} of one of S splits of a KV head. "
             "`choose`: one program finds the highest of a KV head."
@@ -85,15 +85,15 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
     yield from _settles(plan)
     if plan.agrees:
         after = ", and after `make_room`" if plan.hard_cap else ""
-        yield f"`agree`, the last{after}: one program frees the same slots of all KV heads of one row, by the mean of their ranks."
+        yield f"`agree`, the last{after}: one program frees the same slots of all KV heads of one row, by the mean of their scores."
     yield (
         "B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. "
         "S: splits of `attend`."
     )
     yield "now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free."
-    if look and look.sketch_by:
+    if choosing and choosing.sketch_by:
         yield "W: dims of the sketch. dims: which those are, -1 behind them."
-    if look and look.by == "page_bound":
+    if choosing and choosing.by == "page_bound":
         yield "P: pages that there is room for. Nothing ever leaves, so that the token at position p is in slot p."
     if plan.blocks:
         yield "SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one."

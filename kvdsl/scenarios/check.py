@@ -76,7 +76,7 @@ class _Check:
     def check(self) -> Scenario | None:
         self._order()
         use = next((step for step in self.test.steps if isinstance(step, syn.Use)), None)
-        heads, group = self._heads(), self._same_size(self._given("query"), "query heads")
+        heads, group = self._heads(), self._same_size(self._brought("query"), "query heads")
         key_dim, value_dim = self._dims("query", "key"), self._dims("value")
         policy = None if use is None else self._policy(use)
         if use is None or self.failed:
@@ -151,28 +151,28 @@ class _Check:
         for step in self.test.steps:
             yield from step.tokens if isinstance(step, syn.Prompt) else (step,) if isinstance(step, syn.Incoming) else ()
 
-    def _given(self, *kinds: str) -> list[syn.Given]:
-        return [given for token in self._tokens() for given in token.given if given.kind in kinds]
+    def _brought(self, *kinds: str) -> list[syn.Brought]:
+        return [one for token in self._tokens() for one in token.brought if one.kind in kinds]
 
     def _heads(self) -> int:
         """How many KV heads the test has."""
         for token in self._tokens():
             kinds: set[str] = set()
-            for given in token.given:
-                if given.kind in kinds:
-                    self._report(codes.TEST_SIZE, given.span, f"`{given.kind}` is given twice")
-                kinds.add(given.kind)
+            for one in token.brought:
+                if one.kind in kinds:
+                    self._report(codes.TEST_SIZE, one.span, f"`{one.kind}` is given twice")
+                kinds.add(one.kind)
         expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
-        counts = [*((given.span, len(given.heads)) for given in self._given("attend", *_VECTORS)), *expects]
+        counts = [*((one.span, len(one.heads)) for one in self._brought("attend", *_VECTORS)), *expects]
         several = [(span, count) for span, count in counts if count > 1]
         for span, count in several[1:]:
             if count != several[0][1]:
                 self._unequal("KV heads", span, count, *several[0])
         return several[0][1] if several else 1
 
-    def _same_size(self, given: list[syn.Given], what: str) -> int:
+    def _same_size(self, brought: list[syn.Brought], what: str) -> int:
         """How many query heads each KV head has."""
-        counts = [(one.span, len(heads)) for one in given for heads in one.heads]
+        counts = [(one.span, len(heads)) for one in brought for heads in one.heads]
         for span, count in counts[1:]:
             if count != counts[0][1]:
                 self._unequal(what, span, count, *counts[0])
@@ -180,7 +180,7 @@ class _Check:
 
     def _dims(self, *kinds: str) -> int:
         """The size of the vectors."""
-        rows = [row for given in self._given(*kinds) for heads in given.heads for row in heads]
+        rows = [row for one in self._brought(*kinds) for heads in one.heads for row in heads]
         for row in rows:
             if row.rest is not None:
                 self._report(codes.TEST_SIZE, row.span, "a vector has no `rest`", "write all of its numbers")
@@ -273,7 +273,7 @@ def _name(step: syn.Step) -> str:
 
 
 def _is_attended(token: syn.Incoming) -> bool:
-    return any(given.kind == "attend" for given in token.given)
+    return any(one.kind == "attend" for one in token.brought)
 
 
 @dataclass
@@ -303,7 +303,7 @@ class _Meaning:
         there = 0
         for token in prompt.tokens:
             self._token(token)
-            attends = next((given for given in token.given if given.kind == "attend"), None) if sized else None
+            attends = next((one for one in token.brought if one.kind == "attend"), None) if sized else None
             for (row,) in attends.heads if attends is not None else ():
                 self._row(row, there + 1)
                 if token.times > 1 and row.fits(there + 1):

@@ -124,7 +124,7 @@ class _Run:
         layer = self._layer_of_prompt(len(tokens))
         keys, values = ([self._vectors(token, kind) for token in tokens] for kind in ("key", "value"))
         k, v = np.stack(keys, axis=1), np.stack(values, axis=1)
-        if _given(prompt.tokens[0], "attend") is None:
+        if _brought(prompt.tokens[0], "attend") is None:
             q = np.stack([self._queries(token) for token in tokens], axis=1)
             self.last = layer.prefill(self.heads, q, k, v)
             return
@@ -132,13 +132,13 @@ class _Run:
         rows = [np.zeros((len(tokens), there + len(tokens))) for there in live]
         for place, token in enumerate(tokens):
             there = [before + place + 1 for before in live]
-            for row, given in zip(rows, self._attention(token, there, place), strict=True):
-                row[place, : len(given)] = given
+            for row, attention in zip(rows, self._attention(token, there, place), strict=True):
+                row[place, : len(attention)] = attention
         self.last = layer.observe_rows(self.heads, rows, k, v)
 
     def _token(self, token: syn.Incoming) -> None:
         k, v = self._vectors(token, "key"), self._vectors(token, "value")
-        if _given(token, "attend") is None:
+        if _brought(token, "attend") is None:
             self.last = self.text.decoding.decode(self.heads, self._queries(token), k, v)
             return
         rows = self._attention(token, [head.live + 1 for head in self.heads])
@@ -160,11 +160,11 @@ class _Run:
 
     def _attention(self, token: syn.Incoming, there: list[int], ahead: int = 0) -> list[Array]:
         """What the token pays in each KV head to the tokens that are there: [there] each; of a prompt `ahead` came with it."""
-        given = _given(token, "attend")
-        assert given is not None
+        brought = _brought(token, "attend")
+        assert brought is not None
         rows = []
         for head, count in enumerate(there):
-            (row,) = of_head(given.heads, head)
+            (row,) = of_head(brought.heads, head)
             if not row.fits(count):
                 coming = self.heads[head].seen + np.arange(ahead + 1)
                 tokens = positions_in_words(sorted([*self.heads[head].position, *coming]))
@@ -175,17 +175,17 @@ class _Run:
 
     def _queries(self, token: syn.Incoming) -> Array:
         """The token's query vectors, [heads, group, D]; zeros if none are given."""
-        given, scenario = _given(token, "query"), self.scenario
-        if given is None:
+        brought, scenario = _brought(token, "query"), self.scenario
+        if brought is None:
             return np.zeros((scenario.heads, scenario.group, scenario.key_dim))
-        return np.array([[row.values for row in of_head(given.heads, head)] for head in range(scenario.heads)])
+        return np.array([[row.values for row in of_head(brought.heads, head)] for head in range(scenario.heads)])
 
     def _vectors(self, token: syn.Incoming, kind: str) -> Array:
         """The token's keys or values, [heads, D]; zeros if none are given."""
-        given, scenario = _given(token, kind), self.scenario
-        if given is None:
+        brought, scenario = _brought(token, kind), self.scenario
+        if brought is None:
             return np.zeros((scenario.heads, scenario.key_dim if kind == "key" else scenario.value_dim))
-        return np.array([of_head(given.heads, head)[0].values for head in range(scenario.heads)])
+        return np.array([of_head(brought.heads, head)[0].values for head in range(scenario.heads)])
 
     # -- expectations ------------------------------------------------------------------------------------------------
 
@@ -246,8 +246,8 @@ _POSITIONS: dict[str, Callable[[_Run, int], Iterator[int]]] = {
 }
 
 
-def _given(token: syn.Incoming, kind: str) -> syn.Given | None:
-    return next((given for given in token.given if given.kind == kind), None)
+def _brought(token: syn.Incoming, kind: str) -> syn.Brought | None:
+    return next((one for one in token.brought if one.kind == kind), None)
 
 
 def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:

@@ -50,6 +50,6 @@ class Scenario:
         return next((step for step in self.test.steps if isinstance(step, syn.Expect) and step.what == "error"), None)
 
 
-def of_head(given: Sequence[T], head: int) -> T:
-    """What a KV head is given; what is given once holds for all."""
-    return given[head if len(given) > 1 else 0]
+def of_head(brought: Sequence[T], head: int) -> T:
+    """What is brought for a KV head; what is brought once holds for all."""
+    return brought[head if len(brought) > 1 else 0]

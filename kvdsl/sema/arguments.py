@@ -18,7 +18,7 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
     names = {parameter.name.text: parameter.default is None for parameter in parameters}
     places = list(names)
     positional = sum(argument.keyword is None for argument in node.arguments)
-    given: dict[str, syn.Expr] = {}
+    values: dict[str, syn.Expr] = {}
     for index, argument in enumerate(node.arguments):
         keyword = argument.keyword
         if argument.over is not None:
@@ -32,24 +32,24 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
             report(codes.ARGUMENTS, node.span, takes(function, counts, len(node.arguments)))
         elif keyword is not None and keyword.text not in names:
             no_argument(function, keyword, places, report)
-        elif keyword is not None and keyword.text in given:
+        elif keyword is not None and keyword.text in values:
             report(codes.ARGUMENTS, keyword.span, f"the argument `{keyword.text}` is given twice")
         else:
-            given[places[index] if keyword is None else keyword.text] = argument.value
+            values[places[index] if keyword is None else keyword.text] = argument.value
             continue
         return None
-    missing = [name for name, needed in names.items() if needed and name not in given]
+    missing = [name for name, needed in names.items() if needed and name not in values]
     if missing:
         message = f"`{function}` needs its argument{'' if len(missing) == 1 else 's'} {listed(missing[:_SHOWN], 'and')}"
         report(codes.ARGUMENTS, node.span, message, f"write `{_signature(function, parameters)}`")
         return None
-    return given
+    return values
 
 
-def takes(function: str, counts: str, given: int) -> str:
+def takes(function: str, counts: str, count: int) -> str:
     """How many arguments a function takes, and how many there are."""
     wants = f"{counts} argument{'' if counts == '1' else 's'}"
-    return f"`{function}` takes {wants}, but {given} {'is' if given == 1 else 'are'} given"
+    return f"`{function}` takes {wants}, but {count} {'is' if count == 1 else 'are'} given"
 
 
 def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], report: Report) -> None:

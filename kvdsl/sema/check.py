@@ -138,8 +138,8 @@ class Checker:
         doc = self.flat.syntax.doc
         words: dict[str, Any] = dict(parts.words)
         words["victims"] = "own" if words["victims"] == "nobody" else words["victims"]
-        given: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
-        given |= {name: parts.expr(name) for name in ("budget", "across", "score", "pages", "block", "prefill_block")}
+        fields: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
+        fields |= {name: parts.expr(name) for name in ("budget", "across", "score", "pages", "block", "prefill_block")}
         return ir.Policy(
             edition=EDITION,
             name=self.flat.syntax.name.text,
@@ -150,7 +150,7 @@ class Checker:
             select=_built(ir.Select, "select", parts),
             sketch=_built(ir.Sketch, "sketch", parts),
             layers=_built(ir.LayerRange, "layers", parts),
-            **given,
+            **fields,
             **words,
         )
 

@@ -95,8 +95,8 @@ class Combinations:
 
     def _phases(self) -> None:
         if self._is("when", "prefill"):
-            given = [keyword for keyword in COUNTS if self._has(keyword)]
-            for keyword in given + (["cap"] if self._is("cap", "hard") else []):
+            counts = [keyword for keyword in COUNTS if self._has(keyword)]
+            for keyword in counts + (["cap"] if self._is("cap", "hard") else []):
                 message = f"under `when prefill` nothing leaves while decoding, so `{keyword}` has no meaning"
                 self._refuse(codes.PHASE, keyword, message, f"leave out `{keyword}` or `when prefill`", "when")
         if self._is("when", "decode") and self._is("prefill", "blocks"):

@@ -37,7 +37,7 @@ MAX_PARTS = 1_000
 MAX_STEPS = 20_000
 
 
-NOTHING_GIVEN: Mapping[str, str] = MappingProxyType({})
+NO_ARGUMENTS: Mapping[str, str] = MappingProxyType({})
 
 
 @dataclass(frozen=True)
@@ -46,18 +46,18 @@ class _Use:
 
     definition: LetName
     span: Span
-    given: Mapping[str, str]
+    arguments: Mapping[str, str]
 
     def filled(self, text: str) -> str:
-        """A text that quotes the body, with what is given in the place of the parameters."""
-        if not self.given:
+        """A text that quotes the body, with the arguments in the place of the parameters."""
+        if not self.arguments:
             return text
-        names = re.compile(rf"\b({'|'.join(map(re.escape, self.given))})\b")
+        names = re.compile(rf"\b({'|'.join(map(re.escape, self.arguments))})\b")
         return re.sub(r"`[^`]*`", lambda code: names.sub(self._operand, code[0]), text)
 
     def _operand(self, name: re.Match[str]) -> str:
-        """What is given for a parameter, in parentheses where it needs some and has none around it."""
-        text, around = self.given[name[0]], name.string[name.start() - 1] + name.string[name.end()]
+        """The argument of a parameter, in parentheses where it needs some and has none around it."""
+        text, around = self.arguments[name[0]], name.string[name.start() - 1] + name.string[name.end()]
         return text if around == "()" or re.fullmatch(r"[\w.]+(\([^()]*\))?", text) else f"({text})"
 
     def definition_in_words(self) -> str:
@@ -199,7 +199,7 @@ class Expressions:
         return self._lets[definition]
 
     @contextmanager
-    def _using(self, definition: LetName, span: Span, given: Mapping[str, str] = NOTHING_GIVEN) -> Iterator[bool]:
+    def _using(self, definition: LetName, span: Span, arguments: Mapping[str, str] = NO_ARGUMENTS) -> Iterator[bool]:
         """Puts a definition in; False after a report if it is being put in already."""
         if any(use.definition is definition for use in self._uses):
             name = definition.let.name
@@ -207,7 +207,7 @@ class Expressions:
             self.sink.report(codes.CYCLE, name.span, message, labels=[Label(span, "used here again")])
             yield False
             return
-        self._uses.append(_Use(definition, span, given))
+        self._uses.append(_Use(definition, span, arguments))
         try:
             yield True
         finally:
@@ -289,7 +289,7 @@ class Expressions:
         written = match_arguments(node, parameters, self._report)
         if written is None:
             return None
-        given = {name: Bound(self.check(value, scope)) for name, value in written.items()}
+        arguments = {name: Bound(self.check(value, scope)) for name, value in written.items()}
         bound: dict[str, Definition] = {}
         inner = Scope(bound, definition.scope)
         defaults = {one.name.text: one.default for one in parameters if one.default is not None}
@@ -299,7 +299,7 @@ class Expressions:
                 return None
             for parameter in parameters:
                 name, default = parameter.name.text, parameter.default
-                bound[name] = given[name] if default is None or name in given else Bound(self.check(default, inner))
+                bound[name] = arguments[name] if default is None or name in arguments else Bound(self.check(default, inner))
             return self.check(definition.let.value, inner)
 
     def _function(self, node: syn.Call, scope: Scope) -> Value | None:
@@ -339,11 +339,11 @@ class Expressions:
 
     def _arguments(self, node: syn.Call, count: int, scope: Scope) -> list[Value | None] | None:
         """The values of a built-in function's arguments; None after a report if there are not `count` of them."""
-        name, given = node.function.text, len(node.arguments)
+        name, found = node.function.text, len(node.arguments)
         if not self._plain(name, node.arguments):
             return None
-        if given != count:
-            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), given))
+        if found != count:
+            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found))
             return None
         return [self.check(argument.value, scope) for argument in node.arguments]
 

@@ -35,7 +35,7 @@ def is_fixed(value: Value, span: Span, what: str, report: Report) -> bool:
     return True
 
 
-def ranks(value: Value, span: Span, what: str, sink: Sink) -> bool:
+def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
     """Whether a value has one number per slot, so that tokens can be ranked by it; reports if not."""
     if value.axes <= {Axis.SLOT}:
         return True

@@ -76,14 +76,14 @@ class Params:
         unit = None if statement.unit is None else statement.unit.text
         self.checked[name] = CheckedParam(ir.Param(name=name, default=value.expr, unit=unit, low=low, high=high), span)
 
-    def _rate(self, given: float, span: Span, is_written: bool) -> Value | None:
+    def _rate(self, number: float, span: Span, is_written: bool) -> Value | None:
         """A budget as a rate of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
-        if 0 < given < 1 or (is_written and given == 1 and is_rate(given)):
-            rate = values.binary("*", values.number(given), values.read_input("prompt"))
+        if 0 < number < 1 or (is_written and number == 1 and is_rate(number)):
+            rate = values.binary("*", values.number(number), values.read_input("prompt"))
             return values.call("max", values.number(1), rate)
-        if is_written and given > 1 and given != int(given):
-            message = f"the budget is {print_number(given)}, which is neither a whole number of tokens nor a rate up to 1.0"
-            help = f"write `{print_number(int(given))}`, or `0.25` for a quarter of the prompt"
+        if is_written and number > 1 and number != int(number):
+            message = f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a rate up to 1.0"
+            help = f"write `{print_number(int(number))}`, or `0.25` for a quarter of the prompt"
             self.sink.report(codes.BUDGET, span, message, help)
         return None
 
@@ -133,11 +133,11 @@ class Params:
         self, name: str, value: Value, span: Span, low: float | None, high: float | None, statement: syn.Param
     ) -> Value:
         """The value, after a report if it lies outside of the range."""
-        given = value.constant
-        if given is None:
+        number = value.constant
+        if number is None:
             return value
-        if (low is not None and given < low) or (high is not None and given > high):
+        if (low is not None and number < low) or (high is not None and number > high):
             place = cast(syn.Range, statement.range).span
-            message = f"`{name}` is {print_number(given)}, but its range is `{place.quoted()}`"
+            message = f"`{name}` is {print_number(number)}, but its range is `{place.quoted()}`"
             self.sink.report(codes.OUT_OF_RANGE, span, message, labels=[Label(place, "the range")])
         return value

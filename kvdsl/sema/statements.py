@@ -13,7 +13,7 @@ from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.expressions import Expressions
-from kvdsl.sema.needs import is_fixed, ranks, selects, sketches
+from kvdsl.sema.needs import is_fixed, is_per_slot, selects, sketches
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, Scope
@@ -125,12 +125,12 @@ class Statements:
             return None
         return value
 
-    def _ranks(self, value: Value, span: Span, what: str) -> bool:
+    def _orders_slots(self, value: Value, span: Span, what: str) -> bool:
         """Whether slots can be ranked by a value, and what it reduces over queries can be remembered; reports if not."""
         vectors = [report for expr, report in self.expressions.vectors.items() if expr in walk(value.expr)]
         for report in vectors[:1]:
             report()
-        return not vectors and ranks(value, span, what, self.sink)
+        return not vectors and is_per_slot(value, span, what, self.sink)
 
     def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
         """A number for a field of the IR, and its bounds."""
@@ -228,7 +228,7 @@ class Statements:
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, "a score")
-        if value is not None and self._ranks(value, node.span, "a score"):
+        if value is not None and self._orders_slots(value, node.span, "a score"):
             self.parts.exprs["score"] = Part(value.expr, node.span)
         else:
             self.flat.broken.add("score")
@@ -270,4 +270,4 @@ class Statements:
         value = self._value(node, placed, what)
         if value is None or (scope == "where" and not self.expressions.condition(value, node.span, "`keep where`")):
             return None
-        return Part(value.expr, node.span) if self._ranks(value, node.span, what) else None
+        return Part(value.expr, node.span) if self._orders_slots(value, node.span, what) else None

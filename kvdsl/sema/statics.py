@@ -93,14 +93,14 @@ class Statics:
         value = self.value(number.part)
         if value is None or number.low <= value <= number.high:
             return
-        given = f"but `{number.part.span.quoted()}` is {print_number(value)}"
+        found = f"but `{number.part.span.quoted()}` is {print_number(value)}"
         if number.counts:
-            self.sink.report(codes.NEGATIVE, number.part.span, f"{number.what} needs a count of at least 0, {given}")
+            self.sink.report(codes.NEGATIVE, number.part.span, f"{number.what} needs a count of at least 0, {found}")
             return
         bounds = f"is at least {print_number(number.low)}"
         if not math.isinf(number.high):
             bounds = f"lies between {print_number(number.low)} and {print_number(number.high)}"
-        self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {given}")
+        self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {found}")
 
     def check_layers(self, exprs: Mapping[str, Part]) -> None:
         """Reports ranges of layers whose last layer is before the first."""
@@ -144,16 +144,16 @@ class Statics:
     def _larger(self, budget: Expr, needed: int) -> str:
         """What to do, with the smallest value of the param `budget` that would do, if there is one."""
 
-        def holds(given: int) -> bool:
-            found = self._narrowest(budget, {"budget": float(given)})
+        def holds(tokens: int) -> bool:
+            found = self._narrowest(budget, {"budget": float(tokens)})
             return found is not None and found[0] >= needed
 
         found = bisect_left(range(_MOST_TOKENS), True, lo=1, key=holds) if "budget" in self.params else _MOST_TOKENS
         return "protect fewer, or raise the budget" + (f" to {found}" if found < _MOST_TOKENS else "")
 
-    def _narrowest(self, budget: Expr, given: Mapping[str, float] | None = None) -> tuple[int, int] | None:
+    def _narrowest(self, budget: Expr, chosen: Mapping[str, float] | None = None) -> tuple[int, int] | None:
         """The smallest budget of a model's layers, and the last layer that has it, if they depend on nothing else."""
-        names = {**self.known, **(given or {})}
+        names = {**self.known, **(chosen or {})}
         known = [value_of(budget, {**names, "@layer": layer, "@layers": _LAYERS}) for layer in range(_LAYERS)]
         found = [(math.floor(value), -layer) for layer, value in enumerate(known) if value is not None]
         if len(found) < _LAYERS:

@@ -246,7 +246,7 @@ class Places:
 
 
 @dataclass(frozen=True)
-class Given:
+class Brought:
     """What a token brings: `attend`, `query`, `key` or `value`. One tuple for each KV head; only a `query` has several rows in it."""
 
     span: Span
@@ -259,7 +259,7 @@ class Incoming:
     """A token, `attend ROW` or `token query ROW`, once or `times` times."""
 
     span: Span
-    given: tuple[Given, ...]
+    brought: tuple[Brought, ...]
     times: int = 1
 
 

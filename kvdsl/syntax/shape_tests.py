@@ -46,11 +46,11 @@ class TestShaper:
             count, token = tree.children
             assert isinstance(token, Tree)
             return replace(self._incoming(token), span=self._span(tree), times=self._times(self._constant(count)))
-        given = [self._given(child) for child in _trees(tree) if child.data != "rows"]
+        brought = [self._brought(child) for child in _trees(tree) if child.data != "rows"]
         if tree.data == "attend":
             (rows,) = (child for child in _trees(tree) if child.data == "rows")
-            given.insert(0, syn.Given(self._span(rows), "attend", self._one_each(rows)))
-        return syn.Incoming(self._span(tree), tuple(given))
+            brought.insert(0, syn.Brought(self._span(rows), "attend", self._one_each(rows)))
+        return syn.Incoming(self._span(tree), tuple(brought))
 
     def _times(self, count: syn.Constant) -> int:
         if count.value.is_integer() and 1 <= count.value <= MANY:
@@ -59,12 +59,12 @@ class TestShaper:
         self.sink.report(codes.TEST_SIZE, count.span, message)
         return 1
 
-    def _given(self, tree: Tree[Token]) -> syn.Given:
+    def _brought(self, tree: Tree[Token]) -> syn.Brought:
         span, kind = self._span(tree), str(tree.data)
         if kind == "query":
-            return syn.Given(span, kind, tuple(tuple(self._row(row) for row in _trees(heads)) for heads in _trees(tree)))
+            return syn.Brought(span, kind, tuple(tuple(self._row(row) for row in _trees(heads)) for heads in _trees(tree)))
         (rows,) = _trees(tree)
-        return syn.Given(span, kind, self._one_each(rows))
+        return syn.Brought(span, kind, self._one_each(rows))
 
     def _one_each(self, rows: Tree[Token]) -> tuple[tuple[syn.Row, ...], ...]:
         return tuple((self._row(row),) for row in _trees(rows))

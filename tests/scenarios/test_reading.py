@@ -21,8 +21,8 @@ def read(*steps: str) -> tuple[syn.Step, ...]:
     return test.steps
 
 
-def rows(given: syn.Given) -> list[list[tuple[float, ...]]]:
-    return [[row.values for row in heads] for heads in given.heads]
+def rows(brought: syn.Brought) -> list[list[tuple[float, ...]]]:
+    return [[row.values for row in heads] for heads in brought.heads]
 
 
 def test_use_and_set() -> None:
@@ -38,7 +38,7 @@ def test_use_and_set() -> None:
 def test_a_token_by_its_attention() -> None:
     (token,) = read("attend 0.4, -1 / nan, inf key 1, 2 value 3 / 4")
     assert isinstance(token, syn.Incoming)
-    attend, key, value = token.given
+    attend, key, value = token.brought
     assert (attend.kind, key.kind, value.kind) == ("attend", "key", "value")
     assert str(rows(attend)) == str([[(0.4, -1.0)], [(nan, float("inf"))]])
     assert rows(key) == [[(1, 2)]]
@@ -48,7 +48,7 @@ def test_a_token_by_its_attention() -> None:
 def test_a_token_by_its_vectors() -> None:
     (token,) = read("token query 1, 0 and 0, 1 / 2, 0 and 0, 2 value 5")
     assert isinstance(token, syn.Incoming)
-    query, value = token.given
+    query, value = token.brought
     assert rows(query) == [[(1, 0), (0, 1)], [(2, 0), (0, 2)]]
     assert rows(value) == [[(5,)]]
 
@@ -64,7 +64,7 @@ def test_tokens_that_come_again_and_again() -> None:
 def test_the_rest_of_a_row() -> None:
     (token,) = read("attend 1, 2, rest 0.5, 3")
     assert isinstance(token, syn.Incoming)
-    ((row,),) = token.given[0].heads
+    ((row,),) = token.brought[0].heads
     assert row.of(3) == (1, 2, 3)
     assert row.of(5) == (1, 2, 0.5, 0.5, 3)
     assert [row.fits(count) for count in (2, 3, 30)] == [False, True, True]

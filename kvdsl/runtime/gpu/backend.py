@@ -125,7 +125,7 @@ class TritonBackend:
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
-        given = work.tensors | {
+        arguments = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
             "angles": None if rope is None else digits(rope, key.device),
@@ -139,33 +139,35 @@ class TritonBackend:
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
-            launch(self.kernels.make_room, (heads, batch), given | sizes.settle(work.splits), SETTLE_OPTIONS)
-            self._agree(given | sizes.settle(work.splits), before=True)
+            launch(self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits), SETTLE_OPTIONS)
+            self._agree(arguments | sizes.settle(work.splits), before=True)
         if state.selects:
             dims = work.width or sizes.key_dim
             launch(
                 self.kernels.look,
                 (work.splits, heads, batch),
-                given | sizes.look(dims, in_blocks=block_size > 0),
+                arguments | sizes.look(dims, in_blocks=block_size > 0),
                 LOOK_OPTIONS,
             )
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
-            launch(self.kernels.choose, (heads, batch), given | chosen, CHOOSE_OPTIONS)
+            launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         halves = {"HALVES": state.spec.rope_cached and rope is not None}
-        launch(attend, (work.splits, heads, batch), given | halves | sizes.attend(rope), ATTEND_OPTIONS)
+        launch(attend, (work.splits, heads, batch), arguments | halves | sizes.attend(rope), ATTEND_OPTIONS)
         if block_size:
-            launch(take, (1,), given | sizes.take(work.splits), TAKE_OPTIONS)
-        launch(self.kernels.settle, (heads, batch), given | sizes.settle(work.splits, work.width, rope), SETTLE_OPTIONS)
+            launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
+        launch(self.kernels.settle, (heads, batch), arguments | sizes.settle(work.splits, work.width, rope), SETTLE_OPTIONS)
         if state.evicts:
-            self._agree(given | sizes.settle(work.splits), before=False)
+            self._agree(arguments | sizes.settle(work.splits), before=False)
         if block_size and state.evicts:
-            launch(give_back, (given["table"].shape[1], batch), given | sizes.give_back(block_size), GIVE_BACK_OPTIONS)
+            launch(
+                give_back, (arguments["table"].shape[1], batch), arguments | sizes.give_back(block_size), GIVE_BACK_OPTIONS
+            )
         return out
 
-    def _agree(self, given: dict[str, Any], *, before: bool) -> None:
+    def _agree(self, arguments: dict[str, Any], *, before: bool) -> None:
         """Evict what the layer's heads agree on, if they must. `before`: before the token is placed, under a hard cap."""
         if hasattr(self.kernels, "agree"):
-            launch(self.kernels.agree, (given["batch"],), given | {"BEFORE": before}, SETTLE_OPTIONS)
+            launch(self.kernels.agree, (arguments["batch"],), arguments | {"BEFORE": before}, SETTLE_OPTIONS)
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:

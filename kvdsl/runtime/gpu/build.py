@@ -130,15 +130,15 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     kernels = kernels_of(source)
-    given = kernels.settle.arg_names
-    selects, block = "SELECTS" in given, SLOTS_OF_A_BLOCK if "table" in given else 0
-    constants = {"LOGITS": "logits" in given, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
-    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in given}
-    rope = WHOLLY if "rank" in given else None
+    arguments = kernels.settle.arg_names
+    selects, block = "SELECTS" in arguments, SLOTS_OF_A_BLOCK if "table" in arguments else 0
+    constants = {"LOGITS": "logits" in arguments, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
+    rope = WHOLLY if "rank" in arguments else None
     absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())
     absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     constants |= dict.fromkeys(absent)
-    width = SKETCHED if "W_PAD" in given else 0
+    width = SKETCHED if "W_PAD" in arguments else 0
     wanted = [
         ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
         ("settle", kernels.settle, DEFAULT.settle(SPLITS, width, rope), SETTLE_OPTIONS),
@@ -148,7 +148,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Ro
     if selects:
         wanted[:0] = [
             ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim, in_blocks=block > 0), LOOK_OPTIONS),
-            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in given), CHOOSE_OPTIONS),
+            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in arguments), CHOOSE_OPTIONS),
         ]
     if hasattr(kernels, "make_room"):
         wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))

@@ -82,15 +82,15 @@ def take(
         tl.store(free + count + tl.cumsum(is_free.to(tl.int32), 0) - 1, i, mask=is_free)
         count += tl.sum(is_free.to(tl.int32), 0)
     tl.debug_barrier()
-    given = 0
+    taken = 0
     for start in range(0, entries, BLOCK):
         i = start + tl.arange(0, BLOCK)
         gets = tl.load(wanted + i, mask=i < entries, other=0) != 0
-        nth = given + tl.cumsum(gets.to(tl.int32), 0) - 1
+        nth = taken + tl.cumsum(gets.to(tl.int32), 0) - 1
         # There always is one, unless somebody wrote into the cache's tensors; then at least take nothing beyond the pool.
         block = tl.load(free + nth, mask=gets & (nth < count), other=0)
         tl.store(table + i, block.to(tl.int64), mask=gets)
-        given += tl.sum(gets.to(tl.int32), 0)
+        taken += tl.sum(gets.to(tl.int32), 0)
 
 
 @triton.jit

@@ -29,7 +29,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
     sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())
     batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
-    given = {
+    arguments = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
         "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device),
@@ -40,15 +40,18 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     }  # fmt: skip
     reduces = "reduced" in kernels.observe.arg_names
     if any("live_slots" in kernel.arg_names for kernel in (kernels.observe, *((kernels.over_slots,) if reduces else ()))):
-        given["live_slots"] = prompt.live.int()
+        arguments["live_slots"] = prompt.live.int()
     if reduces:
-        given["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
+        arguments["reduced"] = lse.new_empty(kernels.REDUCTIONS, batch, heads, prompt.tokens)
         tile = sizes.over_slots()
         launch(
-            kernels.over_slots, (heads, batch, -(-(prompt.tokens - first) // tile["QUERIES"])), given | tile, OBSERVE_OPTIONS
+            kernels.over_slots,
+            (heads, batch, -(-(prompt.tokens - first) // tile["QUERIES"])),
+            arguments | tile,
+            OBSERVE_OPTIONS,
         )
     tile = sizes.observe()
-    launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), given | tile, OBSERVE_OPTIONS)
+    launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), arguments | tile, OBSERVE_OPTIONS)
 
 
 def _queries(prompt: Prompt) -> Tensor:

@@ -150,13 +150,13 @@ class KVCache(Cache):
         return sum(layer.bytes() if isinstance(layer, SlotLayer) else _native_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
-        given = [f"{name}={spelled(value)}" for name, value in self._given.items() if value is not None]
+        params = [f"{name}={spelled(value)}" for name, value in self._given.items() if value is not None]
         first = self.layers[self.managed[0]]
         managed = "" if len(self.managed) == len(self.layers) else f"{len(self.managed)} of "
         facts = [f"{managed}{len(self.layers)} layers", f"{first.length} tokens seen"]
         if first.state.allocated:
             facts += [f"{first.state.slots} slots per KV head", f"{self.bytes() / 1024:,.0f} KiB"]
-        return f"<{type(self).__name__}({', '.join(given)}): {', '.join(facts)}>"
+        return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """An independent cache with the same content, for instance to continue one prompt several times."""
@@ -194,7 +194,7 @@ class KVCache(Cache):
             name: value for name, value in self.__dict__.items() if name not in ("_binding", "_spec", "_choose", "_config")
         }
         if model is not None:
-            kept["_left"] = saving.looks(model) | {"backend": self._choose.name}
+            kept["_left"] = saving.likeness(model) | {"backend": self._choose.name}
         return saving.made_again, saving.identity(type(self)), kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:

@@ -85,9 +85,9 @@ def _refuse_by_config(part: PreTrainedModel) -> None:
 def _rope_types(config: Any) -> set[str]:
     """The config's words for how frequencies are scaled, of all kinds of layers."""
     scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    given = [found for found in scaling if isinstance(found, dict)]
-    given += [inner for outer in given for inner in outer.values() if isinstance(inner, dict)]
-    return {str(found[key]) for found in given for key in ("rope_type", "type") if key in found}
+    scalings = [found for found in scaling if isinstance(found, dict)]
+    scalings += [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
+    return {str(found[key]) for found in scalings for key in ("rope_type", "type") if key in found}
 
 
 # -- looking at keys ---------------------------------------------------------------------------------------------------

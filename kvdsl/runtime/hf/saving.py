@@ -87,7 +87,7 @@ def _candidates(module: str, name: str, stem: str) -> Iterator[type[KVCache]]:
 # -- the model -----------------------------------------------------------------------------------------------------------
 
 
-def looks(model: PreTrainedModel) -> dict[str, Any]:
+def likeness(model: PreTrainedModel) -> dict[str, Any]:
     """What tells models apart whose caches must not be mixed up: sizes by name, and a weight of every parameter."""
     config = text_config(model)
     sizes = {name: repr(getattr(config, name)) for name in _SIZES if hasattr(config, name)}
@@ -103,7 +103,7 @@ def _weights(model: PreTrainedModel) -> dict[str, float]:
 
 def refuse_another(model: PreTrainedModel, left: dict[str, Any]) -> None:
     """Raise KvdslError unless the model looks like the one that a cache has left; rounding to another dtype changes nothing."""
-    here = looks(model)
+    here = likeness(model)
     for name in left.keys() - {"weights"}:
         if here.get(name) != left[name]:
             raise KvdslError(

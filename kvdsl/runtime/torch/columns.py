@@ -50,8 +50,8 @@ class Columns:
         """Keep what the last query that saw the slot gave."""
         queries = torch.arange(self.visible.shape[2], device=self.visible.device).view(1, 1, -1, 1)
         latest = torch.where(self.visible, queries, -1).amax(2, keepdim=True)
-        given = x.float().expand_as(self.visible).gather(2, latest.clamp(min=0)).squeeze(2)
-        self.columns[name].copy_(torch.where(latest.squeeze(2) >= 0, given, self.columns[name]))
+        gave = x.float().expand_as(self.visible).gather(2, latest.clamp(min=0)).squeeze(2)
+        self.columns[name].copy_(torch.where(latest.squeeze(2) >= 0, gave, self.columns[name]))
 
     def ema(self, name: str, x: Tensor, decay: Tensor | float) -> None:
         """Let every query count for (1 - decay), and what was before it for decay; the slot's first query counts whole.
@@ -61,10 +61,10 @@ class Columns:
         after = self.visible.flip(2).cumsum(2).flip(2) - self.visible.int()
         first = self.visible & (self._view.age == 0)
         decay = torch.as_tensor(decay, dtype=torch.float32, device=self.visible.device)
-        given = torch.where(first, 1.0, 1 - decay) * decay**after * x.float()
+        gave = torch.where(first, 1.0, 1 - decay) * decay**after * x.float()
         old = self.columns[name].unsqueeze(2) * decay ** self.visible.sum(2, keepdim=True)
         old = torch.where(first.any(2, keepdim=True), 0.0, old)
-        self.columns[name].copy_((old + torch.where(self.visible, given, 0.0).sum(2, keepdim=True)).squeeze(2))
+        self.columns[name].copy_((old + torch.where(self.visible, gave, 0.0).sum(2, keepdim=True)).squeeze(2))
 
     def ring(self, name: str, x: Tensor) -> None:
         """Note what each query gave in its place, over what an older one gave."""
@@ -72,8 +72,8 @@ class Columns:
         size = self._view.number(rings.size_name(name)).view(-1, 1)
         writer = rings.writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
         seen = (writer >= 0) & self.visible.gather(2, writer.clamp(min=0))
-        given = x.float().expand(self.visible.shape).gather(2, writer.clamp(min=0))
-        ring.copy_(torch.where(seen, given, ring.permute(1, 2, 0, 3)).permute(2, 0, 1, 3))
+        gave = x.float().expand(self.visible.shape).gather(2, writer.clamp(min=0))
+        ring.copy_(torch.where(seen, gave, ring.permute(1, 2, 0, 3)).permute(2, 0, 1, 3))
 
     def _fold(self, name: str, fold: Callable[[Tensor, Tensor], Tensor], x: Tensor) -> None:
         self.columns[name].copy_(fold(self.columns[name], x))

@@ -78,8 +78,8 @@ class Places(Protection):
 
 def _per_slot(x: Tensor | float, position: Tensor) -> Tensor:
     """A value over slots, [batch, kv_heads, 1, slots] or with any of these axes of size 1, as [batch, kv_heads, slots]."""
-    given = torch.as_tensor(x, device=position.device)
-    return (given.squeeze(2) if given.dim() == 4 else given).expand_as(position)
+    values = torch.as_tensor(x, device=position.device)
+    return (values.squeeze(2) if values.dim() == 4 else values).expand_as(position)
 
 
 def _tokens(count: Tensor | float) -> Tensor | int:

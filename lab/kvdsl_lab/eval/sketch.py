@@ -88,9 +88,9 @@ def fidelity(
             query, key = layer.query[..., newest, :], layer.key[..., : newest + 1, :]
             exact = torch.einsum("bhgd,bhsd->bhgs", query, key)
             partial = _partial(layer, prompt, newest, setting, make)
-            ranked = _page_bounds(query, key) if partial is None else partial.mean(2)
+            graded = _page_bounds(query, key) if partial is None else partial.mean(2)
             size = PAGE if partial is None else 1
-            oracle, chosen = _mask(exact.mean(2), setting.tokens, 1), _mask(ranked, setting.tokens, size)
+            oracle, chosen = _mask(exact.mean(2), setting.tokens, 1), _mask(graded, setting.tokens, size)
             differing.append((oracle != chosen).double().mean())
             if partial is not None:
                 errors.append((exact - partial).abs().double().mean() / math.sqrt(dim))

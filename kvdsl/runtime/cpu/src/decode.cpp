@@ -91,13 +91,13 @@ void advance(const DecodeArgs& args) {
 }
 
 // Whether these are different slots that hold a token. Those that were seen are marked meanwhile.
-bool all_live(int32_t* position, int slots, const int32_t* given, int count) {
+bool all_live(int32_t* position, int slots, const int32_t* named, int count) {
   int n = 0;
-  while (n < count && given[n] >= 0 && given[n] < slots && position[given[n]] >= 0) {
-    position[given[n]] = ~position[given[n]];
+  while (n < count && named[n] >= 0 && named[n] < slots && position[named[n]] >= 0) {
+    position[named[n]] = ~position[named[n]];
     ++n;
   }
-  for (int i = 0; i < n; ++i) position[given[i]] = ~position[given[i]];
+  for (int i = 0; i < n; ++i) position[named[i]] = ~position[named[i]];
   return n == count;
 }
 

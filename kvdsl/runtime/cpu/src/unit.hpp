@@ -277,10 +277,10 @@ class Unit {
       reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, args_.slots, work_.attn);
       return;
     }
-    float* const given = choice_.spare();
-    reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, given);
+    float* const reduced = choice_.spare();
+    reduction(steps_.group)(work_.weights, work_.slot_stride, args_.group, work_.inverses, 0, rows_, reduced);
     std::memset(work_.attn, 0, sizeof(float) * static_cast<std::size_t>(args_.slots));
-    for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = given[i];
+    for (int i = 0; i < rows_; ++i) work_.attn[chosen_[i]] = reduced[i];
   }
 
   // The scores of a block of rows.
