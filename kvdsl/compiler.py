@@ -46,8 +46,9 @@ def analyse(source: SourceFile | Path | str, *, settings: Mapping[str, str] = NO
     """
     sink = Sink()
     text = read_source(source, sink)
-    module = None if text is None else Loader(sink).load(text)
-    return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink)
+    loader = Loader(sink)
+    module = None if text is None else loader.load(text)
+    return Analysis.of(None if module is None else check_file(module, settings, sink), text, sink, loader.read)
 
 
 def plan_of(policy: Policy) -> PackagePlan:

@@ -11,7 +11,7 @@ import sys
 import unicodedata
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from kvdsl.codes import Code, Severity
 from kvdsl.errors import KvdslError
@@ -261,6 +261,3 @@ def _columns(text: str) -> int:
     """How many columns a terminal takes to show a printable text."""
     wide = {"W": 2, "F": 2}
     return sum(0 if unicodedata.combining(char) else wide.get(unicodedata.east_asian_width(char), 1) for char in text)
-
-
-Format = Literal["human", "json", "github"]

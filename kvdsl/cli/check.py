@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
@@ -13,15 +16,25 @@ from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
 
+FORMATS = ("text", "json", "sarif", "github")
+
+
+class _Format(click.Choice[str]):
+    """One of the formats; `human` is what `text` was called once."""
+
+    def convert(self, value: str, param: click.Parameter | None, ctx: click.Context | None) -> str:
+        return super().convert("text" if value == "human" else value, param, ctx)
+
 
 @click.command()
 @click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
-@click.option("--format", "style", type=click.Choice(["human", "json", "github"]), default="human", show_default=True,
-              help="For people, for programs, or as annotations of a pull request on GitHub.")  # fmt: skip
+@click.option("--format", "style", type=_Format(FORMATS), default="text", show_default=True,
+              help="For people, for programs, for code hosts and editors (SARIF 2.1.0), or as annotations on GitHub.")  # fmt: skip
 @click.option("--json", "style", flag_value="json", hidden=True)
 @set_option
 @click.option("--deny-warnings", is_flag=True, help="Exit with 1 for warnings, too.")
-def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_warnings: bool) -> None:
+@click.option("--watch", "watching", is_flag=True, help="Check again whenever a file changes, until Ctrl-C.")
+def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_warnings: bool, watching: bool) -> None:
     """Check policies and say what is wrong, where, and how to mend it.
 
     FILE is a .kv file, a folder of them, a policy that comes with kvdsl by its name, or `-` for standard input. Without any,
@@ -32,41 +45,81 @@ def command(files: tuple[str, ...], style: str, settings: dict[str, str], deny_w
       kvdsl check mine.kv
       kvdsl check mine.kv --set budget=64        would it work with this budget?
       kvdsl check --format github                in a workflow
+      kvdsl check policies --watch               while you write
       echo 'kv 1' | kvdsl check -
+
+    Exit codes: 0 no errors, 1 errors (with --deny-warnings also warnings), 2 a file could not be read, or the command line is
+    wrong. `--watch` ends with the last check's.
     """
-    names = kv_files(files, tests=True)
-    if not names:
-        error("there is no .kv file to check", "name the files, or start with a copy: `kvdsl list` shows policies")
-        finish(COULD_NOT_RUN)
-    found = [diagnostic for name in names for diagnostic in _check(name, settings)]
-    code = exit_code(found, deny_warnings=deny_warnings)
-    _show(found, style, len(names))
-    finish(code)
+    if watching and "-" in files:
+        raise click.UsageError("standard input cannot be watched")
+    check = _Check(files, style, settings, deny_warnings)
+    if watching:
+        from kvdsl.cli.watch import watch
 
-
-def _check(name: str, settings: dict[str, str]) -> tuple[Diagnostic, ...]:
-    from kvdsl.compiler import analyse, find_policy
-    from kvdsl.diagnostics import DiagnosticError, Sink
-    from kvdsl.syntax.reader import decode
-
-    if name == "-":
-        sink = Sink()
-        source = decode(sys.stdin.buffer.read(), sink, "-")
-        return sink.sorted() if source is None else analyse(source, settings=settings).diagnostics
-    try:
-        return analyse(find_policy(name), settings=settings).diagnostics
-    except DiagnosticError as failure:
-        return failure.diagnostics
-
-
-def _show(found: list[Diagnostic], style: str, files: int) -> None:
-    from kvdsl.diagnostics import render_github, render_json
-
-    if style == "json":
-        print_json({"diagnostics": render_json(found)})
-    elif style == "github":
-        click.echo(render_github(found), nl=False)
-    elif found:
-        report(found)
+        watch(check.findings, check.show, check.files)
     else:
-        click.echo(f"{files} file{'s' if files != 1 else ''} checked: all is well")
+        check.show(check.findings())
+    finish(check.code)
+
+
+@dataclass
+class _Check:
+    """A check of what a command line names: the `names` of files, which of them and of others it `read`, and its exit code."""
+
+    named: tuple[str, ...]
+    style: str
+    settings: dict[str, str]
+    deny_warnings: bool
+    names: list[str] = field(default_factory=list)
+    read: set[Path] = field(default_factory=set)
+    code: int = COULD_NOT_RUN
+
+    def findings(self) -> list[Diagnostic]:
+        """What is wrong with all of it."""
+        self.names = kv_files(self.named, tests=True)
+        self.read.clear()
+        found = [diagnostic for name in self.names for diagnostic in self._check(name)]
+        self.code = exit_code(found, deny_warnings=self.deny_warnings) if self.names else COULD_NOT_RUN
+        return found
+
+    def files(self) -> set[Path]:
+        """What the check depends on: the files that are named, also those that are not there, and what they import."""
+        return self.read | {Path(name) for name in kv_files(self.named, tests=True)}
+
+    def _check(self, name: str) -> tuple[Diagnostic, ...]:
+        from kvdsl.compiler import analyse, find_policy
+        from kvdsl.diagnostics import DiagnosticError, Sink
+        from kvdsl.syntax.reader import decode
+
+        if name == "-":
+            sink = Sink()
+            source = decode(sys.stdin.buffer.read(), sink, "-")
+            return sink.sorted() if source is None else analyse(source, settings=self.settings).diagnostics
+        try:
+            analysis = analyse(find_policy(name), settings=self.settings)
+        except DiagnosticError as failure:
+            return failure.diagnostics
+        self.read.update(analysis.read)
+        return analysis.diagnostics
+
+    def show(self, found: list[Diagnostic]) -> None:
+        """Shows what is wrong."""
+        if not self.names:
+            error("there is no .kv file to check", "name the files, or start with a copy: `kvdsl list` shows policies")
+        elif self.style == "json":
+            from kvdsl.diagnostics import render_json
+
+            print_json({"diagnostics": render_json(found)})
+        elif self.style == "sarif":
+            from kvdsl.sarif import render_sarif
+
+            click.echo(json.dumps(render_sarif(found, self.code), indent=2, ensure_ascii=False))
+        elif self.style == "github":
+            from kvdsl.diagnostics import render_github
+
+            click.echo(render_github(found), nl=False)
+        elif found:
+            report(found)
+        else:
+            click.echo(f"{len(self.names)} file{'s' if len(self.names) != 1 else ''} checked: all is well")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import error, finish, json_option, params_as_data, print_json, set_option
+from kvdsl.cli.common import error, finish, params_as_data, print_json, set_option
 from kvdsl.explain import DTYPES
 
 if TYPE_CHECKING:
@@ -28,8 +28,10 @@ _WIDTH = 100
 )
 @click.option("--dtype", type=click.Choice(sorted(DTYPES)), default="bfloat16", show_default=True,
               help="The model's dtype, for the bytes.")  # fmt: skip
-@json_option
-def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, as_json: bool) -> None:
+@click.option("--format", "style", type=click.Choice(["text", "json", "html"]), default="text", show_default=True,
+              help="For people, for programs, or as a page for a browser.")  # fmt: skip
+@click.option("--json", "style", flag_value="json", hidden=True)
+def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, style: str) -> None:
     """Say in words what a policy does, or what an error code means.
 
     Of a policy: what it keeps, who leaves first, what it attends to and when, what it remembers of every token and why, what that
@@ -40,15 +42,21 @@ def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, as_j
       kvdsl explain roco
       kvdsl explain mine.kv --head-dim 64 --dtype float16
       kvdsl explain KV0301
+      kvdsl explain roco --format html > roco.html
     """
     if re.fullmatch(r"(?i)kv\d{4}", what):
-        _explain_code(what.upper(), as_json)
+        _explain_code(what.upper(), style)
         return
     from kvdsl.explain.facts import as_data, facts
 
     found = facts(_policy(what, settings), head_dim, dtype)
-    if as_json:
+    if style == "json":
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
+    elif style == "html":
+        from kvdsl.compiler import find_policy
+        from kvdsl.explain.html import policy_page
+
+        click.echo(policy_page(found, find_policy(what).read_text(encoding="utf-8-sig")), nl=False)
     else:
         click.echo("\n".join(_in_words(found)))
 
@@ -82,7 +90,7 @@ def _in_words(found: Facts) -> Iterator[str]:
 # -- codes -------------------------------------------------------------------------------------------------------------
 
 
-def _explain_code(name: str, as_json: bool) -> None:
+def _explain_code(name: str, style: str) -> None:
     from kvdsl.codes import CODES
     from kvdsl.diagnostics import did_you_mean, wants_color
 
@@ -90,7 +98,12 @@ def _explain_code(name: str, as_json: bool) -> None:
     if code is None:
         error(f"there is no code {name}", did_you_mean(name, CODES))
         finish(2)
-    if as_json:
+    if style == "html":
+        from kvdsl.explain.html import code_page
+
+        click.echo(code_page(code), nl=False)
+        return
+    if style == "json":
         fields = {"code": code.id, "severity": code.severity, "title": code.title, "explanation": code.explanation}
         print_json(fields | {"example": code.example, "settings": dict(code.settings)})
         return

@@ -18,6 +18,7 @@ from kvdsl import __version__, lab
 from kvdsl.cli.common import error, guarded
 
 COMMANDS = {
+    "new": "Write a policy to begin with, and a test of it.",
     "compile": "Turn policies into Python packages.",
     "build": "Compile kernels ahead of time, and say what they take of a GPU.",
     "check": "Check policies and say what is wrong, where, and how to mend it.",
@@ -26,6 +27,7 @@ COMMANDS = {
     "list": "List the policies that come with kvdsl.",
     "show": "Print a policy's source, and say where it lies.",
     "explain": "Say in words what a policy does, or what an error code means.",
+    "diff": "Say what is different between two policies.",
     "run": "Generate text under a policy, next to the full cache.",
     "models": "Get language models by name, for --model NAME.",
     "doctor": "Say what works on this machine, and why the rest does not.",

@@ -154,9 +154,9 @@ class _Run:
         return layer
 
     def _check_refusal(self, layer: Layer) -> None:
-        refusal = _refusal(self.policy, layer.machines[0].numbers, self.scenario.key_dim)
-        if refusal is not None:
-            raise _RefusedError(self.scenario.test.title.span, refusal)
+        found = refusal(self.policy, layer.machines[0].numbers, self.scenario.key_dim)
+        if found is not None:
+            raise _RefusedError(self.scenario.test.title.span, found)
 
     def _attention(self, token: syn.Incoming, there: list[int], ahead: int = 0) -> list[Array]:
         """What the token pays in each KV head to the tokens that are there: [there] each; of a prompt `ahead` came with it."""
@@ -250,7 +250,7 @@ def _brought(token: syn.Incoming, kind: str) -> syn.Brought | None:
     return next((one for one in token.brought if one.kind == kind), None)
 
 
-def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
+def refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
     """Why a cache would refuse these numbers, which only the prompt and the vectors make known."""
     if numbers.budget < 1:
         return f"the budget is {numbers.budget:g} tokens"

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdsl import codes
@@ -34,11 +35,13 @@ class Analysis:
         policies: the file's policy, flat and checked; empty if there are errors, or if the file is a library of lets.
         diagnostics: errors and warnings, by place.
         scenarios: the file's tests that have no errors, if it is a file of tests.
+        read: the files that were read for it: itself and what it imports.
     """
 
     policies: tuple[Policy, ...]
     diagnostics: tuple[Diagnostic, ...]
     scenarios: tuple[Scenario, ...] = ()
+    read: frozenset[Path] = frozenset()
 
     @property
     def ok(self) -> bool:
@@ -61,12 +64,14 @@ class Analysis:
         return self.policies[0]
 
     @staticmethod
-    def of(found: Policy | tuple[Scenario, ...] | None, text: SourceFile | None, sink: Sink) -> Analysis:
+    def of(
+        found: Policy | tuple[Scenario, ...] | None, text: SourceFile | None, sink: Sink, read: Iterable[Path] = ()
+    ) -> Analysis:
         """What was found in a file, unless there are errors; of other files, what it imports, their errors only."""
         policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
         said = sink.sorted(first=text)
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
-        return Analysis(policies, shown, found if isinstance(found, tuple) else ())
+        return Analysis(policies, shown, found if isinstance(found, tuple) else (), frozenset(read))
 
 
 def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:

@@ -59,6 +59,11 @@ class Loader:
         self._loaded: dict[Path, Module] = {}
         self._loading: list[Path] = []
 
+    @property
+    def read(self) -> list[Path]:
+        """The files that were loaded, as resolved paths."""
+        return list(self._loaded)
+
     def load(self, source: SourceFile) -> Module:
         """A source with everything that it imports."""
         syntax = parse_module(source, self.sink)

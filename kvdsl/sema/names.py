@@ -67,13 +67,18 @@ def check_name(word: syn.Word, kind: str, sink: Sink) -> bool:
 
 def check_stem(source: SourceFile, sink: Sink) -> None:
     """Reports a file whose stem cannot be the name of a package."""
-    stem = source.stem
-    found = problem(stem, "package")
-    if found is None and not (stem.isascii() and stem.isidentifier()):
-        found = f"the file's name `{stem}` cannot be the name of a package"
+    found = stem_problem(source.stem)
     if found is not None:
         help = "rename the file: its stem consists of letters, digits and `_`"
         sink.report(codes.BAD_NAME, source.span(0, 0), found, help)
+
+
+def stem_problem(stem: str) -> str | None:
+    """Why a file of this stem cannot hold a policy; None if it can."""
+    found = problem(stem, "package")
+    if found is None and not (stem.isascii() and stem.isidentifier()):
+        return f"the file's name `{stem}` cannot be the name of a package"
+    return found
 
 
 def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import re
+import signal
+import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 from kvdsl.cli.common import FORMAT_VERSION
+from kvdsl.files import write_whole
 from tests.cli.harness import run
 
 GOOD = 'kv 1\n\npolicy Good {\n  "Mine."\n  param budget = 64\n  score mean(attn)\n}\n'
@@ -99,3 +103,55 @@ def test_standard_input(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 def test_would_it_work_with_this_budget(capsys: pytest.CaptureFixture[str]) -> None:
     assert run(capsys, "check", "h2o", "--set", "recent=512").code == 0
     assert run(capsys, "check", "h2o", "--set", "recent=513").code == 1
+
+
+def test_human_is_what_text_was_called(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(capsys, "check", "bad.kv", "--format", "human") == run(capsys, "check", "bad.kv", "--format", "text")
+
+
+def test_exit_codes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert [run(capsys, "check", *names).code for names in (["good.kv"], ["bad.kv", "good.kv"], ["nothing.kv", "bad.kv"])] == [
+        0, 1, 2,
+    ]  # fmt: skip
+    assert run(capsys, "check", "--format", "xml").code == 2
+    assert run(capsys, "check", ".hidden").code == 1  # a hidden folder counts where it is named
+
+
+def test_standard_input_cannot_be_watched(capsys: pytest.CaptureFixture[str]) -> None:
+    result = run(capsys, "check", "-", "--watch")
+    assert (result.code, result.out) == (2, "")
+    assert "cannot be watched" in result.err
+
+
+def test_watch_checks_again_after_each_change() -> None:
+    """A file, what it imports, and a file that comes into the folder; Ctrl-C ends it with the last exit code."""
+    Path("inner/more").mkdir()
+    Path("inner/mine.kv").write_text('kv 1\nimport "../good.kv"\n\npolicy Mine extends Good {\n  "Mine."\n}\n')
+    command = [
+        sys.executable,
+        "-u",
+        "-c",
+        f"import signal; signal.signal(signal.SIGINT, signal.default_int_handler); {WATCH}",
+    ]
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=environment) as process:
+        try:
+            assert process.stdout is not None
+            lines = iter(process.stdout.readline, "")
+            for change, name, closes_with in [
+                (None, "", "2 files checked: all is well"),
+                (GOOD.replace("mean(attn)", "attn"), "good.kv", "1 error"),
+                (GOOD, "good.kv", "2 files checked: all is well"),
+                (BAD, "inner/more/new.kv", "2 errors"),
+            ]:
+                if change is not None:
+                    write_whole(Path(name), change)
+                assert f"{closes_with}\n" in lines
+            process.send_signal(signal.SIGINT)
+            assert process.wait() == 1
+        finally:
+            process.kill()
+
+
+WATCH = "import sys; from kvdsl.cli import main; sys.exit(main(['check', 'inner', '--watch']))"
+"""Ctrl-C reaches it, whatever the process that runs the tests does with it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from html.parser import HTMLParser
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import pytest
 from kvdsl.codes import CODES
 from kvdsl.compiler import compile_file, shipped_policies
 from kvdsl.explain.facts import as_data, facts
+from kvdsl.explain.words import rows
 from tests.cli.harness import run
 
 STEMS = [path.stem for path in shipped_policies()]
@@ -184,3 +186,45 @@ def test_the_state_is_that_of_the_compiled_policy(tmp_path: Path) -> None:
     state = [column["name"] for column in as_data(facts(compiled.policy))["state"]]
     assert state == ["sum_attn_times_2"]
     assert f'columns=("{state[0]}",)' in compiled.files["cache.py"]
+
+
+class _Tags(HTMLParser):
+    """The tags that are open, and the text; a tag that is closed out of turn is an error."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.open: list[str] = []
+        self.text = ""
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br"):
+            self.open.append(tag)
+        assert not any(name in ("src", "href") for name, _ in attrs), "a page needs nothing else"
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def test_html_says_what_text_says(capsys: Capture) -> None:
+    Path("mine.kv").write_text(
+        'kv 1\n\npolicy Mine {\n  "Less < more & `code`."\n  param budget = 8\n  score sum(attn > 0.5)\n}\n'
+    )
+    page = _Tags(run(capsys, "explain", "mine.kv", "--format", "html").out)
+    assert page.open == []
+    assert Path("mine.kv").read_text() in page.text
+    found = facts(compile_file("mine.kv").policy)
+    for title, lines in rows(found).items():
+        assert title in page.text
+        assert all(line in page.text for line in lines)
+    assert "Less < more & code." in page.text
+
+
+def test_html_of_a_code(capsys: Capture) -> None:
+    page = _Tags(run(capsys, "explain", "KV0301", "--format", "html").out)
+    assert page.open == []
+    assert CODES["KV0301"].example in page.text
+    assert CODES["KV0301"].title in page.text

@@ -1,0 +1,124 @@
+"""`kvdsl diff`: what is different between two policies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli import completion
+from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, set_option
+
+if TYPE_CHECKING:
+    from kvdsl.explain.difference import Difference
+    from kvdsl.explain.facts import Facts
+    from kvdsl.ir.nodes import Policy
+    from kvdsl.scenarios.witness import Search, Witness
+
+
+@click.command()
+@click.argument("a", shell_complete=completion.policies)
+@click.argument("b", shell_complete=completion.policies)
+@set_option
+@json_option
+def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
+    """Say what is different between two policies: statements, what they remember of every token, bytes, and who stays.
+
+    A and B are shipped policies or .kv files. Both count with all that they inherit; names, docstrings, comments and lets make no
+    difference. A small text of which they keep, or attend to, different tokens is looked for in the reference interpreter, and shown as
+    a test that one passes and the other fails.
+
+    \b
+    Examples:
+      kvdsl diff h2o tova
+      kvdsl diff roco mine.kv --set budget=64
+
+    Exit codes: 0 the same meaning, 1 they differ, 2 a policy cannot be read, or has errors.
+    """
+    from kvdsl.compiler import find_policy
+    from kvdsl.explain.difference import difference
+    from kvdsl.explain.facts import facts
+
+    paths = find_policy(a), find_policy(b)
+    first, second = (facts(_policy(path, settings)) for path in paths)
+    found = difference(first, second)
+    search = None if not found.changes or found.in_memory_only else _search(paths, settings)
+    if as_json:
+        print_json(_as_data((first, second), found, search))
+    else:
+        click.echo("\n".join(_in_words((a, b), found, search)))
+    finish(FINDINGS if found.changes else CLEAN)
+
+
+def _policy(path: Path, settings: Mapping[str, str]) -> Policy:
+    from kvdsl.compiler import analyse
+    from kvdsl.diagnostics import DiagnosticError
+
+    analysis = analyse(path, settings=settings)
+    if not analysis.ok:
+        raise DiagnosticError(analysis.diagnostics)
+    return analysis.policy
+
+
+def _search(paths: tuple[Path, Path], fixed: Mapping[str, str]) -> Search:
+    from kvdsl.compiler import analyse
+    from kvdsl.scenarios.witness import Variant, find_witness
+
+    def variant(path: Path) -> Variant:
+        names = {param.name for param in _policy(path, fixed).params}
+
+        def make(settings: Mapping[str, str]) -> Policy | None:
+            own = {name: value for name, value in settings.items() if name in names}
+            analysis = analyse(path, settings=own | dict(fixed))
+            return analysis.policy if analysis.ok else None
+
+        return make
+
+    return find_witness(variant(paths[0]), variant(paths[1]))
+
+
+def _in_words(names: tuple[str, str], found: Difference, search: Search | None) -> list[str]:
+    from kvdsl.scenarios.write import as_test, passing
+
+    if not found.changes:
+        return ["no difference in meaning"]
+    lines: list[str] = []
+    for change in found.changes:
+        lines += [change.title, *(f"  - {line}" for line in change.before), *(f"  + {line}" for line in change.after), ""]
+    if search is None:
+        return [*lines, "Both keep the same tokens: they differ in how slots lie in memory alone."]
+    if search.witness is None:
+        return [*lines, f"Of {search.tried} small texts both kept the same tokens; that proves nothing."]
+    which = passing(search.witness)
+    return [*lines, f"A test that {names[which]} passes and {names[1 - which]} fails:", "", as_test(search.witness, names)]
+
+
+def _as_data(both: tuple[Facts, Facts], found: Difference, search: Search | None) -> dict[str, Any]:
+    a, b = both
+    return {
+        "a": {"name": a.policy.name, "stem": a.policy.stem, "bytes_per_token": a.bytes_per_token},
+        "b": {"name": b.policy.name, "stem": b.policy.stem, "bytes_per_token": b.bytes_per_token},
+        "same": not found.changes,
+        "in_memory_only": found.in_memory_only,
+        "changes": [{"title": one.title, "a": one.before, "b": one.after} for one in found.changes],
+        "texts_tried": 0 if search is None else search.tried,
+        "scenario": None if search is None or search.witness is None else _scenario(search.witness),
+    }
+
+
+def _scenario(found: Witness) -> dict[str, Any]:
+    from kvdsl.scenarios.write import as_test, passing
+
+    return {
+        "settings": found.settings,
+        "layer": found.layer,
+        "layers": found.layers,
+        "tokens": found.tokens,
+        "what": found.what,
+        "a": found.found[0],
+        "b": found.found[1],
+        "passes": "ab"[passing(found)],
+        "test": as_test(found, ("a", "b")),
+    }

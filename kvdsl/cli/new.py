@@ -1,0 +1,86 @@
+"""`kvdsl new`: a policy to begin with, and a test of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import click
+
+from kvdsl.cli.common import COULD_NOT_RUN, error, finish
+
+POLICY = """\
+kv 1
+
+policy {name} {{
+  \"\"\"
+  Evicts the token with the lowest mean attention; the first and the most recent tokens stay.
+
+  Say here what your policy does, and where it comes from.
+  \"\"\"
+  param budget = 256  # the tokens that each KV head keeps; 0.25 would be a quarter of the prompt
+  param sinks  = 4
+  param recent = budget / 4
+  score mean(attn)   # the lowest leaves first
+  keep  first sinks  # what may not leave
+  keep  last recent
+}}
+"""
+
+TEST = """\
+kv 1
+import "{stem}.kv"
+
+test "of the tokens between the first and the recent ones the least attended leaves" {{
+  use {name}
+  set budget = 4
+  set sinks = 1
+  set recent = 1
+  prompt {{
+    attend 1  # what each token gives to the tokens up to itself
+    attend 0.5, 0.5
+    attend 0.5, 0.25, 0.25
+    attend 0.5, 0.125, 0.25, 0.125
+  }}
+  expect kept 0..3  # no more than the budget yet
+  attend 0.25, 0, 0.5, 0, 0.25
+  expect score 0.55, 0.21875, 0.333333, 0.0625, 0.25
+  expect protected 0, 4
+  expect evicted 3
+}}
+"""
+
+
+@click.command()
+@click.argument("name")
+def command(name: str) -> None:
+    """Write a policy to begin with, and a test of it that passes.
+
+    NAME is a file's name, with or without `.kv`, perhaps in a folder: `my_policy` makes `my_policy.kv` with `policy MyPolicy` in it,
+    and `my_policy_test.kv`. Files that are there already are left alone. `kvdsl show` prints a shipped policy to begin with instead.
+
+    \b
+    Examples:
+      kvdsl new mine
+      kvdsl new policies/sparse_tail
+    """
+    from kvdsl.files import write_whole
+    from kvdsl.sema.names import problem, stem_problem
+
+    path = Path(name).with_suffix(".kv") if name.endswith(".kv") else Path(f"{name}.kv")
+    policy = "".join(part[:1].upper() + part[1:] for part in path.stem.split("_"))
+    wrong = stem_problem(path.stem) or problem(policy, "policy")
+    if path.stem.endswith("_test"):
+        wrong = f"`{path.name}` would be taken for a file of tests"
+    if wrong is not None:
+        error(wrong, "choose another name, for example `kvdsl new my_policy`")
+        finish(COULD_NOT_RUN)
+    texts = {path: POLICY, path.with_name(f"{path.stem}_test.kv"): TEST}
+    for file in texts:
+        if file.exists():
+            error(f"there is a `{file}` already", "choose another name, or remove the file")
+            finish(COULD_NOT_RUN)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    for file, text in texts.items():
+        write_whole(file, text.format(name=policy, stem=path.stem))
+        click.echo(f"wrote {file}")
+    click.echo(f"\nnext: kvdsl test {path}\n      kvdsl explain {path}\n      kvdsl compile {path}")

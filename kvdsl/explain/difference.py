@@ -1,0 +1,74 @@
+"""What is different between two policies: statements, state columns, bytes, and what they read. Imports nothing of the runtime."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from difflib import SequenceMatcher
+
+from kvdsl.explain.facts import Facts
+from kvdsl.explain.words import meaning, rows
+from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
+
+_TITLES = ("costs", "peak", "reads", "backends")
+"""What `explain` says in words that is compared as it stands."""
+
+_NO_MEANING = {"storage": "in_place", "block": None, "rope": "fused"}
+"""What decides how slots lie in memory, and never which tokens stay."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """What only the first of two policies says under a title, and what only the second says there."""
+
+    title: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """What is different; nothing, if the two mean the same.
+
+    Attributes:
+        in_memory_only: whether both keep the same tokens for certain, since they differ in how slots lie in memory alone.
+    """
+
+    changes: tuple[Change, ...]
+    in_memory_only: bool
+
+
+def difference(a: Facts, b: Facts) -> Difference:
+    """Compares two policies with all that they inherit; names, docstrings, comments and lets do not count."""
+    first, second = _nameless(a.policy), _nameless(b.policy)
+    if first == second:
+        return Difference((), False)
+    pairs = [("statements", _statements(first), _statements(second)), ("state", _state(a), _state(b))]
+    said = rows(a), rows(b)
+    pairs += [(title, said[0].get(title, []), said[1].get(title, [])) for title in _TITLES]
+    changes = (_changed(*pair) for pair in pairs)
+    same_tokens = first.model_copy(update=_NO_MEANING) == second.model_copy(update=_NO_MEANING)
+    return Difference(tuple(one for one in changes if one.before or one.after), same_tokens)
+
+
+def _nameless(policy: Policy) -> Policy:
+    params = tuple(sorted(policy.params, key=lambda param: param.name))
+    return policy.model_copy(update={"name": "P", "stem": "p", "doc": "", "params": params})
+
+
+def _statements(policy: Policy) -> list[str]:
+    return [line.strip() for line in print_policy(policy).splitlines()[3:-1]]
+
+
+def _state(found: Facts) -> list[str]:
+    return [f"{column.name}: {meaning(column)}" for column in found.state]
+
+
+def _changed(title: str, a: list[str], b: list[str]) -> Change:
+    before: list[str] = []
+    after: list[str] = []
+    for kind, *place in SequenceMatcher(None, a, b, autojunk=False).get_opcodes():
+        if kind != "equal":
+            before += a[place[0] : place[1]]
+            after += b[place[2] : place[3]]
+    return Change(title, tuple(before), tuple(after))

@@ -1,0 +1,100 @@
+"""Random small texts for policies, as numbers: what each token attends to, or the vectors that its attention follows from."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+
+from kvdsl.interp.evaluate import Array
+from kvdsl.ir.nodes import Expr, Input, Policy
+from kvdsl.ir.visitors import expressions, walk
+
+DIMS = 4
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A text.
+
+    Attributes:
+        prompt: how many of its tokens come in together; the others follow one by one.
+        attend: what each token gives to those up to itself, [heads, tokens, tokens]; None where vectors say it.
+        query: [heads, tokens, group, DIMS].
+        key, value: [heads, tokens, DIMS].
+    """
+
+    prompt: int
+    attend: Array | None
+    query: Array
+    key: Array
+    value: Array
+
+    @property
+    def tokens(self) -> int:
+        """How many there are."""
+        return int(self.key.shape[1])
+
+
+class Form:
+    """What texts have to look like for all of some policies to make sense of them."""
+
+    def __init__(self, policies: Sequence[Policy]) -> None:
+        self.policies = policies
+        several = any(policy.across is not None or policy.victims != "own" for policy in policies)
+        self.heads = 2 if several else 1
+        self.group = 2 if len({policy.group for policy in policies}) > 1 else 1
+
+    @cached_property
+    def reads(self) -> frozenset[str]:
+        """The inputs that any of them reads when tokens leave."""
+        exprs = [expr for policy in self.policies for expr in expressions(policy)]
+        return frozenset(part.name for expr in exprs for part in walk(expr) if isinstance(part, Input))
+
+    @property
+    def by_vectors(self) -> bool:
+        """Whether attention has to follow from queries and keys."""
+        selects = any(policy.select is not None for policy in self.policies)
+        return selects or self.group > 1 or bool(self.reads & {"q", "logit"})
+
+    @cached_property
+    def vectors(self) -> tuple[str, ...]:
+        """Which vectors matter."""
+        if self.by_vectors:
+            return ("query", "key", "value")
+        return tuple(name for name, short in (("key", "k"), ("value", "v")) if short in self.reads)
+
+    @property
+    def layers(self) -> list[tuple[int, int]]:
+        """The layers, counted from 0, of how many, in which the policies may do different things."""
+        ranged = any(policy.layers is not None for policy in self.policies)
+        ranged |= any((policy.select.low or policy.select.high) is not None for policy in self.policies if policy.select)
+        numbers = {part.name for policy in self.policies for part in _numbers(policy) if isinstance(part, Input)}
+        return [(0, 1), (0, 4), (3, 4)] if ranged or numbers & {"layer", "layers"} else [(0, 1)]
+
+    def draw(self, random: np.random.Generator, size: int) -> Drawn:
+        """A text of somewhat more than `size` tokens, of which most come in together, or few; numbers have one digit."""
+        prompt = size + int(random.integers(1, 5)) if random.integers(2) else int(random.integers(1, size + 1))
+        more = int(random.integers(1, 5)) + max(0, size - prompt)
+        count = prompt + more
+        attend = None
+        if not self.by_vectors:
+            attend = np.tril(random.integers(0, 10, (self.heads, count, count)) / 10)
+        query = random.integers(-2, 3, (self.heads, count, self.group, DIMS)).astype(float)
+        key, value = random.integers(-2, 3, (2, self.heads, count, DIMS)).astype(float)
+        return Drawn(prompt, attend, query, key, value)
+
+
+def _numbers(policy: Policy) -> Iterator[Expr]:
+    """The parts of everything that is evaluated."""
+    exprs = [*expressions(policy), policy.budget, policy.trigger, policy.slack, policy.max_drop, policy.pages]
+    exprs += [param.default for param in policy.params] + [keep.count for keep in policy.keeps]
+    if policy.select is not None:
+        exprs += [policy.select.count, policy.select.by]
+    if policy.sketch is not None:
+        exprs += [policy.sketch.count, policy.sketch.by]
+    for expr in exprs:
+        if expr is not None:
+            yield from walk(expr)

@@ -1,0 +1,178 @@
+"""Finds a text of which two policies keep, or attend to, different tokens, by running both on the reference interpreter.
+
+Texts begin small: a few tokens, a small budget, numbers with one digit. So what is found can be followed by hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from kvdsl.interp.evaluate import Array, Indices
+from kvdsl.interp.step import Step
+from kvdsl.interp.text import Text
+from kvdsl.ir.nodes import Number, Param, Policy
+from kvdsl.passes.columns import add_columns
+from kvdsl.scenarios.draw import DIMS, Drawn, Form
+from kvdsl.scenarios.run import refusal
+
+Variant = Callable[[Mapping[str, str]], Policy | None]
+"""A policy with some of its params set, those passed over that it does not have; None if it is refused then."""
+
+SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 34, 40)
+"""The budgets that are tried."""
+TEXTS = 6
+"""How many texts are tried with each choice of params and layer."""
+LARGE = 4
+"""A param above this is tried with smaller values."""
+
+Kept = tuple[tuple[int, ...], ...]
+"""Positions, for each KV head."""
+
+
+@dataclass(frozen=True)
+class Witness:
+    """A text that tells two policies apart.
+
+    Attributes:
+        policies: both, with the params that were set.
+        settings: these params, as both are run with them.
+        layer, layers: in which layer, counted from 0, of how many.
+        text: what comes in; only the first `tokens` of it matter.
+        rows: what each of these gives to the tokens that are there and, last, to itself, for each head; empty where vectors say it.
+        vectors: which of the text's vectors matter.
+        what: `kept` or `selected`.
+        found: the positions of which that is true in each policy.
+    """
+
+    policies: tuple[Policy, Policy]
+    settings: dict[str, str]
+    layer: int
+    layers: int
+    text: Drawn
+    tokens: int
+    rows: list[list[Array]]
+    vectors: tuple[str, ...]
+    what: str
+    found: tuple[Kept, Kept]
+
+
+@dataclass(frozen=True)
+class Search:
+    """What came of looking for a witness: one, or None after so many texts were tried."""
+
+    witness: Witness | None
+    tried: int
+
+
+def find_witness(a: Variant, b: Variant, seed: int = 0) -> Search:
+    """Looks for the first text, from small to large, that tells them apart."""
+    whole = [policy for one in (a, b) if (policy := one({})) is not None]
+    form, random, tried = Form(whole), np.random.default_rng(seed), 0
+    for size, settings in _choices(whole):
+        policies = a(settings), b(settings)
+        if policies[0] is None or policies[1] is None:
+            continue
+        pair = add_columns(policies[0]), add_columns(policies[1])
+        for layer, layers in form.layers * TEXTS:
+            tried += 1
+            text = form.draw(random, size)
+            runs = [_Run(policy, text, form, layer, layers) for policy in pair]
+            found = _compare(*runs)
+            if found is not None:
+                tokens, what, kept = found
+                vectors, rows = form.vectors, runs[0].rows[:tokens]
+                return Search(Witness(pair, settings, layer, layers, text, tokens, rows, vectors, what, kept), tried)
+    return Search(None, tried)
+
+
+def _choices(policies: list[Policy]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Sizes, and values of params that go with them: small budgets first, with each of them large params made small, then as they are."""
+    params = [param for policy in policies for param in policy.params]
+    defaults: dict[str, list[str]] = {}
+    for param in params:
+        defaults.setdefault(param.name, []).append(param.default.model_dump_json())
+    # Where the two give a param different defaults, that may be all that is different.
+    large = [name for name in dict.fromkeys(one.name for one in params if _is_large(one)) if len(set(defaults[name])) == 1]
+    shared = [name for name in large if len(defaults[name]) == len(policies)]
+    seen: list[dict[str, str]] = []
+    for size in SIZES:
+        given = {"budget": str(size)} if "budget" in defaults else {}
+        small = dict.fromkeys(large, "2")
+        for settings in (given | small, given | small | dict.fromkeys(shared, str(size)), given):
+            if settings not in seen:
+                seen.append(settings)
+                yield size, settings
+
+
+def _is_large(param: Param) -> bool:
+    return param.name != "budget" and isinstance(param.default, Number) and param.default.value > LARGE
+
+
+class _Run:
+    """A policy on a text. `rows` holds, of each token that came in, what it gave to the slots of each head and to itself."""
+
+    def __init__(self, policy: Policy, text: Drawn, form: Form, layer: int, layers: int) -> None:
+        self.policy, self.given = policy, text
+        self.state = Text(policy, {}, layer, layers, heads=form.heads, key_dim=DIMS, value_dim=DIMS)
+        self.last: list[Step] = []
+        self.rows: list[list[Array]] = []
+
+    def steps(self) -> Iterator[int]:
+        """Takes the prompt, then token by token; says how many have come in. Ends at once where a cache would refuse the numbers."""
+        if self._prompt():
+            yield self.given.prompt
+            for token in range(self.given.prompt, self.given.tokens):
+                self._token(token)
+                yield token + 1
+
+    def _prompt(self) -> bool:
+        given, part = self.given, slice(0, self.given.prompt)
+        layer, heads = self.state.prompt(given.prompt), self.state.heads
+        if refusal(self.policy, layer.machines[0].numbers, DIMS) is not None:
+            return False
+        if given.attend is None:
+            self.last = layer.prefill(heads, given.query[:, part], given.key[:, part], given.value[:, part])
+        else:
+            self.rows = [[rows[token, : token + 1] for rows in given.attend] for token in range(given.prompt)]
+            self.last = layer.observe_rows(
+                heads, list(given.attend[:, part, part]), given.key[:, part], given.value[:, part]
+            )
+        return True
+
+    def _token(self, token: int) -> None:
+        given, heads, layer = self.given, self.state.heads, self.state.decoding
+        key, value = given.key[:, token], given.value[:, token]
+        if given.attend is None:
+            self.last = layer.decode(heads, given.query[:, token], key, value)
+        else:
+            rows = [given.attend[index, token, [*head.position, token]] for index, head in enumerate(heads)]
+            self.rows.append(rows)
+            self.last = layer.observe_row(heads, rows, key, value)
+
+    @property
+    def kept(self) -> Kept:
+        """The positions of what is cached."""
+        return tuple(_sorted(head.position) for head in self.state.heads)
+
+    @property
+    def selected(self) -> Kept:
+        """The positions that the last token attended to."""
+        return tuple(_sorted(s.position if s.selected is None else s.position[s.selected]) for s in self.last)
+
+
+def _sorted(positions: Indices) -> tuple[int, ...]:
+    return tuple(sorted(int(position) for position in positions))
+
+
+def _compare(a: _Run, b: _Run) -> tuple[int, str, tuple[Kept, Kept]] | None:
+    """After how many tokens the two differ, in what, and how; None if they never do."""
+    selects = a.policy.select is not None or b.policy.select is not None
+    for tokens, _ in zip(a.steps(), b.steps(), strict=False):
+        if selects and tokens > a.given.prompt and a.selected != b.selected:
+            return tokens, "selected", (a.selected, b.selected)
+        if a.kept != b.kept:
+            return tokens, "kept", (a.kept, b.kept)
+    return None

@@ -1,0 +1,67 @@
+"""A text that tells two policies apart, written as a test in the language: one of the two passes it, the other fails."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+
+from kvdsl.ir.printer import print_number
+from kvdsl.scenarios.witness import Kept, Witness
+
+
+def passing(found: Witness) -> int:
+    """Which of the two passes: the first, unless it cannot be asked what it attends to."""
+    return int(found.what == "selected" and found.policies[0].select is None)
+
+
+def as_test(found: Witness, names: tuple[str, str]) -> str:
+    """The test.
+
+    Args:
+        names: how the policies are called by whoever compares them; both may have one name in their files.
+    """
+    steps = (f"  {line}" for line in _steps(found, names[1 - passing(found)]))
+    return "\n".join(['test "a text that tells two policies apart" {', *steps, "}"])
+
+
+def _steps(found: Witness, other: str) -> Iterator[str]:
+    which = passing(found)
+    policy, mine, theirs = found.policies[which], found.found[which], found.found[1 - which]
+    where = "" if found.layers == 1 else f" at layer {found.layer} of {found.layers}"
+    yield f"use {policy.name}{where}"
+    own = {param.name for param in policy.params}
+    yield from (f"set {name} = {value}" for name, value in found.settings.items() if name in own)
+    yield "prompt {"
+    yield from (f"  {_token(found, token)}" for token in range(found.text.prompt))
+    yield "}"
+    yield from (_token(found, token) for token in range(found.text.prompt, found.tokens))
+    yield f"expect {found.what} {_places(mine)}  # {other}: {_places(theirs)}"
+
+
+def _token(found: Witness, token: int) -> str:
+    """`attend 0.5, 0.5 value 1, 0`, or `token query 1, 0 key 0, 1`."""
+    words = [f"attend {_heads(_row(row) for row in found.rows[token])}"] if found.rows else ["token"]
+    for name in found.vectors:
+        vectors = getattr(found.text, name)[:, token]
+        rows = (" and ".join(map(_row, head)) if name == "query" else _row(head) for head in vectors)
+        words.append(f"{name} {_heads(rows)}")
+    return " ".join(words)
+
+
+def _heads(rows: Iterable[str]) -> str:
+    return " / ".join(rows)
+
+
+def _row(values: Iterable[float]) -> str:
+    return ", ".join(print_number(float(value)) for value in values)
+
+
+def _places(kept: Kept) -> str:
+    return " / ".join(", ".join(_runs(head)) or "nothing" for head in kept)
+
+
+def _runs(positions: Iterable[int]) -> Iterator[str]:
+    """`0`, `4..9`: positions that follow each other, as one."""
+    for _, run in groupby(enumerate(positions), lambda pair: pair[1] - pair[0]):
+        first, *more = (position for _, position in run)
+        yield f"{first}..{more[-1]}" if len(more) > 1 else ", ".join(map(str, (first, *more)))

@@ -1,0 +1,143 @@
+"""`kvdsl diff`: what it says is different is, and the test that it finds tells the two policies apart."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvdsl.compiler import analyse
+from kvdsl.scenarios.run import run_scenario
+from tests.cli.harness import run
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(autouse=True)
+def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, *statements: str) -> str:
+    body = "".join(f"  {statement}\n" for statement in statements)
+    Path(name).write_text(f'kv 1\n\npolicy {Path(name).stem.capitalize()} {{\n  "{name}"\n{body}}}\n')
+    return name
+
+
+def diff(capsys: Capture, a: str, b: str, *more: str) -> tuple[dict[str, Any], int]:
+    result = run(capsys, "diff", a, b, *more, "--json")
+    return result.json(), result.code
+
+
+def test_the_same_meaning(capsys: Capture) -> None:
+    """Lets, comments, names, docstrings and the order of params are no difference."""
+    a = write("one.kv", "param budget = 64", "param x = 2", "score mean(attn) * x", "keep last 1")
+    b = write("two.kv", "param x = 2", "let m = mas  # the same", "param budget = 64", "score m * x")
+    assert run(capsys, "diff", a, b).out == "no difference in meaning\n"
+    found, code = diff(capsys, a, b)
+    assert (code, found["same"], found["changes"], found["scenario"]) == (0, True, [], None)
+
+
+def test_what_is_inherited_counts(capsys: Capture) -> None:
+    Path("mine.kv").write_text('kv 1\nimport h2o\n\npolicy Mine extends H2O {\n  "Mine."\n}\n')
+    assert diff(capsys, "h2o", "mine.kv")[0]["same"]
+
+
+def test_how_slots_lie_in_memory_keeps_the_same_tokens(capsys: Capture) -> None:
+    a = write("one.kv", "param budget = 64", "score mean(attn)")
+    b = write("two.kv", "param budget = 64", "score mean(attn)", "storage blocks 16")
+    found, code = diff(capsys, a, b)
+    assert (code, found["same"], found["in_memory_only"], found["texts_tried"]) == (1, False, True, 0)
+    assert found["changes"][0] == {"title": "statements", "a": [], "b": ["storage blocks 16"]}
+
+
+def test_what_is_said(capsys: Capture) -> None:
+    a = write("one.kv", "param budget = 64", "score sum(attn)")
+    b = write("two.kv", "param budget = 64", "score mean(attn) * norm1(v)")
+    result = run(capsys, "diff", a, b)
+    assert result.code == 1
+    for line in ("  - score sum(attn)", "  + score mean(attn) * sum(abs(v) over dims)", "  + value vectors"):
+        assert f"{line}\n" in result.out
+    found, _ = diff(capsys, a, b)
+    assert found["b"]["bytes_per_token"] > found["a"]["bytes_per_token"]
+    state = next(one for one in found["changes"] if one["title"] == "state")
+    assert state["a"] == []
+    assert len(state["b"]) == 1
+
+
+def test_errors(capsys: Capture) -> None:
+    bad = write("bad.kv", "param budget = 64", "score attn")
+    assert run(capsys, "diff", "h2o", "nothing").code == 2
+    result = run(capsys, "diff", "h2o", bad)
+    assert result.code == 1
+    assert "KV0301" in result.err
+
+
+PAIRS = [
+    ("h2o", "tova"),  # by attention
+    ("vatp_h2o", "h2o"),  # and by values
+    ("snapkv", "pyramidkv"),  # layer by layer
+    ("adakv", "snapkv"),  # heads that share a budget
+    ("sparcas", "quest"),  # what is attended to
+    ("roco", "roco_sparcas"),  # the same, of which the second can be asked only
+    ("full", "window"),  # one has no budget
+    ("streaming_llm", "lazy_streaming"),
+    ("roco", "roco_easykv"),
+    ("random", "h2o"),
+]
+
+
+@pytest.mark.parametrize(("a", "b"), PAIRS)
+def test_what_is_found_tells_them_apart(capsys: Capture, a: str, b: str) -> None:
+    """One passes the test as it stands, the other fails it."""
+    found, code = diff(capsys, a, b)
+    assert code == 1
+    scenario = found["scenario"]
+    assert scenario["a"] != scenario["b"]
+    passes, fails = (a, b) if scenario["passes"] == "a" else (b, a)
+    names = {"a": found["a"]["name"], "b": found["b"]["name"]}
+    mine = names[scenario["passes"]]
+    theirs = names["b" if scenario["passes"] == "a" else "a"]
+    assert outcome(passes, scenario["test"]) is True
+    settings = {param.name for param in analyse_shipped(fails).policy.params}
+    lines = [line for line in scenario["test"].splitlines() if not line.startswith("  set ") or line.split()[1] in settings]
+    other = "\n".join(lines).replace(f"use {mine}", f"use {theirs}", 1)
+    given = [f"  set {name} = {value}" for name, value in scenario["settings"].items() if name in settings]
+    missing = [line for line in given if line not in lines]
+    assert (
+        outcome(fails, other.replace("\n  prompt {", "".join(f"\n{line}" for line in missing) + "\n  prompt {", 1))
+        is not True
+    )
+
+
+def analyse_shipped(stem: str) -> Any:
+    from kvdsl.compiler import find_policy
+
+    return analyse(find_policy(stem))
+
+
+def outcome(stem: str, test: str) -> bool | None:
+    """Whether the policy passes the test; None if it cannot even be asked."""
+    Path("found_test.kv").write_text(f"kv 1\nimport {stem}\n\n{test}\n")
+    analysis = analyse(Path("found_test.kv"))
+    if not analysis.ok:
+        return None
+    (scenario,) = analysis.scenarios
+    return run_scenario(scenario).passed
+
+
+def test_a_default_that_alone_is_different_is_found(capsys: Capture) -> None:
+    a = write("one.kv", "param budget = 64", "param sinks = 8", "score mean(attn)", "keep first sinks")
+    b = write("two.kv", "param budget = 64", "param sinks = 9", "score mean(attn)", "keep first sinks")
+    assert diff(capsys, a, b)[0]["scenario"] is not None
+
+
+def test_where_none_is_found_that_is_said(capsys: Capture, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdsl.scenarios.witness.SIZES", (2, 6))  # larger ones take their time
+    a = write("one.kv", "param budget = 6", "score mean(attn)")
+    b = write("two.kv", "param budget = 6", "score 2 * mean(attn)")
+    found, code = diff(capsys, a, b)
+    assert (code, found["scenario"]) == (1, None)
+    assert found["texts_tried"] > 0
+    assert f"Of {found['texts_tried']} small texts" in run(capsys, "diff", a, b).out
