@@ -41,7 +41,7 @@ $(READY): pyproject.toml lab/pyproject.toml
 	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable ./lab
 	touch $@
 
-demo: $(READY)  ## the full cache and RoCo at a quarter of it, side by side on a page of a book
+demo: $(READY)  ## SmolLM2 with the full cache and with a quarter of it: finding a fact, going on with a text
 	$(PY) scripts/demo.py
 
 test: $(READY)  ## the tests, but for the slow ones

@@ -113,12 +113,12 @@ def _figures(found: Generated) -> dict[str, Any]:
 def _show(name: str, ours: Generated, full: Generated | None) -> None:
     from rich.console import Console
 
-    from kvdsl.generation.report import comparison, summary_line
+    from kvdsl.generation.report import FULL, comparison, summary_line
 
     console = Console(highlight=False)
     if full is None:
         console.print(ours.text, markup=False)
         console.print(summary_line(name, ours), style="dim", markup=False)
     else:
-        for table in comparison(name, ours, full):
+        for table in comparison({FULL: full, name: ours}):
             console.print(table)

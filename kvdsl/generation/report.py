@@ -1,7 +1,8 @@
-"""Tables for people: a policy's text and figures beside the full cache's."""
+"""Tables for people: texts under several caches side by side, and what they cost."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvdsl.generation.generate import same_prefix
@@ -23,49 +24,66 @@ def summary_line(name: str, found: Generated) -> str:
     """What a text cost, in one line."""
     return (
         f"{name}: {found.prompt_tokens} prompt tokens, {len(found.tokens)} new ones; first after {found.ttft_ms:.0f} ms, then "
-        f"{_rate(found)} tokens a second; cache {size(found.cache_bytes)} (full: {size(found.full_cache_bytes)})"
+        f"{rate(found)} tokens a second; cache {size(found.cache_bytes)} (full: {size(found.full_cache_bytes)})"
     )
 
 
-def comparison(name: str, ours: Generated, full: Generated) -> list[Any]:
-    """The texts side by side, then the figures."""
-    return [texts(name, ours, full), figures(name, ours, full)]
+FULL = "full cache"
+"""The column that others are compared with."""
 
 
-def texts(name: str, ours: Generated, full: Generated) -> Any:
-    """A table of two texts."""
+def comparison(found: Mapping[str, Generated]) -> list[Any]:
+    """The texts side by side, a column for every cache, then what they cost.
+
+    Args:
+        found: by the names of columns; one of them may be `FULL`.
+    """
+    return [texts({name: one.text for name, one in found.items()}), figures(found)]
+
+
+def texts(columns: Mapping[str, str]) -> Any:
+    """A table of texts."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, expand=True, padding=(0, 1))
-    table.add_column("full cache", ratio=1, overflow="fold")
-    table.add_column(name, ratio=1, overflow="fold")
-    table.add_row(_plain(full.text), _plain(ours.text))
+    for name in columns:
+        table.add_column(name, ratio=1, overflow="fold")
+    table.add_row(*(plain(text) for text in columns.values()))
     return table
 
 
-def _plain(text: str) -> Any:
+def plain(text: str) -> Any:
+    """A text in one paragraph, whatever brackets are in it."""
     from rich.text import Text
 
     return Text(" ".join(text.split()))
 
 
-def figures(name: str, ours: Generated, full: Generated) -> Any:
-    """A table of what both cost, and how far the texts agree."""
+def figures(found: Mapping[str, Generated]) -> Any:
+    """A table of what the caches cost and, where the full one is there, how far the texts agree with its."""
     from rich import box
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD)
-    for column in ("", "full cache", name):
+    for column in ("", *found):
         table.add_column(column, justify="left" if not column else "right")
-    table.add_row("first token, ms", f"{full.ttft_ms:.0f}", f"{ours.ttft_ms:.0f}")
-    table.add_row("tokens a second after that", _rate(full), _rate(ours))
-    table.add_row(
-        "cache at the end", size(full.cache_bytes), f"{size(ours.cache_bytes)} ({ours.cache_bytes / full.cache_bytes:.0%})"
-    )
-    table.add_row("first tokens in common", "", f"{same_prefix(ours.tokens, full.tokens)} of {len(full.tokens)}")
-    table.add_row("words in common", "", f"{shared_words(ours.text, full.text):.0%}")
+    full = found.get(FULL)
+    table.add_row("first token, ms", *(f"{one.ttft_ms:.0f}" for one in found.values()))
+    table.add_row("tokens a second after that", *(rate(one) for one in found.values()))
+    table.add_row("cache at the end", *(_held(one, full) for one in found.values()))
+    if full is not None:
+        others = {name: one for name, one in found.items() if name != FULL}
+        blank = ["" for name in found if name == FULL]
+        table.add_row("first tokens in common", *blank,
+                      *(f"{same_prefix(one.tokens, full.tokens)} of {len(full.tokens)}" for one in others.values()))  # fmt: skip
+        table.add_row("words in common", *blank, *(f"{shared_words(one.text, full.text):.0%}" for one in others.values()))
     return table
+
+
+def _held(one: Generated, full: Generated | None) -> str:
+    share = "" if full is None or one is full else f" ({one.cache_bytes / full.cache_bytes:.0%})"
+    return size(one.cache_bytes) + share
 
 
 def shared_words(found: str, wanted: str) -> float:
@@ -77,5 +95,6 @@ def shared_words(found: str, wanted: str) -> float:
     return 2 * sum((a & b).values()) / total if total else 1.0
 
 
-def _rate(found: Generated) -> str:
+def rate(found: Generated) -> str:
+    """Tokens a second after the first."""
     return "-" if not found.token_ms else f"{1000 / found.tpot_ms:.0f}"

@@ -1,4 +1,4 @@
-"""What kvdsl does, in a minute: a policy file becomes a cache, and the cache bounds the memory of a model that generates text.
+"""What kvdsl does, in two minutes: a policy file becomes a cache; one policy finds a fact in a text, another goes on with a text.
 
 python -m kvdsl_lab.demo      `make demo`
 """
@@ -6,29 +6,66 @@ python -m kvdsl_lab.demo      `make demo`
 from __future__ import annotations
 
 import importlib
+import json
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
+
+from kvdsl.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.generation.generate import Generated
+    from kvdsl_lab.leaderboard.questions import Question
 
 RATE = 0.25
 """The budget, as a share of the prompt."""
 
+PENALTY = 1.2
+"""Of tokens that were said before, while going on with a text: small models repeat themselves otherwise."""
+
+FINDING = {"SnapKV": "snapkv", "RoCo": "roco"}
+"""Who looks for a fact beside the full cache: a policy that listens to the question, and one that sums over all queries."""
+
+COUNTS = Path(__file__).parent / "assets/fact.json"
+"""How often policies find such a fact: the `leaderboard.json` of
+
+kvdsl leaderboard --model smollm2 --tasks fact --length 1024 --items 20 --rates 0.25,0.5 --policies full,snapkv,adakv,roco,h2o,streaming_llm
+"""
+
+ITEM = 0
+"""Which of its items is shown."""
+
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
-@click.option("--new-tokens", type=click.IntRange(2), default=96, show_default=True, help="Tokens to generate.")
+@click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to go on with.")
+@click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
+              help="A name of `kvdsl models`, which is fetched if it is not there, or a folder.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
               help="Where the compiled policy goes.")  # fmt: skip
-def main(new_tokens: int, out: Path) -> None:
-    """Compile RoCo, then generate with it and with the full cache, side by side."""
+def main(new_tokens: int, model: str, out: Path) -> None:
+    """Compile RoCo; find a fact with it, with SnapKV and with the full cache; go on with a text."""
+    import torch
     from rich.console import Console
 
     console = Console(highlight=False)
     _show_policy(console)
     cache_class = _compile(console, out)
-    _generate(console, cache_class, new_tokens)
+    lm, tokenizer = _model(console, model)
+    torch.manual_seed(0)
+    if tokenizer.chat_template is not None:
+        _find(console, lm, tokenizer)
+    _go_on(console, lm, tokenizer, cache_class, new_tokens)
+    console.print(
+        "\nOther policies, other texts:\n"
+        "    kvdsl list\n"
+        f"    kvdsl run h2o --set budget=128 --compare --model {model} --prompt-file YOUR_TEXT.txt\n"
+        "Which policy for what: docs/choosing.md",
+        markup=False,
+    )
 
 
 def _show_policy(console: Any) -> None:
@@ -60,34 +97,144 @@ def _compile(console: Any, out: Path) -> Any:
     return importlib.import_module(f"{out.name}.roco").RoCoCache
 
 
-def _generate(console: Any, cache_class: Any, new_tokens: int) -> None:
-    import torch
-    from transformers import DynamicCache
+def _model(console: Any, name: str) -> tuple[Any, Any]:
+    """The model of this name, fetched if need be, or the one that ships with kvdsl-lab."""
+    from kvdsl.generation.models import load_model
+    from kvdsl.models import CATALOGUE, here, named
+    from kvdsl.models.fetch import get
+    from kvdsl.models.gguf import check_can_convert, convert
 
-    from kvdsl.generation.generate import generate, generate_full, warm_up
-    from kvdsl.generation.models import encode, first_token, load_model, page
-    from kvdsl.generation.report import comparison
+    try:
+        if name in CATALOGUE and not here(named(name)):
+            check_can_convert()
+            get(named(name), convert, lambda text: console.print(text, markup=False))
+        model, tokenizer = load_model(name)
+    except KvdslError as error:
+        console.print(
+            f"\n{name} cannot be had ({error}); going on with the small model that ships with kvdsl.", markup=False
+        )
+        model, tokenizer = load_model(None)
+        name = "the reference model"
+    millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
+    console.print(f"\n[bold]The model[/] is {name}: {millions:.0f} M parameters.")
+    return model, tokenizer
 
-    torch.manual_seed(0)
-    model, tokenizer = load_model(None)
+
+# -- finding a fact ----------------------------------------------------------------------------------------------------
+
+
+def _find(console: Any, model: Any, tokenizer: Any) -> None:
+    from kvdsl.generation.generate import generate_full
+    from kvdsl.generation.report import FULL
+    from kvdsl.loading import load
+    from kvdsl_lab.leaderboard.questions import lay_out
+
+    counted = json.loads(COUNTS.read_text(encoding="utf-8"))
+    question = shown_question(model, tokenizer, counted)
+    prompt = [token for part in lay_out(tokenizer, question) for token in part]
+    _show_question(console, question, len(prompt))
+    _wake(model, tokenizer, prompt)
+    found = {FULL: generate_full(model, tokenizer, prompt, question.new_tokens)}
+    for name, policy in FINDING.items():
+        cache_class: Any = load(policy)
+        found[name] = _timed(model, tokenizer, prompt, question.new_tokens, cache_class(model, budget=RATE))
+    right, items = how_many(counted)
+    console.print(_answers(found, question, right, items))
+    console.print(
+        f"The last column counts {items} such texts, measured before with {counted['model']} in {counted['dtype']} (kvdsl leaderboard "
+        "--tasks fact). SnapKV keeps what the question looks at (and, beside keys and values, 32 numbers a token to tell what that is). "
+        "RoCo keeps what all of the text has looked at, and nothing in the book asked for the fact: for finding things take a policy that "
+        "listens to the question.",
+        markup=False,
+    )
+
+
+def shown_question(model: Any, tokenizer: Any, counted: Mapping[str, Any]) -> Question:
+    """The item of the counted ones that is shown."""
+    from kvdsl_lab.assets import all_books
+    from kvdsl_lab.leaderboard.kinds import Lab, Questions
+    from kvdsl_lab.leaderboard.tasks import TASKS
+
+    kind = TASKS["fact"].kind
+    assert isinstance(kind, Questions)
+    return kind.question(Lab(model, tokenizer, all_books(), counted["length"], counted["seed"]), "fact", ITEM)
+
+
+def _show_question(console: Any, question: Question, tokens: int) -> None:
+    from rich.markup import escape
+
+    assert question.fact is not None
+    before, _, after = question.text.partition(question.fact)
+    console.print(
+        f"\n[bold]Finding a fact.[/] Pages of a book, {tokens} tokens with the question. {question.depth:.0%} of the way in, a sentence "
+        "stands that is not the author's:"
+    )
+    around = escape(" ".join(before.split()[-12:])), escape(question.fact), escape(" ".join(after.split()[:12]))
+    console.print(f"    ... {around[0]} [bold]{around[1]}[/] {around[2]} ...", style="cyan")
+    console.print(f"Behind the pages, in the chat: {question.question} The answers begin: {question.opening}", markup=False)
+
+
+def how_many(counted: Mapping[str, Any]) -> tuple[dict[str, int], int]:
+    """How many of the texts each policy has answered, and how many there were, from a `leaderboard.json`."""
+    rows = next(column["rows"] for column in counted["columns"] if column["name"] == "fact: known")
+    right = {row["policy"]: round(row["mean"] * row["items"]) for row in rows if row["budget"] in (None, RATE)}
+    return right, rows[0]["items"]
+
+
+def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[str, int], items: int) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    from kvdsl.generation.report import plain, rate, size
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for column in ("", "answer", "", "cache", "first token", "tokens/s", f"right of {items}"):
+        table.add_column(column, justify="left" if column in ("", "answer") else "right")
+    for name, one in found.items():
+        mark = "right" if question.score(one.text) == 1 else "wrong"
+        often = str(right[FINDING.get(name, "full")])
+        sentence = plain(one.text.partition(".")[0] + ".")
+        table.add_row(name, sentence, mark, size(one.cache_bytes), f"{one.ttft_ms / 1e3:.1f} s", rate(one), often)
+    return table
+
+
+# -- going on with a text ----------------------------------------------------------------------------------------------
+
+
+def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_tokens: int) -> None:
+
+    from kvdsl.generation.generate import generate_full
+    from kvdsl.generation.models import encode, first_token, page
+    from kvdsl.generation.report import FULL, comparison
+
     text = page()
     prompt = first_token(tokenizer) + encode(tokenizer, text)
-    console.print(f"\n[bold]Generating[/] with the model that ships with kvdsl ({_size(model)}), on from a page of a book "
-                  f"({len(prompt)} tokens) that ends:")  # fmt: skip
+    console.print(f"\n[bold]Going on with a text.[/] A page of a book, {len(prompt)} tokens, that ends:")
     console.print(f"    ... {' '.join(text.split()[-30:])}", style="cyan", markup=False)
-    generate(model, tokenizer, prompt[:64], 3, DynamicCache(config=model.config))
+    console.print(f"(The likeliest token each time, with a repetition penalty of {PENALTY}.)")
+    model.generation_config.repetition_penalty = PENALTY
+    _wake(model, tokenizer, prompt)
     full = generate_full(model, tokenizer, prompt, new_tokens)
     cache = cache_class(model, budget=RATE)
-    warm_up(model, tokenizer, prompt, cache)
-    ours = generate(model, tokenizer, prompt, new_tokens, cache)
-    name = f"RoCo, {RATE:.0%} of the prompt"
-    for table in comparison(name, ours, full):
+    found = {FULL: full, f"RoCo, {RATE:.0%} of the prompt": _timed(model, tokenizer, prompt, new_tokens, cache)}
+    for table in comparison(found):
         console.print(table)
     _explain(console, cache)
 
 
-def _size(model: Any) -> str:
-    return f"{sum(parameter.numel() for parameter in model.parameters()) / 1e6:.1f} M parameters"
+def _wake(model: Any, tokenizer: Any, prompt: Sequence[int]) -> None:
+    """Some tokens under the full cache, so that threads and memory are there when it is timed."""
+    from kvdsl.generation.generate import generate_full
+
+    generate_full(model, tokenizer, prompt[:64], 3)
+
+
+def _timed(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any) -> Generated:
+    """Text after a prompt, with kernels built and threads awake before."""
+    from kvdsl.generation.generate import generate, warm_up
+
+    warm_up(model, tokenizer, prompt, cache)
+    return generate(model, tokenizer, prompt, new_tokens, cache)
 
 
 def _explain(console: Any, cache: Any) -> None:
@@ -98,14 +245,7 @@ def _explain(console: Any, cache: Any) -> None:
     console.print(
         f"The full cache grows with every token. RoCo's has {kept.numel()} slots per head and never grows: the first head of layer 0 "
         f"now holds {len(held)} of {newest + 1} tokens, {early} of them from the first half of the text; the oldest is token {held[0]}. "
-        "Where it forgot something that mattered, the texts part.\n"
-    )
-    console.print(
-        "The model is tiny and the text is short, so most of a step is not the cache. What one step costs where the cache is large:\n"
-        "    kvdsl bench decode --policy roco --live 4096\n"
-        "Other policies, other models:\n"
-        "    kvdsl list\n    kvdsl run --policy h2o --set budget=128 --compare --model PATH_OR_ID",
-        markup=False,
+        "The texts part where another word became likelier, and both go on in whole sentences."
     )
 
 

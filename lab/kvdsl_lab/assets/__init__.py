@@ -82,3 +82,8 @@ def book_text(name: str | None = None) -> str:
     if name not in index:
         raise AssetError(f"no shipped book is called {name!r}; there are {', '.join(index)}")
     return (ASSETS / "books" / index[name]["file"]).read_text(encoding="utf-8")
+
+
+def all_books() -> str:
+    """The texts of all shipped books, one after the other."""
+    return "\n\n".join(book_text(name) for name in book_index())

@@ -75,12 +75,13 @@ def command(
     from kvdsl.files import write_whole
     from kvdsl.generation.models import check_length, read_text
     from kvdsl.shipped import shipped_policies
+    from kvdsl_lab.assets import all_books
     from kvdsl_lab.eval.caches import parse_budgets, parse_policies
     from kvdsl_lab.leaderboard import report, run, summary
     from kvdsl_lab.leaderboard.tasks import chosen
 
     wanted = [path.stem for path in shipped_policies()] if policies == "all" else parse_policies(policies)
-    book = _books() if text is None else read_text(text)
+    book = all_books() if text is None else read_text(text)
     policy_names = tuple(dict.fromkeys(["full", *wanted]))
     plan = run.Plan(
         model, dtype, book, length, seed, policy_names, tuple(parse_budgets(rates)), tuple(parse_budgets(tokens)), backend
@@ -110,13 +111,6 @@ def command(
         click.echo(json.dumps(result, indent=1))
     else:
         _show(result, out)
-
-
-def _books() -> str:
-    """All books that come with kvdsl-lab."""
-    from kvdsl_lab.assets import book_index, book_text
-
-    return "\n\n".join(book_text(name) for name in book_index())
 
 
 def _show(result: dict[str, Any], out: Path) -> None:

@@ -26,7 +26,7 @@ def fact(material: Material, number: int, among: int = 1) -> Question:
     seed = int(rng.integers(2**32))
     text = material.fitted(lambda size: _hidden(seed, material.book, size, said, depth))
     return Question(
-        text, f"What is the secret code of the {places[0]}?", f"The secret code of the {places[0]} is", [codes[0]], 12, depth
+        text, f"What is the secret code of the {places[0]}?", f"The secret code of the {places[0]} is", [codes[0]], 12, depth, said[0]
     )  # fmt: skip
 
 

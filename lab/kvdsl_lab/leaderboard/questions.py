@@ -21,6 +21,7 @@ class Question:
         answers: what a right answer contains.
         new_tokens: how many tokens an answer may have.
         depth: where the asked-for fact stands, 0 (first) to 1 (last); None where it has no one place.
+        fact: the sentence that says it, likewise.
     """
 
     text: str
@@ -29,6 +30,7 @@ class Question:
     answers: Sequence[str]
     new_tokens: int
     depth: float | None = None
+    fact: str | None = None
 
     def score(self, written: str) -> float:
         """The share of the answers that were written, 0..1 (RULER's `string_match_all`)."""
