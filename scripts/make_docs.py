@@ -27,6 +27,7 @@ from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
 from kvdsl.explain.facts import facts  # noqa: E402
 from kvdsl.explain.words import rows  # noqa: E402
 from kvdsl.ir import ops  # noqa: E402
+from kvdsl.reference import STATEMENTS, form, written  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
 
@@ -97,40 +98,6 @@ layer on, two backends are not given quite the same keys. torch on a GPU, and to
 round an operation differently. Triton's kernels were compared in Triton's interpreter; no GPU has run them yet.
 """
 
-STATEMENTS = {
-    "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
-    "let": ("a name for an expression, or a function", ""),
-    "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer` and `prompt`", ""),
-    "score": ("one number per slot; the lowest leaves first", ""),
-    "keep_first": ("the first tokens may not leave", ""),
-    "keep_last": ("the last tokens may not leave; `keep last 0` removes the default", "`keep last 1`"),
-    "keep_top": ("the tokens with the highest value may not leave", ""),
-    "keep_where": ("tokens for which the condition holds may not leave", ""),
-    "keep_nothing": ("`override keep` drops the inherited ones", ""),
-    "victims": ("who must agree on the victims: scores are averaged over them", ""),
-    "trigger": ("prune only once live - budget reaches this; 0 never", "1"),
-    "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
-    "max_drop": ("how many tokens leave at a time; 0: as many as are too many", "0"),
-    "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
-    "select": ("attend to these tokens only, and keep all", "all"),
-    "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
-    "pages": ("`over page` reads per-page minima and maxima; selection is by page", ""),
-    "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
-    "when": ("the phase in which it evicts", ""),
-    "group": ("how a group's query heads are reduced", ""),
-    "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
-    "storage": ("how slots lie in memory", ""),
-    "rope": ("how compact positions are served", ""),
-    "prefill": ("one settle after the prompt, or one after every block of it", ""),
-}
-"""Rule of the grammar -> what the statement means, and its default where that is no word."""
-
-
-def grammar_rules() -> dict[str, str]:
-    """The rules of the grammar that stand on one line, without comments."""
-    found = re.findall(r"^\??(\w+): (.*)$", read_resource("grammar", "kv.lark"), re.MULTILINE)
-    return {name: re.sub(r"\s+//.*", "", body).strip() for name, body in found}
-
 
 def grammar_sections() -> dict[str, str]:
     """The grammar's text by the titles of its sections."""
@@ -189,29 +156,22 @@ def _input(row: ops.InputRow) -> tuple[str, str, str]:
 
 def _reduction(row: ops.ReductionRow) -> tuple[str, str, str]:
     ranges = {"history": "last N queries"}
-    return f"`{row.name}(x{', d' if row.decay else ''})`", row.doc, ", ".join(ranges.get(over, over) for over in row.over)
+    return f"`{written(row.name)}`", row.doc, ", ".join(ranges.get(over, over) for over in row.over)
 
 
 def _functions() -> Iterator[tuple[str, str]]:
     """Functions that mean the same stand in one line."""
     lines: dict[str, list[str]] = {}
-    calls = {1: "{}", 2: "{}(a, b)", 3: "{}(c, a, b)"}
-    written = [(row.written, row.doc) for row in ops.FORMS.values()]
-    written += [(f"{row.name}(x, n)", row.doc) for row in ops.POOLS.values()]
-    written += [(calls[count].format(name), ops.FUNCTIONS[name].doc) for name, count in ops.ELEMENTWISE.items()]
-    for text, doc in written:
-        lines.setdefault(doc, []).append(f"`{text}`")
+    for name in (*ops.FORMS, *ops.POOLS, *ops.ELEMENTWISE):
+        doc = {**ops.FUNCTIONS, **ops.POOLS, **ops.FORMS}[name].doc
+        lines.setdefault(doc, []).append(f"`{written(name, extreme=name in ops.REDUCTIONS)}`")
     yield from ((" ".join(texts), doc) for doc, texts in lines.items())
     yield from OPERATORS.items()
 
 
 def _statement(rule: str) -> tuple[str, str, str]:
     meaning, default = STATEMENTS[rule]
-    form = re.sub(r'"(\S+?)"', r"\1", grammar_rules()[rule])
-    if rule in WORDS:
-        form = form.replace("NAME", " or ".join(WORDS[rule]), 1)
-        default = f"`{WORDS[rule][0]}`"
-    return f"`{form}`", meaning, default
+    return f"`{form(rule)}`", meaning, f"`{WORDS[rule][0]}`" if rule in WORDS else default
 
 
 def _table(head: tuple[str, ...], lines: Iterator[tuple[str, ...]]) -> str:

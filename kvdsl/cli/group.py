@@ -29,6 +29,7 @@ COMMANDS = {
     "explain": "Say in words what a policy does, or what an error code means.",
     "diff": "Say what is different between two policies.",
     "run": "Generate text under a policy, next to the full cache.",
+    "lsp": "Serve editors: errors while you type, hovers, completion, renaming.",
     "models": "Get language models by name, for --model NAME.",
     "doctor": "Say what works on this machine, and why the rest does not.",
 }

@@ -108,7 +108,6 @@ class Facts:
 def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts:
     """What there is to know of a checked policy in a model with this head size and dtype."""
     values = _values(policy)
-    lowered = add_columns(policy)
     read = {node.name for _, expr in statements(policy) for node in walk(expr) if isinstance(node, Input)}
     return Facts(
         policy=policy,
@@ -116,7 +115,7 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
         head_dim=head_dim,
         dtype=dtype,
         values=values,
-        state=tuple(_state(column, lowered, values) for column in lowered.columns),
+        state=state_of(policy, values),
         peaks=tuple(_peaks(policy, values)),
         requires=tuple(name for name, row in INPUTS.items() if row.reads and name in read),
     )
@@ -149,6 +148,12 @@ def _values(policy: Policy) -> dict[str, float]:
 
 
 # -- state -------------------------------------------------------------------------------------------------------------
+
+
+def state_of(policy: Policy, values: dict[str, float]) -> tuple[State, ...]:
+    """The state columns that a policy needs; `values` are those of its params that are numbers by default."""
+    lowered = add_columns(policy)
+    return tuple(_state(column, lowered, values) for column in lowered.columns)
 
 
 def _state(column: Column, lowered: Policy, values: dict[str, float]) -> State:

@@ -61,20 +61,20 @@ class Checker:
         """Makes the policy's own names known. `budget` is not one of them: it means the tokens kept, not the param."""
         for name, placed in self.flat.names.items():
             if isinstance(placed.statement, syn.Let):
-                self.own[name] = LetName(placed.statement, self._scope(placed.module))
+                self.own[name] = LetName(placed.statement, self.scope(placed.module))
             elif name != "budget":
                 self.own[name] = ParamName(name)
         for name in self.broken:
             self.own.setdefault(name, Bound(None))
 
-    def _scope(self, module: Module) -> Scope:
+    def scope(self, module: Module) -> Scope:
         """What a name means in a statement of the policy that stands in a certain file."""
         if module not in self.scopes:
             self.scopes[module] = Scope(self.own, module_scope(module, self.prelude, self.sink))
         return self.scopes[module]
 
     def _scope_at(self, placed: Placed) -> Scope:
-        return self._scope(placed.module)
+        return self.scope(placed.module)
 
     def _value(self, node: syn.Expr, placed: Placed) -> Value | None:
         return self.expressions.check(node, self._scope_at(placed))
@@ -93,7 +93,7 @@ class Checker:
 
     def _unused(self, read: set[str]) -> None:
         """Checks the lets that no statement uses, and warns of them and of params that nothing reads."""
-        outer = self._scope(self.flat.module).outer
+        outer = self.scope(self.flat.module).outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
         lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
         check_lets(lets, self.expressions)

@@ -87,6 +87,12 @@ def _scenarios(module: Module, settings: Mapping[str, str], sink: Sink) -> tuple
 
 
 def _policy(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | None:
+    checker = policy_checker(module, settings, sink)
+    return None if checker is None else checker.check()
+
+
+def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> Checker | None:
+    """What checks the policy of a file; None for a library, whose lets are checked, and after a report."""
     policy = _only_policy(module, settings, sink)
     if policy is None:
         return None
@@ -98,7 +104,7 @@ def _policy(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy |
     flat = resolve(policy, module, sink)
     params = [name for name, placed in flat.names.items() if isinstance(placed.statement, syn.Param)]
     given = {} if flat.broken else read_settings(settings, params, sink)
-    return Checker(flat, _prelude(), sink, given).check()
+    return Checker(flat, _prelude(), sink, given)
 
 
 def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn.Policy | None:
@@ -121,11 +127,12 @@ def _only_policy(module: Module, settings: Mapping[str, str], sink: Sink) -> syn
 
 
 def _prelude() -> Scope:
-    return prelude_scope(_prelude_syntax())
+    return prelude_scope(prelude_syntax())
 
 
 @lru_cache(maxsize=1)
-def _prelude_syntax() -> syn.Module:
+def prelude_syntax() -> syn.Module:
+    """What every policy knows without an import."""
     sink = Sink()
     path = resource("grammar", "prelude.kv")
     module = parse_module(SourceFile("prelude.kv", read_resource("grammar", "prelude.kv"), path), sink)

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
+from types import MappingProxyType
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
 from kvdsl.shipped import shipped_policies, shipped_policy, stems_by_name
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
-from kvdsl.syntax.reader import read
+from kvdsl.syntax.reader import normalized, read
 from kvdsl.syntax.shape import parse_module
 
 EDITION = 1
 MAX_IMPORTS = 16
+
+NO_TEXTS: Mapping[Path, str] = MappingProxyType({})
 
 Found = tuple[Path, str, str | None]
 """Where an imported file lies, how messages call it, and what helps if it cannot be read."""
@@ -52,10 +55,14 @@ class Module:
 
 
 class Loader:
-    """Loads files, each once."""
+    """Loads files, each once.
 
-    def __init__(self, sink: Sink) -> None:
-        self.sink = sink
+    Args:
+        texts: what is to be read in the place of files, by resolved path, as an editor has it that is not saved.
+    """
+
+    def __init__(self, sink: Sink, texts: Mapping[Path, str] = NO_TEXTS) -> None:
+        self.sink, self.texts = sink, texts
         self._loaded: dict[Path, Module] = {}
         self._loading: list[Path] = []
 
@@ -164,7 +171,12 @@ class Loader:
             return None
         if identity in self._loaded:
             return self._loaded[identity]
-        source = read(path, self.sink, shown, blame=span, help=help)
+        text = self.texts.get(identity)
+        source = (
+            read(path, self.sink, shown, blame=span, help=help)
+            if text is None
+            else normalized(SourceFile(shown, text, path), self.sink)
+        )
         return None if source is None else self.load(source)
 
 

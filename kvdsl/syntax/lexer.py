@@ -51,14 +51,21 @@ class Lexer:
         self._pattern = re.compile("|".join(f"(?P<{t.name}>{t.pattern.to_regexp()})" for t in symbols))
         self._ignored = frozenset(ignored)
 
-    def lex(self, source: SourceFile, sink: Sink) -> Lexed:
-        """The tokens of a text, and what lies between them."""
+    def lex(self, source: SourceFile, sink: Sink, goes_on: frozenset[str] | None = None) -> Lexed:
+        """The tokens of a text, and what lies between them.
+
+        Args:
+            goes_on: of a text whose end is still to be written, the words that begin statements: a parenthesis that is not closed is
+                open up to the next of these at the beginning of a line.
+        """
         found = Lexed([])
         for token in self._raw(source, sink, found.strays):
             if token.type not in self._ignored:
                 found.tokens.append(token)
             elif token.type == "COMMENT":
                 found.comments.append(token)
+        if goes_on is not None:
+            found.tokens = list(_without_line_ends_in_open_parentheses(found.tokens, goes_on))
         found.tokens = list(_without_line_ends_in_parentheses(found.tokens))
         return found
 
@@ -83,6 +90,18 @@ def _without_line_ends_in_parentheses(tokens: list[Token]) -> Iterator[Token]:
         if token.type == "_SEP" and token == "\n" and depth:
             continue
         yield token
+
+
+def _without_line_ends_in_open_parentheses(tokens: list[Token], begins: frozenset[str]) -> Iterator[Token]:
+    depth = 0
+    for index, token in enumerate(tokens):
+        after = tokens[index + 1] if index + 1 < len(tokens) else None
+        if token.type in ("LBRACE", "RBRACE") or (token == "\n" and after in begins):
+            depth = 0
+        elif token.type in ("LPAR", "RPAR"):
+            depth = max(0, depth + (1 if token.type == "LPAR" else -1))
+        if token != "\n" or not depth:
+            yield token
 
 
 def _closed_parentheses(tokens: list[Token]) -> set[int]:

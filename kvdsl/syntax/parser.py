@@ -8,6 +8,7 @@ begin, skips to the next one, and goes on: a broken line costs that line, not th
 from __future__ import annotations
 
 import hashlib
+import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -24,6 +25,7 @@ from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.diagnostics import Sink
 from kvdsl.errors import KvdslError
+from kvdsl.ir.ops import NAMED_INPUTS
 from kvdsl.resources import read_resource
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax.lexer import Lexer, span_of
@@ -76,6 +78,26 @@ class Parsed:
     comments: list[Token] = field(default_factory=list)
 
 
+@dataclass(frozen=True)
+class Prefix:
+    """Where a text that goes on leaves the parser.
+
+    Attributes:
+        accepts: the terminals that could come next.
+        keywords: the words of those that are keywords.
+        statement: the tokens of the unfinished statement.
+        stuck: whether the statement has an error, so that there is no knowing what could come next.
+        hidden: whether the text ends inside of a comment or a string.
+    """
+
+    place: Place
+    accepts: frozenset[str]
+    keywords: Mapping[str, str]
+    statement: tuple[str, ...]
+    stuck: bool
+    hidden: bool
+
+
 @lru_cache(maxsize=1)
 def _grammar() -> tuple[Lark, Lexer]:
     """The tables, which take longer to make than a policy takes to check: they are kept in the cache folder where there is one."""
@@ -100,6 +122,13 @@ def keywords() -> frozenset[str]:
     return frozenset(_grammar()[1].keywords)
 
 
+@lru_cache(maxsize=1)
+def _begins() -> frozenset[str]:
+    """The words that begin a statement and are nothing else."""
+    rules = re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE)
+    return frozenset({*rules, "override"}) - NAMED_INPUTS
+
+
 def patterns() -> dict[str, str]:
     """The terminals that are no words, as regular expressions by their names in the grammar."""
     tables, lexer = _grammar()
@@ -115,14 +144,27 @@ def parse(source: SourceFile, sink: Sink) -> Parsed:
     return _Parser(source, sink).run()
 
 
+def all_tokens(source: SourceFile) -> tuple[list[Token], list[Token]]:
+    """The tokens of a text, also of what has errors, and its comments; keywords have types of their own where the parser has read them."""
+    parser = _Parser(source, Sink())
+    parser.run()
+    typed = {token.start_pos: token for token in parser.read}
+    return [typed.get(token.start_pos, token) for token in parser.tokens[:-1]], parser.comments
+
+
+def read_prefix(source: SourceFile) -> Prefix:
+    """What could come next behind a text."""
+    return _Parser(source, Sink(), goes_on=True).prefix()
+
+
 class _Parser:
-    def __init__(self, source: SourceFile, sink: Sink) -> None:
+    def __init__(self, source: SourceFile, sink: Sink, *, goes_on: bool = False) -> None:
         lark, lexer = _grammar()
         self.source, self.sink = source, sink
         self.keywords = lexer.keywords
         self.machine: InteractiveParser = lark.parse_interactive("")
         self.states = self.machine.parser_state.parse_conf.states
-        lexed = lexer.lex(source, sink)
+        lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None)
         self.tokens, self.comments, self.strays = lexed.tokens, lexed.comments, lexed.strays
         end = len(source.text)
         self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
@@ -133,24 +175,64 @@ class _Parser:
         self.broken: list[BrokenStatement] = []
         self.place = self.opening = Place.FILE
         self.saved: tuple[Place, list[object], list[object]] = (Place.FILE, [], [])
+        self.failed = (
+            Place.FILE,
+            0,
+            0,
+        )  # of the last error: the place, where reading goes on, and where its statement began
 
     def run(self) -> Parsed:
-        while True:
+        while self._advance():
+            try:
+                tree = self.machine.feed_token(self.tokens[self.at])
+            except UnexpectedToken:
+                if not self._mended(self.tokens[self.at]):
+                    break
+                continue
+            return Parsed(tree, self.broken, self.read, self.comments)
+        return Parsed(None, self.broken)
+
+    def prefix(self) -> Prefix:
+        """The text as one that goes on."""
+        going = self._advance()
+        names = {name: word for word, name in self.keywords.items()}
+        hidden = any(comment.end_pos == len(self.source.text) for comment in self.comments) or self._in_string()
+        if not going or (self.broken and self.failed[1] == len(self.tokens) - 1):
+            place, _, begin = self.failed
+            return Prefix(place, frozenset(), names, tuple(map(str, self.tokens[begin:-1])), True, hidden)
+        accepts = self.machine.accepts()  # type: ignore[no-untyped-call]
+        statement = tuple(map(str, self.tokens[self.statement : -1]))
+        return Prefix(self.place, frozenset(accepts), names, statement, False, hidden)
+
+    def _in_string(self) -> bool:
+        """Whether the text ends in a string that has no end."""
+        return any(self.source.text[stray] in "\"'" and "\n" not in self.source.text[stray:] for stray in self.strays)
+
+    def _advance(self) -> bool:
+        """Takes the tokens up to the end of the text; False if nothing can be made of it."""
+        while self.tokens[self.at].type != "$END":
             self._mark()
             token = self._typed(self.tokens[self.at])
             try:
-                tree = self.machine.feed_token(token)
+                self.machine.feed_token(token)
             except UnexpectedToken:
-                self.errors += 1
-                self._report(token)
-                if self.errors > MAX_ERRORS or not self._recover():
-                    return Parsed(None, self.broken)
+                if not self._mended(token):
+                    return False
                 continue
-            if token.type == "$END":
-                return Parsed(tree, self.broken, self.read, self.comments)
             self.read.append(token)
             self._enter(token)
             self.at += 1
+        self._mark()
+        return True
+
+    def _mended(self, token: Token) -> bool:
+        """Reports a token that the grammar does not expect, and goes on behind the statement; False if that cannot be."""
+        self.errors += 1
+        self._report(token)
+        place, begin = self.saved[0], self.statement
+        goes_on = self.errors <= MAX_ERRORS and self._recover()
+        self.failed = (place, self.at, begin)
+        return goes_on
 
     def _enter(self, token: Token) -> None:
         """Follows where the parser stands."""

@@ -14,7 +14,7 @@ from kvdsl.compiler import analyse
 from kvdsl_lab.assets import reference_model_path
 from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
 
-LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid", "yaml"}
+LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid", "yaml", "lua", "toml", "lisp"}
 RUN = [page for page in documents() if any(block.language in ("python", "console") for block in blocks(read(page)))]
 
 needs_model = pytest.mark.skipif(

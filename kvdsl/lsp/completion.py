@@ -1,0 +1,191 @@
+"""What could stand at a place: the grammar says which words, this which names."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from lsprotocol import types as lsp
+
+from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES
+from kvdsl.lsp.document import Document
+from kvdsl.lsp.expressions import axes_in_words
+from kvdsl.lsp.names import ancestry
+from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
+from kvdsl.sema.files import prelude_syntax
+from kvdsl.sema.modules import Module
+from kvdsl.sema.statements import WORDS
+from kvdsl.shipped import shipped_policies, stems_by_name
+from kvdsl.syntax import nodes as syn
+from kvdsl.syntax.ahead import Ahead, ahead
+from kvdsl.syntax.parser import Place
+
+_Kind = lsp.CompletionItemKind
+_FIXED = {"budget", "trigger", "slack", "max_drop", "pages", "layers", "param", "storage", "prefill"}
+"""Statements that hold numbers which are fixed when the prompt is known."""
+_LOOKS_BACK = {"attn", "logit"}
+"""What is not known before a query attends, so that neither `select` nor `sketch` can read it."""
+
+
+def completion(document: Document, position: lsp.Position) -> list[lsp.CompletionItem]:
+    """The items; their order is that in which they are likely to be meant."""
+    offset = document.offset(position)
+    here = ahead(document.source, offset)
+    if here is None:
+        return list(_paths(document, offset))
+    items = [*_names(document, here, offset), *_keywords(here)]
+    seen: dict[str, lsp.CompletionItem] = {}
+    for item in items:
+        seen.setdefault(item.label, item)
+    for index, item in enumerate(seen.values()):
+        item.sort_text = f"{index:04}"
+    return list(seen.values())
+
+
+# -- keywords ----------------------------------------------------------------------------------------------------------
+
+
+def _keywords(here: Ahead) -> Iterator[lsp.CompletionItem]:
+    order = [first_word(rule) for rule in (*ITEMS, *STATEMENTS, *STEPS)]
+    rank = {word: index for index, word in reversed(list(enumerate(order)))}
+    begins = not [word for word in here.statement if word != "override"]
+    for word in sorted(here.words, key=lambda one: (rank.get(one, len(order)), one)):
+        yield lsp.CompletionItem(word, kind=_Kind.Keyword, detail=_doc(word, here.place) if begins else None)
+
+
+def _doc(word: str, place: Place) -> str | None:
+    if place is Place.POLICY:
+        return next(
+            (
+                text
+                for rule, (text, _) in STATEMENTS.items()
+                if first_word(rule) == word and not rule.startswith(("keep_", "expect_"))
+            ),
+            None,
+        )
+    table = STEPS if place in (Place.TEST, Place.PROMPT) else ITEMS
+    return next(
+        (text for rule, text in table.items() if first_word(rule) == word and not rule.startswith(("keep_", "expect_"))),
+        None,
+    )
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.CompletionItem]:
+    words = [word for word in here.statement if word != "override"]
+    first, last = (words[0], words[-1]) if words else ("", "")
+    if last == "over":
+        yield from (
+            _item(text.removeprefix("over "), _Kind.EnumMember) for name, text in RANGES.items() if name != "history"
+        )
+    elif first == "import":
+        yield from (_item(path.stem, _Kind.Module) for path in shipped_policies())
+    elif first == "policy" and last == "extends":
+        yield from _policies(document)
+    elif first == "use" and last == "use":
+        yield from _known_policies(document)
+    elif first == "set" and last == "set":
+        yield from _settable(document, offset)
+    elif first in WORDS and here.name and not here.expression:
+        yield from (_item(word, _Kind.EnumMember) for word in WORDS[first])
+    elif here.expression and here.place in (Place.POLICY, Place.FILE) and words:
+        yield from _readable(document, words)
+
+
+def _item(label: str, kind: lsp.CompletionItemKind, detail: str | None = None) -> lsp.CompletionItem:
+    return lsp.CompletionItem(label, kind=kind, detail=detail)
+
+
+def _policies(document: Document) -> Iterator[lsp.CompletionItem]:
+    """Policies that are known, and the shipped ones, which an import makes known."""
+    known = list(_known_policies(document))
+    yield from known
+    syntax = syn.Module(document.source) if document.module is None else document.module.syntax
+    ends = [one.span.end for one in syntax.imports] + [one.span.end for one in syntax.editions]
+    above = max(ends, default=None)
+    at = 0 if above is None else (document.text.find("\n", above) + 1 or len(document.text))
+    for name, stem in stems_by_name().items():
+        if name not in {item.label for item in known}:
+            edit = lsp.TextEdit(document.positions.range(at, at), f"import {stem}\n")
+            yield lsp.CompletionItem(name, kind=_Kind.Class, detail=f"import {stem}", additional_text_edits=[edit])
+
+
+def _known_policies(document: Document) -> Iterator[lsp.CompletionItem]:
+    if document.module is not None:
+        own = {policy.name.text for policy in document.module.syntax.policies}
+        yield from (
+            _item(one.name.text, _Kind.Class, where.file.name)
+            for one, where in document.module.policies()
+            if one.name.text not in own
+        )
+
+
+def _settable(document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
+    """The params of the policy that the test at an offset uses."""
+    if document.module is None:
+        return
+    tests = [test for test in document.module.syntax.tests if test.span.start <= offset]
+    used = [step.policy.text for test in tests[-1:] for step in test.steps if isinstance(step, syn.Use)]
+    for policy, module in document.module.policies():
+        if policy.name.text in used:
+            yield from (_item(one.name.text, _Kind.Property, one.value.span.quoted()) for one in _params(policy, module))
+
+
+def _params(policy: syn.Policy, module: Module) -> Iterable[syn.Param]:
+    """A policy's params, as it has them: what it overrides is not what it inherits."""
+    found: dict[str, syn.Param] = {}
+    for one, _ in ancestry(policy, module):
+        for statement in one.statements:
+            if isinstance(statement, syn.Param):
+                found.setdefault(statement.name.text, statement)
+    return found.values()
+
+
+def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionItem]:
+    """What an expression of a statement can read: the policy's own names, then inputs and functions."""
+    first = words[0]
+    if first == "let" and "=" not in words:
+        return
+    fixed = first in _FIXED or (first == "keep" and words[1:2] in (["first"], ["last"]))
+    module = document.module
+    if module is not None:
+        for policy in module.syntax.policies:
+            for param in _params(policy, module):
+                yield _item(param.name.text, _Kind.Property, param.span.quoted())
+            for statement in policy.statements:
+                if isinstance(statement, syn.Let):
+                    yield _let(statement)
+    for name in sorted(NAMED_INPUTS - NAMED_FUNCTIONS):
+        row = INPUTS[name]
+        looks_back = first in ("select", "sketch") and name in _LOOKS_BACK
+        if not looks_back and (row.fixed or not fixed):
+            yield _item(name, _Kind.Variable, f"{axes_in_words(row.axes)}: {row.doc}")
+    if module is not None:
+        yield from (_let(let) for let, _ in module.lets())
+    for name in sorted(NAMED_FUNCTIONS):
+        yield _item(name, _Kind.Function, f"{written(name)}: {meaning(name)}")
+    yield from (_let(let) for let in prelude_syntax().lets)
+
+
+def _let(let: syn.Let) -> lsp.CompletionItem:
+    kind = _Kind.Constant if let.parameters is None else _Kind.Function
+    return _item(let.name.text, kind, let.span.quoted())
+
+
+# -- paths -------------------------------------------------------------------------------------------------------------
+
+
+def _paths(document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
+    """The .kv files beside this one, in the string of an import."""
+    line = document.text[document.text.rfind("\n", 0, offset) + 1 : offset]
+    path = document.source.path
+    if path is None or not line.lstrip().startswith("import ") or line.count('"') != 1:
+        return
+    try:
+        files = sorted([*path.parent.glob("*.kv"), *path.parent.glob("*/*.kv")])
+    except OSError:
+        return
+    for file in files:
+        if file != path and not file.stem.endswith("_test"):
+            yield _item(file.relative_to(path.parent).as_posix(), _Kind.File)

@@ -1,0 +1,98 @@
+"""The expressions of a text: which one stands at a place, and what it is: its axes, its state, its number."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from kvdsl.diagnostics import Sink
+from kvdsl.explain.facts import State, state_of
+from kvdsl.ir.nodes import Axis, Number
+from kvdsl.ir.nodes import Policy as Checked
+from kvdsl.lsp.document import Document
+from kvdsl.passes.fold import value_of
+from kvdsl.sema.expressions import Expressions
+from kvdsl.sema.scope import Bound, Definition, Scope
+from kvdsl.sema.values import Value
+from kvdsl.syntax import nodes as syn
+
+NODES = (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)
+
+
+@dataclass(frozen=True)
+class Placed:
+    """An expression, and what names mean in it besides those of the policy: the parameters of the function that it stands in."""
+
+    node: syn.Expr
+    local: tuple[str, ...] = ()
+
+
+def roots(document: Document) -> Iterator[Placed]:
+    """The expressions of all statements, each as a whole."""
+    if document.module is None:
+        return
+    syntax = document.module.syntax
+    statements = [*syntax.lets, *(one for policy in syntax.policies for one in policy.statements)]
+    for statement in statements:
+        names: tuple[str, ...] = ()
+        if isinstance(statement, syn.Let):
+            names = tuple(one.name.text for one in statement.parameters or ())
+        yield from _below(statement, names)
+
+
+def _below(node: object, local: tuple[str, ...]) -> Iterator[Placed]:
+    for value in vars(node).values():
+        if isinstance(value, NODES):
+            yield Placed(value, local)
+        elif isinstance(value, (syn.Range, syn.Across)):
+            yield from _below(value, local)
+
+
+def expression_at(document: Document, offset: int) -> Placed | None:
+    """The smallest expression that an offset lies in, of several parts where it lies on an operator or a function's name."""
+    for root in roots(document):
+        if root.node.span.start <= offset <= root.node.span.end:
+            node = root.node
+            while (inner := _inner(node, offset)) is not None:
+                node = inner
+            return Placed(node, root.local)
+    return None
+
+
+def _inner(node: syn.Expr, offset: int) -> syn.Expr | None:
+    parts: tuple[syn.Expr, ...] = ()
+    if isinstance(node, syn.Unary):
+        parts = (node.operand,)
+    elif isinstance(node, syn.Binary):
+        parts = (node.left, node.right)
+    elif isinstance(node, syn.Call):
+        parts = tuple(argument.value for argument in node.arguments)
+    return next((part for part in parts if part.span.start <= offset <= part.span.end), None)
+
+
+def value(document: Document, placed: Placed) -> Value | None:
+    """What the checker makes of an expression; None where it has an error, or depends on a function's argument."""
+    if document.checker is None or document.module is None:
+        return None
+    unknown: dict[str, Definition] = {name: Bound(None) for name in placed.local}
+    scope = Scope(unknown, document.checker.scope(document.module))
+    return Expressions(Sink(), lenient=True).check(placed.node, scope)
+
+
+def axes_in_words(axes: frozenset[Axis]) -> str:
+    """`query × slot`; a number has none."""
+    return " × ".join(axis.value for axis in Axis if axis in axes) or "a number"
+
+
+def state(document: Document, found: Value) -> tuple[State, ...]:
+    """The state columns that an expression needs, if it ranks tokens."""
+    if found.axes != frozenset({Axis.SLOT}):
+        return ()
+    params = () if document.policy is None else document.policy.params
+    ranking = Checked(name="P", stem="p", params=params, budget=Number(value=1), score=found.expr)
+    return state_of(ranking, {} if document.facts is None else document.facts.values)
+
+
+def number(document: Document, found: Value) -> float | None:
+    """Its value with the params at their defaults, where that is known without a prompt."""
+    return value_of(found.expr, {} if document.facts is None else document.facts.values)

@@ -1,0 +1,65 @@
+"""What an editor shows beside the text: axes of lets, bytes a token, and what can be done with a policy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lsprotocol import types as lsp
+
+from kvdsl.lsp.document import Document
+from kvdsl.lsp.expressions import Placed, axes_in_words, value
+from kvdsl.syntax import nodes as syn
+
+COMMANDS = {"explain": "kvdsl.explain", "test": "kvdsl.test", "compile": "kvdsl.compile"}
+"""What a click on a policy does: its title, and the name of the command, which takes the document's URI."""
+
+
+def inlay_hints(document: Document, range: lsp.Range) -> list[lsp.InlayHint]:
+    """Behind each let the axes of what it stands for; behind a policy's name what a token costs."""
+    found = [*_axes(document), *_bytes(document)]
+    return [hint for hint in found if range.start.line <= hint.position.line <= range.end.line]
+
+
+def _axes(document: Document) -> Iterator[lsp.InlayHint]:
+    if document.module is None:
+        return
+    syntax = document.module.syntax
+    statements = [*syntax.lets, *(one for policy in syntax.policies for one in policy.statements)]
+    for let in statements:
+        if isinstance(let, syn.Let) and let.parameters is None:
+            known = value(document, Placed(let.value))
+            if known is not None:
+                yield _hint(document, let.name.span.end, f": {axes_in_words(known.axes)}")
+
+
+def _bytes(document: Document) -> Iterator[lsp.InlayHint]:
+    if document.module is None or document.facts is None:
+        return
+    facts = document.facts
+    for policy in document.module.syntax.policies[:1]:
+        hint = _hint(document, policy.name.span.end, f" · {facts.bytes_per_token} bytes a token")
+        hint.tooltip = (
+            f"of each KV head at head size {facts.head_dim} in {facts.dtype}: {facts.key_and_value} for key and value, "
+            f"{facts.state_bytes} of state"
+        )
+        yield hint
+
+
+def _hint(document: Document, offset: int, label: str) -> lsp.InlayHint:
+    return lsp.InlayHint(document.positions.position(offset), label, kind=lsp.InlayHintKind.Type)
+
+
+def lenses(document: Document) -> list[lsp.CodeLens]:
+    """Over a policy: explain it, test it, compile it; over tests: run them."""
+    if document.module is None:
+        return []
+    syntax = document.module.syntax
+    if syntax.tests:
+        return [_lens(document, test, "test") for test in syntax.tests[:1]]
+    return [_lens(document, policy, title) for policy in syntax.policies[:1] for title in COMMANDS]
+
+
+def _lens(document: Document, item: syn.Policy | syn.Test, title: str) -> lsp.CodeLens:
+    line = document.positions.position(item.span.start).line
+    place = lsp.Range(lsp.Position(line, 0), lsp.Position(line, 0))
+    return lsp.CodeLens(place, lsp.Command(title, COMMANDS[title], arguments=[document.uri]))

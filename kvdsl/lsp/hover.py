@@ -1,0 +1,144 @@
+"""What stands at a place, explained: a word of the language, a name with its number, an expression with its axes and its state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lsprotocol import types as lsp
+
+from kvdsl.explain.words import meaning as column_meaning
+from kvdsl.ir.ops import INPUTS, NAMED_FUNCTIONS, NAMED_INPUTS, RANGES, REDUCTIONS
+from kvdsl.ir.printer import print_number
+from kvdsl.lsp.document import Document
+from kvdsl.lsp.expressions import Placed, axes_in_words, expression_at, number, state, value
+from kvdsl.lsp.names import Name
+from kvdsl.lsp.statements import statement_at
+from kvdsl.reference import form, meaning, written
+from kvdsl.syntax import nodes as syn
+
+
+def hover(document: Document, position: lsp.Position) -> lsp.Hover | None:
+    """The explanation, as Markdown; None where there is nothing to explain."""
+    offset = document.offset(position)
+    token = document.token_at(offset)
+    if token is None:
+        return None
+    name = document.names.at(offset)
+    parts = list(_name(document, name) if name is not None else _word(document, str(token), token.start_pos or 0))
+    placed = expression_at(document, offset)
+    if placed is not None and not isinstance(placed.node, syn.Constant):
+        parts += _expression(document, placed)
+    if not parts:
+        return None
+    place = document.positions.range(token.start_pos or 0, token.end_pos or 0)
+    return lsp.Hover(lsp.MarkupContent(lsp.MarkupKind.Markdown, "\n\n".join(parts)), place)
+
+
+# -- words -------------------------------------------------------------------------------------------------------------
+
+
+def _word(document: Document, word: str, offset: int) -> Iterator[str]:
+    """A keyword: the statement that it belongs to."""
+    if word in _SINGLE:
+        yield _SINGLE[word]
+        return
+    if f"over {word}" in RANGES.values():
+        takers = ", ".join(f"`{name}`" for name, row in REDUCTIONS.items() if word in row.over)
+        yield f"`over {word}`: what a reduction ranges over; with {takers}"
+        return
+    found = statement_at(document, offset)
+    if found is not None:
+        rule, doc = found
+        yield f"```kv\n{form(rule)}\n```"
+        yield doc
+
+
+_SINGLE = {
+    "over": "`over`: what a reduction ranges over: " + ", ".join(f"`{text}`" for text in RANGES.values()),
+    "and": "`and`: whether both conditions hold",
+    "or": "`or`: whether one of the conditions holds, or both",
+    "not": "`not`: whether the condition does not hold",
+    "override": "`override`: changes a statement of the extended policy",
+    "extends": "`extends`: takes over the statements of another policy, which an import makes known",
+    "nan": "`nan`: no number",
+    "inf": "`inf`: larger than every number",
+    "rest": "`rest`: for every token that the row does not name",
+    "nothing": "`nothing`: no position",
+}
+"""Words that belong to no statement in particular."""
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _name(document: Document, name: Name) -> Iterator[str]:
+    if name.kind == "param" and name.text != "budget":
+        yield from _param(document, name)
+    elif name.text == "budget":
+        yield from _param(document, name) if name.param is not None else _built_in(name.text)
+    elif name.let is not None:
+        head = name.let.span.quoted(200)
+        yield f"```kv\n{head}\n```"
+        if name.let.span.file is not document.source:
+            yield f"defined in `{name.let.span.file.name}`"
+    elif name.kind in ("input", "built-in"):
+        yield from _built_in(name.text)
+    elif name.kind == "policy":
+        yield from _policy(document, name)
+    elif name.kind == "argument":
+        yield f"`{name.text}`: an argument of the function"
+
+
+def _param(document: Document, name: Name) -> Iterator[str]:
+    if name.param is None:
+        return
+    yield f"```kv\n{name.param.span.quoted(200)}\n```"
+    known = None if document.facts is None else document.facts.values.get(name.text)
+    if known is not None and not isinstance(name.param.value, syn.Constant):
+        yield f"by default {print_number(known)}"
+    if name.text == "budget":
+        yield "of `budget` a whole number of tokens, or a rate of the prompt: `0.25` is a quarter of it"
+
+
+def _built_in(name: str) -> Iterator[str]:
+    doc = meaning(name)
+    if doc is None:
+        return
+    if name in NAMED_INPUTS and name not in NAMED_FUNCTIONS:
+        yield f"`{name}` · {axes_in_words(INPUTS[name].axes)}"
+        yield doc
+        return
+    yield f"```kv\n{written(name)}\n```"
+    ranges = REDUCTIONS[name].over if name in REDUCTIONS else ()
+    yield doc + (f"; ranges {', '.join(RANGES[one] for one in ranges)}" if ranges else "")
+
+
+def _policy(document: Document, name: Name) -> Iterator[str]:
+    if document.module is None:
+        return
+    found = next((policy for policy, _ in document.module.policies() if policy.name.span == name.target), None)
+    if found is not None:
+        yield f"```kv\npolicy {found.name.text}{'' if found.parent is None else f' extends {found.parent.text}'}\n```"
+        if found.doc is not None:
+            yield "\n".join(line.strip() for line in found.doc.text.strip().splitlines())
+    if document.facts is not None and name.defines:
+        facts = document.facts
+        yield f"{facts.bytes_per_token} bytes a token and KV head at head size {facts.head_dim} in {facts.dtype}"
+
+
+# -- expressions -------------------------------------------------------------------------------------------------------
+
+
+def _expression(document: Document, placed: Placed) -> Iterator[str]:
+    found = value(document, placed)
+    if found is None:
+        return
+    said = axes_in_words(found.axes) + (", a condition" if found.condition else "")
+    known = number(document, found) if not isinstance(placed.node, syn.Name) else None
+    if known is not None:
+        said = print_number(known)
+    yield f"`{placed.node.span.quoted()}` · {said}"
+    columns = state(document, found)
+    for column in columns:
+        size = "" if column.bytes_per_slot is None else f", {column.bytes_per_slot} bytes a slot"
+        yield f"remembers `{column.name}`: {column_meaning(column)}{size}"

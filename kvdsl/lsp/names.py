@@ -1,0 +1,226 @@
+"""Which names stand where in a file, and where what they mean is defined. Broken statements have none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal
+
+from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.sema.files import prelude_syntax
+from kvdsl.sema.modules import Module
+from kvdsl.source import Span
+from kvdsl.syntax import nodes as syn
+
+Kind = Literal["param", "let", "function", "argument", "policy", "file", "input", "built-in"]
+
+
+@dataclass(frozen=True)
+class Name:
+    """A name where it stands.
+
+    Attributes:
+        target: the name where it is defined, perhaps in another file; None of what is built in.
+        defines: whether it stands where it is defined, or defined anew.
+        let: the definition of a let or function.
+    """
+
+    span: Span
+    kind: Kind
+    target: Span | None
+    defines: bool = False
+    let: syn.Let | None = None
+    param: syn.Param | None = None
+
+    @property
+    def text(self) -> str:
+        """How it is spelled."""
+        return self.span.text
+
+
+@dataclass(frozen=True)
+class Names:
+    """All names of a file, in the order of the text."""
+
+    all: tuple[Name, ...]
+
+    @cached_property
+    def by_start(self) -> Mapping[int, Name]:
+        """By the place where they begin."""
+        return {name.span.start: name for name in self.all}
+
+    def at(self, offset: int) -> Name | None:
+        """The name that an offset lies in or right behind."""
+        found = [name for name in self.all if name.span.start <= offset <= name.span.end]
+        return found[-1] if found else None
+
+
+def same_place(a: Span | None, b: Span | None) -> bool:
+    """Whether two spans are the same place, perhaps of two readings of one file."""
+    if a is None or b is None or a.start != b.start:
+        return False
+    return a.file is b.file or (a.file.path is not None and b.file.path is not None and _same_file(a, b))
+
+
+def _same_file(a: Span, b: Span) -> bool:
+    assert a.file.path is not None
+    assert b.file.path is not None
+    return a.file.path.resolve() == b.file.path.resolve()
+
+
+def ancestry(policy: syn.Policy, module: Module) -> list[tuple[syn.Policy, Module]]:
+    """The policy, the one that it extends, and so on, as far as they are there."""
+    line = [(policy, module)]
+    while (parent := line[-1][0].parent) is not None:
+        found = next((pair for pair in line[-1][1].policies() if pair[0].name.text == parent.text), None)
+        if found is None or any(found[0] is one for one, _ in line):
+            break
+        line.append(found)
+    return line
+
+
+def visible_lets(module: Module) -> dict[str, syn.Let]:
+    """The lets and functions that a file's policy can read: the prelude's, imported and own ones, and the policy's."""
+    found = {let.name.text: let for let in prelude_syntax().lets}
+    found |= {let.name.text: let for let, _ in reversed(list(module.lets()))}
+    for policy in module.syntax.policies[:1]:
+        for one, _ in reversed(ancestry(policy, module)):
+            found |= {let.name.text: let for let in one.statements if isinstance(let, syn.Let)}
+    return found
+
+
+def collect(module: Module) -> Names:
+    """The names of a file."""
+    found = sorted(_Collector(module).run(), key=lambda name: (name.span.start, name.span.end))
+    return Names(tuple(found))
+
+
+class _Collector:
+    def __init__(self, module: Module) -> None:
+        self.module = module
+        self.outer: dict[str, syn.Let] = {let.name.text: let for let in prelude_syntax().lets}
+        for let, _ in reversed(list(module.lets())):
+            self.outer[let.name.text] = let
+        self.inner: dict[str, syn.Param | syn.Let] = {}
+
+    def run(self) -> Iterator[Name]:
+        syntax = self.module.syntax
+        for statement in syntax.imports:
+            yield from self._import(statement)
+        for let in syntax.lets:
+            yield from self._let(let, let.name.span)
+        for policy in syntax.policies:
+            yield from self._policy(policy)
+        for test in syntax.tests:
+            yield from self._test(test)
+
+    def _import(self, statement: syn.Import) -> Iterator[Name]:
+        text = statement.name.text
+        for imported in self.module.imports:
+            path = imported.file.path
+            if path is not None and path.stem == text.rpartition("/")[2].removesuffix(".kv"):
+                yield Name(statement.name.span, "file", imported.file.span(0, 0))
+
+    def _policy(self, policy: syn.Policy) -> Iterator[Name]:
+        yield Name(policy.name.span, "policy", policy.name.span, defines=True)
+        line = ancestry(policy, self.module)
+        if policy.parent is not None:
+            yield self._extended(policy.parent)
+        self.inner = self._defined(line)
+        for statement in policy.statements:
+            yield from self._statement(statement)
+        self.inner = {}
+
+    def _extended(self, word: syn.Word) -> Name:
+        found = next((one for one, _ in self.module.policies() if one.name.text == word.text), None)
+        return Name(word.span, "policy", None if found is None else found.name.span)
+
+    def _defined(self, line: list[tuple[syn.Policy, Module]]) -> dict[str, syn.Param | syn.Let]:
+        """The params and lets of a policy; of one that is overridden, the first definition."""
+        found: dict[str, syn.Param | syn.Let] = {}
+        for policy, _ in reversed(line):
+            for statement in policy.statements:
+                if isinstance(statement, (syn.Param, syn.Let)):
+                    found.setdefault(statement.name.text, statement)
+        return found
+
+    # -- statements ------------------------------------------------------------------------------------------------------
+
+    def _statement(self, statement: syn.Statement) -> Iterator[Name]:
+        if isinstance(statement, syn.Let):
+            first = self.inner.get(statement.name.text, statement)
+            yield from self._let(statement, first.name.span)
+        elif isinstance(statement, syn.Param):
+            first = self.inner.get(statement.name.text, statement)
+            yield Name(statement.name.span, "param", first.name.span, defines=True, param=statement)
+            yield from self._parts(statement)
+        else:
+            yield from self._parts(statement)
+
+    def _let(self, let: syn.Let, target: Span) -> Iterator[Name]:
+        kind: Kind = "let" if let.parameters is None else "function"
+        yield Name(let.name.span, kind, target, defines=True, let=let)
+        local = {one.name.text: one.name for one in let.parameters or ()}
+        for one in let.parameters or ():
+            yield Name(one.name.span, "argument", one.name.span, defines=True)
+            if one.default is not None:
+                yield from self._expr(one.default, local)
+        yield from self._expr(let.value, local)
+
+    def _parts(self, node: object) -> Iterator[Name]:
+        """The names in the expressions of a statement, whatever it is."""
+        for value in vars(node).values():
+            if isinstance(value, (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)):
+                yield from self._expr(value, {})
+            elif isinstance(value, (syn.Range, syn.Across)):
+                yield from self._parts(value)
+
+    # -- expressions -----------------------------------------------------------------------------------------------------
+
+    def _expr(self, node: syn.Expr, local: Mapping[str, syn.Word]) -> Iterator[Name]:
+        if isinstance(node, syn.Name):
+            yield self._read(node.span, node.name, local)
+        elif isinstance(node, syn.Unary):
+            yield from self._expr(node.operand, local)
+        elif isinstance(node, syn.Binary):
+            yield from self._expr(node.left, local)
+            yield from self._expr(node.right, local)
+        elif isinstance(node, syn.Call):
+            function = self._read(node.function.span, node.function.text, {})
+            yield function
+            for argument in node.arguments:
+                yield from self._argument(argument, function, local)
+
+    def _argument(self, argument: syn.Argument, function: Name, local: Mapping[str, syn.Word]) -> Iterator[Name]:
+        if argument.keyword is not None and function.let is not None:
+            word = argument.keyword
+            target = next((one.name.span for one in function.let.parameters or () if one.name.text == word.text), None)
+            yield Name(word.span, "argument", target)
+        yield from self._expr(argument.value, local)
+        if argument.over is not None and argument.over.last is not None:
+            yield from self._expr(argument.over.last, local)
+
+    def _read(self, span: Span, text: str, local: Mapping[str, syn.Word]) -> Name:
+        if text in local:
+            return Name(span, "argument", local[text].span)
+        found = self.inner.get(text) or self.outer.get(text)
+        if isinstance(found, syn.Param):
+            return Name(span, "param", found.name.span, param=found)
+        if isinstance(found, syn.Let):
+            return Name(span, "let" if found.parameters is None else "function", found.name.span, let=found)
+        return Name(span, "input" if text in NAMED_INPUTS and text not in NAMED_FUNCTIONS else "built-in", None)
+
+    # -- tests -----------------------------------------------------------------------------------------------------------
+
+    def _test(self, test: syn.Test) -> Iterator[Name]:
+        params: dict[str, syn.Param | syn.Let] = {}
+        for step in test.steps:
+            if isinstance(step, syn.Use):
+                yield self._extended(step.policy)
+                used = next((pair for pair in self.module.policies() if pair[0].name.text == step.policy.text), None)
+                params = {} if used is None else self._defined(ancestry(*used))
+            elif isinstance(step, syn.Set):
+                param = params.get(step.name.text)
+                if isinstance(param, syn.Param):
+                    yield Name(step.name.span, "param", param.name.span, param=param)

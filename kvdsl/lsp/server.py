@@ -1,0 +1,188 @@
+"""The server: what the protocol asks, answered by the modules beside this one. Stands on pygls."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcInvalidParams
+from pygls.lsp.server import LanguageServer
+
+from kvdsl import __version__
+from kvdsl.lsp import navigation
+from kvdsl.lsp.completion import completion
+from kvdsl.lsp.diagnostics import diagnostics
+from kvdsl.lsp.document import Document, path_of
+from kvdsl.lsp.fixes import fixes
+from kvdsl.lsp.hints import COMMANDS, inlay_hints, lenses
+from kvdsl.lsp.hover import hover
+from kvdsl.lsp.layout import formatting
+from kvdsl.lsp.outline import foldings, symbols
+from kvdsl.lsp.signature import signature
+from kvdsl.lsp.tokens import LEGEND, semantic_tokens
+from kvdsl.lsp.workspace import Workspace
+
+
+class Server(LanguageServer):
+    """A server and the texts that its client has open. Texts are small, so that each change sends the whole."""
+
+    def __init__(self) -> None:
+        super().__init__("kvdsl", __version__, text_document_sync_kind=lsp.TextDocumentSyncKind.Full)
+        self.texts = Workspace()
+        self.dismissed = False  # whether the client has asked it to end
+
+    def document(self, params: object) -> Document:
+        """The text that a request is about."""
+        return self.texts.document(params.text_document.uri)  # type: ignore[attr-defined]
+
+    def tell(self, uris: list[str]) -> None:
+        """Sends what is wrong with these texts."""
+        for uri in uris:
+            found = diagnostics(self.texts.document(uri))
+            self.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, found))
+
+
+def make_server() -> Server:
+    """A server that waits to be started, `start_io()` on standard input and output."""
+    server = Server()
+    for add in (_texts, _questions, _names, _commands):
+        add(server)
+    return server
+
+
+# -- texts -------------------------------------------------------------------------------------------------------------
+
+
+def _texts(server: Server) -> None:
+    @server.feature(lsp.INITIALIZED)
+    def initialized(ls: Server, params: lsp.InitializedParams) -> None:
+        ls.texts.encoding = lsp.PositionEncodingKind(ls.workspace.position_encoding).value
+        paths = (path_of(uri) for uri in ls.workspace.folders)
+        ls.texts.folders = [path for path in paths if path is not None]
+
+    @server.feature(lsp.SHUTDOWN)
+    def dismissed(ls: Server, params: None = None) -> None:
+        ls.dismissed = True
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_OPEN)
+    def opened(ls: Server, params: lsp.DidOpenTextDocumentParams) -> None:
+        ls.tell(ls.texts.put(params.text_document.uri, params.text_document.text))
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_CHANGE)
+    def changed(ls: Server, params: lsp.DidChangeTextDocumentParams) -> None:
+        ls.tell(ls.texts.put(params.text_document.uri, params.content_changes[-1].text))
+
+    @server.feature(lsp.TEXT_DOCUMENT_DID_CLOSE)
+    def closed(ls: Server, params: lsp.DidCloseTextDocumentParams) -> None:
+        uri = params.text_document.uri
+        ls.tell(ls.texts.close(uri))
+        ls.text_document_publish_diagnostics(lsp.PublishDiagnosticsParams(uri, []))
+
+    @server.feature(lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES)
+    def touched(ls: Server, params: lsp.DidChangeWatchedFilesParams) -> None:
+        ls.tell([uri for change in params.changes for uri in ls.texts.touched(change.uri)])
+
+
+# -- questions about a place or a text ---------------------------------------------------------------------------------
+
+
+def _questions(server: Server) -> None:
+    @server.feature(lsp.TEXT_DOCUMENT_HOVER)
+    def hovers(ls: Server, params: lsp.HoverParams) -> lsp.Hover | None:
+        return hover(ls.document(params), params.position)
+
+    @server.feature(lsp.TEXT_DOCUMENT_COMPLETION, lsp.CompletionOptions(trigger_characters=[" ", "(", ",", '"']))
+    def completes(ls: Server, params: lsp.CompletionParams) -> list[lsp.CompletionItem]:
+        return completion(ls.document(params), params.position)
+
+    @server.feature(lsp.TEXT_DOCUMENT_SIGNATURE_HELP, lsp.SignatureHelpOptions(trigger_characters=["(", ","]))
+    def signs(ls: Server, params: lsp.SignatureHelpParams) -> lsp.SignatureHelp | None:
+        return signature(ls.document(params), params.position)
+
+    @server.feature(lsp.TEXT_DOCUMENT_CODE_ACTION, lsp.CodeActionOptions([lsp.CodeActionKind.QuickFix]))
+    def mends(ls: Server, params: lsp.CodeActionParams) -> list[lsp.CodeAction]:
+        return fixes(ls.document(params), params.range, ls.texts.texts)
+
+    @server.feature(lsp.TEXT_DOCUMENT_INLAY_HINT)
+    def hints(ls: Server, params: lsp.InlayHintParams) -> list[lsp.InlayHint]:
+        return inlay_hints(ls.document(params), params.range)
+
+    _about_a_text(server, lsp.TEXT_DOCUMENT_DOCUMENT_SYMBOL, symbols)
+    _about_a_text(server, lsp.TEXT_DOCUMENT_FOLDING_RANGE, foldings)
+    _about_a_text(server, lsp.TEXT_DOCUMENT_FORMATTING, formatting)
+    _about_a_text(server, lsp.TEXT_DOCUMENT_CODE_LENS, lenses)
+    _about_a_text(server, lsp.TEXT_DOCUMENT_SEMANTIC_TOKENS_FULL, semantic_tokens, LEGEND)
+
+
+def _about_a_text(server: Server, feature: str, answer: Callable[[Document], object], options: object = None) -> None:
+    @server.feature(feature, options)
+    def answers(ls: Server, params: object) -> object:
+        return answer(ls.document(params))
+
+
+# -- names -------------------------------------------------------------------------------------------------------------
+
+
+def _names(server: Server) -> None:
+    @server.feature(lsp.TEXT_DOCUMENT_DEFINITION)
+    def defines(ls: Server, params: lsp.DefinitionParams) -> lsp.Location | None:
+        return navigation.definition(ls.document(params), params.position)
+
+    @server.feature(lsp.TEXT_DOCUMENT_REFERENCES)
+    def refers(ls: Server, params: lsp.ReferenceParams) -> list[lsp.Location]:
+        document, declared = ls.document(params), params.context.include_declaration
+        return navigation.references(document, params.position, ls.texts.others(document.uri), declared=declared)
+
+    @server.feature(lsp.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
+    def stands(ls: Server, params: lsp.DocumentHighlightParams) -> list[lsp.DocumentHighlight]:
+        return navigation.highlights(ls.document(params), params.position)
+
+    @server.feature(lsp.TEXT_DOCUMENT_PREPARE_RENAME)
+    def may_rename(ls: Server, params: lsp.PrepareRenameParams) -> lsp.Range:
+        document = ls.document(params)
+        try:
+            return document.positions.of(navigation.renamable(document, params.position).span)
+        except navigation.RenameError as failure:
+            raise JsonRpcInvalidParams(str(failure)) from None
+
+    @server.feature(lsp.TEXT_DOCUMENT_RENAME, lsp.RenameOptions(prepare_provider=True))
+    def renames(ls: Server, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
+        document = ls.document(params)
+        others = ls.texts.others(document.uri)
+        try:
+            return navigation.rename(document, params.position, params.new_name, others, ls.texts.texts)
+        except navigation.RenameError as failure:
+            raise JsonRpcInvalidParams(str(failure)) from None
+
+
+# -- commands ----------------------------------------------------------------------------------------------------------
+
+
+def _commands(server: Server) -> None:
+    for title, name in COMMANDS.items():
+        _command(server, title, name)
+
+
+def _command(server: Server, title: str, name: str) -> None:
+    @server.command(name)
+    async def runs(ls: Server, uri: str) -> str:
+        """Runs `kvdsl TITLE FILE` on the file as it is saved, shows what it says, and gives it to who asked."""
+        path = path_of(uri)
+        if path is None or not path.is_file():
+            said = "save the text first"
+        else:
+            said = await _kvdsl(title, path)
+        ls.window_show_message(lsp.ShowMessageParams(lsp.MessageType.Info, said))
+        return said
+
+
+async def _kvdsl(title: str, path: Path) -> str:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "kvdsl", title, str(path), cwd=path.parent, stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
+    )  # fmt: skip
+    out, _ = await process.communicate()
+    return out.decode(errors="replace").strip()

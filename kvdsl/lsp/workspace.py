@@ -1,0 +1,101 @@
+"""The texts that are open, and the files of the folders around them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from kvdsl.lsp.document import Document, path_of, read_document, uri_of
+
+_MOST_FILES = 500
+_SKIPPED = {"node_modules", "__pycache__", "site-packages", "generated"}
+
+
+class Workspace:
+    """Reads a text when it is first asked about, and again once it, or an open text that it imports, has changed."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+        self.encoding = "utf-16"
+        self._open: dict[str, str] = {}
+        self._read: dict[str, Document] = {}
+
+    # -- what is open --------------------------------------------------------------------------------------------------
+
+    def put(self, uri: str, text: str) -> list[str]:
+        """Opens a text, or changes it; gives the URIs of the open texts of which something else may be true now."""
+        self._open[uri] = text
+        return self._forget(uri)
+
+    def close(self, uri: str) -> list[str]:
+        """Closes a text: what counts is on the disk again."""
+        self._open.pop(uri, None)
+        return [one for one in self._forget(uri) if one != uri]
+
+    def touched(self, uri: str) -> list[str]:
+        """A file has changed on the disk."""
+        return self._forget(uri)
+
+    def _forget(self, uri: str) -> list[str]:
+        path = path_of(uri)
+        resolved = None if path is None else path.resolve()
+        self._read.pop(uri, None)
+        for other, document in list(self._read.items()):
+            # A file that could not be read is not among those that were: what misses one is read again, too.
+            if resolved in document.read or any(found.severity == "error" for found in document.diagnostics):
+                del self._read[other]
+        return [one for one in self._open if one not in self._read]
+
+    @property
+    def texts(self) -> dict[Path, str]:
+        """What is open, by resolved path."""
+        paths = ((path_of(uri), text) for uri, text in self._open.items())
+        return {path.resolve(): text for path, text in paths if path is not None}
+
+    # -- documents -----------------------------------------------------------------------------------------------------
+
+    def document(self, uri: str) -> Document:
+        """An open text, read and checked; an empty one where nothing is open."""
+        if uri not in self._read:
+            self._read[uri] = read_document(uri, self._open.get(uri, ""), self.encoding, self.texts)
+        return self._read[uri]
+
+    def others(self, uri: str) -> Iterator[Document]:
+        """The other open texts, and the .kv files of the workspace's folders."""
+        seen = {uri}
+        for other in list(self._open):
+            if other not in seen:
+                seen.add(other)
+                yield self.document(other)
+        for path in self._files():
+            other = uri_of(path)
+            if other not in seen:
+                seen.add(other)
+                try:
+                    text = path.read_text(encoding="utf-8-sig")
+                except (OSError, UnicodeDecodeError):
+                    continue
+                yield read_document(other, text, self.encoding, self.texts)
+
+    def _files(self) -> Iterator[Path]:
+        found = 0
+        for folder in self.folders:
+            for path in _below(folder):
+                found += 1
+                if found > _MOST_FILES:
+                    return
+                yield path
+
+
+def _below(folder: Path) -> Iterator[Path]:
+    try:
+        paths = sorted(folder.iterdir())
+    except OSError:
+        return
+    for path in paths:
+        if path.name.startswith(".") or path.name in _SKIPPED:
+            continue
+        if path.is_dir() and not path.is_symlink():
+            yield from _below(path)
+        elif path.suffix == ".kv":
+            yield path

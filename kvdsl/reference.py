@@ -1,0 +1,122 @@
+"""What the words of the language mean, a line each: for its reference, and for editors.
+
+Statements stand here; inputs, functions and reductions in the table of operations (`kvdsl.ir.ops`), the words of options with the checker
+of statements.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from functools import lru_cache
+
+from kvdsl.ir import ops
+from kvdsl.resources import read_resource
+from kvdsl.sema.statements import WORDS
+
+STATEMENTS = {
+    "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
+    "let": ("a name for an expression, or a function", ""),
+    "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer` and `prompt`", ""),
+    "score": ("one number per slot; the lowest leaves first", ""),
+    "keep_first": ("the first tokens may not leave", ""),
+    "keep_last": ("the last tokens may not leave; `keep last 0` removes the default", "`keep last 1`"),
+    "keep_top": ("the tokens with the highest value may not leave", ""),
+    "keep_where": ("tokens for which the condition holds may not leave", ""),
+    "keep_nothing": ("`override keep` drops the inherited ones", ""),
+    "victims": ("who must agree on the victims: scores are averaged over them", ""),
+    "trigger": ("prune only once live - budget reaches this; 0 never", "1"),
+    "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
+    "max_drop": ("how many tokens leave at a time; 0: as many as are too many", "0"),
+    "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
+    "select": ("attend to these tokens only, and keep all", "all"),
+    "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
+    "pages": ("`over page` reads per-page minima and maxima; selection is by page", ""),
+    "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
+    "when": ("the phase in which it evicts", ""),
+    "group": ("how a group's query heads are reduced", ""),
+    "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
+    "storage": ("how slots lie in memory", ""),
+    "rope": ("how compact positions are served", ""),
+    "prefill": ("one settle after the prompt, or one after every block of it", ""),
+}
+"""Rule of the grammar -> what the statement means, and its default where that is no word."""
+
+ITEMS = {
+    "edition": "the edition of the language that the file is written in; stands first",
+    "import": "makes a shipped policy known, or, in quotes, the policies and lets of a file",
+    "policy": "a policy; one that `extends` another takes over its statements",
+    "test": "a test, in a file of tests: `kvdsl test` runs it",
+}
+"""Rule of the grammar -> what the item of a file is."""
+
+STEPS = {
+    "use": "the policy that the test is about; layer 0 of 1 if nothing is said",
+    "set": "a value for one of the policy's params",
+    "prompt": "tokens that come in together",
+    "attend": "a token, by the attention that it pays to those that are there and, last, to itself",
+    "token": "a token, by its vectors: attention follows from them",
+    "times": "the same token, again and again",
+    "expect_evicted": "the positions of the tokens that left with the last token, or with the prompt",
+    "expect_kept": "the positions of the tokens that are there",
+    "expect_protected": "the positions of the tokens that could not leave, before any left",
+    "expect_score": "the scores before tokens left, in the order of the text",
+    "expect_attn": "the attention of the last token, in the order of the text",
+    "expect_state": "a state column before tokens left; `kvdsl explain` names it",
+    "expect_selected": "the positions that the last token attended to",
+    "expect_sketch": "the dims of the sketch",
+    "expect_live": "how many tokens are there",
+    "expect_error": "the policy is refused with a message that has this text in it",
+}
+"""Rule of the grammar -> what the step of a test means."""
+
+
+@lru_cache(maxsize=1)
+def grammar_rules() -> Mapping[str, str]:
+    """The rules of the grammar that stand on one line, and those that are named alternatives of others, without comments."""
+    text = re.sub(r"[ ]+//.*", "", read_resource("grammar", "kv.lark"))
+    named = {name: body for body, name in re.findall(r"[:|] (.*) -> (\w+)$", text, re.MULTILINE)}
+    return named | dict(re.findall(r"^\??(\w+): (.*)$", text, re.MULTILINE))
+
+
+def first_word(rule: str) -> str:
+    """The word that a rule begins with; its name where it begins with something else."""
+    found = re.match(r'"(\w+)"', grammar_rules()[rule])
+    return rule if found is None else found[1]
+
+
+def form(rule: str) -> str:
+    """How a rule is written, with the words of its options: `cap soft or hard`."""
+    text = re.sub(r'"(\S+?)"', r"\1", re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    return text.replace("NAME", " or ".join(WORDS[rule]), 1) if rule in WORDS else text
+
+
+_PARAMETERS = (("x",), ("a", "b"), ("c", "a", "b"))
+
+
+def parameters(name: str, *, extreme: bool = False) -> tuple[str, ...]:
+    """What a built-in function takes.
+
+    Args:
+        extreme: of `max` and `min` as functions of several values, which are reductions of one, too.
+    """
+    if name in ops.REDUCTIONS and not extreme:
+        return ("x", "d") if ops.REDUCTIONS[name].decay else ("x",)
+    if name in ops.POOLS:
+        return ("x", "n")
+    if name in ops.FORMS:
+        return tuple(re.findall(r"\w+", ops.FORMS[name].written)[1:])
+    return _PARAMETERS[ops.ELEMENTWISE[name] - 1]
+
+
+def written(name: str, *, extreme: bool = False) -> str:
+    """A call of a built-in function: `ema(x, d)`."""
+    return f"{name}({', '.join(parameters(name, extreme=extreme))})"
+
+
+def meaning(name: str) -> str | None:
+    """What an input or a built-in function is, in a line; None of other names."""
+    for table in (ops.FORMS, ops.INPUTS, ops.REDUCTIONS, ops.POOLS, ops.FUNCTIONS):
+        if name in table:
+            return table[name].doc
+    return None

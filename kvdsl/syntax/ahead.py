@@ -1,0 +1,52 @@
+"""What the grammar would take at a place in a half-written text: asked of the parser's own tables, so that no list of words lags behind."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from kvdsl.source import SourceFile
+from kvdsl.syntax.parser import Place, read_prefix
+
+_WORD = re.compile(r"[A-Za-z_][A-Za-z0-9_]*\Z")
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """What can stand at a place.
+
+    Attributes:
+        place: in the file, before a `{`, in a policy, a test or a prompt.
+        words: the keywords; none where the statement has an error already.
+        statement: the tokens of the unfinished statement before the place.
+        word: the part of a word that stands right before the place, and does not count.
+        expression: whether an expression can begin.
+        name, string: whether a name or a string can stand here.
+    """
+
+    place: Place
+    words: frozenset[str]
+    statement: tuple[str, ...]
+    word: str
+    expression: bool
+    name: bool
+    string: bool
+
+
+def ahead(source: SourceFile, offset: int) -> Ahead | None:
+    """What can stand at an offset; None inside of a comment or a string."""
+    text = source.text[:offset]
+    found = _WORD.search(text)
+    word = "" if found is None else found[0]
+    prefix = read_prefix(SourceFile(source.name, text[: len(text) - len(word)], source.path))
+    if prefix.hidden:
+        return None
+    return Ahead(
+        place=prefix.place,
+        words=frozenset(prefix.keywords[name] for name in prefix.accepts if name in prefix.keywords),
+        statement=prefix.statement,
+        word=word,
+        expression=prefix.stuck or prefix.accepts >= {"NAME", "NUMBER", "LPAR", "MINUS"},
+        name="NAME" in prefix.accepts,
+        string="STRING" in prefix.accepts,
+    )

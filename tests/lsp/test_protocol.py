@@ -1,0 +1,172 @@
+"""`kvdsl lsp` as an editor meets it: a real client over pipes, without torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from lsprotocol import types as lsp
+from pygls.exceptions import JsonRpcException
+
+from tests.lsp.harness import Client, client, marked
+
+HEAD = 'kv 1\nimport h2o\n\npolicy Mine extends H2O {\n  "Mine."\n'
+GOOD = HEAD + "  param weight = 2\n  let mine = mean(attn)\n  override score mine * weight\n}\n"
+
+
+@pytest.fixture(scope="module")
+def editor(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
+    with client(tmp_path_factory.mktemp("workspace")) as one:
+        yield one
+
+
+@pytest.fixture
+def uri(editor: Client, tmp_path: Path) -> Iterator[str]:
+    uri = (tmp_path / "mine.kv").as_uri()
+    yield uri
+    editor.close(uri)
+
+
+def asked(uri: str, text: str) -> tuple[str, lsp.TextDocumentIdentifier, lsp.Position]:
+    plain, position = marked(text)
+    return plain, lsp.TextDocumentIdentifier(uri), position
+
+
+def test_diagnostics_while_typing(editor: Client, uri: str) -> None:
+    """Several at once, each with its hint; none once they are mended."""
+    found = editor.open(uri, HEAD + "  scor 3\n  override score mean(atn)\n  keep lst 3\n}\n")
+    assert [(one.code, one.range.start.line) for one in found] == [("KV0104", 5), ("KV0201", 6), ("KV0101", 7)]
+    assert all("help: did you mean" in one.message for one in found)
+    assert editor.open(uri, GOOD) == []
+
+
+def test_a_fix(editor: Client, uri: str) -> None:
+    text, document, position = asked(uri, GOOD.replace("mine * weight", "mine * we|igth"))
+    editor.open(uri, text)
+    params = lsp.CodeActionParams(document, lsp.Range(position, position), lsp.CodeActionContext([]))
+    (action,) = editor.wait(editor.ask.text_document_code_action_async(params)) or ()
+    assert isinstance(action, lsp.CodeAction)
+    assert action.title == "write `weight`"
+    assert action.edit is not None
+    (edit,) = (action.edit.changes or {})[uri]
+    assert (edit.new_text, edit.range.start.line) == ("weight", 7)
+
+
+def test_hover_and_signature(editor: Client, uri: str) -> None:
+    text, document, position = asked(uri, GOOD.replace("mean(attn)", "me|an(attn)"))
+    editor.open(uri, text)
+    found = editor.wait(editor.ask.text_document_hover_async(lsp.HoverParams(document, position)))
+    assert found is not None
+    assert isinstance(found.contents, lsp.MarkupContent)
+    for said in ("the mean", "`mean(attn)` · slot", "`sum_attn`", "4 bytes a slot"):
+        assert said in found.contents.value
+    text, document, position = asked(uri, GOOD.replace("mean(attn)", "norm1(|v)"))
+    editor.open(uri, text)
+    help = editor.wait(editor.ask.text_document_signature_help_async(lsp.SignatureHelpParams(document, position)))
+    assert help is not None
+    assert help.signatures[0].label == "norm1(x)"
+
+
+def test_completion(editor: Client, uri: str) -> None:
+    text, document, position = asked(uri, HEAD + "  keep top 3 by std(|")
+    editor.open(uri, text)
+    found = editor.wait(editor.ask.text_document_completion_async(lsp.CompletionParams(document, position)))
+    assert found is not None
+    assert not isinstance(found, lsp.CompletionList)
+    labels = {item.label for item in found}
+    assert {"attn", "logit", "recent", "norm1", "mean"} <= labels
+    assert "score" not in labels
+
+
+def test_definition_references_and_rename(editor: Client, uri: str, tmp_path: Path) -> None:
+    """Through other open texts; what comes with kvdsl is not renamed."""
+    child = (tmp_path / "child.kv").as_uri()
+    text, document, position = asked(uri, GOOD.replace("param weight", "param we|ight"))
+    editor.open(uri, text)
+    editor.open(child, 'kv 1\nimport "mine.kv"\n\npolicy Child extends Mine {\n  "C."\n  override param weight = 3\n}\n')
+    params = lsp.ReferenceParams(lsp.ReferenceContext(include_declaration=True), document, position)
+    found = editor.wait(editor.ask.text_document_references_async(params)) or ()
+    assert [(one.uri, one.range.start.line) for one in found] == [(uri, 5), (uri, 7), (child, 5)]
+    place = editor.wait(
+        editor.ask.text_document_definition_async(
+            lsp.DefinitionParams(lsp.TextDocumentIdentifier(child), lsp.Position(5, 20))
+        )
+    )
+    assert isinstance(place, lsp.Location)
+    assert (place.uri, place.range.start.line) == (uri, 5)
+    edit = editor.wait(editor.ask.text_document_rename_async(lsp.RenameParams(document, position, "share")))
+    assert edit is not None
+    assert {one: len(edits) for one, edits in (edit.changes or {}).items()} == {uri: 2, child: 1}
+    refused = lsp.RenameParams(document, position, "attn")
+    with pytest.raises(JsonRpcException, match="built in"):
+        editor.wait(editor.ask.text_document_rename_async(refused))
+    parent = lsp.PrepareRenameParams(document, lsp.Position(3, 22))
+    with pytest.raises(JsonRpcException, match="comes with kvdsl"):
+        editor.wait(editor.ask.text_document_prepare_rename_async(parent))
+    editor.close(child)
+
+
+def test_what_an_open_text_imports_need_not_be_saved(editor: Client, uri: str, tmp_path: Path) -> None:
+    """And a change of it is told in what imports it."""
+    library = (tmp_path / "library.kv").as_uri()
+    editor.open(library, "kv 1\n\nlet mine = mean(attn)\n")
+    text = 'kv 1\nimport "library.kv"\n\npolicy Mine {\n  "Mine."\n  param budget = 9\n  score mine\n}\n'
+    assert editor.open(uri, text) == []
+    editor.open(library, "kv 1\n\nlet mine = attn\n")
+    assert [one.code for one in editor.diagnostics(uri)] == ["KV0301"]
+    editor.close(library)
+
+
+def test_outline_folding_format_tokens_hints_and_lenses(editor: Client, uri: str) -> None:
+    editor.open(uri, GOOD.replace("  param weight = 2", "  param   weight=2"))
+    document, ask = lsp.TextDocumentIdentifier(uri), editor.ask
+    symbols = editor.wait(ask.text_document_document_symbol_async(lsp.DocumentSymbolParams(document))) or ()
+    assert [symbol.name for symbol in symbols] == ["Mine"]
+    (folding,) = editor.wait(ask.text_document_folding_range_async(lsp.FoldingRangeParams(document))) or ()
+    assert (folding.start_line, folding.end_line) == (3, 7)
+    options = lsp.FormattingOptions(2, insert_spaces=True)
+    (edit,) = editor.wait(ask.text_document_formatting_async(lsp.DocumentFormattingParams(document, options))) or ()
+    assert (edit.range.start.line, edit.new_text) == (5, "  param weight = 2\n")
+    tokens = editor.wait(ask.text_document_semantic_tokens_full_async(lsp.SemanticTokensParams(document)))
+    assert tokens is not None
+    assert len(tokens.data) > 5 * 20
+    whole = lsp.Range(lsp.Position(0, 0), lsp.Position(99, 0))
+    hints = editor.wait(ask.text_document_inlay_hint_async(lsp.InlayHintParams(document, whole))) or ()
+    assert [hint.label for hint in hints] == [": slot", " · 520 bytes a token"]
+    lenses = editor.wait(ask.text_document_code_lens_async(lsp.CodeLensParams(document))) or ()
+    assert [lens.command.title for lens in lenses if lens.command] == ["explain", "test", "compile"]
+
+
+def test_commands_say_what_the_command_line_says(editor: Client, uri: str, tmp_path: Path) -> None:
+    unsaved = lsp.ExecuteCommandParams("kvdsl.explain", [uri])
+    editor.open(uri, GOOD)
+    assert editor.wait(editor.ask.workspace_execute_command_async(unsaved)) == "save the text first"
+    (tmp_path / "mine.kv").write_text(GOOD)
+    said = editor.wait(editor.ask.workspace_execute_command_async(unsaved))
+    assert isinstance(said, str)
+    assert said.startswith("Mine (mine.kv)")
+
+
+def test_half_written_texts_are_answered(editor: Client, uri: str) -> None:
+    """At every line's end of a policy, as far as it is written."""
+    text = GOOD.replace("mean(attn)", "where(\n    age > 3,\n    attn,\n    0)")
+    document = lsp.TextDocumentIdentifier(uri)
+    for end in [at for at, char in enumerate(text) if char in "\n( "]:
+        before = text[:end]
+        place = lsp.Position(before.count("\n"), len(before.rpartition("\n")[2]))
+        editor.open(uri, before)
+        editor.wait(editor.ask.text_document_hover_async(lsp.HoverParams(document, place)))
+        found = editor.wait(editor.ask.text_document_completion_async(lsp.CompletionParams(document, place)))
+        assert found is not None
+
+
+@pytest.mark.parametrize("encoding", list(lsp.PositionEncodingKind))
+def test_columns_are_in_the_units_that_were_agreed_on(tmp_path: Path, encoding: lsp.PositionEncodingKind) -> None:
+    one = Client()
+    started = one.start(tmp_path, [encoding])
+    assert started.capabilities.position_encoding == encoding
+    (found,) = one.open((tmp_path / "x.kv").as_uri(), GOOD.replace("mine * weight", '"é😀" * weight'))
+    units = {"utf-8": 6, "utf-16": 3, "utf-32": 2}[encoding.value]
+    assert found.range.end.character - found.range.start.character == units + 2
+    assert one.stop() == 0
