@@ -30,6 +30,12 @@ def definition(document: Document, position: lsp.Position) -> lsp.Location | Non
     return document.location(name.target.file, name.target.start, name.target.end)
 
 
+def spelled(document: Document, position: lsp.Position) -> str:
+    """How the name at a place is spelled, wherever it stands; empty where there is none."""
+    name = document.names.at(document.offset(position))
+    return "" if name is None else name.text
+
+
 def references(
     document: Document, position: lsp.Position, others: Iterable[Document], *, declared: bool = True
 ) -> list[lsp.Location]:

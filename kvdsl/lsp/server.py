@@ -134,7 +134,8 @@ def _names(server: Server) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_REFERENCES)
     def refers(ls: Server, params: lsp.ReferenceParams) -> list[lsp.Location]:
         document, declared = ls.document(params), params.context.include_declaration
-        return navigation.references(document, params.position, ls.texts.others(document.uri), declared=declared)
+        others = ls.texts.others(document.uri, navigation.spelled(document, params.position))
+        return navigation.references(document, params.position, others, declared=declared)
 
     @server.feature(lsp.TEXT_DOCUMENT_DOCUMENT_HIGHLIGHT)
     def stands(ls: Server, params: lsp.DocumentHighlightParams) -> list[lsp.DocumentHighlight]:
@@ -151,7 +152,7 @@ def _names(server: Server) -> None:
     @server.feature(lsp.TEXT_DOCUMENT_RENAME, lsp.RenameOptions(prepare_provider=True))
     def renames(ls: Server, params: lsp.RenameParams) -> lsp.WorkspaceEdit:
         document = ls.document(params)
-        others = ls.texts.others(document.uri)
+        others = ls.texts.others(document.uri, navigation.spelled(document, params.position))
         try:
             return navigation.rename(document, params.position, params.new_name, others, ls.texts.texts)
         except navigation.RenameError as failure:

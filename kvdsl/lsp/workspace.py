@@ -60,12 +60,12 @@ class Workspace:
             self._read[uri] = read_document(uri, self._open.get(uri, ""), self.encoding, self.texts)
         return self._read[uri]
 
-    def others(self, uri: str) -> Iterator[Document]:
-        """The other open texts, and the .kv files of the workspace's folders."""
+    def others(self, uri: str, word: str) -> Iterator[Document]:
+        """The other open texts, and the .kv files of the workspace's folders, that have a word in them."""
         seen = {uri}
         for other in list(self._open):
-            if other not in seen:
-                seen.add(other)
+            seen.add(other)
+            if other != uri and word in self._open[other]:
                 yield self.document(other)
         for path in self._files():
             other = uri_of(path)
@@ -75,7 +75,8 @@ class Workspace:
                     text = path.read_text(encoding="utf-8-sig")
                 except (OSError, UnicodeDecodeError):
                     continue
-                yield read_document(other, text, self.encoding, self.texts)
+                if word in text:
+                    yield read_document(other, text, self.encoding, self.texts)
 
     def _files(self) -> Iterator[Path]:
         found = 0

@@ -170,3 +170,19 @@ def test_columns_are_in_the_units_that_were_agreed_on(tmp_path: Path, encoding: 
     units = {"utf-8": 6, "utf-16": 3, "utf-32": 2}[encoding.value]
     assert found.range.end.character - found.range.start.character == units + 2
     assert one.stop() == 0
+
+
+def test_files_of_the_folder_that_are_not_open_are_renamed_in(tmp_path: Path) -> None:
+    """Also through files that stand in each other's way: one without the word is not even read as a policy."""
+    (tmp_path / "mine.kv").write_text(GOOD)
+    (tmp_path / "child.kv").write_text(
+        'kv 1\nimport "mine.kv"\n\npolicy Child extends Mine {\n  "C."\n  keep first weight\n}\n'
+    )
+    (tmp_path / "broken.kv").write_text("\0")
+    text, document, position = asked((tmp_path / "mine.kv").as_uri(), GOOD.replace("param weight", "param we|ight"))
+    with client(tmp_path) as one:
+        one.open(document.uri, text)
+        edit = one.wait(one.ask.text_document_rename_async(lsp.RenameParams(document, position, "share")))
+        assert edit is not None
+        counts = {Path(uri).name: len(edits) for uri, edits in (edit.changes or {}).items()}
+        assert counts == {"mine.kv": 2, "child.kv": 1}
