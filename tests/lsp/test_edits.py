@@ -18,7 +18,7 @@ def ask_everything(seed: int, count: int) -> None:
 
 
 def test_every_question_is_answered() -> None:
-    ask_everything(seed=1, count=60)
+    ask_everything(seed=1, count=30)
 
 
 @pytest.mark.slow

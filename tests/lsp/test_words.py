@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -26,16 +27,18 @@ def read(path: Path) -> Document:
 
 @pytest.mark.parametrize("path", ONE_OF_EACH, ids=lambda path: path.stem)
 def test_what_stands_there_would_have_been_offered(path: Path) -> None:
-    """Keywords and names, each at the place where it begins; what is defined there is new."""
+    """Keywords and names, each once behind every word that it follows; what is defined there is new."""
     whole = read(path)
-    for token in whole.tokens:
+    seen: set[tuple[str, str]] = set()
+    for before_it, token in pairwise(whole.tokens):
         start = token.start_pos or 0
         name = whole.names.by_start.get(start)
         word = str(token)
         if not word.isidentifier() or (token.type == "NAME" and (name is None or name.defines)):
             continue
-        if name is not None and name.kind == "argument":
+        if (name is not None and name.kind == "argument") or (str(before_it), word) in seen:
             continue
+        seen.add((str(before_it), word))
         before = read_document(path.as_uri(), whole.text[:start], "utf-16")
         offered = {item.label for item in completion(before, before.positions.position(start))}
         assert word in offered, whole.text[max(0, start - 60) : start]
