@@ -121,6 +121,17 @@ def _packages() -> Iterator[Finding]:
         detail = found or "not installed"
         yield Finding("packages", name, found is not None, detail, None if found else f"pip install {name}")
     yield Finding("packages", "triton", None, version("triton") or "not installed (only GPUs need it)")
+    yield Finding("packages", "vllm", None, _vllm())
+
+
+def _vllm() -> str:
+    from kvdsl.integrations.vllm import RELEASES, tested
+    from kvdsl.integrations.vllm.launch import installed
+
+    found = installed()
+    if found is None:
+        return "not installed (only `kvdsl serve` needs it)"
+    return found if tested(found) else f"{found}, which kvdsl does not serve in; {', '.join(RELEASES)} is"
 
 
 def _files() -> Iterator[Finding]:

@@ -30,6 +30,7 @@ COMMANDS = {
     "diff": "Say what is different between two policies.",
     "run": "Generate text under a policy, next to the full cache.",
     "lsp": "Serve editors: errors while you type, hovers, completion, renaming.",
+    "serve": "Serve a model by vLLM, with a cache that a policy bounds.",
     "models": "Get language models by name, for --model NAME.",
     "doctor": "Say what works on this machine, and why the rest does not.",
 }

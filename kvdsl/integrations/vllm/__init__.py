@@ -1,0 +1,61 @@
+"""kvdsl policies in vLLM: everything that a layer remembers of a request is one block of vLLM's cache, whatever the request's length.
+
+vLLM loads `register` in each of its processes (entry point `vllm.general_plugins`). It sleeps unless the configuration asks:
+
+    vllm serve MODEL --additional-config '{"kvdsl": {"policy": "h2o", "budget": 1024}}'
+
+`kvdsl serve` is the short way. What is served, and what is refused at start-up: docs/howto/serving.md.
+"""
+
+from __future__ import annotations
+
+RELEASES = ("0.32",)
+"""Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
+
+
+def register() -> None:
+    """Make the cache's kind and the attention known to vLLM; called more than once, it does nothing the second time.
+
+    Nothing here may depend on the configuration, which is read later: `chosen` decides when a layer is made.
+    """
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cpu():
+        _warn(current_platform.device_name)
+        return
+    import vllm
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+    # On CPUs vLLM does not choose among backends: it takes this one.
+    register_backend(AttentionBackendEnum.CPU_ATTN, "kvdsl.integrations.vllm.chosen.Backend")
+    if tested(vllm.__version__):
+        _register_pages()
+
+
+def tested(version: str) -> bool:
+    """Whether this release of vLLM was tested."""
+    return version.startswith(tuple(f"{release}." for release in RELEASES))
+
+
+def _register_pages() -> None:
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+    from vllm.v1.core.single_type_kv_cache_manager import CircularBufferManager
+    from vllm.v1.kv_cache_spec_registry import KVCacheSpecRegistry
+
+    from kvdsl.integrations.vllm.spec import PageSpec
+
+    KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered
+    KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
+    if "KVDSL" not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
+        register_backend("KVDSL", "kvdsl.integrations.vllm.backend.PolicyBackend")
+
+
+def _warn(device: str) -> None:
+    """Say that kvdsl is not there for a command that asks for it; nobody else wants to know."""
+    import logging
+    import sys
+
+    if any("kvdsl" in word for word in sys.argv[1:]):
+        logging.getLogger("vllm.kvdsl").error(
+            "kvdsl serves in vLLM on CPUs only so far, not on %s: the full cache is used", device
+        )

@@ -1,0 +1,115 @@
+"""One layer's attention in vLLM: prompts one by one, then what they left lies in their pages; decoded tokens in one call of C++."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config
+from vllm.model_executor.models.utils import extract_layer_index
+from vllm.v1.attention.backend import AttentionImpl, AttentionType
+
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.page import page
+from kvdsl.integrations.vllm.rotation import rotation
+from kvdsl.integrations.vllm.settings import Settings, asked
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import CpuBackend
+from kvdsl.runtime.cpu.rows import Rows
+from kvdsl.runtime.state.slots import SlotState
+
+if TYPE_CHECKING:
+    from kvdsl.integrations.vllm.backend import Step
+
+
+class PolicyAttention(AttentionImpl):  # type: ignore[misc]
+    """See vLLM's `AttentionImpl`.
+
+    Raises:
+        KvdslError: for attention that is not causal, or has a bias by distance.
+    """
+
+    settings: ClassVar[Settings | None] = None
+    """Of this process: vLLM asks for the page's size where no configuration is set."""
+
+    def __init__(
+        self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
+        sliding_window: int | None = None, kv_cache_dtype: str = "auto", logits_soft_cap: float | None = None,
+        attn_type: str = AttentionType.DECODER, kv_sharing_target_layer_name: str | None = None, sinks: Tensor | None = None,
+    ) -> None:  # fmt: skip
+        if alibi_slopes is not None or attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
+            raise KvdslError("kvdsl serves causal attention of a layer to its own tokens, without a bias by distance")
+        config = get_current_vllm_config()
+        settings = asked(config)
+        if settings is None:
+            raise KvdslError(
+                "an engine with kvdsl was made in this process before, and vLLM keeps its attention: leave the policy out in a new process"
+            )
+        PolicyAttention.settings = settings
+        self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
+        self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
+        self._settings = settings
+        self._more = (logits_soft_cap or None, sliding_window, sinks)
+        text = config.model_config.hf_text_config
+        self._layers = text.num_hidden_layers
+        self._rope = rotation(text, head_size) if settings.spec.compact else None
+        self._begun = False
+        self.states: dict[int, SlotState] = {}
+
+    def forward(
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
+        output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+    ) -> Tensor:  # fmt: skip
+        """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
+        if attn_metadata is None:  # vLLM tries out how much memory a step takes
+            return output.zero_()
+        if not self._begun:
+            self._begin(layer.layer_name, query)
+        for prompt in attn_metadata.prompts:
+            part = slice(prompt.first, prompt.last)
+            output[part] = self._read(
+                self._call(query[part], key[part], value[part]), self._block(kv_cache, prompt.page), prompt.page
+            )
+        pages, rows = attn_metadata.pages, attn_metadata.rows
+        if len(pages) and self._together is not None:
+            self._together.decode(pages, rows, query, key, value, output)
+        elif len(pages):
+            for number, row in zip(pages.tolist(), rows.tolist(), strict=True):
+                part = slice(row, row + 1)
+                found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
+                output[part] = found[0].view(1, self.num_heads, -1)
+        return output
+
+    def _begin(self, name: str, query: Tensor) -> None:
+        """What waits for the layer's name and the first tensors."""
+        self._index = extract_layer_index(name)
+        self._page = page(self._settings, self.num_kv_heads, self.head_size, query.dtype)
+        self._backend = choose(self._settings.spec, "auto", query.device, query.dtype)
+        plain = self._rope is None and self._more[-1] is None
+        self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
+        self._begun = True
+
+    def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
+        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
+        return AttentionCall(query, key, value, None, self.scale, *self._more, self._rope)
+
+    def _block(self, kv_cache: Tensor, number: int) -> Tensor:
+        return kv_cache[number].view(-1).view(torch.uint8)[: self._page.bytes]
+
+    def _read(self, call: AttentionCall, block: Tensor, number: int) -> Tensor:
+        """A prompt: it is read by a state of its own, whose tensors then move into the page."""
+        fresh = self._settings.state(self._index, self._layers)
+        fresh.reserve()
+        out = self._backend.prefill(fresh, call)
+        self._page.fill(block, fresh)
+        state = self.states.get(number)
+        if state is None:
+            state = self.states[number] = self._settings.state(self._index, self._layers)
+            state.window = call.window
+            self._page.adopt(state, block)
+            if self._together is not None:
+                one = call._replace(query=call.query[:, :, :1], key=call.key[:, :, :1], value=call.value[:, :, :1])
+                self._together.know(number, state, one)
+        return out[0].view(call.query.shape[2], self.num_heads, -1)

@@ -1,0 +1,119 @@
+"""The classes by which vLLM knows kvdsl's attention: what a layer's cache is, and what a step's requests are."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.config import get_current_vllm_config_or_none
+from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace_as
+
+from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.page import page
+from kvdsl.integrations.vllm.refusals import refuse_configuration
+from kvdsl.integrations.vllm.settings import asked
+from kvdsl.integrations.vllm.spec import PageSpec
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's prompt in a step: it comes whole.
+
+    Attributes:
+        first, last: its rows in the step's tokens, from `first` to before `last`.
+        page: the block that will hold what the policy keeps.
+    """
+
+    first: int
+    last: int
+    page: int
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's requests are.
+
+    Attributes:
+        prompts: those that are new.
+        pages: of the others, each of which has one token; int64 [requests].
+        rows: where in the step's tokens these are; int64 [requests].
+    """
+
+    prompts: list[Prompt]
+    pages: Tensor
+    rows: Tensor
+
+
+class PolicyBackend(AttentionBackend):  # type: ignore[misc]
+    """Attention under a policy, whose whole cache of a request is one page."""
+
+    supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
+    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    forward_includes_kv_cache_update = True
+
+    @staticmethod
+    def get_name() -> str:
+        return "KVDSL"
+
+    @staticmethod
+    def get_impl_cls() -> type[PolicyAttention]:
+        return PolicyAttention
+
+    @staticmethod
+    def get_builder_cls() -> type[StepBuilder]:
+        return StepBuilder
+
+    @staticmethod
+    def get_supported_kernel_block_sizes(kv_cache_spec: Any = None) -> list[MultipleOf]:
+        return [MultipleOf(1)]
+
+    @classmethod
+    def supported_kv_cache_layouts(cls) -> tuple[KVCacheLayout, ...]:
+        return (KVCacheLayout.LBHNC,)
+
+    @classmethod
+    def supports_kv_connector(cls) -> bool:
+        return False
+
+    @classmethod
+    def customize_spec(cls, spec: Any) -> Any:
+        """A page in place of blocks of tokens, for every layer that attends."""
+        if not isinstance(spec, FullAttentionSpec):
+            return spec
+        settings = asked(get_current_vllm_config_or_none()) or PolicyAttention.settings
+        assert settings is not None
+        found = page(settings, spec.num_kv_heads, spec.head_size, spec.dtype)
+        return replace_as(
+            spec, PageSpec, drop=("sliding_window", "attention_chunk_size", "non_causal"), num_head_slots=1, tokens_per_state=-1,
+            state_content_bytes=found.bytes, dcp_sharded=False,
+        )  # fmt: skip
+
+
+class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
+    """Sorts a step's requests."""
+
+    _cudagraph_support = AttentionCGSupport.NEVER
+
+    def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        refuse_configuration(vllm_config)
+
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+        """A request whose tokens are all new has its prompt; the others have one token each."""
+        known = common_attn_metadata
+        starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
+        pages = known.block_table_tensor[:, 0].tolist()
+        prompts, decoded = [], []
+        for request in range(known.num_reqs):
+            first, last = starts[request], starts[request + 1]
+            if last - first == lengths[request]:
+                prompts.append(Prompt(first, last, pages[request]))
+            elif last - first == 1:
+                decoded.append((pages[request], first))
+            elif last > first:
+                raise RuntimeError(f"{last - first} of {lengths[request]} tokens came: kvdsl takes prompts whole")
+        table = torch.tensor(decoded, dtype=torch.int64).view(-1, 2)
+        return Step(prompts, table[:, 0].contiguous(), table[:, 1].contiguous())

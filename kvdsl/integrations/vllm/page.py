@@ -1,0 +1,93 @@
+"""How what one layer remembers of a request lies in one block of vLLM's cache: the tensors of its state, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.refusals import refuse_policy
+from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.backend import TorchBackend
+
+ALIGNMENT = 64
+"""Bytes: a cache line, and as much as any vector instruction wants."""
+
+
+@dataclass(frozen=True)
+class Page:
+    """The places of tensors in a block.
+
+    Attributes:
+        parts: by name where a tensor begins, in bytes, its shape for one request, and its dtype.
+        slots: per KV head.
+        ring_sizes: rows of every ring, as in `SlotState`.
+        bytes: of the whole.
+    """
+
+    parts: Mapping[str, tuple[int, tuple[int, ...], torch.dtype]]
+    slots: int
+    ring_sizes: tuple[int, ...]
+    bytes: int
+
+    def views(self, block: Tensor) -> dict[str, Tensor]:
+        """The tensors in a block, uint8 [bytes], by name."""
+        return {
+            name: block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            for name, (at, shape, dtype) in self.parts.items()
+        }
+
+    def adopt(self, state: SlotState, block: Tensor) -> None:
+        """Have the state's tensors be those in the block, which a prompt has filled."""
+        state.adopt(self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False)
+
+    def fill(self, block: Tensor, state: SlotState) -> None:
+        """Copy into the block what a prompt has left in a state.
+
+        Every byte that a kernel reads is written: nothing of the request that had the block before can be seen.
+
+        Raises:
+            KvdslError: if a prompt has left more than the page holds.
+        """
+        if state.slots > self.slots:
+            raise KvdslError(f"{state.spec.name} has kept {state.slots} tokens of a prompt, and a page holds {self.slots}")
+        for name, view in self.views(block).items():
+            tensor, slots = state.tensors()[name], _slots_dim(state, name)
+            if slots is None:
+                view.copy_(tensor)
+                continue
+            view.narrow(slots, 0, tensor.shape[slots]).copy_(tensor)
+            free = FREE if name in ("position", "rank") else 0
+            view.narrow(slots, tensor.shape[slots], view.shape[slots] - tensor.shape[slots]).fill_(free)
+
+
+def _slots_dim(state: SlotState, name: str) -> int | None:
+    return state.declared[name].slots if name not in ("key_pool", "value_pool") else 2
+
+
+@lru_cache
+def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype) -> Page:
+    """The page of a layer with so many KV heads, found by serving one token.
+
+    Raises:
+        KvdslError: if the policy's state has no size of its own.
+    """
+    state = settings.state(0, 1)
+    refuse_policy(state)
+    state.reserve()
+    one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
+    TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
+    parts, at = {}, 0
+    for name, tensor in state.tensors().items():
+        if tensor.numel():
+            parts[name] = at, tuple(tensor.shape), tensor.dtype
+            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return Page(parts, state.slots, state.ring_sizes, at)

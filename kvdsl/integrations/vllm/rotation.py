@@ -1,0 +1,27 @@
+"""How a model that vLLM runs rotates its keys, which policies with compact positions must know."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.rope import Rope
+
+
+def rotation(config: Any, head_size: int) -> Rope:
+    """The rotation that a text model's configuration describes: all dims, the first half with the second.
+
+    Raises:
+        KvdslError: for any other.
+    """
+    told = getattr(config, "rope_parameters", None) or {}
+    plain = told.get("rope_type", "default") == "default" and told.get("partial_rotary_factor", 1.0) == 1.0
+    if config.model_type not in ("llama", "mistral", "qwen2", "qwen3") or not plain or "rope_theta" not in told:
+        raise KvdslError(
+            f"the rotary positions of {config.model_type} are not known here, which a policy with compact positions must move: serve "
+            "a policy that leaves them as they are (h2o, roco)"
+        )
+    frequencies = 1.0 / told["rope_theta"] ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
+    return Rope(frequencies.double(), "half")

@@ -1,0 +1,84 @@
+"""Which policy serves, and with which numbers: `additional_config["kvdsl"]` of vLLM's configuration."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+
+
+@dataclass(frozen=True)
+class Settings:
+    """A policy, and what its params are set to.
+
+    Attributes:
+        policy: a shipped policy's name, or a .kv file.
+        given: params and their values, by name; what is not given has its default.
+    """
+
+    policy: str
+    given: tuple[tuple[str, float], ...]
+
+    @property
+    def spec(self) -> PolicySpec:
+        """The policy, compiled.
+
+        Raises:
+            KvdslError: if there is no such policy.
+        """
+        return _spec(self.policy)
+
+    def state(self, layer: int, layers: int) -> SlotState:
+        """An empty state of one layer of a request.
+
+        Raises:
+            KvdslError: if a param is none of the policy's.
+        """
+        unknown = [name for name, _ in self.given if name not in self.spec.params]
+        if unknown:
+            raise KvdslError(f"{self.spec.name} has no param `{unknown[0]}`; it has {', '.join(self.spec.params) or 'none'}")
+        return slot_state(self.spec, dict.fromkeys(self.spec.params) | dict(self.given), layer=layer, layers=layers)
+
+
+@lru_cache
+def _spec(policy: str) -> PolicySpec:
+    from kvdsl.loading import load
+
+    spec: PolicySpec = load(policy).spec
+    return spec
+
+
+def asked(config: Any) -> Settings | None:
+    """What a `VllmConfig` asks of kvdsl; None where it asks nothing.
+
+    Raises:
+        KvdslError: if it cannot be understood.
+    """
+    found = None if config is None else (config.additional_config or {}).get("kvdsl")
+    return None if found is None else parsed(found)
+
+
+def parsed(found: Any) -> Settings:
+    """Settings from `{"policy": "h2o", "budget": 1024}`.
+
+    Raises:
+        KvdslError: naming what is wrong.
+    """
+    example = '{"kvdsl": {"policy": "h2o", "budget": 1024}}'
+    if not isinstance(found, Mapping) or not isinstance(found.get("policy"), str):
+        raise KvdslError(
+            f"vLLM's additional_config says `kvdsl`: {found!r}, which names no policy; give for example {example}"
+        )
+    rest = {name: value for name, value in found.items() if name != "policy"}
+    for name, value in rest.items():
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise KvdslError(
+                f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
+            )
+    return Settings(found["policy"], tuple(sorted((name, value) for name, value in rest.items())))

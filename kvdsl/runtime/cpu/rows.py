@@ -1,0 +1,65 @@
+"""One decoded token of many caches of one layer, in one call: what a serving engine's step is."""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import CpuBackend, check
+from kvdsl.runtime.cpu.step import Step
+from kvdsl.runtime.state.slots import SlotState
+
+_SOURCE = Path(__file__).parent / "rows.cpp"
+
+
+class Rows:
+    """The caches of one layer, by number. Each has a single row, and tensors that stay where they are.
+
+    Args:
+        backend: serves them all.
+    """
+
+    def __init__(self, backend: CpuBackend) -> None:
+        self._kernel = backend.kernel
+        self._function = _library().kvdsl_decode_rows
+        self._known: dict[int, tuple[SlotState, Step]] = {}
+        """The states are held here, too: a step does not keep their tensors alive."""
+
+    def know(self, number: int, state: SlotState, call: AttentionCall) -> None:
+        """Have this state be the cache of that number.
+
+        Args:
+            call: what a token of it is like: sizes, dtype, scaling, window and so on; not its values.
+        """
+        self._known[number] = state, Step(state, call)
+
+    def decode(self, numbers: Tensor, tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+        """One token of each of these caches.
+
+        Args:
+            numbers: int64 [requests], the caches.
+            tokens: int64 [requests], where in the others their tokens are.
+            query, key, value: [tokens, heads, dim], a token's heads one after the other.
+            out: gets the attention, [tokens, query_heads, value_dim].
+        """
+        vectors = (query, key, value, out)
+        if any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in vectors):
+            raise ValueError("a token's heads must lie one after the other")
+        told = [self._known[number][1].address for number in numbers.tolist()]
+        caches = (ctypes.c_void_p * len(told))(*told)
+        check(self._function(
+            self._kernel, caches, ctypes.c_void_p(tokens.data_ptr()), len(told), *(ctypes.c_void_p(x.data_ptr()) for x in vectors),
+            *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
+        ))  # fmt: skip
+
+
+@lru_cache
+def _library() -> ctypes.CDLL:
+    from kvdsl.build.cxx import shared_library
+
+    return ctypes.CDLL(str(shared_library(_SOURCE, "rows")))

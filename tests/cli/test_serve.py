@@ -1,0 +1,61 @@
+"""`kvdsl serve`, up to where vLLM begins: `tests/vllm` goes on from there."""
+
+from __future__ import annotations
+
+import json
+import shlex
+
+import pytest
+from click.testing import CliRunner
+
+from kvdsl.cli import main
+from kvdsl.cli.serve import command
+from kvdsl_lab.assets import reference_model_path
+
+MODEL = str(reference_model_path())
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvdsl.integrations.vllm.launch.installed", lambda: "0.32.0")
+
+
+def test_the_command_that_it_becomes(vllm: None) -> None:
+    done = CliRunner().invoke(command, [MODEL, "--policy", "h2o", "--set", "budget=64", "--dry-run", "--port", "8001"])
+    assert done.exit_code == 0, done.output
+    words = shlex.split(done.stdout)
+    assert words[1:5] == ["-m", "kvdsl.integrations.vllm.launch", "serve", MODEL]
+    options = dict(zip(words[5::2], words[6::2], strict=True))
+    assert json.loads(options["--additional-config"]) == {"kvdsl": {"policy": "h2o", "budget": 64}}
+    assert options["--max-model-len"] == options["--max-num-batched-tokens"] == "2048"
+    assert options["--port"] == "8001"
+
+
+def test_a_users_own_options_stay(vllm: None) -> None:
+    words = [MODEL, "--policy", "h2o", "--max-model-len", "512", "--dry-run", "--max-num-batched-tokens=4096"]
+    done = CliRunner().invoke(command, words)
+    assert done.exit_code == 0, done.output
+    assert "--max-model-len 512" in done.stdout and "--max-num-batched-tokens 512" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--policy", "full"], "keeps everything"),
+        (["--policy", "h2o", "--set", "budget=0.5"], "a rate of each prompt"),
+        (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
+        (["--policy", "h2o", "--set", "budgt=64"], "budgt"),
+        (["--policy", "quest"], "keeps everything"),
+        (["--policy", "h2o", "--additional-config", "{}"], "--policy and --set say"),
+    ],
+)
+def test_what_is_refused(vllm: None, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:
+    assert main(["serve", MODEL, *words]) != 0
+    assert said in capsys.readouterr().err
+
+
+def test_without_vllm_and_with_another_release(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    for found, said in ((None, "vLLM is not installed here"), ("0.29.1", "this is 0.29.1")):
+        monkeypatch.setattr("kvdsl.integrations.vllm.launch.installed", lambda found=found: found)
+        assert main(["serve", MODEL, "--policy", "h2o", "--set", "budget=64"]) == 2
+        assert said in capsys.readouterr().err

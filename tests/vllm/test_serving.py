@@ -1,0 +1,187 @@
+"""Policies in vLLM do what they do in transformers: the same log-probabilities and the same kept tokens, whoever else is served."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+from vllm import LLM, SamplingParams
+
+import kvdsl
+from kvdsl.assets import load_reference_model
+from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl_lab.assets import reference_model_path
+
+BUDGET, NEW, LONGEST = 48, 24, 1024
+LENGTHS = (1, 9, 47, 130, 301, 700)
+NEAR = 2e-5
+"""Of log-probabilities: float32 in two orders of summation."""
+
+
+def engine(policy: str | None, **more: Any) -> LLM:
+    asked = {} if policy is None else {"additional_config": {"kvdsl": {"policy": policy, "budget": BUDGET}}}
+    return LLM(
+        str(reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=LONGEST, enforce_eager=True,
+        max_num_seqs=len(LENGTHS), **asked, **more,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module", params=["h2o", "roco", "tova", "streaming_llm"])
+def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
+    llm = engine(request.param)
+    yield request.param, llm
+    del llm
+    gc.collect()
+
+
+def prompts() -> list[list[int]]:
+    """Random tokens: no two texts share a prefix."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(10, 4000, size=length).tolist() for length in LENGTHS]
+
+
+def logprobs(outputs: Any) -> list[tuple[list[int], list[float]]]:
+    """Every request's new tokens, and what the engine thought of each."""
+    answers = [request.outputs[0] for request in outputs]
+    return [(list(one.token_ids), thought_of(one)) for one in answers]
+
+
+def thought_of(answer: Any) -> list[float]:
+    """The log-probability of every token of an answer."""
+    return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+@cache
+def reference() -> tuple[Any, Any]:
+    return load_reference_model()
+
+
+def alone(policy: str, prompt: list[int], tokens: list[int]) -> tuple[list[float], list[torch.Tensor]]:
+    """Log-probabilities of a text's new tokens in transformers, and what every layer holds at the end: [kv_heads, slots]."""
+    model, _ = reference()
+    made = kvdsl.load(policy)(model, budget=BUDGET)
+    found = []
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt]), past_key_values=made).logits[0, -1]
+        for token in tokens:
+            found.append(float(logits.log_softmax(-1)[token]))
+            if len(found) < len(tokens):
+                logits = model(torch.tensor([[token]]), past_key_values=made).logits[0, -1]
+    return found, [made.positions(layer)[0] for layer in range(len(made.layers))]
+
+
+def kept_in_pages(llm: LLM) -> list[list[torch.Tensor]]:
+    """The positions in every page that was ever used, layer by layer."""
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
+    assert all(isinstance(impl, PolicyAttention) for impl in layers)
+    return [[state.position[0] for state in impl.states.values()] for impl in layers]
+
+
+def sets(position: torch.Tensor) -> list[list[int]]:
+    """The tokens that each KV head holds."""
+    return [sorted(head[head >= 0].tolist()) for head in position]
+
+
+def test_requests_together_are_what_they_are_alone(served: tuple[str, LLM]) -> None:
+    policy, llm = served
+    texts = prompts()
+    answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], SamplingParams(
+        max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True), use_tqdm=False))  # fmt: skip
+    pages = kept_in_pages(llm)
+    for text, (tokens, found) in zip(texts, answers, strict=True):
+        wanted, held = alone(policy, text, tokens)
+        assert np.abs(np.array(found) - wanted).max() < NEAR
+        for layer, position in enumerate(held):
+            assert sets(position) in [sets(page) for page in pages[layer]], (
+                f"layer {layer} of the text of {len(text)} tokens"
+            )
+
+
+def test_a_page_shows_nothing_of_whom_it_was_before(served: tuple[str, LLM]) -> None:
+    """The free slots of every page are made unreadable; a text says what it said before."""
+    _, llm = served
+    text = [{"prompt_token_ids": prompts()[2]}]
+    wanted = SamplingParams(max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True)
+    first = logprobs(llm.generate(text, wanted, use_tqdm=False))
+    runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    for kv_cache in runner.kv_caches:
+        kv_cache.view(-1).view(torch.uint8).fill_(0xFF)  # NaN, whatever the dtype
+    assert logprobs(llm.generate(text, wanted, use_tqdm=False)) == first
+
+
+def test_another_policy_says_other_things(served: tuple[str, LLM]) -> None:
+    """The comparison above can fail: with the full cache the same text is other than under the policy."""
+    _, llm = served
+    text = prompts()[-1]
+    ((tokens, found),) = logprobs(llm.generate([{"prompt_token_ids": text}], SamplingParams(
+        max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True), use_tqdm=False))  # fmt: skip
+    model, _ = reference()
+    with torch.no_grad():
+        logits = model(torch.tensor([text + tokens])).logits[0, len(text) - 1 : -1].log_softmax(-1)
+    full = logits.gather(-1, torch.tensor(tokens)[:, None])[:, 0].numpy()
+    assert np.abs(np.array(found) - full).max() > 100 * NEAR
+
+
+def test_several_answers_to_one_prompt(served: tuple[str, LLM]) -> None:
+    policy, llm = served
+    out = llm.generate([{"prompt_token_ids": prompts()[3]}], SamplingParams(
+        n=3, max_tokens=8, temperature=1.0, seed=1, logprobs=0, ignore_eos=True), use_tqdm=False)  # fmt: skip
+    for one in out[0].outputs:
+        wanted, _ = alone(policy, prompts()[3], list(one.token_ids))
+        assert np.abs(np.array(thought_of(one)) - wanted).max() < NEAR
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "said"),
+    [
+        ({"policy": "h2o", "budget": 0.25}, {}, "a rate of each prompt"),
+        ({"policy": "full"}, {}, "keeps everything"),
+        ({"policy": "snapkv", "budget": 64}, {}, "evicts in `prefill` only"),
+        ({"policy": "h2o", "budgt": 64}, {}, "has no param `budgt`"),
+        ({"policy": "h2o", "budget": "64"}, {}, "params are numbers"),
+        ({"budget": 64}, {}, "names no policy"),
+        ({"policy": "h2o", "budget": 64}, {"max_num_batched_tokens": 256}, "a prompt comes whole"),
+    ],
+)  # fmt: skip
+def test_refusals(asked: dict[str, Any], more: dict[str, Any], said: str) -> None:
+    with pytest.raises(Exception, match=said):
+        LLM(
+            str(reference_model_path()), dtype="float32", enforce_eager=True, additional_config={"kvdsl": asked},
+            **{"max_model_len": LONGEST, "max_num_batched_tokens": LONGEST, **more},
+        )  # fmt: skip
+
+
+def test_another_engine_of_the_same_process_that_does_not_ask(served: tuple[str, LLM]) -> None:
+    with pytest.raises(Exception, match="leave the policy out in a new process"):
+        engine(None)
+
+
+ASLEEP = """
+from tests.vllm.test_serving import engine
+llm = engine(None)
+runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
+print("layers of", {type(layer).__module__ for layer in layers})
+try:
+    engine("h2o")
+except Exception as error:
+    print(error)
+"""
+
+
+def test_it_sleeps_unless_asked() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", f"import tests.vllm.conftest\n{ASLEEP}"], capture_output=True, text=True, check=True
+    )
+    assert "layers of {'vllm.v1.attention.backends.cpu_attn'}" in done.stdout, done.stdout + done.stderr
+    assert "ask for a policy in a new process" in done.stdout
