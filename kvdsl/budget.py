@@ -29,8 +29,10 @@ def tokens_of(value: float, prompt: int) -> int:
 
 
 def spelled(value: float) -> str:
-    """The budget as a user would write it: 512, 0.25, 1.0."""
-    return "1.0" if is_rate(value) and value == 1 else f"{value:g}"
+    """The budget as a user would write it: 512, 0.25, 1.0, 1234567."""
+    if is_rate(value) and value == 1:
+        return "1.0"
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
 
 
 def as_written(value: float, text: str) -> float:

@@ -80,6 +80,10 @@ def test_a_float_up_to_one_is_a_rate(budget: float, held: int) -> None:
     assert ("budget=1.0" in repr(cache)) == (held == 40)
 
 
+def test_a_large_budget_is_written_out() -> None:
+    assert "(budget=1234567)" in repr(policies.make("tova", zoo.model("llama"), budget=1_234_567))
+
+
 def test_rate_of_the_prompt_is_per_row() -> None:
     model = zoo.model("llama")
     cache = policies.make(policies.OBSERVING, model, budget=0.5)
