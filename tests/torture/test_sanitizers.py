@@ -11,30 +11,63 @@ import pytest
 
 from scripts.torture import sanitizers
 from scripts.torture.registry import NotHere
+from scripts.torture.sanitizers import ADDRESS, THREADS, Sanitizer
 
-OUTSIDE = 'extern "C" int read(int i) { int x[4] = {1, 2, 3, 4}; volatile int* p = x; return p[i]; }\n'
+OUTSIDE = 'extern "C" int run(int i) { int x[4] = {1, 2, 3, 4}; volatile int* p = x; return p[i]; }\n'
+TOGETHER = """extern "C" int run(int n) {
+  int count = 0;
+#pragma omp parallel for num_threads(3) REDUCTION
+  for (int i = 0; i < n; ++i) count += i;
+  return count;
+}
+"""
+SANITIZERS = pytest.mark.parametrize("sanitizer", [ADDRESS, THREADS], ids=["address", "threads"])
 
 
-@pytest.fixture
-def environment() -> dict[str, str]:
-    """One cache folder for all of them, because the driver takes longest to build."""
+def environment(sanitizer: Sanitizer, *team: str) -> dict[str, str]:
+    """One cache folder for all tests, because the driver takes longest to build."""
     try:
-        return sanitizers.sanitized(Path(os.environ["KVDSL_CACHE_DIR"]) / "sanitized")
+        return sanitizers.sanitized(sanitizer, Path(os.environ["KVDSL_CACHE_DIR"]) / "sanitized", *team)
     except NotHere as reason:
         pytest.skip(str(reason))
 
 
-def test_a_read_outside_of_an_array_ends_the_process(environment: dict[str, str], tmp_path: Path) -> None:
-    source, library = tmp_path / "outside.cpp", tmp_path / "outside.so"
-    source.write_text(OUTSIDE, encoding="utf-8")
-    subprocess.run([*environment["CXX"].split(), "-shared", "-fPIC", str(source), "-o", str(library)], check=True)
-    code = f"import ctypes; ctypes.CDLL({str(library)!r}).read(5)"
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+def run(sanitizer: Sanitizer, source: str, number: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A library's `run`, in a process of its own."""
+    around, file, library = environment(sanitizer), folder / "source.cpp", folder / "library.so"
+    file.write_text(source, encoding="utf-8")
+    subprocess.run([*around["CXX"].split(), "-fopenmp", "-shared", "-fPIC", str(file), "-o", str(library)], check=True)
+    code = f"import ctypes; print(ctypes.CDLL({str(library)!r}).run({number}))"
+    return subprocess.run([sys.executable, "-c", code], env=around, capture_output=True, text=True, check=False)
+
+
+def test_a_read_outside_of_an_array_ends_the_process(tmp_path: Path) -> None:
+    done = run(ADDRESS, OUTSIDE, 5, tmp_path)
     assert done.returncode != 0
-    assert "runtime error" in sanitizers.report_of(done.stderr) or "AddressSanitizer" in sanitizers.report_of(done.stderr)
+    assert any(words in sanitizers.report_of(ADDRESS, done.stderr) for words in ADDRESS.says)
+
+
+def test_threads_that_write_to_one_place_end_the_process(tmp_path: Path) -> None:
+    done = run(THREADS, TOGETHER.replace("REDUCTION", ""), 100, tmp_path)
+    assert done.returncode != 0
+    assert "ThreadSanitizer: data race" in sanitizers.report_of(THREADS, done.stderr)
+
+
+def test_threads_that_add_up_at_the_end_do_not(tmp_path: Path) -> None:
+    done = run(THREADS, TOGETHER.replace("REDUCTION", "reduction(+ : count)"), 100, tmp_path)
+    assert (done.returncode, done.stdout) == (0, f"{sum(range(100))}\n"), done.stderr
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", sanitizers.policies(), ids=lambda policy: Path(policy).stem)
-def test_a_policy_runs_without_a_report(policy: str, environment: dict[str, str]) -> None:
-    sanitizers.check(policy, environment)
+def test_kernels_whose_threads_do_not_wait_for_each_other_are_reported() -> None:
+    """So it is seen that threads do share a head, and that nothing else orders what they do to it."""
+    (one,) = sanitizers.reports(THREADS, ["roco"], environment(THREADS, "-DWITHOUT_BARRIERS"))
+    assert one[0] == "roco"
+    assert "ThreadSanitizer: data race" in one[1]
+
+
+@pytest.mark.slow
+@SANITIZERS
+@pytest.mark.parametrize("policies", sanitizers.in_groups(sanitizers.policies()), ids=lambda some: Path(some[0]).stem)
+def test_policies_run_without_a_report(policies: list[str], sanitizer: Sanitizer) -> None:
+    assert dict(sanitizers.reports(sanitizer, policies, environment(sanitizer))) == dict.fromkeys(policies, "")
