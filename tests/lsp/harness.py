@@ -7,6 +7,7 @@ import os
 import queue
 import sys
 import threading
+from collections import defaultdict
 from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,13 +29,13 @@ class Client:
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
         self.ask = LanguageClient("tests", "1")
-        self.published: queue.Queue[lsp.PublishDiagnosticsParams] = queue.Queue()
+        self.published: defaultdict[str, queue.Queue[list[lsp.Diagnostic]]] = defaultdict(queue.Queue)
         self.messages: queue.Queue[str] = queue.Queue()
         self.versions: dict[str, int] = {}
 
         @self.ask.feature(lsp.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
         def published(params: lsp.PublishDiagnosticsParams) -> None:
-            self.published.put(params)
+            self.published[params.uri].put(list(params.diagnostics))
 
         @self.ask.feature(lsp.WINDOW_SHOW_MESSAGE)
         def shown(params: lsp.ShowMessageParams) -> None:
@@ -97,10 +98,7 @@ class Client:
 
     def diagnostics(self, uri: str) -> list[lsp.Diagnostic]:
         """What is published next of a text."""
-        while True:
-            found = self.published.get(timeout=LONG)
-            if found.uri == uri:
-                return list(found.diagnostics)
+        return self.published[uri].get(timeout=LONG)
 
     def close(self, uri: str) -> None:
         """Closes a text."""

@@ -10,6 +10,7 @@ from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
 from kvdsl.lsp.positions import Positions
+from kvdsl.lsp.workspace import Workspace
 from tests.lsp.harness import Client, client, marked
 
 HEAD = 'kv 1\nimport h2o\n\npolicy Mine extends H2O {\n  "Mine."\n'
@@ -123,6 +124,24 @@ def test_what_an_open_text_imports_need_not_be_saved(editor: Client, uri: str, t
     editor.open(library, "kv 1\n\nlet mine = attn\n")
     assert [one.code for one in editor.diagnostics(uri)] == ["KV0301"]
     editor.close(library)
+
+
+def test_a_file_that_was_missing_is_read_once_it_is_opened(editor: Client, uri: str, tmp_path: Path) -> None:
+    text = 'kv 1\nimport "later.kv"\n\npolicy Mine {\n  "Mine."\n  param budget = 9\n  score mine\n}\n'
+    assert [one.code for one in editor.open(uri, text)] == ["KV0114"]
+    later = (tmp_path / "later.kv").as_uri()
+    editor.open(later, "kv 1\n\nlet mine = mean(attn)\n")
+    assert editor.diagnostics(uri) == []
+    editor.close(later)
+
+
+def test_what_has_nothing_to_do_with_a_text_is_not_read_again(tmp_path: Path) -> None:
+    texts = Workspace()
+    mine, other = ((tmp_path / name).as_uri() for name in ("mine.kv", "other.kv"))
+    for uri in (mine, other):
+        assert texts.put(uri, "kv 1\npolicy") == [uri]
+        texts.document(uri)
+    assert texts.put(mine, "kv 1\n") == [mine]
 
 
 def test_outline_folding_format_tokens_hints_and_lenses(editor: Client, uri: str) -> None:
