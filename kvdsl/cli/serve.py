@@ -70,15 +70,11 @@ def served(model: str, policy: str, settings: dict[str, str], max_model_len: int
     longest = max_model_len or _longest(place)
     _build(asked)
     told = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
-    at_once = (
-        ()
-        if any(word.startswith("--max-num-batched-tokens") for word in more)
-        else ("--max-num-batched-tokens", str(longest))
-    )
-    return [
-        sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, "--additional-config", json.dumps(told),
-        "--max-model-len", str(longest), *at_once, *more,
-    ]  # fmt: skip
+    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--max-num-batched-tokens": longest,
+            "--served-model-name": model}  # fmt: skip
+    given = {word.partition("=")[0] for word in more}
+    options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
+    return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]
 
 
 def _number(name: str, text: str) -> float:

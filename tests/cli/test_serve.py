@@ -28,7 +28,7 @@ def test_the_command_that_it_becomes(vllm: None) -> None:
     options = dict(zip(words[5::2], words[6::2], strict=True))
     assert json.loads(options["--additional-config"]) == {"kvdsl": {"policy": "h2o", "budget": 64}}
     assert options["--max-model-len"] == options["--max-num-batched-tokens"] == "2048"
-    assert options["--port"] == "8001"
+    assert options["--port"] == "8001" and options["--served-model-name"] == MODEL
 
 
 def test_a_users_own_options_stay(vllm: None) -> None:
