@@ -16,7 +16,7 @@ from kvdsl.ir.nodes import (
     Policy,
     Reduce,
 )
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import walk
 from kvdsl.lower.cpp_expressions import (
     CAN,
     SLOT,
@@ -34,6 +34,7 @@ from kvdsl.lower.expression import (
     Use,
     form_of_select,
     fragment,
+    hoist,
     names_of,
     reads,
     texts,
@@ -176,27 +177,21 @@ def _ring_arguments(view: str, ring: str) -> str:
 
 def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str]]:
     """Statements that compute every reduction over slots, inner ones first, and the names they get."""
-    lines: list[Fragment] = []
-    names: dict[Expr, str] = {}
 
-    def visit(expr: Expr) -> None:
-        for child in children(expr):
-            visit(child)
-        if isinstance(expr, Reduce) and expr.axis is Axis.SLOT and expr not in names:
-            if expr.within == "page":
-                raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
-            if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
-                raise NotLowerable("a reduction over slots of something that is computed over dims")
-            if reads(expr, "k", "v"):
-                raise NotLowerable("a reduction of whole keys or values over slots")
-            CAN.check(expr)
-            body = SlotPrinter(view, names).value(expr.body)
-            names[expr] = f"{expr.op}_over_slots_{len(names) + 1}"
-            lines.append(fragment(f"const float {names[expr]} = {view}.{expr.op}({{}});", function_of(SLOT, body)))
+    def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
+        if expr.axis is not Axis.SLOT:
+            return None
+        if expr.within == "page":
+            raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
+        if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
+            raise NotLowerable("a reduction over slots of something that is computed over dims")
+        if reads(expr, "k", "v"):
+            raise NotLowerable("a reduction of whole keys or values over slots")
+        CAN.check(expr)
+        body = SlotPrinter(view, names).value(expr.body)
+        return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(SLOT, body))
 
-    for expr in exprs:
-        visit(expr)
-    return lines, names
+    return hoist(exprs, statement)
 
 
 def _overflow(numbers: tuple[str, ...]) -> str:
@@ -310,28 +305,16 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
 
 
 def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
-    """`_hoist`, where what is reduced has a value for every dim."""
-    lines: list[Fragment] = []
-    names: dict[Expr, str] = {}
+    """`_hoist`, where what is reduced may have a value for every dim."""
 
-    def visit(expr: Expr) -> None:
-        for child in children(expr):
-            visit(child)
-        if not isinstance(expr, Reduce):
-            return
+    def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment:
         if expr.axis is not Axis.SLOT or reads(expr, "q") or any(isinstance(part, Reduce) for part in walk(expr.body)):
             raise NotLowerable("a sketch by anything but queries and reductions of keys over slots")
         CAN.check(expr)
-        name = f"{expr.op}_over_slots_{len(names) + 1}"
         body = SlotPrinter("row", {}).value(expr.body)
-        if body.needs("input", "k"):
-            lines.append(
-                fragment(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{{{ return {{}}; }}}});", body)
-            )
-            names[expr] = f"{name}_of[d]"
-        else:
-            lines.append(fragment(f"const float {name} = row.{expr.op}({{}});", function_of(SLOT, body)))
-            names[expr] = name
+        if reads(expr, "k"):
+            return fragment(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{{{ return {{}}; }}}});", body)
+        return fragment(f"const float {name} = row.{expr.op}({{}});", function_of(SLOT, body))
 
-    visit(by)
-    return lines, names
+    lines, names = hoist([by], statement)
+    return lines, {expr: f"{name}_of[d]" if reads(expr, "k") else name for expr, name in names.items()}

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, NamedTuple
+from typing import ClassVar, NamedTuple, TypeVar
 
 from kvdsl.ir.nodes import (
     Axis,
@@ -25,6 +25,8 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
 from kvdsl.ir.visitors import children, walk
+
+T = TypeVar("T")
 
 ATOM = 100
 
@@ -248,6 +250,35 @@ class Printer(ABC):
     def pool(self, expr: Pool) -> Fragment:
         """A value pooled along the text."""
         raise NotLowerable(f"`{expr.op}_pool`")
+
+
+def hoist(
+    exprs: Iterable[Expr], compute: Callable[[Reduce, str, dict[Expr, str]], T | None]
+) -> tuple[list[T], dict[Expr, str]]:
+    """What has to be computed before a loop in which the expressions stand, and the names that it has there.
+
+    Args:
+        compute: from a reduction, its name, and the names of those within it, to what computes it; None where it stays in the loop.
+
+    Returns:
+        What computes reductions, inner ones first, and their names.
+    """
+    computed: list[T] = []
+    names: dict[Expr, str] = {}
+
+    def visit(expr: Expr) -> None:
+        for child in children(expr):
+            visit(child)
+        if isinstance(expr, Reduce) and expr not in names:
+            name = f"{expr.op}_over_slots_{len(names) + 1}"
+            found = compute(expr, name, names)
+            if found is not None:
+                computed.append(found)
+                names[expr] = name
+
+    for expr in exprs:
+        visit(expr)
+    return computed, names
 
 
 def pair(call: Call) -> tuple[Expr, Expr]:

@@ -19,13 +19,13 @@ from kvdsl.ir.nodes import (
     Policy,
     Reduce,
 )
-from kvdsl.ir.visitors import children
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
     Use,
     form_of_select,
     fragment,
+    hoist,
     names_of,
     reads,
     texts,
@@ -284,24 +284,15 @@ def _ring_value(use: Use) -> Fragment:
 
 def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
-    loops: list[Pass] = []
-    names: dict[Expr, str] = {}
 
-    def visit(expr: Expr) -> None:
-        if isinstance(expr, Reduce) and expr.axis is Axis.DIM:
+    def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass:
+        if expr.axis is Axis.DIM:
             raise NotLowerable(_OF_VECTORS)
-        for child in children(expr):
-            visit(child)
-        if isinstance(expr, Reduce) and expr not in names:
-            CAN.check(expr)
-            name = f"{expr.op}_over_slots_{len(names) + 1}"
-            body = BlockPrinter(dict(names)).value(expr.body)
-            loops.append(_reduction(name, expr.op, body, slots, _values(policy, slots, body.uses)))
-            names[expr] = name
+        CAN.check(expr)
+        body = BlockPrinter(names).value(expr.body)
+        return _reduction(name, expr.op, body, slots, _values(policy, slots, body.uses))
 
-    for expr in exprs:
-        visit(expr)
-    return loops, names
+    return hoist(exprs, loop)
 
 
 def _reduction(name: str, op: str, body: Fragment, slots: str, before: list[Fragment]) -> Pass:

@@ -12,8 +12,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
-from kvdsl.ir.visitors import children
-from kvdsl.lower.expression import Fragment, Use, fragment, names_of, uses_of
+from kvdsl.lower.expression import Fragment, Use, fragment, hoist, names_of, uses_of
 from kvdsl.lower.spelling import size_of
 from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
 from kvdsl.passes.parts import in_parts
@@ -179,22 +178,15 @@ def _of_tokens(policy: Policy, uses: Iterable[Use]) -> Iterator[Fragment]:
 
 def _over_slots(policy: Policy, exprs: Iterable[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
     """Loops that compute every reduction over slots, inner ones first, and the names these get."""
-    loops: list[Pass] = []
-    names: dict[Expr, str] = {}
 
-    def visit(expr: Expr) -> None:
-        for child in children(expr):
-            visit(child)
-        if isinstance(expr, Reduce) and expr.axis is Axis.SLOT and expr not in names:
-            CAN.check(expr)
-            name = f"{expr.op}_over_slots_{len(names) + 1}"
-            body = BlockPrinter(dict(names)).value(expr.body)
-            before = (*_of_tokens(policy, body.uses), *_from_queries(policy, body.uses))
-            loops.append(_reduction(name, expr.op, body, before))
-            names[expr] = name
+    def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass | None:
+        if expr.axis is not Axis.SLOT:
+            return None
+        CAN.check(expr)
+        body = BlockPrinter(names).value(expr.body)
+        return _reduction(name, expr.op, body, (*_of_tokens(policy, body.uses), *_from_queries(policy, body.uses)))
 
-    for expr in exprs:
-        visit(expr)
+    loops, names = hoist(exprs, loop)
     if any(_COUNTED in loop.uses for loop in loops):
         loops.insert(0, _COUNT)
     return loops, names
