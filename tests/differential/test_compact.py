@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
-import kvdsl
 from kvdsl.runtime.angles import NEAR_TURNS, Angles, angles
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
@@ -20,6 +17,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.order import FREE, ranks
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
+from tests.texts import spec_of
 
 BATCH, HEADS, DIM = 2, 2, 64
 BACKENDS = ("torch", "cpu")
@@ -27,13 +25,6 @@ STREAMING = "param budget = 8\nscore position\nkeep first 5\npositions compact"
 HEAVY = "param budget = 8\nscore sum(attn)\nkeep last budget / 2\npositions compact"
 STAGED = f"{HEAVY}\ntrigger overflow >= 9\nslack 6\nmax_drop 5"
 CAPPED = f"{HEAVY}\ncap hard"
-
-
-@cache
-def spec_of(body: str, folder: Path) -> PolicySpec:
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n', encoding="utf-8")
-    return kvdsl.load(file).spec
 
 
 def rope_of(dim: int, pairing: str = "half", offset: int = 0, base: float = 1e4) -> Rope:
@@ -81,10 +72,10 @@ ROPES = {
 
 
 def compare(
-    body: str, folder: Path, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1, fused: str = "cpu"
+    body: str, given: Random, *, budget: int, prompt: int, steps: int, at_once: int = 1, fused: str = "cpu"
 ) -> SlotState:
     """Torch and a backend with kernels make the same steps from the same states; the last one's."""
-    spec = spec_of(body, folder)
+    spec = spec_of(body)
     real = torch.arange(prompt) >= torch.tensor([[0], [7]])
     state = SlotState(spec, {"budget": float(budget)})
     backend(spec, "torch").prefill(state, given.call(prompt, real))
@@ -103,48 +94,48 @@ def compare(
 @pytest.mark.parametrize("rope", ROPES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("dim", [64, 80, 16])
-def test_every_rotation(rope: str, dtype: torch.dtype, dim: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_every_rotation(rope: str, dtype: torch.dtype, dim: int) -> None:
     given = Random(2, dim, dtype, ROPES[rope](dim))
-    compare(HEAVY, tmp_path_factory.getbasetemp(), given, budget=70, prompt=200, steps=8)
+    compare(HEAVY, given, budget=70, prompt=200, steps=8)
 
 
 @pytest.mark.parametrize("group", [1, 3, 8])
 @pytest.mark.parametrize("body", [STREAMING, HEAVY, STAGED, CAPPED], ids=["streaming", "heavy", "staged", "capped"])
-def test_many_slots(body: str, group: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_slots(body: str, group: int) -> None:
     """Several chunks of slots: blocks that stand where they stood, blocks that moved together, blocks of all sorts."""
     given = Random(group, DIM, torch.float32, rope_of(DIM))
-    compare(body, tmp_path_factory.getbasetemp(), given, budget=600, prompt=900, steps=20)
+    compare(body, given, budget=600, prompt=900, steps=20)
 
 
-def test_many_sinks_move_together(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_sinks_move_together() -> None:
     """Whole blocks of sinks have one shift: then the query is turned, not the keys."""
     body = STREAMING.replace("first 5", "first 70").replace("= 8", "= 200")
     for dtype in (torch.float32, torch.bfloat16):
         given = Random(4, DIM, dtype, rope_of(DIM, "interleaved"))
-        compare(body, tmp_path_factory.getbasetemp(), given, budget=200, prompt=1000, steps=5)
+        compare(body, given, budget=200, prompt=1000, steps=5)
 
 
 @pytest.mark.parametrize("body", [STREAMING, STAGED, CAPPED], ids=["streaming", "staged", "capped"])
-def test_several_tokens_in_one_call(body: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_several_tokens_in_one_call(body: str) -> None:
     given = Random(2, DIM, torch.float32, rope_of(DIM))
-    compare(body, tmp_path_factory.getbasetemp(), given, budget=40, prompt=60, steps=8, at_once=7)
+    compare(body, given, budget=40, prompt=60, steps=8, at_once=7)
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_threads_share_a_head(threads: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_threads_share_a_head(threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         given = Random(2, DIM, torch.float32, rope_of(DIM))
-        compare(HEAVY, tmp_path_factory.getbasetemp(), given, budget=700, prompt=1000, steps=4)
+        compare(HEAVY, given, budget=700, prompt=1000, steps=4)
     finally:
         torch.set_num_threads(before)
 
 
-def test_a_long_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_long_text() -> None:
     """Turns of a hundred thousand positions: the tables grow, and angles stay as exact as float32 lets a turn be."""
     given = Random(2, DIM, torch.float32, rope_of(DIM))
-    spec = spec_of(STREAMING, tmp_path_factory.getbasetemp())
+    spec = spec_of(STREAMING)
     state = SlotState(spec, {"budget": 40.0})
     backend(spec, "torch").prefill(state, given.call(60))
     for length in (1_000, 20_000, 130_000):
@@ -156,9 +147,9 @@ def test_a_long_text(tmp_path_factory: pytest.TempPathFactory) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-5)
 
 
-def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_backends_may_take_turns() -> None:
     """The ranks are part of the state, whoever makes the next step."""
-    given, spec = Random(2, DIM, torch.float32, rope_of(DIM)), spec_of(STAGED, tmp_path_factory.getbasetemp())
+    given, spec = Random(2, DIM, torch.float32, rope_of(DIM)), spec_of(STAGED)
     state = SlotState(spec, {"budget": 20.0})
     backend(spec, "torch").prefill(state, given.call(50))
     for step in range(40):
@@ -169,10 +160,10 @@ def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> No
     assert "rank" in state.declared
 
 
-def test_ranks_follow_the_cache_when_it_grows(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_ranks_follow_the_cache_when_it_grows() -> None:
     given, spec = (
         Random(1, DIM, torch.float32, rope_of(DIM)),
-        spec_of(f"{HEAVY}\ntrigger overflow >= 0", tmp_path_factory.getbasetemp()),
+        spec_of(f"{HEAVY}\ntrigger overflow >= 0"),
     )
     state = SlotState(spec, {"budget": 20.0})
     backend(spec, "torch").prefill(state, given.call(50))
@@ -221,14 +212,13 @@ def test_in_place_equals_shift_and_append(
     name: str,
     padded: bool,
     window: int | None,
-    tmp_path_factory: pytest.TempPathFactory,
 ) -> None:
     """Theorem 1: overwriting the victim's slot permutes keys, values and mask alike, which attention does not see.
 
     The reference moves what is left together and appends the new token, as the papers' codes do, recomputes every key's rotation
     for its place in the row, and runs torch's attention with a mask.
     """
-    spec = spec_of(HEAVY, tmp_path_factory.getbasetemp())
+    spec = spec_of(HEAVY)
     given = Random(2, DIM, torch.float32, None)
     state = SlotState(spec, {"budget": 12.0})
     real = torch.arange(30) >= torch.tensor([[0], [7 if padded else 0]])

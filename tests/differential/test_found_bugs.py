@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-from pathlib import Path
-
 import pytest
 
 from kvdsl.compiler import analyse
-from kvdsl.ir.nodes import Policy
-from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
-from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.source import SourceFile
+from tests.texts import policy_of, spec_of
 
 from .cases import Case, compare
 from .traces import Trace, run_policy
@@ -83,34 +78,20 @@ BODIES: dict[str, tuple[str, Case]] = {
 }
 
 
-@lru_cache
-def load(name: str, folder: Path) -> tuple[Policy, PolicySpec]:
-    import kvdsl
-
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{BODIES[name][0]}\n}}\n', encoding="utf-8")
-    analysis = analyse(file)
-    assert analysis.ok, analysis.diagnostics
-    return add_columns(fold(analysis.policy)), kvdsl.load(file).spec
-
-
-def test_a_param_beside_values(tmp_path: Path) -> None:
+def test_a_param_beside_values() -> None:
     """It may change with the prompt, so it is no column of the token's own; only torch has code for that."""
-    BODIES["param beside v"] = (
-        "param budget = 6\nparam a = prompt / 4\nscore sum(attn) * sum(abs(v) * a over dims)",
-        Case("p", budget=6),
-    )
-    policy, spec = load("param beside v", tmp_path)
+    body = "param budget = 6\nparam a = prompt / 4\nscore sum(attn) * sum(abs(v) * a over dims)"
+    policy, spec = policy_of(body), spec_of(body)
     assert [column.rule for column in policy.columns] == ["sum"]
     assert not spec.cpu_source.exists()
-    assert not compare(policy, spec, "torch", BODIES["param beside v"][1]).failures
+    assert not compare(policy, spec, "torch", Case("p", budget=6)).failures
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("name", BODIES)
-def test_backends_agree_with_the_interpreter(name: str, backend: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    policy, spec = load(name, tmp_path_factory.getbasetemp())
-    total = compare(policy, spec, backend, BODIES[name][1])
+def test_backends_agree_with_the_interpreter(name: str, backend: str) -> None:
+    body, case = BODIES[name]
+    total = compare(policy_of(body), spec_of(body), backend, case)
     assert not total.failures, "\n".join(total.failures)
     assert total.near <= 0.2 * total.steps
 

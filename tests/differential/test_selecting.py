@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import copy
 from dataclasses import dataclass, replace
-from functools import cache
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,6 +19,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
+from tests.texts import spec_of
 
 HEADS, LAYERS = 2, 4
 WATCHED = "param budget = 1000000\nwhen prefill\nscore sum(attn)\n"
@@ -50,16 +49,8 @@ PAGED = {
 }  # fmt: skip
 
 
-@cache
-def spec_of(body: str, folder: Path) -> PolicySpec:
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam t = 64\n{body}\n}}\n', encoding="utf-8")
-    return kvdsl.load(file).spec
-
-
-@pytest.fixture
-def spec(tmp_path_factory: pytest.TempPathFactory) -> object:
-    return lambda body: spec_of(body, tmp_path_factory.getbasetemp())
+def selecting(body: str) -> PolicySpec:
+    return spec_of(f"param t = 64\n{body}")
 
 
 @dataclass(frozen=True)
@@ -123,9 +114,9 @@ class Twins:
 
 @pytest.mark.parametrize("tokens", [1, 16, 17, 64, 700])
 @pytest.mark.parametrize("name", SELECTS)
-def test_chooses_what_torch_chooses(name: str, tokens: int, spec) -> None:
+def test_chooses_what_torch_chooses(name: str, tokens: int) -> None:
     tokens = max(tokens, 12) if "keep" in SELECTS[name] else tokens
-    twins = Twins(spec(WATCHED + SELECTS[name]), Shape(), t=tokens)
+    twins = Twins(selecting(WATCHED + SELECTS[name]), Shape(), t=tokens)
     for _ in range(5):
         twins.step()
     twins.step(3)
@@ -138,8 +129,8 @@ def test_chooses_what_torch_chooses(name: str, tokens: int, spec) -> None:
     pytest.param(Shape(group=8, dim=128, batch=1, prompt=5000), marks=pytest.mark.slow),
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("name", [name for name in SELECTS if name != "sketch by the prompt"])
-def test_whatever_the_inputs_are(name: str, shape: Shape, spec) -> None:
-    twins = Twins(spec(WATCHED + SELECTS[name]), shape, t=90)
+def test_whatever_the_inputs_are(name: str, shape: Shape) -> None:
+    twins = Twins(selecting(WATCHED + SELECTS[name]), shape, t=90)
     for _ in range(4):
         twins.step()
 
@@ -150,26 +141,26 @@ def test_whatever_the_inputs_are(name: str, shape: Shape, spec) -> None:
 ], ids=str)  # fmt: skip
 @pytest.mark.parametrize("tokens", [16, 31, 100, 1505])
 @pytest.mark.parametrize("name", PAGED)
-def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Shape, spec) -> None:
+def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Shape) -> None:
     """Without a budget no column shows what was chosen; values differ from slot to slot."""
-    twins = Twins(spec(PAGED[name]), shape, t=tokens)
+    twins = Twins(selecting(PAGED[name]), shape, t=tokens)
     for _ in range(20 if shape.batch == 1 else 4):
         twins.step()
 
 
 @pytest.mark.parametrize("name", ["sketch", "sketch of keys", "dot", "expression", "random"])
-def test_what_was_evicted_is_not_chosen(name: str, spec) -> None:
+def test_what_was_evicted_is_not_chosen(name: str) -> None:
     """Slots are freed and used again, in the sketch as well."""
     evicting = "param budget = 300\nscore random()\nkeep last 5\ntrigger overflow >= 3\nlet watched = sum(attn)\nkeep top 9 by watched\n"
-    twins = Twins(spec(evicting + SELECTS[name]), Shape(), t=50)
+    twins = Twins(selecting(evicting + SELECTS[name]), Shape(), t=50)
     for _ in range(12):
         twins.step()
     assert int((twins.states[0].position < 0).sum()) > 0
 
 
-def test_all_that_there_is_equals_dense_attention(spec) -> None:
+def test_all_that_there_is_equals_dense_attention() -> None:
     """To the bit: it is the same code."""
-    twins = Twins(spec(SELECTS["sketch"]), Shape(), backends=("cpu", "cpu"), t=10**6)
+    twins = Twins(selecting(SELECTS["sketch"]), Shape(), backends=("cpu", "cpu"), t=10**6)
     full = kvdsl.load("full").spec
     dense = choose(full, "cpu", torch.device("cpu"), torch.float32)
     other = SlotState(full, {}, layer=2, layers=LAYERS)
@@ -184,10 +175,10 @@ def test_all_that_there_is_equals_dense_attention(spec) -> None:
         assert torch.equal(twins.backends[0].decode(twins.states[0], call), dense.decode(other, call))
 
 
-def test_all_dims_choose_as_the_whole_product_does(spec) -> None:
+def test_all_dims_choose_as_the_whole_product_does() -> None:
     whole = "sketch top 32 dims by abs(q) every 2 queries\nselect top t by dot(q, k over sketch)"
     shape = Shape()
-    sketched, exact = (Twins(spec(WATCHED + body), shape, t=100) for body in (whole, SELECTS["dot"]))
+    sketched, exact = (Twins(selecting(WATCHED + body), shape, t=100) for body in (whole, SELECTS["dot"]))
     assert torch.equal(sketched.states[0].columns, exact.states[0].columns)
     for _ in range(4):
         call = sketched.call(1)
@@ -196,17 +187,17 @@ def test_all_dims_choose_as_the_whole_product_does(spec) -> None:
         assert torch.equal(sketched.states[0].columns, exact.states[0].columns)
 
 
-def test_more_dims_than_keys_have_are_refused(spec) -> None:
+def test_more_dims_than_keys_have_are_refused() -> None:
     with pytest.raises(KvdslError, match="sketches 33 dims, but keys have 32"):
-        Twins(spec("sketch top 33 dims by abs(q) every 2 queries\nselect top t by dot(q, k over sketch)"), Shape())
+        Twins(selecting("sketch top 33 dims by abs(q) every 2 queries\nselect top t by dot(q, k over sketch)"), Shape())
 
 
 # -- storage ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("body", [SELECTS["sketch"], PAGED["pages by bounds"]])
-def test_growth_copies_only_when_it_is_full(body: str, spec) -> None:
-    twins = Twins(spec(body), Shape(prompt=50, pad=0))
+def test_growth_copies_only_when_it_is_full(body: str) -> None:
+    twins = Twins(selecting(body), Shape(prompt=50, pad=0))
     twins.step()
     state = twins.states[0]
 
@@ -224,9 +215,9 @@ def test_growth_copies_only_when_it_is_full(body: str, spec) -> None:
 
 
 @pytest.mark.parametrize("body", [SELECTS["sketch"], PAGED["pages by bounds"], PAGED["pages by tokens of a sketch"]])
-def test_rows_move_with_what_is_kept_beside_their_keys(body: str, spec) -> None:
+def test_rows_move_with_what_is_kept_beside_their_keys(body: str) -> None:
     """Beams: rows change places between refreshes, multiply and are copied."""
-    twins = Twins(spec(body), Shape(batch=3, pad=20))
+    twins = Twins(selecting(body), Shape(batch=3, pad=20))
     twins.step()
     for rows in ([2, 0, 0], [1, 1, 2], [0]):
         for state in twins.states:
@@ -244,9 +235,9 @@ def test_rows_move_with_what_is_kept_beside_their_keys(body: str, spec) -> None:
     twins.step()
 
 
-def test_backends_may_take_turns(spec) -> None:
+def test_backends_may_take_turns() -> None:
     """What torch places, the kernels find."""
-    twins = Twins(spec(SELECTS["sketch"]), Shape())
+    twins = Twins(selecting(SELECTS["sketch"]), Shape())
     twins.step()
     twins.backends.reverse()
     twins.step()
@@ -254,8 +245,8 @@ def test_backends_may_take_turns(spec) -> None:
     twins.step()
 
 
-def test_a_dense_layer_keeps_nothing_beside_its_keys(spec) -> None:
-    twins = Twins(spec(f"{SELECTS['sketch']} in layers 3.."), Shape(), layer=2)
+def test_a_dense_layer_keeps_nothing_beside_its_keys() -> None:
+    twins = Twins(selecting(f"{SELECTS['sketch']} in layers 3.."), Shape(), layer=2)
     for _ in range(4):
         twins.step()
     assert twins.states[0].sketch_keys.numel() == 0
@@ -265,9 +256,9 @@ def test_a_dense_layer_keeps_nothing_beside_its_keys(spec) -> None:
     "body", [SELECTS["sketch"], SELECTS["expression"], PAGED["pages by bounds"], PAGED["pages by tokens"]]
 )
 @pytest.mark.parametrize("threads", [2, 3, 5])
-def test_the_number_of_threads_does_not_matter(body: str, threads: int, spec) -> None:
+def test_the_number_of_threads_does_not_matter(body: str, threads: int) -> None:
     before = torch.get_num_threads()
-    twins = Twins(spec(body), Shape(batch=1), backends=("cpu", "cpu"))
+    twins = Twins(selecting(body), Shape(batch=1), backends=("cpu", "cpu"))
     try:
         for _ in range(4):
             call, outs = twins.call(1), []

@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
-from pathlib import Path
 
 import pytest
 import torch
 
-import kvdsl
-from kvdsl.compiler import analyse
-from kvdsl.ir.nodes import Policy
-from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
+from tests.texts import policy_of, spec_of
 
 from .cases import Case, compare
 
@@ -119,23 +114,14 @@ VARIANTS = {
 NEAR_SHARE = 0.05
 
 
-@lru_cache
-def load(name: str, folder: Path) -> tuple[Policy, PolicySpec]:
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{STATEMENTS[name][0]}\n}}\n', encoding="utf-8")
-    analysis = analyse(file)
-    assert analysis.ok, analysis.diagnostics
-    return add_columns(analysis.policy), kvdsl.load(file).spec
-
-
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_backends_agree_with_the_interpreter(name: str, variant: str, tmp_path_factory: pytest.TempPathFactory) -> None:
-    policy, spec = load(name, tmp_path_factory.getbasetemp())
-    case = replace(STATEMENTS[name][1], **VARIANTS[variant])
+def test_backends_agree_with_the_interpreter(name: str, variant: str) -> None:
+    body, case = STATEMENTS[name]
+    policy, spec, case = policy_of(body), spec_of(body), replace(case, **VARIANTS[variant])
     if spec.victims == "layers":
         case = replace(case, at_once=1, layer=1)
-    if any("prompt" in size for size in STATEMENTS[name][0].splitlines() if "over last" in size):
+    if any("prompt" in size for size in body.splitlines() if "over last" in size):
         case = replace(case, cuts=1)
     for backend in ("torch", "cpu") if spec.cpu_source.exists() else ("torch",):
         total = compare(policy, spec, backend, case)
@@ -144,9 +130,9 @@ def test_backends_agree_with_the_interpreter(name: str, variant: str, tmp_path_f
         assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} on {backend}"
 
 
-def test_blocks_do_not_depend_on_how_the_prompt_is_cut(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_blocks_do_not_depend_on_how_the_prompt_is_cut() -> None:
     """One forward, or several that end anywhere, the rows' blocks at different columns."""
-    _, spec = load("prompt in blocks", tmp_path_factory.getbasetemp())
+    spec = spec_of(STATEMENTS["prompt in blocks"][0])
     make = torch.Generator().manual_seed(3)
     query = torch.randn(3, 4, 41, 8, generator=make)
     key, value = torch.randn(2, 3, 2, 41, 8, generator=make)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
 
-import kvdsl
 from kvdsl.build.cxx import kernel_library
 from kvdsl.compiler import compile_file
 from kvdsl.runtime.backends import choose
@@ -18,6 +16,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import rings
+from tests.texts import spec_of
 
 STEPS, DIM, HEADS, GROUP = 20, 8, 2, 2
 
@@ -44,17 +43,10 @@ STATEMENTS = {
 }
 
 
-@cache
-def spec_of(body: str, folder: Path) -> PolicySpec:
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam budget = 6 in 1..100\n{body}\n}}\n', encoding="utf-8")
-    return kvdsl.load(file).spec
-
-
 @pytest.mark.parametrize("window", [None, 5])
 @pytest.mark.parametrize("name", STATEMENTS)
-def test_cpp_does_what_torch_does(name: str, window: int | None, tmp_path_factory: pytest.TempPathFactory) -> None:
-    spec = spec_of(STATEMENTS[name], tmp_path_factory.getbasetemp())
+def test_cpp_does_what_torch_does(name: str, window: int | None) -> None:
+    spec = spec_of(f"param budget = 6 in 1..100\n{STATEMENTS[name]}")
     ours, theirs = (Run(spec, backend, window) for backend in ("cpu", "torch"))
     for tokens in (12, *[1] * STEPS, 3):
         assert torch.allclose(ours.forward(tokens), theirs.forward(tokens), atol=1e-5), f"outputs at {ours.state.seen}"

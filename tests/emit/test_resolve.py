@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 
 import pytest
 import torch
@@ -13,6 +12,7 @@ from kvdsl.compiler import shipped_policies
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given
 from kvdsl.runtime.spec import PolicySpec
+from tests.texts import spec_of
 
 INF = math.inf
 EVICTING = "param budget = 40\nscore sum(attn)\n"
@@ -50,26 +50,20 @@ NUMBERS = {
 }
 
 
-def spec_of(body: str, folder: Path) -> PolicySpec:
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\n{body}\n}}\n', encoding="utf-8")
-    return kvdsl.load(file).spec
-
-
 def resolved(spec: PolicySpec, **values: float) -> dict[str, list[float]]:
     given = Given(spec.name, values, torch.tensor([100, 41]), layer=3, layers=8)
     return {name: value.tolist() for name, value in spec.resolve(given).items()}
 
 
 @pytest.mark.parametrize("body", NUMBERS)
-def test_numbers(body: str, tmp_path: Path) -> None:
-    spec = spec_of(body, tmp_path)
+def test_numbers(body: str) -> None:
+    spec = spec_of(body)
     assert resolved(spec) == NUMBERS[body]
     assert spec.numbers == tuple(NUMBERS[body])
 
 
-def test_what_is_selected_must_hold_what_is_kept(tmp_path: Path) -> None:
-    spec = spec_of("param tokens = 16\nkeep last 8\nselect top tokens by dot(q, k) in layers 2..", tmp_path)
+def test_what_is_selected_must_hold_what_is_kept() -> None:
+    spec = spec_of("param tokens = 16\nkeep last 8\nselect top tokens by dot(q, k) in layers 2..")
     with pytest.raises(
         KvdslError, match=r"P protects 8 tokens \(keep last 8\) but it selects 5; select more or protect fewer"
     ):
@@ -77,11 +71,11 @@ def test_what_is_selected_must_hold_what_is_kept(tmp_path: Path) -> None:
     assert resolved(spec, tokens=8) == {"select": [8, 8]}
 
 
-def test_what_is_kept_in_layers_that_do_not_evict_is_no_matter(tmp_path: Path) -> None:
+def test_what_is_kept_in_layers_that_do_not_evict_is_no_matter() -> None:
     body = "budget 6 - layer\nscore sum(attn)\nkeep last 4\nlayers"
-    assert resolved(spec_of(f"{body} ..2", tmp_path)) == {"capacity": [INF, INF]}
+    assert resolved(spec_of(f"{body} ..2")) == {"capacity": [INF, INF]}
     with pytest.raises(KvdslError, match="its budget holds 3"):
-        resolved(spec_of(f"{body} ..3", tmp_path))
+        resolved(spec_of(f"{body} ..3"))
 
 
 @pytest.mark.parametrize("policy", [path.stem for path in shipped_policies()])
@@ -95,15 +89,15 @@ def test_a_negative_count_is_refused(policy: str) -> None:
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan])
-def test_a_floor_is_a_rate(rate: float, tmp_path: Path) -> None:
-    spec = spec_of("param r = 0.5\nbudget 8 across heads floor r\nwhen prefill\nscore sum(attn)", tmp_path)
+def test_a_floor_is_a_rate(rate: float) -> None:
+    spec = spec_of("param r = 0.5\nbudget 8 across heads floor r\nwhen prefill\nscore sum(attn)")
     assert resolved(spec, r=1)["floor"] == [8, 8]
     with pytest.raises(KvdslError, match=r"lie in|`r` of P is nan; give a number"):
         resolved(spec, r=rate)
 
 
-def test_what_a_policy_does_stands_in_its_spec(tmp_path: Path) -> None:
-    spec = spec_of(f"{EVICTING}when decode\npositions compact\nvictims shared by layers\ncap hard", tmp_path)
+def test_what_a_policy_does_stands_in_its_spec() -> None:
+    spec = spec_of(f"{EVICTING}when decode\npositions compact\nvictims shared by layers\ncap hard")
     assert (spec.when, spec.compact, spec.victims, spec.hard_cap) == ("decode", True, "layers", True)
-    spec = spec_of("budget 9\nscore sum(attn over last 3 queries) + norm1(v)", tmp_path)
+    spec = spec_of("budget 9\nscore sum(attn over last 3 queries) + norm1(v)")
     assert (spec.columns, spec.column_rules, spec.rings) == (("norm1_v",), ("token",), (("attn_ring", "size_attn_ring"),))

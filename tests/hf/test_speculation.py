@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -290,11 +289,9 @@ def test_rows_that_were_moved() -> None:
         cache.crop(-1)
 
 
-def test_layers_that_agree(tmp_path: Path) -> None:
-    file = tmp_path / "agreeing.kv"
+def test_layers_that_agree() -> None:
     body = '"""All alike."""\nparam budget = 8\nscore sum(attn)\nvictims shared by layers'
-    file.write_text(f"kv 1\n\npolicy Agreeing {{\n{body}\n}}\n")
-    cache = kvdsl.load(file)(zoo.model("llama"), backend="torch")
+    cache = kvdsl.compile(f"kv 1\n\npolicy Agreeing {{\n{body}\n}}\n")(zoo.model("llama"), backend="torch")
     with pytest.raises(KvdslError, match=r"all layers agree on.*assistant_model") as error:
         cache.activate_past_recording()
     said(error)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -198,15 +197,13 @@ def test_compact_positions_are_those_of_a_text_of_the_survivors(name: str) -> No
 BLOCKS = "param budget = 12\nscore sum(attn)\nprefill blocks of 8"
 
 
-def custom(folder: Path, body: str, **options: Any) -> Any:
-    file = folder / "custom.kv"
-    file.write_text(f'kv 1\npolicy Custom {{\n"a test"\n{body}\n}}\n', encoding="utf-8")
-    return kvdsl.load(file)(model(), **options)
+def custom(body: str, **options: Any) -> Any:
+    return kvdsl.compile(f'kv 1\npolicy Custom {{\n"a test"\n{body}\n}}\n')(model(), **options)
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])
-def test_who_agrees_keeps_the_same(who: str, tmp_path: Path) -> None:
-    cache = custom(tmp_path, f"param budget = 12\nscore sum(attn)\nvictims shared by {who}")
+def test_who_agrees_keeps_the_same(who: str) -> None:
+    cache = custom(f"param budget = 12\nscore sum(attn)\nvictims shared by {who}")
     zoo.greedy(model(), text(40, 25), 10, past_key_values=cache)
     for row in range(2):
         layers = kept(cache, row)
@@ -215,8 +212,8 @@ def test_who_agrees_keeps_the_same(who: str, tmp_path: Path) -> None:
         assert (who == "layers") == all(layer == layers[0] for layer in layers)
 
 
-def test_layers_agree_after_a_later_prompt_as_well(tmp_path: Path) -> None:
-    cache = custom(tmp_path, "param budget = 12\nscore sum(attn)\nvictims shared by layers")
+def test_layers_agree_after_a_later_prompt_as_well() -> None:
+    cache = custom("param budget = 12\nscore sum(attn)\nvictims shared by layers")
     ids = text(40)["input_ids"]
     with torch.no_grad():
         model()(ids[:, :30], past_key_values=cache)
@@ -232,15 +229,15 @@ def test_layers_agree_after_a_later_prompt_as_well(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "body", ["victims shared by heads", "victims shared by layers", "when prefill\nbudget budget across heads"]
 )
-def test_heads_of_other_processes_cannot_agree(body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    custom(tmp_path, f"param budget = 12\nscore sum(attn)\n{body}")
+def test_heads_of_other_processes_cannot_agree(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    custom(f"param budget = 12\nscore sum(attn)\n{body}")
     monkeypatch.setattr(model(), "_tp_size", 2)
     with pytest.raises(KvdslError, match="tensor parallelism spreads them over 2 processes"):
-        custom(tmp_path, f"param budget = 12\nscore sum(attn)\n{body}")
+        custom(f"param budget = 12\nscore sum(attn)\n{body}")
 
 
-def test_blocks_do_not_depend_on_how_the_prompt_is_cut(tmp_path: Path) -> None:
-    inputs, caches = text(62, 45), [custom(tmp_path, BLOCKS) for _ in range(2)]
+def test_blocks_do_not_depend_on_how_the_prompt_is_cut() -> None:
+    inputs, caches = text(62, 45), [custom(BLOCKS) for _ in range(2)]
     options = {"past_key_values": caches[1], "prefill_chunk_size": 10} if not zoo.EARLY else {"past_key_values": caches[1]}
     whole = zoo.greedy(model(), inputs, 8, past_key_values=caches[0])
     zoo.assert_same_text(zoo.greedy(model(), inputs, 8, **options), whole)

@@ -13,6 +13,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
+from tests.texts import spec_of
 
 TOKENS, BUDGET, HEADS, GROUP, DIM = 60, 24, 2, 2, 8
 ROPE = Rope(10000.0 ** -(torch.arange(4, dtype=torch.float64) / 4), "half")
@@ -97,8 +98,6 @@ def test_what_a_prompts_survivors_cannot_hold(policy: str, reason: str) -> None:
         survivors(kvdsl.load(policy).spec, {}, made(0, TOKENS))
 
 
-def test_layers_that_agree_cannot_be_asked_alone(tmp_path) -> None:
-    file = tmp_path / "agreed.kv"
-    file.write_text('kv 1\npolicy Agreed {\n"x"\nparam budget = 8\nscore sum(attn)\nvictims shared by layers\n}\n')
-    with pytest.raises(KvdslError, match="the layers of Agreed agree"):
-        survivors(kvdsl.load(file).spec, {}, made(0, TOKENS))
+def test_layers_that_agree_cannot_be_asked_alone() -> None:
+    with pytest.raises(KvdslError, match="the layers of P agree"):
+        survivors(spec_of("param budget = 8\nscore sum(attn)\nvictims shared by layers"), {}, made(0, TOKENS))

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,6 +23,7 @@ from kvdsl.runtime.torch import dense, statistics
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
+from tests.texts import spec_of
 
 TOLERANCE = 1e-5
 """Of columns, whatever the dtype: relative to what was added up, or absolute below 1."""
@@ -37,20 +37,8 @@ SCORE = (
     "sum(attn) + std(attn) + max(attn) + min(attn) + sum(attn > mean(attn over slots)) + last(attn) + ema(attn, 0.9) + "
     f"sum(attn over last {RING} queries) + sum(norm1(v) * attn)"
 )
-WATCH = f'kv 1\npolicy Watch {{\n"Everything that one asks of attention."\nparam budget = 10000\nscore {SCORE}\n}}\n'
+WATCH = f"param budget = 10000\nscore {SCORE}"
 LOGITS = WATCH.replace(SCORE, "mean(logit) + max(dot(q, k)) + sum(attn)")
-
-
-@lru_cache
-def spec_of(folder: Path, text: str) -> PolicySpec:
-    file = folder / "p.kv"
-    file.write_text(text, encoding="utf-8")
-    return kvdsl.load(file).spec
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("policies")
 
 
 @dataclass(frozen=True)
@@ -234,10 +222,8 @@ def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("attention", ["fused", "exact"])
 @pytest.mark.parametrize("name", CASES)
-def test_columns_and_outputs(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, text: str, name: str, attention: str, backend: str
-) -> None:
-    case, spec = CASES[name], spec_of(folder, text)
+def test_columns_and_outputs(monkeypatch: pytest.MonkeyPatch, text: str, name: str, attention: str, backend: str) -> None:
+    case, spec = CASES[name], spec_of(text)
     if attention == "exact":
         monkeypatch.setattr(dense, "_fused", lambda prompt: None)
     check_prompt(served_by(spec, backend, case.dtype), spec, case)
@@ -280,8 +266,8 @@ def test_what_is_not_capped_and_finite_is_fused(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_what_is_not_finite_touches_only_who_sees_it(folder: Path, backend: str, where: str, worst: float) -> None:
-    case, spec, at = Case(tokens=40, group=2), spec_of(folder, WATCH), 25
+def test_what_is_not_finite_touches_only_who_sees_it(backend: str, where: str, worst: float) -> None:
+    case, spec, at = Case(tokens=40, group=2), spec_of(WATCH), 25
     clean, call = case.call(), case.call()
     getattr(call, where)[0, 0, at, 3] = worst
     states = [SlotState(spec, {}), SlotState(spec, {})]
@@ -379,13 +365,9 @@ def test_nothing_is_of_the_size_of_queries_times_slots(
     assert largest.bytes <= 4096**2 * case.group  # bytes: a quarter of the matrix
 
 
-def test_blocks_of_one_are_the_same_as_decoding(folder: Path) -> None:
+def test_blocks_of_one_are_the_same_as_decoding() -> None:
     """Every token attends to the survivors and itself, and is observed; then one leaves."""
-    text = (
-        'kv 1\npolicy P {\n"blocks"\nparam budget = 12\nparam n = 1\nscore mean(attn)\nkeep top 4 by std(attn)\n'
-        "prefill blocks of n\n}\n"
-    )
-    spec = spec_of(folder, text)
+    spec = spec_of("param budget = 12\nparam n = 1\nscore mean(attn)\nkeep top 4 by std(attn)\nprefill blocks of n")
     call = Case(tokens=60, group=2).call()
     prompted, decoded = SlotState(spec, {}), SlotState(spec, {})
     server = served_by(spec, "torch", torch.float32)

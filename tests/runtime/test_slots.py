@@ -16,6 +16,7 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.prompt import Prompt
+from tests.texts import spec_of
 
 
 def call(batch: int, tokens: int, *, heads: int = 2, group: int = 2, dim: int = 8, seed: int = 0) -> AttentionCall:
@@ -101,10 +102,8 @@ def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
         ),
     ],
 )
-def test_protecting_what_cannot_be(body: str, given: dict[str, float], message: str, tmp_path: Path) -> None:
-    file = tmp_path / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam a = 2\nscore sum(attn) / a\n{body}\n}}\n', encoding="utf-8")
-    state = SlotState(kvdsl.load(file).spec, given)
+def test_protecting_what_cannot_be(body: str, given: dict[str, float], message: str) -> None:
+    state = SlotState(spec_of(f"param a = 2\nscore sum(attn) / a\n{body}"), given)
     with pytest.raises(KvdslError, match=message):
         TorchBackend().prefill(state, call(1, 30))
 
@@ -112,11 +111,9 @@ def test_protecting_what_cannot_be(body: str, given: dict[str, float], message: 
 # -- how many slots a statement takes ------------------------------------------------------------------------------------
 
 
-def custom(folder: Path, body: str, tokens: int = 30, steps: int = 0, cuts: int = 1, **given: float) -> SlotState:
+def custom(body: str, tokens: int = 30, steps: int = 0, cuts: int = 1, **given: float) -> SlotState:
     """A policy of these statements after a prompt of that many tokens in so many forwards, and after some more."""
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{body}\n}}\n', encoding="utf-8")
-    state, backend = SlotState(kvdsl.load(file).spec, given), TorchBackend()
+    state, backend = SlotState(spec_of(f"param budget = 8\nscore sum(attn)\n{body}"), given), TorchBackend()
     for part in torch.arange(tokens).tensor_split(cuts):
         backend.prefill(state, call(1, len(part), seed=len(part)))
     for step in range(steps):
@@ -140,7 +137,7 @@ def live(state: SlotState) -> int:
     ],
 )
 def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_the_prompt: int, later: int) -> None:
-    state = custom(tmp_path, body)
+    state = custom(body)
     assert (state.slots, live(state), state.grows) == (slots, after_the_prompt, False)
     where = [tensor.data_ptr() for tensor in state.tensors().values()]
     for step in range(12):
@@ -149,8 +146,8 @@ def test_as_many_slots_as_it_takes(tmp_path: Path, body: str, slots: int, after_
     assert [tensor.data_ptr() for tensor in state.tensors().values()] == where
 
 
-def test_what_was_compressed_once_grows(tmp_path: Path) -> None:
-    state = custom(tmp_path, "when prefill")
+def test_what_was_compressed_once_grows() -> None:
+    state = custom("when prefill")
     assert (state.slots, live(state), state.grows, state.evicts) == (8, 8, True, False)
     for _ in range(7):
         TorchBackend().decode(state, call(1, 8))
@@ -161,8 +158,8 @@ def test_what_was_compressed_once_grows(tmp_path: Path) -> None:
     assert torch.equal(state.keys[:, :, :64], before)
 
 
-def test_a_layer_that_does_not_evict_grows(tmp_path: Path) -> None:
-    state = custom(tmp_path, "layers 1..")
+def test_a_layer_that_does_not_evict_grows() -> None:
+    state = custom("layers 1..")
     assert (live(state), state.grows, state.evicts) == (30, True, False)
 
 
@@ -177,30 +174,27 @@ def test_a_prompt_in_blocks_never_holds_more_than_the_budget_and_a_block(
         return attend(prompt)
 
     monkeypatch.setattr(dense, "attend", noted)
-    custom(tmp_path, "prefill blocks of 5", tokens=200)
+    custom("prefill blocks of 5", tokens=200)
     assert len(seen) == 40
     assert max(seen) == 8 + 5
 
 
-def test_rings_are_as_long_as_the_longest_rows(tmp_path: Path) -> None:
-    state = custom(tmp_path, "keep top 2 by max(attn over last prompt / 3 queries)")
+def test_rings_are_as_long_as_the_longest_rows() -> None:
+    state = custom("keep top 2 by max(attn over last prompt / 3 queries)")
     assert state.ring_sizes == (10,)
     assert state.columns.shape == (11, 1, 2, 9)
     with pytest.raises(
         KvdslError, match=r"remembers a number of queries that depends on the prompt.* pass the prompt in one"
     ):
-        custom(tmp_path, "keep top 2 by max(attn over last prompt / 3 queries)", cuts=2)
+        custom("keep top 2 by max(attn over last prompt / 3 queries)", cuts=2)
 
 
 # -- a budget that the prompt does not fill --------------------------------------------------------------------------------
 
 
-def grown(body: str, folder: Path, *, reserves: bool = False, batch: int = 1) -> tuple[SlotState, list[int]]:
+def grown(body: str, *, reserves: bool = False, batch: int = 1) -> tuple[SlotState, list[int]]:
     """A policy with a budget of 1,060 after a short prompt and 120 more tokens, and how many slots it had on the way."""
-    file = folder / "p.kv"
-    file.write_text(f'kv 1\npolicy P {{\n"a test"\nbudget 1060\nscore sum(attn)\n{body}\n}}\n', encoding="utf-8")
-    spec = kvdsl.load(file).spec
-    state, backend = slot_state(spec, {}), TorchBackend()
+    state, backend = slot_state(spec_of(f"budget 1060\nscore sum(attn)\n{body}"), {}), TorchBackend()
     state.reserves = reserves
     backend.prefill(state, call(batch, 1000))
     sizes = [state.slots]
@@ -227,10 +221,10 @@ def test_a_large_budget_is_not_allocated_for_a_short_prompt(reserves: bool) -> N
 @pytest.mark.parametrize(
     ("body", "limit"), [("", 1061), ("cap hard", 1060), ("trigger overflow >= 20", 1080), ("storage blocks 48", 1061)]
 )
-def test_a_budget_is_filled_by_growing(body: str, limit: int, tmp_path: Path) -> None:
+def test_a_budget_is_filled_by_growing(body: str, limit: int) -> None:
     """What is cached does not depend on when its slots were allocated."""
-    ours, sizes = grown(body, tmp_path, batch=2)
-    theirs, fixed = grown(body, tmp_path, batch=2, reserves=True)
+    ours, sizes = grown(body, batch=2)
+    theirs, fixed = grown(body, batch=2, reserves=True)
     assert (sizes[0], sizes[-1], ours.limit, ours.grows) == (1024, limit, limit, False)
     assert set(fixed) == {limit}
     assert live(ours) <= limit

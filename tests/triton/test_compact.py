@@ -27,9 +27,9 @@ from tests.differential.test_compact import (
     compare,
     copied,
     rope_of,
-    spec_of,
 )
 from tests.differential.traces import OUT_TOLERANCE
+from tests.texts import spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -47,30 +47,28 @@ pytestmark = pytest.mark.usefixtures("small_blocks")
     ],
     ids=str,
 )
-def test_every_rotation(
-    rope: str, dim: int, group: int, dtype: torch.dtype, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_every_rotation(rope: str, dim: int, group: int, dtype: torch.dtype) -> None:
     given = Random(group, dim, dtype, ROPES[rope](dim))
-    compare(HEAVY, tmp_path_factory.getbasetemp(), given, budget=20, prompt=45, steps=2, fused="triton")
+    compare(HEAVY, given, budget=20, prompt=45, steps=2, fused="triton")
 
 
 @pytest.mark.parametrize("body", [STREAMING, STAGED, CAPPED], ids=["streaming", "staged", "capped"])
-def test_several_tokens_in_one_call(body: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_several_tokens_in_one_call(body: str) -> None:
     given = Random(1, 16, torch.float32, rope_of(16))
-    compare(body, tmp_path_factory.getbasetemp(), given, budget=12, prompt=30, steps=1, at_once=10, fused="triton")
+    compare(body, given, budget=12, prompt=30, steps=1, at_once=10, fused="triton")
 
 
-def test_many_gaps_are_closed_at_once(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_many_gaps_are_closed_at_once() -> None:
     """A prompt may leave more than a prune does: ranks move across several blocks."""
     body = HEAVY + "\nwhen decode"
     given = Random(1, 16, torch.float32, rope_of(16))
-    compare(body, tmp_path_factory.getbasetemp(), given, budget=20, prompt=90, steps=1, fused="triton")
+    compare(body, given, budget=20, prompt=90, steps=1, fused="triton")
 
 
-def test_a_long_text(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_long_text() -> None:
     """Turns of one, two and three digits; angles stay as exact as float32 lets a turn be."""
     given = Random(2, DIM, torch.float32, rope_of(DIM))
-    spec = spec_of(STREAMING, tmp_path_factory.getbasetemp())
+    spec = spec_of(STREAMING)
     state = SlotState(spec, {"budget": 20.0})
     backend(spec, "torch").prefill(state, given.call(40))
     for length in (100, 20_000, 500_000, 3_000_000):
@@ -82,9 +80,9 @@ def test_a_long_text(tmp_path_factory: pytest.TempPathFactory) -> None:
         torch.testing.assert_close(ours, theirs, rtol=0, atol=OUT_TOLERANCE[torch.float32])
 
 
-def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_backends_may_take_turns() -> None:
     """A length that one backend left is not what another one's steps have made of it."""
-    given, spec = Random(1, 16, torch.float32, rope_of(16)), spec_of(HEAVY, tmp_path_factory.getbasetemp())
+    given, spec = Random(1, 16, torch.float32, rope_of(16)), spec_of(HEAVY)
     state = SlotState(spec, {"budget": 12.0})
     backend(spec, "torch").prefill(state, given.call(30))
     for name in ("triton", "cpu", "triton", "torch", "triton"):
@@ -98,10 +96,10 @@ def test_backends_may_take_turns(tmp_path_factory: pytest.TempPathFactory) -> No
             assert not state.length.numel()
 
 
-def test_a_cache_that_grows(tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_cache_that_grows() -> None:
     body = f"{HEAVY}\ntrigger overflow >= 0"
     given = Random(1, 16, torch.float32, rope_of(16))
-    state = compare(body, tmp_path_factory.getbasetemp(), given, budget=20, prompt=25, steps=1, at_once=8, fused="triton")
+    state = compare(body, given, budget=20, prompt=25, steps=1, at_once=8, fused="triton")
     assert state.slots == 64  # 32 after the prompt
 
 

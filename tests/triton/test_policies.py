@@ -10,7 +10,7 @@ import torch
 from tests.differential.cases import Case, Tally, compare
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
-from tests.differential.test_statements import load as load_statement
+from tests.texts import policy_of, spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -131,16 +131,17 @@ SELECTING = (
 
 
 @pytest.mark.parametrize("name", [*NAMES, *LAZY, *SELECTING])
-def test_statements(name: str, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    case = Case("p", batch=2, prompt=34, padding=5, steps=6, group=2, kv_heads=1)
+def test_statements(name: str) -> None:
     if name in LAZY:
-        rope = "half" if "compact" in name else None
-        monkeypatch.setitem(STATEMENTS, name, (LAZY[name], replace(case, rope=rope)))
-    policy, spec = load_statement(name, tmp_path_factory.getbasetemp())
+        case = Case("p", batch=2, prompt=34, padding=5, group=2, rope="half" if "compact" in name else None)
+        body = LAZY[name]
+    else:
+        body, case = STATEMENTS[name]
+    policy, spec = policy_of(body), spec_of(body)
     assert spec.triton_source.exists()
     varied = VARIANTS["windowed"] if len(name) % 2 else {}
     heads = 1 if spec.victims == "own" else 3
-    case = replace(STATEMENTS[name][1], steps=6, kv_heads=heads, **{**varied, "layer": 2})
+    case = replace(case, steps=6, kv_heads=heads, **{**varied, "layer": 2})
     total = compare(policy, spec, "triton", case)
     assert total.steps > 0
     assert not total.failures, "\n".join(total.failures)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,18 +14,14 @@ from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.torch import statistics
 from tests.differential import test_statements
 from tests.differential.cases import compare
-from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt, spec_of
+from tests.runtime.test_prefill import CASES, RING, SCORE, WATCH, Case, check_prompt
+from tests.texts import policy_of, spec_of
 
 FEW = WATCH.replace(SCORE, f"std(attn) + last(attn) + sum(attn over last {RING} queries)")
 LOGITS = WATCH.replace(SCORE, "mean(logit) + sum(logit > max(logit over slots) - std(logit over slots)) + sum(attn)")
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.usefixtures("small_tiles")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("policies")
 
 
 @pytest.fixture
@@ -37,9 +32,9 @@ def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(statistics, "observe", lambda *_: pytest.fail("observed by torch"))
 
 
-def check(folder: Path, text: str, case: Case) -> None:
+def check(text: str, case: Case) -> None:
     """On fewer tokens and heads: in the interpreter a tile takes tenths of a second."""
-    spec, short = spec_of(folder, text), replace(case, tokens=min(case.tokens, 45), heads=1)
+    spec, short = spec_of(text), replace(case, tokens=min(case.tokens, 45), heads=1)
     short = replace(short, group=min(case.group, 2) if case.group == 4 else case.group)
     check_prompt(choose(spec, "triton", CPU, case.dtype), spec, short)
 
@@ -50,22 +45,20 @@ def spread(names: Iterable[str]) -> list[Any]:
 
 
 @pytest.mark.parametrize("name", spread(CASES))
-def test_columns(folder: Path, name: str) -> None:
-    check(folder, FEW, CASES[name])
+def test_columns(name: str) -> None:
+    check(FEW, CASES[name])
 
 
 @pytest.mark.parametrize("name", spread(["sinks", "padded window", "three forwards of a window"]))
 @pytest.mark.parametrize("text", [WATCH, LOGITS], ids=["attn", "logit"])
-def test_every_rule(folder: Path, text: str, name: str) -> None:
-    check(folder, text, CASES[name])
+def test_every_rule(text: str, name: str) -> None:
+    check(text, CASES[name])
 
 
 @pytest.mark.parametrize("rope", ["half", "partial"])
-def test_keys_that_have_turned(folder: Path, rope: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_keys_that_have_turned(rope: str) -> None:
     """Of a prompt's second block attention sees keys at their ranks, and so do its statistics."""
     body = "param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\npositions compact\nprefill blocks of 16"
     case = replace(test_statements.PADDED, kv_heads=1, prompt=40, steps=0, rope=rope)
-    monkeypatch.setitem(test_statements.STATEMENTS, "turned", (body, case))
-    policy, spec = test_statements.load.__wrapped__("turned", folder)
-    total = compare(policy, spec, "triton", case)
+    total = compare(policy_of(body), spec_of(body), "triton", case)
     assert total.steps > 0 and not total.failures, "\n".join(total.failures)

@@ -10,7 +10,7 @@ from itertools import product
 import pytest
 import torch
 
-from tests.differential.test_selecting import PAGED, SELECTS, WATCHED, Shape, Twins, spec  # noqa: F401
+from tests.differential.test_selecting import PAGED, SELECTS, WATCHED, Shape, Twins, selecting
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -26,13 +26,13 @@ SHAPES = [
 ]  # fmt: skip
 
 
-def twins(make_spec, name: str, shape: Shape, tokens: int, *, layer: int = 2) -> Twins:
+def twins(name: str, shape: Shape, tokens: int, *, layer: int = 2) -> Twins:
     least = 12 if "keep" in BODIES[name] else 1
-    return Twins(make_spec(BODIES[name]), shape, layer=layer, backends=("triton", "torch"), t=max(tokens, least))
+    return Twins(selecting(BODIES[name]), shape, layer=layer, backends=("triton", "torch"), t=max(tokens, least))
 
 
-def check(make_spec, name: str, shape: Shape, tokens: int) -> None:
-    pair = twins(make_spec, name, shape, tokens)
+def check(name: str, shape: Shape, tokens: int) -> None:
+    pair = twins(name, shape, tokens)
     pair.step()
     pair.step(1, torch.arange(shape.batch)[:, None] == 0)
 
@@ -40,14 +40,14 @@ def check(make_spec, name: str, shape: Shape, tokens: int) -> None:
 @pytest.mark.parametrize(
     ("name", "shape"), [(list(BODIES)[n % len(BODIES)], shape) for n, shape in enumerate(SHAPES)], ids=str
 )
-def test_chooses_what_torch_chooses(name: str, shape: Shape, spec) -> None:  # noqa: F811
-    check(spec, name, shape, 17)
+def test_chooses_what_torch_chooses(name: str, shape: Shape) -> None:
+    check(name, shape, 17)
 
 
-def test_the_last_slot_is_a_slot_like_any_other(spec) -> None:  # noqa: F811
+def test_the_last_slot_is_a_slot_like_any_other() -> None:
     """It holds an ever older token, while the newest of equals are chosen."""
     body = "param budget = 40\nscore position\nselect top t by dot(q, k)"
-    pair = Twins(spec(body), replace(SMALL, inputs="equal", batch=1), backends=("triton", "torch"), t=3)
+    pair = Twins(selecting(body), replace(SMALL, inputs="equal", batch=1), backends=("triton", "torch"), t=3)
     for _ in range(6):
         pair.step()
     assert int(pair.states[0].position[0, 0, -1]) == SMALL.prompt
@@ -59,5 +59,5 @@ SPREAD = 7
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "shape", "tokens"), list(product(BODIES, SHAPES, [1, 16, 500]))[::SPREAD], ids=str)
-def test_whatever_is_wanted(name: str, shape: Shape, tokens: int, spec) -> None:  # noqa: F811
-    check(spec, name, shape, tokens)
+def test_whatever_is_wanted(name: str, shape: Shape, tokens: int) -> None:
+    check(name, shape, tokens)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,6 +19,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
 from kvdsl.runtime.gpu.sizes import MAX_SPLITS, Sizes
 from kvdsl_lab.bench.decode import Shape, new_tokens, rotation, steady_state
+from tests.texts import spec_of
 
 CPU = torch.device("cpu")
 SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=128, live=1500, dtype="fp16")
@@ -142,16 +142,15 @@ def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
     assert 1 <= splits <= MAX_SPLITS
 
 
-def test_who_is_served(tmp_path: Path) -> None:
+def test_who_is_served() -> None:
     roco = kvdsl.load("roco").spec
     assert choose(roco, "triton", CPU, torch.bfloat16).name == "triton"
     assert choose(roco, "auto", CPU, torch.bfloat16).name == "cpu"
     with pytest.raises(KvdslError, match="float32, bfloat16 and float16"):
         choose(roco, "triton", CPU, torch.float64)
-    layers = tmp_path / "p.kv"
-    layers.write_text('kv 1\npolicy P {\n"a test"\nparam budget = 8\nscore position\nvictims shared by layers\n}\n')
+    layers = spec_of("param budget = 8\nscore position\nvictims shared by layers")
     with pytest.raises(KvdslError, match="no Triton kernels"):
-        choose(kvdsl.load(layers).spec, "triton", CPU, torch.float32)
+        choose(layers, "triton", CPU, torch.float32)
     state = steady_state(roco, SHAPE)
     query, key, value = (x.float() for x in new_tokens(SHAPE)[0])
     with pytest.raises(KvdslError, match="another dtype"):
