@@ -1,6 +1,6 @@
 """Expressions as C++: what stands in the functions of a generated `kernels_cpu.cpp` (`kvdsl/lower/cpp.py` has these).
 
-Values over slots are floats computed in a loop over i; numbers per row are doubles. See kvdsl/runtime/cpu/include/kvdsl/head.hpp for
+Values over slots are floats computed in a loop over i; numbers per row are doubles. See kvdsl/runtime/cpu/include/kvdsl/view.hpp for
 `row` and `head`.
 """
 
@@ -57,7 +57,7 @@ CAN = Target(
     functions=("neg", "not", "where", *_FUNCTIONS),
     operators=OPERATORS,
 )
-"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/head.hpp` has the reductions."""
+"""What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
 
 
 class _CppPrinter(Printer):

@@ -8,7 +8,7 @@
 #include <cmath>
 #include <type_traits>
 
-#include <kvdsl/head.hpp>
+#include <kvdsl/view.hpp>
 
 #include "rotate.hpp"
 #include "simd.hpp"

@@ -8,7 +8,8 @@
 
 #include <cstdint>
 
-#include <kvdsl/head.hpp>
+#include <kvdsl/grade.hpp>
+#include <kvdsl/view.hpp>
 
 #include "attend.hpp"
 #include "simd.hpp"

@@ -1,0 +1,307 @@
+// What a policy sees of one KV head. A policy is a struct of static functions; the driver (src/decode.cpp) calls
+//
+//   place(Slot&)     when a token enters: fill in the columns that never change
+//   observe(Query&)  after each real query: update the columns from what it attended to
+//   settle(Head&)    after that: score the slots, name the protected ones, evict
+//
+// Loops over slots run from 0 to `slots` and use visible(i) (in settle: held at all) as a select, so that they vectorise.
+// What a free slot's numbers are does not matter. Everything is float32.
+#pragma once
+
+#include <climits>
+#include <cmath>
+#include <cstdint>
+#include <vector>
+
+#include "args.hpp"
+#include "layout.hpp"
+#include "math.hpp"
+#include "ordered.hpp"
+#include "random.hpp"
+#include "types.hpp"
+
+namespace kvdsl {
+
+enum class Group { mean, max, sum };
+
+// What a query grades the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
+// expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
+// most what it can be with a key of the slot's page.
+enum class By { all, expression, dot, sketch_dot, page_bound };
+
+// The defaults: a policy derives from it and restates what it needs.
+struct Slot;
+struct Slots;
+struct Query;
+class Head;
+struct Policy {
+  static constexpr int columns = 0;          // float32 state columns
+  static constexpr int scratch_columns = 0;  // work rows of `slots` floats
+  static constexpr Group group = Group::mean;
+  static constexpr bool needs_attn = false;
+  static constexpr bool needs_logit = false;
+  static constexpr bool hard_cap = false;    // whether room is made before a token is placed
+  static void place(const Slot&) {}
+  static void observe(const Query&) {}
+  static void settle(Head&) {}
+
+  // If it selects; see select.hpp.
+  static constexpr By by = By::all;
+  static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to
+  static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
+  static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
+  static void always(Head&) {}                              // protect what is attended to in any case
+  static void expression(const Query&, float*) {}           // the expression, of every slot
+  static void sketch(const Query&, float*) {}               // what the sketch grades by, of every dim
+};
+
+// A count of tokens from a policy's number: floored, never negative.
+inline int count(double x) {
+  if (!(x >= 1)) return 0;
+  return x < INT_MAX ? static_cast<int>(x) : INT_MAX;
+}
+
+// A token on its way into the cache. Its columns are 0 already.
+struct Slot {
+  int index;
+  int position;
+  const float* key;    // [key_dim]
+  const float* value;  // [value_dim]
+  int key_dim;
+  int value_dim;
+  float* state;
+  int64_t column_stride;
+  const double* params;
+
+  double param(int i) const { return params[i]; }
+  double k(int d) const { return key[d]; }
+  double v(int d) const { return value[d]; }
+  float& column(int c) const { return state[c * column_stride + index]; }
+};
+
+// The slots of a head, and reductions over those that are visible: what queries and heads have in common.
+struct Slots {
+  int slots;                // how many are allocated
+  const int32_t* position;  // -1 where free
+  int newest;               // the newest token's position
+  int oldest;               // the lowest visible position; 0 when there is no window
+  int window;               // how many queries can see a token, 0 = all
+  int live;                 // tokens held; before anything leaves, in a settle
+  float* state;
+  const int32_t* ring_rows;
+  int64_t column_stride;
+  float* work;
+  int64_t work_stride;
+  const double* params;
+  uint32_t random_key;  // the hash of seed, layer and head
+
+  bool visible(int i) const { return position[i] >= oldest; }
+  int age(int i) const { return newest - position[i]; }
+  // The queries that could see the slot, its own token's included.
+  float observed(int i) const {
+    const int seen = age(i) + 1;
+    return static_cast<float>(window > 0 && seen > window ? window : seen);
+  }
+  float random(int i) const { return to_unit(absorb(absorb(random_key, position[i]), newest)); }
+  double param(int i) const { return params[i]; }
+  float* column(int c) const { return state + c * column_stride; }
+  float* scratch(int c) const { return work + c * work_stride; }
+
+  // A ring holds what the newest `size` queries gave, the query at position p in its row p % size: here, the newest's.
+  float* ring(int r, int size) const { return ring_row(r, size, newest); }
+
+  // Reductions of a ring into to[slots], which they return: over those of the newest `size` queries that could see the
+  // slot. There may be none (of a slot behind the window): then the sum is 0, the mean NaN.
+  const float* ring_sum(int r, int size, float* to) const {
+    return fold_ring(r, size, 0.0f, to, [](float total, float x, int) { return total + x; });
+  }
+
+  const float* ring_mean(int r, int size, float* to) const {
+    ring_sum(r, size, to);
+    return divide_by_queries(size, to);
+  }
+
+  // Population deviation from the means: no cancellation.
+  const float* ring_var(int r, int size, const float* means, float* to) const {
+    fold_ring(r, size, 0.0f, to, [=](float total, float x, int i) { return total + square(x - means[i]); });
+    return divide_by_queries(size, to);
+  }
+
+  const float* ring_std(int r, int size, const float* means, float* to) const {
+    ring_var(r, size, means, to);
+#pragma omp simd
+    for (int i = 0; i < slots; ++i) to[i] = std::sqrt(to[i]);
+    return to;
+  }
+
+  const float* ring_max(int r, int size, float* to) const {
+    return fold_ring(r, size, -INFINITY, to, [](float top, float x, int) { return maximum(top, x); });
+  }
+
+  const float* ring_min(int r, int size, float* to) const {
+    return fold_ring(r, size, INFINITY, to, [](float least, float x, int) { return minimum(least, x); });
+  }
+
+  // Reductions of value(i) over the visible slots, of which there is always one.
+  int count() const {
+    int n = 0;
+#pragma omp simd reduction(+ : n)
+    for (int i = 0; i < slots; ++i) n += visible(i);
+    return n;
+  }
+
+  template <class Value>
+  float sum(Value&& value) const {
+    float total = 0;
+#pragma omp simd reduction(+ : total)
+    for (int i = 0; i < slots; ++i) total += visible(i) ? value(i) : 0.0f;
+    return total;
+  }
+
+  template <class Value>
+  float mean(Value&& value) const {
+    return sum(value) / static_cast<float>(count());
+  }
+
+  // Population deviation, in two passes: no cancellation.
+  template <class Value>
+  float var(Value&& value) const {
+    const float centre = mean(value);
+    return mean([&](int i) { return (value(i) - centre) * (value(i) - centre); });
+  }
+
+  template <class Value>
+  float std(Value&& value) const {
+    return std::sqrt(var(value));
+  }
+
+  // NaN if any visible value is.
+  template <class Value>
+  float max(Value&& value) const {
+    float top = -INFINITY;
+    int nans = 0;
+#pragma omp simd reduction(max : top) reduction(+ : nans)
+    for (int i = 0; i < slots; ++i) {
+      const float x = visible(i) ? value(i) : -INFINITY;
+      nans += x != x;
+      top = x > top ? x : top;
+    }
+    return nans ? NAN : top;
+  }
+
+  template <class Value>
+  float min(Value&& value) const {
+    return -max([&](int i) { return -value(i); });
+  }
+
+ private:
+  float* ring_row(int r, int size, int query) const { return column(ring_rows[r] + query % size); }
+
+  // Row by row, so that the loop over slots vectorises.
+  template <class Fold>
+  const float* fold_ring(int r, int size, float start, float* to, Fold fold) const {
+    const int32_t* const at = position;
+    const int n = slots;
+    for (int i = 0; i < n; ++i) to[i] = start;
+    for (int query = newest >= size ? newest - size + 1 : 0; query <= newest; ++query) {
+      const float* const x = ring_row(r, size, query);
+      const int first = window > 0 ? query - window + 1 : 0;
+#pragma omp simd
+      for (int i = 0; i < n; ++i) to[i] = (at[i] >= first) & (at[i] <= query) ? fold(to[i], x[i], i) : to[i];
+    }
+    return to;
+  }
+
+  // Divides by the number of the newest `size` queries that could see the slot.
+  const float* divide_by_queries(int size, float* to) const {
+    const int32_t* const at = position;
+    const int n = slots, first = newest - size + 1, reach = window > 0 ? window - 1 : newest;
+#pragma omp simd
+    for (int i = 0; i < n; ++i) {
+      const int from = at[i] > first ? at[i] : first;
+      const int to_query = at[i] + reach < newest ? at[i] + reach : newest;
+      to[i] /= static_cast<float>(to_query >= from ? to_query - from + 1 : 0);
+    }
+    return to;
+  }
+};
+
+// What the query heads of a group give, value(g) each, as one number.
+template <Group how, class Value>
+inline float over_group(int group, Value&& value) {
+  float result = value(0);
+  for (int g = 1; g < group; ++g) result = how == Group::max ? maximum(result, value(g)) : result + value(g);
+  return how == Group::mean ? result / static_cast<float>(group) : result;
+}
+
+// One query that has attended to the slots (or one of T, in turn). visible(i) says which it could see.
+struct Query : Slots {
+  const float* attn;   // [slots] the probability, reduced over the group; valid if Policy::needs_attn
+  const float* logit;  // [slots] the score before softmax, likewise; valid if Policy::needs_logit
+  const float* query;  // [group, key_dim], not scaled
+  int group;
+  int key_dim;
+  int value_dim;
+  Layout keys;    // rows of key_dim, of the model's dtype
+  Layout values;  // rows of value_dim
+  const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
+  int dims;
+
+  float q(int g, int d) const { return query[g * key_dim + d]; }
+
+  // Reductions over the visible slots of value(i, d), for every dim: row by row, as keys lie in memory.
+  template <class Value>
+  std::vector<float> sum_of_dims(Value&& value) const {
+    return fold_dims(0.0f, [&](float total, int i, int d) { return total + value(i, d); });
+  }
+
+  template <class Value>
+  std::vector<float> mean_of_dims(Value&& value) const {
+    std::vector<float> means = sum_of_dims(value);
+    for (float& mean : means) mean /= static_cast<float>(count());
+    return means;
+  }
+
+  template <class Value>
+  std::vector<float> var_of_dims(Value&& value) const {
+    const std::vector<float> centre = mean_of_dims(value);
+    return mean_of_dims([&](int i, int d) { return square(value(i, d) - centre[d]); });
+  }
+
+  template <class Value>
+  std::vector<float> std_of_dims(Value&& value) const {
+    std::vector<float> deviations = var_of_dims(value);
+    for (float& deviation : deviations) deviation = std::sqrt(deviation);
+    return deviations;
+  }
+
+  template <class Value>
+  std::vector<float> max_of_dims(Value&& value) const {
+    return fold_dims(-INFINITY, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
+  }
+
+  template <class Value>
+  std::vector<float> min_of_dims(Value&& value) const {
+    return fold_dims(INFINITY, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
+  }
+
+ private:
+  template <class Fold>
+  std::vector<float> fold_dims(float start, Fold&& fold) const {
+    std::vector<float> folded(static_cast<std::size_t>(key_dim), start);
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      for (int d = 0; d < key_dim; ++d) folded[d] = fold(folded[d], i, d);
+    }
+    return folded;
+  }
+};
+
+// The same with the cached keys and values, for a policy whose observe is a template over them.
+template <class T>
+struct QueryOf : Query {
+  float k(int i, int d) const { return to_float(reinterpret_cast<const T*>(keys.row(i))[d]); }
+  float v(int i, int d) const { return to_float(reinterpret_cast<const T*>(values.row(i))[d]); }
+};
+
+}  // namespace kvdsl
