@@ -61,7 +61,7 @@ class Scope:
 
 def number(value: float) -> Array:
     """A number as a value: [1, 1]."""
-    return np.full((1, 1), value, dtype=np.float64)
+    return np.array([[value]], dtype=np.float64)
 
 
 def per_slot(values: object) -> Array:
@@ -75,6 +75,10 @@ def evaluate(expr: Expr, scope: Scope) -> Array:
 
     Arithmetic and comparisons are IEEE's: x / 0 is infinite or NaN, and a NaN equals nothing.
     """
+    return _value(expr, scope)
+
+
+def _value(expr: Expr, scope: Scope) -> Array:
     if isinstance(expr, Number):
         return number(expr.value)
     if isinstance(expr, ParamRef):
@@ -85,9 +89,9 @@ def evaluate(expr: Expr, scope: Scope) -> Array:
         assert scope.random is not None
         return scope.random()
     if isinstance(expr, FunctionCall):
-        return _FUNCTIONS[expr.function](*(evaluate(arg, scope) for arg in expr.args))
+        return _FUNCTIONS[expr.function](*(_value(arg, scope) for arg in expr.args))
     if isinstance(expr, Binary):
-        return _OPERATORS[expr.op](evaluate(expr.left, scope), evaluate(expr.right, scope))
+        return _OPERATORS[expr.op](_value(expr.left, scope), _value(expr.right, scope))
     if isinstance(expr, Pool):
         return _pool(expr, scope)
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
@@ -108,7 +112,7 @@ def evaluate_slots(expr: Expr, scope: Scope) -> Array:
 
 def _over_slots(expr: Reduce, scope: Scope) -> Array:
     """A reduction over slots, or over those of each slot's page. What does not vary over slots counts once for each."""
-    body = evaluate(expr.body, scope)
+    body = _value(expr.body, scope)
     body = np.broadcast_to(body, (scope.slots, body.shape[1]))
     if expr.within != "page":
         return fold(expr.op, body, axis=0)
@@ -119,7 +123,7 @@ def _over_slots(expr: Reduce, scope: Scope) -> Array:
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:
     """A reduction over dims, or over those of the sketch. What does not vary over dims counts once for each."""
-    body = evaluate(expr.body, scope)
+    body = _value(expr.body, scope)
     dims = body.shape[1] if Axis.DIM in axes_of(expr.body) else scope.dims
     body = np.broadcast_to(body, (body.shape[0], dims))
     if expr.within == "sketch":

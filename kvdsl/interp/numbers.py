@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
@@ -54,13 +55,14 @@ class Numbers:
         """The tokens kept after a settle of this layer: `budget` where it evicts, elsewhere inf."""
         return self.budget if self.evicts else math.inf
 
-    def inputs(self) -> dict[str, Array]:
+    @cached_property
+    def inputs(self) -> Mapping[str, Array]:
         """The inputs that are the same for every slot and moment."""
         return {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
 
     def value(self, expr: Expr) -> float:
         """The value of an expression without axes: of params and these numbers."""
-        return evaluate_number(expr, Scope(0, 0, self.inputs(), self.params))
+        return evaluate_number(expr, Scope(0, 0, self.inputs, self.params))
 
 
 def resolve(

@@ -177,7 +177,7 @@ class Operations:
         """What expressions see of the chosen slots when `newest` is the newest token."""
         position = head.position[chosen]
         moment = self._moment(head, chosen, newest)
-        inputs = self.numbers.inputs() | {"k": head.key[chosen], "v": head.value[chosen]}
+        inputs = {**self.numbers.inputs, "k": head.key[chosen], "v": head.value[chosen]}
         inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
         inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))
         return Scope(

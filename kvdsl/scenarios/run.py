@@ -264,6 +264,6 @@ def refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
 
 def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
     """How many tokens `keep first` or `keep last` protects."""
-    inputs = Scope(0, 0, numbers.inputs(), numbers.params)
+    inputs = Scope(0, 0, numbers.inputs, numbers.params)
     keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
     return max([0.0, *(floored(evaluate_number(count, inputs)) for count in keeps)])

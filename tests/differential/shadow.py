@@ -6,7 +6,7 @@ interpreter has a number, the shadow has the bounds within which a backend's num
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from kvdsl.interp.attention import at_ranks
 from kvdsl.interp.evaluate import Scope as ExactScope
-from kvdsl.interp.evaluate import at_least_one, counted, evaluate_number, page_of
+from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
@@ -23,40 +23,29 @@ from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, R
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
-from .precision import (
+from .precision import Scope, bounds, bounds_of_slots, logits, over_group, probabilities, weighted
+from .ranges import (
     LIBRARY,
     Array,
     Mask,
     Range,
-    Scope,
     add,
     anything,
-    bounds,
-    bounds_of_slots,
     choose,
     exactly,
     fold,
     highest,
-    holds,
     in_top,
     joined,
-    logits,
-    may_precede,
     multiply,
-    over_group,
-    probabilities,
     rounded,
     square,
     stack,
     total,
-    weighted,
     widened,
 )
 
 Indices: TypeAlias = NDArray[np.int64]
-Doubt: TypeAlias = tuple[Mask, Mask]
-"""Of slots: which perhaps, and which for certain."""
-
 FRESH = {name: row.fresh for name, row in RULES.items() if name not in ("token", "ring")}
 
 
@@ -244,7 +233,7 @@ class Shadow:
 
     def _scope(self, chosen: Mask, newest: int, prob: Range | None = None, logit: Range | None = None) -> Scope:
         position = self.position[chosen]
-        inputs = {name: rounded(value) for name, value in self.numbers.inputs().items()}
+        inputs = {name: rounded(value) for name, value in self.numbers.inputs.items()}
         per_slot = {"position": position, "age": newest - position, "observed": self._observed(position, newest)}
         inputs |= {name: exactly(value).map(lambda x: x[:, None]) for name, value in per_slot.items()}
         inputs |= {"k": exactly(self.key[chosen]), "v": exactly(self.value[chosen])}
@@ -264,7 +253,7 @@ class Shadow:
 
     def _exact(self, **inputs: Array) -> ExactScope:
         """Numbers are computed in float64 everywhere."""
-        known = self.numbers.inputs() | inputs
+        known = {**self.numbers.inputs, **inputs}
         return ExactScope(0, 0, known, self.numbers.params, page=self.numbers.page, sketch=self.sketch)
 
     def _number(self, expr: Expr) -> float:
@@ -317,7 +306,7 @@ class Shadow:
         position = self.position[visible]
         scope = self.live_scope()
         places = [keep for keep in self.policy.keeps if keep.scope in ("first", "last")]
-        pinned = np.any([_by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
+        pinned = np.any([by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
         by = self._per_query(self.policy.select.by, self._scope(visible, newest), q, bounds_of_slots)
         unit_of = page_of(position, self.numbers.page)
         units = np.unique(unit_of)
@@ -334,136 +323,13 @@ class Shadow:
             raise OutOfBounds("the interpreter's selection")
 
 
-# -- who leaves ------------------------------------------------------------------------------------------------------------
+# -- small things ------------------------------------------------------------------------------------------------------------
 
 
-class Settle:
-    """Who may leave the heads of a layer, or of several, which are listed layer by layer."""
-
-    def __init__(self, shadows: Sequence[Shadow]) -> None:
-        self.shadows, self.across = shadows, shadows[0].policy.across is not None
-        masks = protection(shadows)
-        self.scores = scores(shadows, masks)
-        self.orders = [_order(shadow, score, *mask) for shadow, score, mask in zip(shadows, self.scores, masks, strict=True)]
-        self.masks = masks
-
-    def allows(self, gone: Sequence[Mask]) -> bool:
-        """Whether exactly these slots, [n] per head, may be the first to leave."""
-        own = all(order[np.ix_(mine, ~mine)].all() for order, mine in zip(self.orders, gone, strict=True))
-        return own and self._is_fair(gone, lambda earlier, later: bool(earlier.all()))
-
-    def decides(self, gone: Sequence[Mask]) -> bool:
-        """Whether no others than these may be the first to leave."""
-        own = not any(order[np.ix_(~mine, mine)].any() for order, mine in zip(self.orders, gone, strict=True))
-        return own and self._is_fair(gone, lambda earlier, later: not later.any())
-
-    def _is_fair(self, gone: Sequence[Mask], good: Callable[[Mask, Mask], bool]) -> bool:
-        """Between heads that share a budget: those that left one head against those that another could still lose."""
-        if not self.across:
-            return True
-        for a, mine in enumerate(gone):
-            for b, other in enumerate(gone):
-                spare = len(other) - other.sum() > self.shadows[b].numbers.floor
-                if a != b and spare and self.shadows[a].numbers.layer == self.shadows[b].numbers.layer:
-                    earlier, later = self._between(a, b), self._between(b, a)
-                    if not good(earlier[np.ix_(mine, ~other)], later[np.ix_(~other, mine)]):
-                        return False
-        return True
-
-    def _between(self, a: int, b: int) -> Mask:
-        """Whether each slot of head a may leave before each of head b."""
-        both = (a, b)
-        score = joined([self.scores[head] for head in both])
-        low, high = zip(*(_reluctance(self.shadows[head], *self.masks[head]) for head in both), strict=True)
-        position = np.concatenate([self.shadows[head].position for head in both])
-        index = np.repeat(both, [len(self.shadows[head].position) for head in both])
-        tie = position * (1 + max(both)) + index
-        order = _before(score, np.concatenate(low), np.concatenate(high), tie)
-        own = len(self.shadows[a].position)
-        return order[:own, own:]
-
-
-def _before(score: Range, low: Indices, high: Indices, tie: Indices) -> Mask:
-    """[n, n]: whether a may leave before b, by classes that lie between low and high, then by score."""
-    earlier = low[:, None] < high[None, :]
-    same = (low[:, None] <= high[None, :]) & (low[None, :] <= high[:, None])
-    return earlier | (same & may_precede(score, tie))
-
-
-def _reluctance(shadow: Shadow, may: Mask, must: Mask) -> tuple[Indices, Indices]:
-    """0 the unprotected, 1 the protected, 2 the newest if it is protected: at least, and at most."""
-    newest = shadow.position == shadow.position.max(initial=-1)
-    return tuple(mask.astype(np.int64) * np.where(newest, 2, 1) for mask in (must, may))  # type: ignore[return-value]
-
-
-def _order(shadow: Shadow, score: Range, may: Mask, must: Mask) -> Mask:
-    return _before(score, *_reluctance(shadow, may, must), shadow.position)
-
-
-def protection(shadows: Sequence[Shadow]) -> list[Doubt]:
-    """Whom the keeps protect, per head."""
-    scopes = [shadow.live_scope() for shadow in shadows]
-    masks = [(np.zeros(scope.slots, dtype=bool), np.zeros(scope.slots, dtype=bool)) for scope in scopes]
-    for keep in shadows[0].policy.keeps:
-        for index, (may, must) in enumerate(_kept(keep, shadows, scopes)):
-            masks[index] = (masks[index][0] | may, masks[index][1] | must)
-    return masks
-
-
-def _kept(keep: Keep, shadows: Sequence[Shadow], scopes: Sequence[Scope]) -> list[Doubt]:
-    if keep.by is None:
-        exact = [_by_place(keep, shadow.position, scope) for shadow, scope in zip(shadows, scopes, strict=True)]
-        return [(mask, mask) for mask in exact]
-    by = [bounds_of_slots(keep.by, scope) for scope in scopes]
-    if keep.count is not None:
-        by = _agreed(by, shadows, lambda x: fold("mean", x, 0)[0])
-        tops = [counted(evaluate_number(keep.count, scope.numbers)) for scope in scopes]
-        return [in_top(one, n, shadow.position) for one, n, shadow in zip(by, tops, shadows, strict=True)]
-    truths = [holds(one) for one in by]
-    ranges = [Range(surely.astype(float), perhaps.astype(float), np.zeros(len(surely), bool)) for surely, perhaps in truths]
-    ranges = _agreed(ranges, shadows, lambda x: fold("max", x, 0)[0])
-    return [(one.hi > 0, one.lo > 0) for one in ranges]
-
-
-def _by_place(keep: Keep, position: Indices, scope: Scope) -> Mask:
+def by_place(keep: Keep, position: Indices, scope: Scope) -> Mask:
     """Whom `keep first` or `keep last` protects."""
     assert keep.count is not None
     return (first if keep.scope == "first" else last)(position, evaluate_number(keep.count, scope.numbers))
-
-
-def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:
-    """The score of every live slot, [n] per head."""
-    made = []
-    for shadow, (may, must) in zip(shadows, masks, strict=True):
-        assert shadow.policy.score is not None
-        known = None if (may != must).any() else ~must
-        made.append(bounds_of_slots(shadow.policy.score, replace(shadow.live_scope(), unprotected=known)))
-    return _agreed(made, shadows, lambda x: fold("mean", x, 0)[0])
-
-
-def _agreed(values: list[Range], shadows: Sequence[Shadow], agree: Callable[[Range], Range]) -> list[Range]:
-    """What heads agree on, where they have to; they hold the same positions, perhaps in different slots."""
-    agreed = list(values)
-    for group in _together(shadows):
-        orders = [np.argsort(shadows[index].position) for index in group]
-        shared = agree(stack([values[index][order] for index, order in zip(group, orders, strict=True)]))
-        for index, order in zip(group, orders, strict=True):
-            agreed[index] = shared[np.argsort(order)]
-    return agreed
-
-
-def _together(shadows: Sequence[Shadow]) -> list[list[int]]:
-    victims = shadows[0].policy.victims
-    if victims == "own":
-        return []
-    if victims == "layers":
-        group = [index for index, shadow in enumerate(shadows) if shadow.numbers.evicts]
-        return [group] if group else []
-    layers = dict.fromkeys(shadow.numbers.layer for shadow in shadows)
-    return [[index for index, shadow in enumerate(shadows) if shadow.numbers.layer == layer] for layer in layers]
-
-
-# -- small things ------------------------------------------------------------------------------------------------------------
 
 
 class _Sketched:

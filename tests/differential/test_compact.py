@@ -91,10 +91,16 @@ def compare(
     return state
 
 
-@pytest.mark.parametrize("rope", ROPES)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("dim", [64, 80, 16])
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DIMS = (64, 80, 16)
+
+
+@pytest.mark.parametrize(("rope", "dtype", "dim"), [
+    pytest.param(rope, dtype, dim, marks=[] if torch.float32 == dtype or (number + DTYPES.index(dtype)) % 3 == place else pytest.mark.slow)
+    for number, rope in enumerate(ROPES) for dtype in DTYPES for place, dim in enumerate(DIMS)
+], ids=str)  # fmt: skip
 def test_every_rotation(rope: str, dtype: torch.dtype, dim: int) -> None:
+    """Every pair of rotation and dtype, and of rotation and size; all combinations in the slow suite."""
     given = Random(2, dim, dtype, ROPES[rope](dim))
     compare(HEAVY, given, budget=70, prompt=200, steps=8)
 

@@ -30,7 +30,7 @@ from .test_random import commit_seed
 from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
 
-CHUNKS, PER_CHUNK = 4, 75
+CHUNKS, PER_CHUNK = 4, 45
 UNITS, PER_UNIT = 2, 20
 NEAR_SHARE = 0.05  # of so few policies; the long run's share, which is reported, is a tenth of it
 
@@ -40,7 +40,7 @@ def quickly(examples: int) -> Callable[[Any], Any]:
 
 
 @seed(commit_seed())
-@quickly(300)
+@quickly(150)
 @given(policies())
 def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
     again = analyse(SourceFile("p.kv", print_policy(policy)))
@@ -142,7 +142,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_interpreter_lies_within_its_bounds_and_most_steps_have_one_outcome() -> None:
     total = Tally()
-    for number in range(60):
+    for number in range(40):
         policy = policy_of(f"{commit_seed()}-{number}")
         trace = random_trace(policy, f"{commit_seed()}-{number}")
         if trace.inputs in RANDOM_INPUTS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from .precision import anything, exactly, multiply
+from .ranges import anything, exactly, multiply
 
 
 @pytest.mark.parametrize("swap", [False, True])

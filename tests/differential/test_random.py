@@ -32,7 +32,7 @@ POLICIES = (
 TORCH_ONLY: tuple[str, ...] = ()
 BACKENDS = ("torch", "cpu")
 PAIRS = [(policy, backend) for policy in POLICIES for backend in BACKENDS if backend == "torch" or policy not in TORCH_ONLY]
-CASES_PER_POLICY = 24
+CASES_PER_POLICY, MORE_CASES = 12, 36
 NEAR_SHARE = 0.01
 RANDOM_INPUTS = ("normal", "peaky", "large")
 
@@ -198,9 +198,12 @@ def test_what_has_no_cpp(policy: str) -> None:
     assert load(policy)[1].cpu_source.exists() == (policy not in TORCH_ONLY)
 
 
+@pytest.mark.parametrize("numbers", [
+    pytest.param(range(CASES_PER_POLICY), id="few"), pytest.param(range(CASES_PER_POLICY, MORE_CASES), id="more", marks=pytest.mark.slow),
+])  # fmt: skip
 @pytest.mark.parametrize(("policy", "backend"), PAIRS)
-def test_random_traces(policy: str, backend: str, record_property: pytest.RecordProperty) -> None:
-    cases = [random_case(policy, number) for number in range(CASES_PER_POLICY)]
+def test_random_traces(policy: str, backend: str, numbers: range, record_property: pytest.RecordProperty) -> None:
+    cases = [random_case(policy, number) for number in numbers]
     random_inputs = run(backend, [case for case in cases if case.inputs in RANDOM_INPUTS])
     nasty_inputs = run(backend, [case for case in cases if case.inputs not in RANDOM_INPUTS])
     record_property("seed", commit_seed())

@@ -35,7 +35,7 @@ SELECTS = {
     "sketch, group maximum": "group max\nsketch top 8 dims by abs(q) every 3 queries\nselect top t by dot(q, k over sketch)",
     "sketch, always": "sketch top 5 dims by abs(q) every 1 queries\nselect top t by dot(q, k over sketch)\nkeep first 3\nkeep last 9",
     "sketch of keys": "sketch top 8 dims by abs(q) + abs(mean(k over slots)) every 2 queries\nselect top t by dot(q, k over sketch)",
-    "sketch by the prompt": "sketch top prompt / 300 dims by abs(q) every 4 queries\nselect top t by dot(q, k over sketch)",
+    "sketch by the prompt": "sketch top prompt / 150 dims by abs(q) every 4 queries\nselect top t by dot(q, k over sketch)",
     "sketch in an expression": "sketch top 6 dims by max(k over slots) - min(k over slots) every 2 queries\n"
     "select top t by sum(max(q * k, 0) over sketch) + max(k over sketch)",
 }  # fmt: skip
@@ -58,7 +58,7 @@ class Shape:
     group: int = 2
     dim: int = 32
     batch: int = 2
-    prompt: int = 1500
+    prompt: int = 700  # three of the kernels' chunks, the last of them not full
     pad: int = 70
     dtype: torch.dtype = torch.float32
     window: int | None = None
@@ -112,7 +112,7 @@ class Twins:
         assert torch.allclose(ours.float(), theirs.float(), atol=2 * tolerance, rtol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 700])
+@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 330])
 @pytest.mark.parametrize("name", SELECTS)
 def test_chooses_what_torch_chooses(name: str, tokens: int) -> None:
     tokens = max(tokens, 12) if "keep" in SELECTS[name] else tokens
@@ -139,7 +139,7 @@ def test_whatever_the_inputs_are(name: str, shape: Shape) -> None:
     Shape(), Shape(inputs="nan"), Shape(inputs="equal"), Shape(window=405), Shape(window=16), Shape(dtype=torch.bfloat16, group=4),
     Shape(prompt=3, pad=1), Shape(batch=1, prompt=1010),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("tokens", [16, 31, 100, 1505])
+@pytest.mark.parametrize("tokens", [16, 31, 100, 705])
 @pytest.mark.parametrize("name", PAGED)
 def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Shape) -> None:
     """Without a budget no column shows what was chosen; values differ from slot to slot."""
