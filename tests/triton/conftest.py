@@ -23,12 +23,28 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=INTERPRETED, scope="session")
 def interpreter_as_wanted() -> Iterator[None]:
-    from .interpreter import make_places_equal, patch_language_once
+    from .interpreter import make_places_equal, patch_language_once, watch_overflow
 
     with pytest.MonkeyPatch.context() as patch:
         patch_language_once(patch)
         make_places_equal(patch)
+        watch_overflow(patch, False)
         yield
+
+
+@pytest.fixture
+def watched_overflow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sums and products of integers that do not fit into their bits fail: the interpreter takes each once more in 64 bits."""
+    from .interpreter import watch_overflow
+
+    watch_overflow(monkeypatch)
+
+
+@pytest.fixture(autouse=INTERPRETED)
+def slow_tests_watch_overflow(request: pytest.FixtureRequest) -> None:
+    """The others do so where they ask for it: it is a quarter of the interpreter's time."""
+    if request.node.get_closest_marker("slow"):
+        request.getfixturevalue("watched_overflow")
 
 
 @pytest.fixture

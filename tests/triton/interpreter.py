@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,17 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
         return interpreter._LangPatchScope()  # of nothing, so that nothing is put back
 
     patch.setattr(interpreter, "_patch_lang", once)
+    of_numbers = cache(interpreter._get_np_dtype)  # it makes its table anew at every call
+    address = np.dtype(np.uint64)
+    patch.setattr(interpreter, "_get_np_dtype", lambda kind: address if kind.scalar.is_ptr() else of_numbers(kind.scalar))
+
+
+def watch_overflow(patch: pytest.MonkeyPatch, watch: bool = True) -> None:
+    """Whether every sum and product of integers is taken once more in 64 bits, to see that it fits."""
+    from triton.runtime import interpreter
+
+    options = replace(interpreter.interpreter_builder.options, sanitize_overflow=watch)
+    patch.setattr(interpreter.interpreter_builder, "options", options)
 
 
 def make_blocks_small(patch: pytest.MonkeyPatch) -> None:

@@ -65,6 +65,7 @@ def test_many_gaps_are_closed_at_once() -> None:
     compare(body, given, budget=20, prompt=90, steps=1, fused="triton")
 
 
+@pytest.mark.usefixtures("watched_overflow")
 def test_a_long_text() -> None:
     """Turns of one, two and three digits; angles stay as exact as float32 lets a turn be."""
     given = Random(2, DIM, torch.float32, rope_of(DIM))

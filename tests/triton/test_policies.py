@@ -30,25 +30,16 @@ def test_every_policy_has_kernels(policy: str) -> None:
     assert load(policy)[1].triton_source.exists()
 
 
-def check_random_traces(policy: str, numbers: range) -> None:
+@pytest.mark.parametrize("numbers", [
+    pytest.param(range(100, 101), id="one"), pytest.param(range(101, 116), id="more", marks=pytest.mark.slow),
+])  # fmt: skip
+@pytest.mark.parametrize("policy", POLICIES)
+def test_random_traces(policy: str, numbers: range) -> None:
     cases = [random_case(policy, number) for number in numbers]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
     failures = random_inputs.failures + run([case for case in cases if case.inputs not in RANDOM_INPUTS]).failures
     assert not failures, f"KVDSL_TEST_SEED={commit_seed()}\n" + "\n".join(failures)
     assert random_inputs.near <= max(1, NEAR_SHARE * random_inputs.steps)
-
-
-@pytest.mark.parametrize("policy", POLICIES)
-def test_random_traces(policy: str) -> None:
-    check_random_traces(
-        policy, range(100, 101 if load(policy)[1].selects else 102)
-    )  # four launches take the interpreter long
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", POLICIES)
-def test_more_random_traces(policy: str) -> None:
-    check_random_traces(policy, range(101, 116))
 
 
 CORNERS = {
@@ -85,6 +76,7 @@ CORNERS = {
 }
 
 
+@pytest.mark.usefixtures("watched_overflow")
 @pytest.mark.parametrize("corner", CORNERS)
 def test_corners(corner: str) -> None:
     total = run([CORNERS[corner]])
@@ -141,7 +133,7 @@ def test_statements(name: str) -> None:
     assert spec.triton_source.exists()
     varied = VARIANTS["windowed"] if len(name) % 2 else {}
     heads = 1 if spec.victims == "own" else 3
-    case = replace(case, steps=6, kv_heads=heads, **{**varied, "layer": 2})
+    case = replace(case, steps=5, kv_heads=heads, **{**varied, "layer": 2})
     total = compare(policy, spec, "triton", case)
     assert total.steps > 0
     assert not total.failures, "\n".join(total.failures)
