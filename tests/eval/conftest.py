@@ -18,9 +18,13 @@ def tokenizer() -> Any:
 
 @pytest.fixture
 def model(tokenizer: Any) -> Any:
+    return model_of(tokenizer, layers=2)
+
+
+def model_of(tokenizer: Any, layers: int) -> Any:
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4,
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=layers, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=256, bos_token_id=tokenizer.bos_token_id, eos_token_id=None,
         pad_token_id=None, initializer_range=0.5,
     )  # fmt: skip

@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from kvdsl.cli import main
 from kvdsl.errors import KvdslError
@@ -17,19 +16,15 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl_lab.eval import consistency, persistence
 from kvdsl_lab.eval.recording import Recording, record
 
+from .conftest import model_of
+
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 10
 
 
 @pytest.fixture
 def shallow(tokenizer: Any) -> Any:
     """A model of one layer: what it attends with does not depend on what was evicted."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=tokenizer.bos_token_id, eos_token_id=None,
-        pad_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return model_of(tokenizer, layers=1)
 
 
 # -- recording -------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvdsl
 from kvdsl.cli import main
@@ -19,19 +18,15 @@ from kvdsl_lab.eval import sketch
 from kvdsl_lab.eval.recording import Recording
 from kvdsl_lab.eval.sketch import PAGE, Setting
 
+from .conftest import model_of
+
 TEXT = "It was a dark and stormy night; the rain fell in torrents, except at occasional intervals. " * 30
 
 
 @pytest.fixture
 def deep(tokenizer: Any) -> Any:
     """A model of four layers, of which the last two select."""
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=4, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=256, bos_token_id=tokenizer.bos_token_id, eos_token_id=None,
-        pad_token_id=None, initializer_range=0.5,
-    )  # fmt: skip
-    return LlamaForCausalLM(config).eval()
+    return model_of(tokenizer, layers=4)
 
 
 def layer(slots: int = 40, dim: int = 6) -> Recording:

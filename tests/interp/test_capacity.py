@@ -10,17 +10,11 @@ import pytest
 
 from kvdsl.interp import Call, Head, Interpreter, resolve
 from kvdsl.ir.nodes import Expr, LayerRange, Policy
-from kvdsl.passes.columns import add_columns
 
 from .policies import ATTN, POSITION, binary, bounded, ema, first, last, num, over, queries, read, recent, top
 
 DIM, GROUP = 4, 2
 SUM = queries("sum", ATTN)
-
-
-@pytest.fixture(params=["history", "columns"])
-def form(request: pytest.FixtureRequest) -> object:
-    return add_columns if request.param == "columns" else lambda policy: policy
 
 
 def trace(tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

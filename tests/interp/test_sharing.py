@@ -19,11 +19,6 @@ SUM, LAST = queries("sum", ATTN), queries("last", ATTN)
 NAN = math.nan
 
 
-@pytest.fixture(params=["history", "columns"])
-def form(request: pytest.FixtureRequest) -> object:
-    return add_columns if request.param == "columns" else lambda policy: policy
-
-
 def trace(tokens: int, heads: int = HEADS, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     return random.normal(size=(heads, tokens, GROUP, DIM)), *random.normal(size=(2, heads, tokens, DIM))

@@ -23,11 +23,6 @@ FOLDS = {
 }
 
 
-@pytest.fixture(params=["history", "columns"])
-def form(request: pytest.FixtureRequest) -> object:
-    return add_columns if request.param == "columns" else lambda policy: policy
-
-
 def trace(tokens: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     random = np.random.default_rng(seed)
     return random.normal(size=(tokens, GROUP, DIM)), *random.normal(size=(2, tokens, DIM))

@@ -18,6 +18,7 @@ from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.gradients import refusing
 from kvdsl.runtime.hf.sync import LayerSync
+from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import token_count
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
@@ -340,32 +341,30 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row i becomes what row beam_idx[i] was."""
-        self._rows(beam_idx)
+        self._select_rows(beam_idx)
 
     def batch_select_indices(self, indices: Tensor) -> None:
         """Keep these rows only."""
         if indices.dtype == torch.bool:
             indices = indices.nonzero().flatten()
-        self._rows(indices)
+        self._select_rows(indices)
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
-        if self.length:
-            with plain_tensors():
-                self.state.repeat_rows(repeats)
-                if self._sync.is_first(self):
-                    self._sync.text.repeat_rows(repeats)
-            self.forget_steps()
-            self.batch_size *= repeats
+        self._change_rows(lambda held: held.repeat_rows(repeats), self.batch_size * repeats)
 
-    def _rows(self, rows: Tensor) -> None:
+    def _select_rows(self, rows: Tensor) -> None:
+        self._change_rows(lambda held: held.select_rows(rows), len(rows))
+
+    def _change_rows(self, change: Callable[[SlotState | Text], None], batch_size: int) -> None:
+        """Change the rows of what is cached, and once a cache those of the text."""
         if self.length:
             with plain_tensors():
-                self.state.select_rows(rows)
+                change(self.state)
                 if self._sync.is_first(self):
-                    self._sync.text.select_rows(rows)
+                    change(self._sync.text)
             self.forget_steps()
-            self.batch_size = len(rows)
+            self.batch_size = batch_size
 
     # -- taking back -----------------------------------------------------------------------------------------------------
 
