@@ -66,8 +66,14 @@ def assert_same_slots(ours: Any, theirs: Any) -> None:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["cpu", "torch"])
-@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "tova"])
+def slow(*values: str) -> Any:
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("policy", "backend"), [
+    ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"),
+    slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"),
+])  # fmt: skip
 def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) -> None:
     """One graph without breaks, and what it does to tokens, slots, columns and length is what an eager step does."""
     ours, theirs = (policies.make(policy, model, budget=BUDGET, backend=backend) for _ in range(2))
@@ -80,7 +86,7 @@ def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "backend"), [("roco_blocks", "cpu"), ("equip_h2o", "cpu"), ("paged", "cpu"), ("paged", "torch")]
+    ("layout", "backend"), [slow("roco_blocks", "cpu"), slow("equip_h2o", "cpu"), ("paged", "cpu"), slow("paged", "torch")]
 )
 def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) -> None:
     """Slots in blocks, whose pool and table stay where they are; keys' halves kept beside them; both."""
