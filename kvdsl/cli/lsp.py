@@ -23,7 +23,7 @@ def command(stdio: bool) -> None:
     """Serve editors: what is wrong while you type, hovers, completion, renaming and the rest.
 
     An editor starts it and speaks the Language Server Protocol with it on standard input and output. docs/howto/editors.md says how
-    to set up VS Code, Neovim, Helix and Emacs.
+    to set up Neovim, Helix and Emacs.
     """
     try:
         from kvdsl.lsp.server import make_server
