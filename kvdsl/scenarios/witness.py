@@ -115,7 +115,7 @@ class _Run:
     """A policy on a text. `rows` holds, of each token that came in, what it gave to the slots of each head and to itself."""
 
     def __init__(self, policy: Policy, text: Drawn, form: Form, layer: int, layers: int) -> None:
-        self.policy, self.given = policy, text
+        self.policy, self.text = policy, text
         self.state = Text(policy, {}, layer, layers, heads=form.heads, key_dim=DIMS, value_dim=DIMS)
         self.last: list[Step] = []
         self.rows: list[list[Array]] = []
@@ -123,32 +123,30 @@ class _Run:
     def steps(self) -> Iterator[int]:
         """Takes the prompt, then token by token; says how many have come in. Ends at once where a cache would refuse the numbers."""
         if self._prompt():
-            yield self.given.prompt
-            for token in range(self.given.prompt, self.given.tokens):
+            yield self.text.prompt
+            for token in range(self.text.prompt, self.text.tokens):
                 self._token(token)
                 yield token + 1
 
     def _prompt(self) -> bool:
-        given, part = self.given, slice(0, self.given.prompt)
-        layer, heads = self.state.prompt(given.prompt), self.state.heads
+        text, part = self.text, slice(0, self.text.prompt)
+        layer, heads = self.state.prompt(text.prompt), self.state.heads
         if refusal(self.policy, layer.machines[0].numbers, DIMS) is not None:
             return False
-        if given.attend is None:
-            self.last = layer.prefill(heads, given.query[:, part], given.key[:, part], given.value[:, part])
+        if text.attend is None:
+            self.last = layer.prefill(heads, text.query[:, part], text.key[:, part], text.value[:, part])
         else:
-            self.rows = [[rows[token, : token + 1] for rows in given.attend] for token in range(given.prompt)]
-            self.last = layer.observe_rows(
-                heads, list(given.attend[:, part, part]), given.key[:, part], given.value[:, part]
-            )
+            self.rows = [[rows[token, : token + 1] for rows in text.attend] for token in range(text.prompt)]
+            self.last = layer.observe_rows(heads, list(text.attend[:, part, part]), text.key[:, part], text.value[:, part])
         return True
 
     def _token(self, token: int) -> None:
-        given, heads, layer = self.given, self.state.heads, self.state.decoding
-        key, value = given.key[:, token], given.value[:, token]
-        if given.attend is None:
-            self.last = layer.decode(heads, given.query[:, token], key, value)
+        text, heads, layer = self.text, self.state.heads, self.state.decoding
+        key, value = text.key[:, token], text.value[:, token]
+        if text.attend is None:
+            self.last = layer.decode(heads, text.query[:, token], key, value)
         else:
-            rows = [given.attend[index, token, [*head.position, token]] for index, head in enumerate(heads)]
+            rows = [text.attend[index, token, [*head.position, token]] for index, head in enumerate(heads)]
             self.rows.append(rows)
             self.last = layer.observe_row(heads, rows, key, value)
 
@@ -171,7 +169,7 @@ def _compare(a: _Run, b: _Run) -> tuple[int, str, tuple[Kept, Kept]] | None:
     """After how many tokens the two differ, in what, and how; None if they never do."""
     selects = a.policy.select is not None or b.policy.select is not None
     for tokens, _ in zip(a.steps(), b.steps(), strict=False):
-        if selects and tokens > a.given.prompt and a.selected != b.selected:
+        if selects and tokens > a.text.prompt and a.selected != b.selected:
             return tokens, "selected", (a.selected, b.selected)
         if a.kept != b.kept:
             return tokens, "kept", (a.kept, b.kept)

@@ -244,8 +244,7 @@ def _explain(console: Any, cache: Any) -> None:
     early = sum(position < newest // 2 for position in held)
     console.print(
         f"The full cache grows with every token. RoCo's has {kept.numel()} slots per head and never grows: the first head of layer 0 "
-        f"now holds {len(held)} of {newest + 1} tokens, {early} of them from the first half of the text; the oldest is token {held[0]}. "
-        "The texts part where another word became likelier, and both go on in whole sentences."
+        f"now holds {len(held)} of {newest + 1} tokens, {early} of them from the first half of the text; the oldest is token {held[0]}."
     )
 
 

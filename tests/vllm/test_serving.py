@@ -151,6 +151,7 @@ def test_several_answers_to_one_prompt(served: tuple[str, LLM]) -> None:
         ({"policy": "h2o", "budget": "64"}, {}, "params are numbers"),
         ({"budget": 64}, {}, "names no policy"),
         ({"policy": "h2o", "budget": 64}, {"max_num_batched_tokens": 256}, "a prompt comes whole"),
+        ({"policy": "h2o", "budget": 64}, {"kv_cache_dtype": "bfloat16"}, "in the model's dtype"),
     ],
 )  # fmt: skip
 def test_refusals(asked: dict[str, Any], more: dict[str, Any], said: str) -> None:

@@ -55,7 +55,11 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         text = config.model_config.hf_text_config
         self._layers = text.num_hidden_layers
         self._rope = rotation(text, head_size) if settings.spec.compact else None
-        self._begun = False
+        dtype = config.model_config.dtype
+        self._page = page(settings, self.num_kv_heads, head_size, dtype)
+        self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
+        plain = self._rope is None and sinks is None
+        self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
 
     def forward(
@@ -65,13 +69,11 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
-        if not self._begun:
-            self._begin(layer.layer_name, query)
         for prompt in attn_metadata.prompts:
-            part = slice(prompt.first, prompt.last)
-            output[part] = self._read(
-                self._call(query[part], key[part], value[part]), self._block(kv_cache, prompt.page), prompt.page
-            )
+            part, block = slice(prompt.first, prompt.last), self._block(kv_cache, prompt.page)
+            if prompt.page not in self.states:
+                self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
+            output[part] = self._read(self._call(query[part], key[part], value[part]), block, prompt.page)
         pages, rows = attn_metadata.pages, attn_metadata.rows
         if len(pages) and self._together is not None:
             self._together.decode(pages, rows, query, key, value, output)
@@ -82,15 +84,6 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                 output[part] = found[0].view(1, self.num_heads, -1)
         return output
 
-    def _begin(self, name: str, query: Tensor) -> None:
-        """What waits for the layer's name and the first tensors."""
-        self._index = extract_layer_index(name)
-        self._page = page(self._settings, self.num_kv_heads, self.head_size, query.dtype)
-        self._backend = choose(self._settings.spec, "auto", query.device, query.dtype)
-        plain = self._rope is None and self._more[-1] is None
-        self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
-        self._begun = True
-
     def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
         return AttentionCall(query, key, value, None, self.scale, *self._more, self._rope)
@@ -98,18 +91,19 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     def _block(self, kv_cache: Tensor, number: int) -> Tensor:
         return kv_cache[number].view(-1).view(torch.uint8)[: self._page.bytes]
 
+    def _know(self, layer: int, block: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
+        call = self._call(query[:1], key[:1], value[:1])
+        state = self.states[number] = self._settings.state(layer, self._layers)
+        state.window = call.window
+        self._page.adopt(state, block)
+        if self._together is not None:
+            self._together.know(number, state, call)
+
     def _read(self, call: AttentionCall, block: Tensor, number: int) -> Tensor:
-        """A prompt: it is read by a state of its own, whose tensors then move into the page."""
-        fresh = self._settings.state(self._index, self._layers)
+        """A prompt: a state of its own reads it, whose tensors then move into the page."""
+        fresh = self._settings.state(self.states[number].layer, self._layers)
         fresh.reserve()
         out = self._backend.prefill(fresh, call)
         self._page.fill(block, fresh)
-        state = self.states.get(number)
-        if state is None:
-            state = self.states[number] = self._settings.state(self._index, self._layers)
-            state.window = call.window
-            self._page.adopt(state, block)
-            if self._together is not None:
-                one = call._replace(query=call.query[:, :, :1], key=call.key[:, :, :1], value=call.value[:, :, :1])
-                self._together.know(number, state, one)
         return out[0].view(call.query.shape[2], self.num_heads, -1)

@@ -13,7 +13,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.page import page
-from kvdsl.integrations.vllm.refusals import refuse_configuration
+from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.settings import asked
 from kvdsl.integrations.vllm.spec import PageSpec
 
@@ -51,7 +51,7 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
     """Attention under a policy, whose whole cache of a request is one page."""
 
     supported_dtypes: ClassVar = [torch.float32, torch.bfloat16, torch.float16]
-    supported_kv_cache_dtypes: ClassVar = ["auto", "float16", "bfloat16"]
+    supported_kv_cache_dtypes: ClassVar = ["auto"]
     forward_includes_kv_cache_update = True
 
     @staticmethod
@@ -81,8 +81,7 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """A page in place of blocks of tokens, for every layer that attends."""
-        if not isinstance(spec, FullAttentionSpec):
-            return spec
+        refuse_layer(spec, FullAttentionSpec)
         settings = asked(get_current_vllm_config_or_none()) or PolicyAttention.settings
         assert settings is not None
         found = page(settings, spec.num_kv_heads, spec.head_size, spec.dtype)

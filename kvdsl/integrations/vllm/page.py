@@ -60,17 +60,13 @@ class Page:
         if state.slots > self.slots:
             raise KvdslError(f"{state.spec.name} has kept {state.slots} tokens of a prompt, and a page holds {self.slots}")
         for name, view in self.views(block).items():
-            tensor, slots = state.tensors()[name], _slots_dim(state, name)
+            tensor, slots = state.tensors()[name], state.declared[name].slots
             if slots is None:
                 view.copy_(tensor)
                 continue
             view.narrow(slots, 0, tensor.shape[slots]).copy_(tensor)
             free = FREE if name in ("position", "rank") else 0
             view.narrow(slots, tensor.shape[slots], view.shape[slots] - tensor.shape[slots]).fill_(free)
-
-
-def _slots_dim(state: SlotState, name: str) -> int | None:
-    return state.declared[name].slots if name not in ("key_pool", "value_pool") else 2
 
 
 @lru_cache

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from kvdsl.budget import is_rate
+from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm import RELEASES, tested
 from kvdsl.runtime.state.layout import SlotAfterSlot
@@ -18,10 +18,10 @@ def refuse_policy(state: SlotState) -> None:
         state: empty.
     """
     spec, given = state.spec, state.settings.given
-    rates = [name for name, value in given.items() if value is not None and name == "budget" and is_rate(value)]
-    if rates:
+    budget = given.get("budget")
+    if budget is not None and is_rate(budget):
         raise KvdslError(
-            f"`budget` of {spec.name} is {given['budget']}, a rate of each prompt; a page of vLLM's cache has one size for all requests: "
+            f"`budget` of {spec.name} is {spelled(budget)}, a rate of each prompt; a page of vLLM's cache has one size for all requests: "
             f"give a number of tokens (1024)"
         )
     if not spec.bounded or spec.when != "both":
@@ -34,10 +34,17 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} selects, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, roco, tova and "
             f"streaming_llm are"
         )
-    if not state.stays_fixed() and state.settings.bounded_by() is None:
+    if state.settings.bounded_by() is None or not _same_for_all_prompts(state):
         raise KvdslError(
-            f"{spec.name} holds more after a longer prompt: no page of a fixed size has room for it; give a budget in tokens"
+            f"numbers of {spec.name} depend on the prompt, or nothing bounds it: no page of one size holds every request; state them in "
+            f"tokens"
         )
+
+
+def _same_for_all_prompts(state: SlotState) -> bool:
+    """Whether the policy's numbers are the same after the shortest prompt and after a very long one."""
+    served = state.settings.served()
+    return len(served) == 2 and bool((served[0] == served[1]).all())
 
 
 def refuse_release(version: str) -> None:
@@ -63,6 +70,21 @@ def refuse_configuration(config: Any) -> None:
         raise KvdslError(
             f"a prompt comes whole: --max-num-batched-tokens ({at_once}) must not be below --max-model-len ({longest})"
         )
+    if config.cache_config.cache_dtype != "auto":
+        raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
     parallel = config.parallel_config
-    if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise KvdslError("kvdsl does not spread a request over context-parallel ranks: leave these options out")
+    sizes = (parallel.tensor_parallel_size, parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
+    if max(sizes) > 1:
+        raise KvdslError("kvdsl does not spread a request over ranks in vLLM yet: leave tensor and context parallelism out")
+
+
+def refuse_layer(spec: Any, full: type) -> None:
+    """Raise KvdslError for a layer whose cache vLLM describes otherwise than as one of the whole text.
+
+    Args:
+        full: vLLM's description of that.
+    """
+    if not isinstance(spec, full):
+        raise KvdslError(
+            f"a layer's cache is vLLM's {type(spec).__name__}: kvdsl serves models in which every layer sees the whole text"
+        )

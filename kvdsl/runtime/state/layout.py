@@ -126,7 +126,7 @@ class SlotAfterSlot(Layout):
         key_pool [batch, kv_heads, slots, key_dim], value_pool [batch, kv_heads, slots, value_dim].
     """
 
-    DECLARED = (Declared("key_pool"), Declared("value_pool"))
+    DECLARED = (Declared("key_pool", slots=2), Declared("value_pool", slots=2))
 
     def where(self, slot: Tensor) -> tuple[Tensor, ...]:
         batch, heads = (torch.arange(count, device=slot.device) for count in self.key_pool.shape[:2])
