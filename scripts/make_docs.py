@@ -14,7 +14,7 @@ import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import click
 
@@ -287,22 +287,22 @@ def policy_pages() -> dict[str, str]:
     }
 
 
+def bring_up_to_date(files: dict[Path, str], check: bool) -> NoReturn:
+    """Writes what has changed, or only says it; the process ends with 1 if that is not yet written."""
+    stale = [path for path, text in files.items() if not path.exists() or path.read_text(encoding="utf-8") != text]
+    for path in stale:
+        if not check:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(files[path], encoding="utf-8")
+        click.echo(f"{'not up to date' if check else 'written'}: {path.relative_to(ROOT)}")
+    sys.exit(1 if check and stale else 0)
+
+
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a committed page is not up to date.")
 def main(check: bool) -> None:
-    stale = []
-    pages = {name: make() for name, make in COMMITTED.items()}
-    for name, text in (pages if check else pages | policy_pages()).items():
-        path = DOCS / name
-        if path.exists() and path.read_text(encoding="utf-8") == text:
-            continue
-        stale.append(name)
-        if not check:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(text, encoding="utf-8")
-    for name in stale:
-        click.echo(f"{'not up to date' if check else 'written'}: docs/{name}")
-    sys.exit(1 if check and stale else 0)
+    pages = {name: make() for name, make in COMMITTED.items()} | ({} if check else policy_pages())
+    bring_up_to_date({DOCS / name: text for name, text in pages.items()}, check)
 
 
 if __name__ == "__main__":

@@ -53,6 +53,30 @@ policy Rest {
 }
 """
 
+SHAPES: list[tuple[str, type]] = [
+    ("param sigma = 24 in 0..64", Param),
+    ("let f(x) = x", Let),
+    ("let f(x, y = 3, z = x / y) = x", Let),
+    ("keep top 3 by age", Keep),
+    ("score age", Setting),
+    ("budget 3", Budget),
+    ("budget 3 across heads", Budget),
+    ("budget 3 across heads floor 0.2", Budget),
+    ("storage in_place", Setting),
+    ("storage blocks 16", Setting),
+    ("prefill blocks of 16", Setting),
+    ("when prefill", Setting),
+    ("victims shared by heads", Setting),
+    ("cap hard", Setting),
+    ("rope cached", Setting),
+    ("pages 16", Setting),
+    ("layers 2..", Layers),
+    ("layers ..layers - 3", Layers),
+    ("select top 3 by dot(q, k)", Select),
+    ("select top 3 by dot(q, k) in layers 2..7", Select),
+    ("sketch top 16 dims by abs(q) every 64 queries", Sketch),
+]
+
 
 def test_every_form_of_the_language_is_in_the_grammar() -> None:
     sink = Sink()
@@ -64,32 +88,7 @@ def test_every_form_of_the_language_is_in_the_grammar() -> None:
     assert module.policies[0].parent is not None
 
 
-@pytest.mark.parametrize(
-    ("statement", "kind"),
-    [
-        ("param sigma = 24 in 0..64", Param),
-        ("let f(x) = x", Let),
-        ("let f(x, y = 3, z = x / y) = x", Let),
-        ("keep top 3 by age", Keep),
-        ("score age", Setting),
-        ("budget 3", Budget),
-        ("budget 3 across heads", Budget),
-        ("budget 3 across heads floor 0.2", Budget),
-        ("storage in_place", Setting),
-        ("storage blocks 16", Setting),
-        ("prefill blocks of 16", Setting),
-        ("when prefill", Setting),
-        ("victims shared by heads", Setting),
-        ("cap hard", Setting),
-        ("rope cached", Setting),
-        ("pages 16", Setting),
-        ("layers 2..", Layers),
-        ("layers ..layers - 3", Layers),
-        ("select top 3 by dot(q, k)", Select),
-        ("select top 3 by dot(q, k) in layers 2..7", Select),
-        ("sketch top 16 dims by abs(q) every 64 queries", Sketch),
-    ],
-)
+@pytest.mark.parametrize(("statement", "kind"), SHAPES)
 def test_shapes(statement: str, kind: type) -> None:
     text = f"kv 1\npolicy P {{ override {statement} }}"
     sink = Sink()

@@ -1,0 +1,148 @@
+// The grammar of kvdsl for tree-sitter: rule by rule that of grammar/kv.lark, which says what each means. Its trees are the compiler's,
+// rule for rule; tests/editors/test_tree_sitter.py compares them. A line's end is white space where no statement can end.
+
+/// <reference types="tree-sitter-cli/dsl" />
+
+const parts = (rule, separator) => seq(rule, repeat(seq(separator, rule)));
+const lines = ($, rule) => choice(rule, seq(repeat1(seq(rule, repeat1($._end))), optional(rule)));
+const open = ($) => seq(repeat($._end), "{", repeat($._end));
+
+const OPERATORS = [
+  ["or", 1], ["and", 2],
+  ["<", 4], ["<=", 4], [">", 4], [">=", 4], ["==", 4], ["!=", 4],
+  ["+", 5], ["-", 5], ["*", 6], ["/", 6], ["%", 6],
+];
+const [NOT, MINUS, POWER] = [3, 7, 8];
+
+module.exports = grammar({
+  name: "kv",
+  word: ($) => $.identifier,
+  extras: ($) => [/[ \t\r\n]/, $.comment],
+
+  rules: {
+    start: ($) => seq(repeat($._end), optional(lines($, $._top))),
+
+    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.test),
+    edition: ($) => seq("kv", $.number),
+    import: ($) => seq("import", choice($.identifier, $.string)),
+    policy: ($) => seq(
+      "policy", field("name", $.identifier), optional(seq("extends", field("extends", $.identifier))), open($), optional($.body), "}",
+    ),
+    body: ($) => choice(seq($.docstring, repeat($._end), optional(lines($, $._statement))), lines($, $._statement)),
+    docstring: ($) => $.string,
+
+    _statement: ($) => choice($._plain, $.override),
+    override: ($) => seq("override", $._plain),
+    _plain: ($) => choice(
+      $.param, $.let, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
+      $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
+    ),
+
+    // names
+    param: ($) => seq(
+      "param", field("name", $.identifier), optional(field("kind", $.identifier)), "=", $._expression, optional(seq("in", $.range)),
+    ),
+    let: ($) => seq("let", field("name", $.identifier), optional($.names), "=", $._expression),
+    names: ($) => seq("(", optional(parts($.parameter, ",")), ")"),
+    parameter: ($) => seq(field("name", $.identifier), optional(seq("=", $._expression))),
+
+    // what to evict
+    budget: ($) => seq("budget", $._expression, optional($.across)),
+    across: ($) => seq("across", "heads", optional(seq("floor", $._expression))),
+    score: ($) => seq("score", $._expression),
+    keep_first: ($) => seq("keep", "first", $._expression),
+    keep_last: ($) => seq("keep", "last", $._expression),
+    keep_top: ($) => seq("keep", "top", $._expression, "by", $._expression),
+    keep_where: ($) => seq("keep", "where", $._expression),
+    keep_nothing: ($) => "keep",
+    victims: ($) => seq("victims", "shared", "by", $.identifier),
+
+    // when and how many
+    trigger: ($) => seq("trigger", "overflow", ">=", $._expression),
+    slack: ($) => seq("slack", $._expression),
+    max_drop: ($) => seq("max_drop", $._expression),
+    cap: ($) => seq("cap", $.identifier),
+
+    // what to attend to
+    select: ($) => seq("select", "top", $._expression, "by", $._expression, optional(seq("in", "layers", $.range))),
+    sketch: ($) => seq("sketch", "top", $._expression, "dims", "by", $._expression, "every", $._expression, "queries"),
+    pages: ($) => seq("pages", $._expression),
+
+    // where, and how it is stored
+    layers: ($) => seq("layers", $.range),
+    when: ($) => seq("when", $.identifier),
+    group: ($) => seq("group", $.identifier),
+    positions: ($) => seq("positions", $.identifier),
+    storage: ($) => seq("storage", $.identifier, optional($._expression)),
+    rope: ($) => seq("rope", $.identifier),
+    prefill: ($) => seq("prefill", $.identifier, optional(seq("of", $._expression))),
+    range: ($) => seq(optional($._expression), "..", optional($._expression)),
+
+    // expressions
+    _expression: ($) => choice($.binary, $.unary, $.number, alias($.identifier, $.name), $.call, seq("(", $._expression, ")")),
+    binary: ($) => choice(
+      ...OPERATORS.map(([operator, strength]) => prec.left(strength, seq($._expression, operator, $._expression))),
+      prec.right(POWER, seq($._expression, "**", $._expression)),
+    ),
+    unary: ($) => choice(prec(NOT, seq("not", $._expression)), prec(MINUS, seq("-", $._expression))),
+    call: ($) => seq(field("function", $.identifier), "(", optional(parts($.argument, ",")), ")"),
+    argument: ($) => seq(optional(seq(field("name", $.identifier), "=")), $._expression, optional(choice($.over, $.over_last))),
+    over: ($) => seq("over", $.identifier),
+    over_last: ($) => seq("over", "last", $._expression, "queries"),
+
+    // tests
+    test: ($) => seq("test", $.string, open($), optional(lines($, $._step)), "}"),
+    _step: ($) => choice(
+      $.use, $.set, $.prompt, $._token, $.expect_evicted, $.expect_kept, $.expect_protected, $.expect_score, $.expect_attn,
+      $.expect_state, $.expect_selected, $.expect_sketch, $.expect_live, $.expect_error,
+    ),
+    use: ($) => seq("use", $.identifier, optional(seq("at", "layer", $.number, "of", $.number))),
+    set: ($) => seq("set", $.identifier, "=", $.signed),
+    prompt: ($) => seq("prompt", open($), optional(lines($, $._token)), "}"),
+    _token: ($) => choice($.attend, $.token, $.times),
+    times: ($) => seq($.number, "times", choice($.attend, $.token)),
+    attend: ($) => seq("attend", $.rows, repeat($._vector)),
+    token: ($) => seq("token", repeat1($._vector)),
+    _vector: ($) => choice($.query, $.key, $.value),
+    query: ($) => seq("query", parts($.heads, "/")),
+    key: ($) => seq("key", $.rows),
+    value: ($) => seq("value", $.rows),
+    heads: ($) => parts($.row, "and"),
+
+    expect_evicted: ($) => seq("expect", "evicted", $.places),
+    expect_kept: ($) => seq("expect", "kept", $.places),
+    expect_protected: ($) => seq("expect", "protected", $.places),
+    expect_score: ($) => seq("expect", "score", $.rows),
+    expect_attn: ($) => seq("expect", "attn", $.rows),
+    expect_state: ($) => seq("expect", "state", $.identifier, $.rows),
+    expect_selected: ($) => seq("expect", "selected", $.places),
+    expect_sketch: ($) => seq("expect", "sketch", $.places),
+    expect_live: ($) => seq("expect", "live", $.rows),
+    expect_error: ($) => seq("expect", "error", $.string),
+
+    rows: ($) => parts($.row, "/"),
+    row: ($) => parts(choice($.signed, $.rest), ","),
+    rest: ($) => seq("rest", $.signed),
+    places: ($) => parts($.place, "/"),
+    place: ($) => choice(parts($.span, ","), "nothing"),
+    span: ($) => seq($.number, optional(seq("..", $.number))),
+    signed: ($) => seq(optional("-"), choice($.number, "nan", "inf")),
+
+    // terminals
+    identifier: ($) => /[A-Za-z_][A-Za-z0-9_]*/,
+    number: ($) => choice(
+      /[0-9]+\.[0-9]+([eE][+-]?[0-9]+)?/,
+      /\.[0-9]+([eE][+-]?[0-9]+)?/,
+      /[0-9]+[eE][+-]?[0-9]+/,
+      seq(/[0-9]+/, optional(token.immediate(/\.([eE][+-]?[0-9]+)?/))), // 4. but not the 4. of 4..9
+    ),
+    string: ($) => choice(
+      /"""([^"\\]|\\(.|\n)|"{1,2}([^"\\]|\\(.|\n)))*"""/,
+      /'''([^'\\]|\\(.|\n)|'{1,2}([^'\\]|\\(.|\n)))*'''/,
+      /"([^"\\\n]|\\(.|\n))*"/,
+      /'([^'\\\n]|\\(.|\n))*'/,
+    ),
+    comment: ($) => /#[^\n]*/,
+    _end: ($) => /[;\n]/,
+  },
+});

@@ -1,0 +1,40 @@
+; Made by scripts/make_editors.py; do not edit.
+
+(comment) @comment
+(string) @string
+(number) @number
+
+["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
+["and" "not" "or"] @keyword.operator
+["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
+["(" ")" "{" "}"] @punctuation.bracket
+["," "/"] @punctuation.delimiter
+["nan" "inf" "nothing"] @constant.builtin
+
+(policy name: (identifier) @type)
+(policy extends: (identifier) @type)
+(import (identifier) @type)
+(use (identifier) @type)
+(param name: (identifier) @variable.parameter)
+(param kind: (identifier) @type.builtin)
+(set (identifier) @variable.parameter)
+(let name: (identifier) @variable . "=")
+(let name: (identifier) @function (names))
+(parameter name: (identifier) @variable.parameter)
+(argument name: (identifier) @variable.parameter)
+(expect_state (identifier) @variable)
+
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|sqrt|std|sum|var|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|sqrt|std|sum|var|where)$"))
+((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|k|layer|layers|live|logit|position|prompt|q|v)$"))
+((name) @variable (#not-match? @variable "^(age|attn|budget|k|layer|layers|live|logit|position|prompt|q|v)$"))
+
+(over (identifier) @constant.builtin)
+(cap (identifier) @constant.builtin)
+(group (identifier) @constant.builtin)
+(positions (identifier) @constant.builtin)
+(prefill (identifier) @constant.builtin)
+(rope (identifier) @constant.builtin)
+(storage (identifier) @constant.builtin)
+(victims (identifier) @constant.builtin)
+(when (identifier) @constant.builtin)
