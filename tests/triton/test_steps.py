@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +18,10 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
+from kvdsl.runtime.gpu import launch as launching
+from kvdsl.runtime.gpu import prompt
 from kvdsl.runtime.gpu.sizes import MAX_SPLITS, Sizes
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl_lab.bench.decode import Shape, new_tokens, rotation, steady_state
 from tests.texts import spec_of
 
@@ -140,6 +144,47 @@ def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
     assert per_split % sizes.attend_block == 0
     assert (splits - 1) * per_split < slots <= splits * per_split
     assert 1 <= splits <= MAX_SPLITS
+
+
+def test_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton launches on the current device and its stream, which is another one where a model lies on several."""
+    current: list[torch.device] = []
+    launched: list[torch.device] = []
+    real, spec = triton_backend.launch, kvdsl.load("h2o").spec
+
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(device)
+        yield
+        current.pop()
+
+    def launch(*arguments: Any) -> None:
+        launched.append(current[-1])
+        real(*arguments)
+
+    monkeypatch.setattr(triton_backend, "on", on)
+    monkeypatch.setattr(triton_backend, "launch", launch)
+    monkeypatch.setattr(prompt, "launch", launch)
+    server, state = choose(spec, "triton", CPU, torch.float16), SlotState(spec, {"budget": 8})
+    for tokens, serve in ((12, server.prefill), (2, server.decode)):
+        query, key, value = (torch.randn(1, heads, tokens, 16).half() for heads in (4, 2, 2))
+        serve(state, AttentionCall(query, key, value, None, 0.25))
+    assert launched == [CPU] * 5  # what the prompt's queries give; attend and settle, twice
+
+
+def test_the_current_device_is_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen = []
+
+    @contextmanager
+    def current(device: torch.device) -> Iterator[None]:
+        chosen.append(device)
+        yield
+
+    monkeypatch.setattr(torch.cuda, "device", current)
+    for device in (torch.device("cuda", 1), CPU):
+        with launching.on(device):
+            pass
+    assert chosen == [torch.device("cuda", 1)]
 
 
 def test_who_is_served() -> None:

@@ -23,7 +23,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import launch
+from kvdsl.runtime.gpu.launch import launch, on
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.sizes import (
@@ -79,7 +79,8 @@ class TritonBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
-        out = prefill(state, call, self._fold)
+        with on(call.query.device):
+            out = prefill(state, call, self._fold)
         if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
@@ -111,7 +112,8 @@ class TritonBackend:
         copies.keep_halves(state, call.rope)
         if state.spec.compact:
             copies.keep_length(state)
-        steps = [self._decode_one(state, call, t) for t in range(tokens)]
+        with on(call.query.device):
+            steps = [self._decode_one(state, call, t) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
     def _decode_one(self, state: SlotState, call: AttentionCall, t: int) -> Tensor:

@@ -1,9 +1,17 @@
-"""Launching a kernel with those arguments that it has."""
+"""Launching a kernel with those arguments that it has, on the device that holds them."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
+
+import torch
+
+
+def on(device: torch.device) -> AbstractContextManager[Any]:
+    """Where launches go meanwhile: to this device and its stream. Triton asks for the current one, whatever the tensors' is."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
