@@ -25,15 +25,24 @@ def make_places_equal(patch: pytest.MonkeyPatch) -> None:
 
     The interpreter's `tl.dot` is NumPy's product in the dtype of the result, whose last bit depends on the row and the column. Two
     kernels that give a slot different places then see different scores, and the only slot of a one-token prompt lies above its own
-    mean. Taken in float64 and rounded once, it is the same everywhere.
+    mean. Taken in float64 and rounded once, it is the same everywhere. Products of bfloat16 are taken of the numbers, not of their bits.
     """
     from triton.runtime import interpreter
 
     def create_dot(_builder: Any, left: Any, right: Any, total: Any, *_how: Any) -> Any:
-        product = np.matmul(left.data, right.data, dtype=np.float64).astype(total.data.dtype)
+        product = np.matmul(_numbers(left), _numbers(right), dtype=np.float64).astype(total.data.dtype)
         return interpreter.TensorHandle(product + total.data, total.dtype.scalar)
 
     patch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
+
+
+def _numbers(operand: Any) -> np.ndarray:
+    """What a tensor of the interpreter holds; NumPy has no bfloat16, whose bits are the upper half of a float32's."""
+    import triton.language as tl
+
+    if operand.dtype.scalar != tl.bfloat16:
+        return np.asarray(operand.data)
+    return (operand.data.astype(np.uint32) << 16).view(np.float32)
 
 
 def patch_language_once(patch: pytest.MonkeyPatch) -> None:
