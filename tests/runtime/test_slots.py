@@ -38,6 +38,13 @@ def test_as_many_slots_as_the_budget_and_the_token_that_comes_in() -> None:
     assert prefilled("h2o", 30, budget=0.5).slots == 16
 
 
+@pytest.mark.parametrize(("device", "slots"), [("cpu", 13), ("cuda", 16)])
+def test_rows_of_slots_are_aligned_on_accelerators(device: str, slots: int) -> None:
+    state = SlotState(kvdsl.load("h2o").spec, {"budget": 12})
+    state.evicts = True
+    assert state._limit(state.settings.resolve(torch.tensor([30])), torch.device(device)) == slots
+
+
 def test_survivors_lie_in_text_order() -> None:
     position = prefilled("h2o", 30, budget=12).position
     assert torch.equal(position[..., :12].sort(-1).values, position[..., :12])

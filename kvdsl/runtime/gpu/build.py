@@ -55,6 +55,9 @@ STRIDES = tuple(
 )
 """Of `observe`'s arguments; multiples of a head's size."""
 
+OF_PROMPTS = ("over_slots", "observe")
+"""Kernels whose slots are a prompt's tokens, however many; in a step they are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
+
 _MODEL = "*bf16"
 _TYPES = {
     **dict.fromkeys(
@@ -170,7 +173,9 @@ def _row(
     begun = time.perf_counter()
     try:
         compiled = triton.compile(
-            _source(function, constants), target=target, options={**options, "enable_fp_fusion": False}
+            _source(function, constants, STRIDES if kernel in OF_PROMPTS else ("slots",)),
+            target=target,
+            options={**options, "enable_fp_fusion": False},
         )
     except Exception as error:
         raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {error}") from error
@@ -179,12 +184,18 @@ def _row(
     return Row(stem, kernel, name, registers, compiled.metadata.shared, spills, round(ms, 1))
 
 
-def _source(function: Any, constants: dict[str, Any]) -> Any:
-    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them, and so do heads."""
+def _source(function: Any, constants: dict[str, Any], multiples: tuple[str, ...]) -> Any:
+    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them.
+
+    Args:
+        multiples: numbers among them that are multiples of 16.
+    """
     names = function.arg_names
     signature = {name: "constexpr" if name in constants else _TYPES[name] for name in names}
     aligned = {
-        (n,): [["tt.divisibility", 16]] for n, name in enumerate(names) if signature[name].startswith("*") or name in STRIDES
+        (n,): [["tt.divisibility", 16]]
+        for n, name in enumerate(names)
+        if signature[name].startswith("*") or name in multiples
     }
     return ASTSource(function, signature, {name: x for name, x in constants.items() if name in names}, aligned)
 
