@@ -31,7 +31,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate docs lint format bench peers reproduce accept torture gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs lint format bench peers reproduce accept torture gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -85,6 +85,9 @@ $(VLLM)/.ready: pyproject.toml
 
 generate: $(READY)  ## compile every shipped policy into generated/
 	$(KVDSL) compile $(POLICIES)
+
+vscode:  ## the extension for VS Code, tried and packaged: editors/vscode/kvdsl.vsix; needs Node.js and npm
+	cd editors/vscode && npm install --no-package-lock --no-audit --no-fund && npm test && npm run package
 
 docs: $(READY)  ## the documentation as a site, in site/
 	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'

@@ -6,6 +6,7 @@ The words come from the grammar and from the table of operations. The trees of t
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,7 @@ from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 DECLARING = ("import", "let", "override", "param", "policy", "extends", "test")
 """The keywords that name something, which editors colour unlike those of statements."""
 SPELT = ("and", "not", "or")
+CONSTANTS = ("nan", "inf", "nothing")
 
 
 def _any_of(found: Iterable[str]) -> str:
@@ -49,7 +51,7 @@ _HIGHLIGHTS = """\
 [{operators}] @operator
 ["(" ")" "{{" "}}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
-["nan" "inf" "nothing"] @constant.builtin
+[{constants}] @constant.builtin
 
 (policy name: (identifier) @type)
 (policy extends: (identifier) @type)
@@ -81,8 +83,9 @@ def highlights() -> str:
         return " ".join(f'"{word}"' for word in sorted(found))
 
     return _HIGHLIGHTS.format(
-        keywords=strings(keywords() - {*SPELT, "nan", "inf", "nothing"}),
+        keywords=strings(keywords() - {*SPELT, *CONSTANTS}),
         spelt=strings(SPELT),
+        constants=strings(CONSTANTS),
         operators=strings({*OPERATORS, "=", ".."} - {*SPELT, "/"}),
         functions=_any_of(NAMED_FUNCTIONS),
         inputs=_any_of(NAMED_INPUTS),
@@ -140,11 +143,70 @@ def _forms() -> dict[str, str]:
     }
 
 
+# -- TextMate ----------------------------------------------------------------------------------------------------------
+
+_NAME = r"[A-Za-z_]\w*"
+
+
+def textmate() -> str:
+    """The grammar by which VS Code colours before the language server has answered; the first pattern that fits wins."""
+    both = _any_of(NAMED_INPUTS & keywords())
+    strings = [_string(quote) for quote in ('"""', "'''", '"', "'")]
+    patterns = [
+        _match(r"#.*$", "comment.line.number-sign"),
+        *strings,
+        _match(rf"\b(policy)\s+({_NAME})", "", "storage.type", "entity.name.type"),
+        _match(rf"\b(extends)\s+({_NAME})", "", "storage.type", "entity.other.inherited-class"),
+        _match(rf"\b(param)\s+({_NAME})", "", "storage.type", "variable.parameter"),
+        _match(rf"\b(let)\s+({_NAME})(?=\()", "", "storage.type", "entity.name.function"),
+        _match(rf"\b(let)\s+({_NAME})", "", "storage.type", "variable.other"),
+        # words of both kinds: `budget budget / 2`
+        _match(rf"(?:^|(?<=[;{{]))\s*(override\s+)?({both})\b", "", "storage.type", "keyword.control"),
+        _match(rf"\b({_any_of(NAMED_FUNCTIONS)})(?=\()", "support.function"),
+        _match(rf"\b({_any_of(NAMED_INPUTS)})\b", "variable.language"),
+        _match(rf"\b({_any_of(DECLARING)})\b", "storage.type"),
+        _match(rf"\b({_any_of(SPELT)})\b", "keyword.operator.logical"),
+        _match(rf"\b({_any_of(CONSTANTS)})\b", "constant.language"),
+        _match(rf"\b({_any_of(keywords())})\b", "keyword.control"),
+        _match(rf"\b{_NAME}(?=\()", "entity.name.function"),
+        _match(rf"\b{_NAME}\b", "variable.other"),
+        _match(r"\d+\.\d+([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|\d+(\.(?!\.))?([eE][+-]?\d+)?", "constant.numeric"),
+        _match("|".join(re.escape(sign) for sign in _signs()), "keyword.operator"),
+        _match(r"[,;]", "punctuation.separator"),
+        _match(r"[(){}]", "punctuation.section"),
+    ]
+    grammar = {
+        "name": "kvdsl",
+        "scopeName": "source.kv",
+        "comment": "Made by scripts/make_editors.py; do not edit.",
+        "patterns": patterns,
+    }
+    return json.dumps(grammar, indent=2) + "\n"
+
+
+def _signs() -> list[str]:
+    """What is written with signs, the longest first."""
+    return sorted({*OPERATORS, "=", ".."} - {*SPELT}, key=lambda sign: (-len(sign), sign))
+
+
+def _match(pattern: str, scope: str, *captures: str) -> dict[str, object]:
+    named = {"name": f"{scope}.kv"} if scope else {}
+    groups = {str(index): {"name": f"{name}.kv"} for index, name in enumerate(captures, 1)}
+    return {**named, "match": pattern, **({"captures": groups} if groups else {})}
+
+
+def _string(quote: str) -> dict[str, object]:
+    end = quote if len(quote) == 3 else f"{quote}|(?<!\\\\)$"
+    escape = {"name": "constant.character.escape.kv", "match": r"\\."}
+    return {"name": "string.quoted.kv", "begin": quote, "end": end, "patterns": [escape]}
+
+
 COMMITTED: dict[str, Callable[[], str]] = {
     "editors/tree-sitter-kv/queries/highlights.scm": highlights,
     "editors/tree-sitter-kv/test/corpus/forms.txt": lambda: corpus(_forms()),
     "editors/tree-sitter-kv/test/corpus/policies.txt": lambda: corpus(_files(tests=False)),
     "editors/tree-sitter-kv/test/corpus/tests.txt": lambda: corpus(_files(tests=True)),
+    "editors/vscode/syntaxes/kv.tmLanguage.json": textmate,
 }
 """Path -> what makes the text."""
 

@@ -9,7 +9,7 @@
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "{" "}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
-["nan" "inf" "nothing"] @constant.builtin
+["inf" "nan" "nothing"] @constant.builtin
 
 (policy name: (identifier) @type)
 (policy extends: (identifier) @type)
