@@ -226,7 +226,7 @@ ONE_POLICY = _code(
 UNUSED = _code(
     "KV0212",
     "unused name",
-    "Nothing reads the param or let. Perhaps a statement is missing, or reads another name by mistake.",
+    "Nothing reads the param, let or tensor. Perhaps a statement is missing, or reads another name by mistake.",
     _policy(_BUDGET, "param sinks = 4", "score position"),
     severity="warning",
 )
@@ -268,6 +268,20 @@ SHIPPED_BY_FILE = _code(
     '`import "roco.kv"` is the file that it tests.',
     'kv 1\nimport "h2o.kv"\n\npolicy Example extends H2O {\n  "An example."\n  keep first 4\n}\n',
     severity="warning",
+)
+TENSOR = _code(
+    "KV0218",
+    "tensor over an unknown axis",
+    "What a tensor of a file varies over stands in brackets, in the order in which the file has it: `layers` of the model, `heads`, "
+    "the KV heads of a layer, and `dims` of a key, each once at most.",
+    _policy(_BUDGET, 'tensor filter [layers, head, dims] from "filter.safetensors"', "score -dot(filter, k)"),
+)
+TENSOR_FILE = _code(
+    "KV0219",
+    "tensor from a file that is not allowed",
+    "Tensors are read from safetensors files, which hold numbers and nothing that could run. The path is relative to the folder of the "
+    "policy and does not lead out of it, so that a policy reads nothing that was not put beside it.",
+    _policy(_BUDGET, 'tensor filter [layers, heads, dims] from "../filter.safetensors"', "score -dot(filter, k)"),
 )
 
 # -- KV03: expressions and their axes --------------------------------------------------------------------------------

@@ -63,22 +63,27 @@ def plan_of(policy: Policy) -> PackagePlan:
 
 
 def package(policy: Policy, source: str) -> dict[str, str]:
-    """Policy → plan → files, text by name.
+    """Policy → plan → files, text by name; `data_of` has those that are no text.
 
     Args:
         source: the text of the .kv file, for its digest.
+
+    Raises:
+        KvdslError: if a file that the policy reads is not there, or does not hold what the policy says.
     """
+    from kvdsl.emit.data import data_of
     from kvdsl.emit.render import render
 
-    return render(plan_of(policy), source)
+    return render(plan_of(policy), source, data_of(policy))
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A policy, its package and what there is to say about it (warnings)."""
+    """A policy, its package (text by name, and what is no text) and what there is to say about it (warnings)."""
 
     policy: Policy
     files: dict[str, str]
+    data: dict[str, bytes]
     diagnostics: tuple[Diagnostic, ...]
 
 
@@ -106,4 +111,7 @@ def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compil
 
 
 def _compiled(analysis: Analysis, source: str) -> Compiled:
-    return Compiled(analysis.policy, package(analysis.policy, source), analysis.diagnostics)
+    from kvdsl.emit.data import data_of
+
+    policy = analysis.policy
+    return Compiled(policy, package(policy, source), data_of(policy), analysis.diagnostics)

@@ -1,4 +1,4 @@
-"""Writing text files."""
+"""Writing files."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ import shutil
 from pathlib import Path
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a text file, UTF-8: at no time is there half of it, whatever happens to this process or the disk.
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Write a file, of a text in UTF-8: at no time is there half of it, whatever happens to this process or the disk.
 
     Raises:
         OSError: with the path, which that of a full disk otherwise lacks.
     """
+    data = content.encode() if isinstance(content, str) else content
     try:
         if path.exists() and not path.is_file():  # a device or a pipe
-            path.write_text(text, encoding="utf-8")
+            path.write_bytes(data)
             return
         path = path.resolve()  # through links
         beside = path.with_name(f".{path.name}.{os.getpid()}.part")
         try:
-            with open(beside, "w", encoding="utf-8", newline="\n") as stream:
-                stream.write(text)
+            with open(beside, "wb") as stream:
+                stream.write(data)
             if path.exists():
                 shutil.copymode(path, beside)
             os.replace(beside, path)

@@ -15,7 +15,7 @@ _NAME = _PATTERNS["NAME"]
 _BOTH = "|".join(sorted(NAMED_INPUTS & keywords()))
 """Inputs that begin a statement, too: `budget budget / 2`."""
 _OPERATORS = ("POWER", "STAR", "SLASH", "PERCENT", "PLUS", "MINUS", "LE", "GE", "EQ", "NE", "LT", "GT", "RANGE", "EQUAL")
-_PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "COMMA", "_SEP")
+_PUNCTUATION = ("LPAR", "RPAR", "LBRACE", "RBRACE", "LSQB", "RSQB", "COMMA", "_SEP")
 
 
 class KvLexer(RegexLexer):  # type: ignore[misc]
@@ -33,7 +33,7 @@ class KvLexer(RegexLexer):  # type: ignore[misc]
             (rf"(override)([ \t]+)({_BOTH})\b", bygroups(Keyword, Whitespace, Keyword)),
             (r"[ \t]+", Whitespace),
             (rf"(policy|extends)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Class)),
-            (rf"(param)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
+            (rf"(param|tensor)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (rf"(let)([ \t]+)({_NAME})(?=\()", bygroups(Keyword.Declaration, Whitespace, Name.Function)),
             (rf"(let)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (words(NAMED_FUNCTIONS, prefix=r"\b", suffix=r"(?=\()"), Name.Builtin),

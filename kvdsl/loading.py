@@ -60,7 +60,7 @@ def _cache_class(compiled: Compiled) -> type[KVCache]:
     """The class out of a package that is written where it was not yet, and imported."""
     stem = compiled.policy.stem
     digest = hashlib.sha256("\0".join(compiled.files[key] for key in sorted(compiled.files)).encode()).hexdigest()[:16]
-    folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled.files, folder))
+    folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled, folder))
     with _needing("a policy's cache"):
         cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
     return cache_class
@@ -93,9 +93,11 @@ def _needing(what: str) -> Iterator[None]:
         raise KvdslError(f"{what} needs {missing.name}, which is not installed: pip install {missing.name}") from missing
 
 
-def _write(files: dict[str, str], folder: Path) -> None:
-    for name, text in files.items():
+def _write(compiled: Compiled, folder: Path) -> None:
+    for name, text in compiled.files.items():
         (folder / name).write_text(text, encoding="utf-8")
+    for name, data in compiled.data.items():
+        (folder / name).write_bytes(data)
 
 
 class _SourceLoader(SourceFileLoader):

@@ -83,9 +83,28 @@ OPERATORS = {
     "`<` `<=` `>` `>=` `==` `!=` `and` `or` `not`": "conditions; in arithmetic they count as 0 or 1",
 }
 
-EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)`, is found once, when it is placed,
-and is the same on every backend to the bit: inputs are doubles, so that the product of two is exact; every operation is rounded by
-itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to the first, dim by dim,
+TENSORS = """`tensor filter [layers, heads, dims] from "filter.safetensors"` names numbers that were found beforehand, of a model's
+layers, of the KV heads of a layer and of the dims of a key, or of some of these; the axes stand in the order in which the file has
+them. An expression reads what belongs to its layer and KV head: a vector over dims, as `k` is one of a slot (`score -dot(filter, k)`),
+or without `dims` a number (`score sum(attn) * weight`). A number per head is none that a budget or a count could read: those are one for
+all heads of a layer.
+
+The file is a safetensors file, which holds numbers and nothing that could run. It has the tensor under the name that the policy
+gives it, in float64, float32, float16 or bfloat16; what is read is rounded to float32, and has to be finite. Its path is relative to the
+folder of the .kv file in which the line stands, also where another policy imports or extends that, and never leads out of it: there is
+no absolute path, no `..`, and no link to elsewhere. So a policy that is given as a text cannot read files. A policy that extends
+another may bring a file of its own: `override tensor filter [layers, heads, dims] from "mine.safetensors"`.
+
+`check`, `explain` and `fmt` do not need the file. `compile` and `load` copy the tensors into the package, with their digest: what changes
+in the file afterwards changes nothing until the policy is compiled again, and a package whose copy is missing or was changed is
+refused. Whether layers, KV heads and dims are those of the model is asked when a cache is made, and again when the first keys come.
+Under tensor parallelism every process reads the rows of its own heads. Tests in the language read the file, too, which then has the
+layers, KV heads and dims of the test.
+"""
+
+EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, is found once, when
+it is placed, and is the same on every backend to the bit: inputs are doubles, so that the product of two is exact; every operation is
+rounded by itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to the first, dim by dim,
 until one number is left), and so are the sums of `mean`, `var` and `std`; the result is rounded once, to float32. What a score makes
 of such numbers, of `position`, `age`, `random()`, counts and params by arithmetic, comparisons, `sqrt`, `abs`, `floor`, `ceil`, `min`
 and `max` is the same as well, float32 operation by operation: `knorm` keeps the same tokens everywhere, ties included, if it is given
@@ -129,6 +148,8 @@ def language_reference() -> str:
         "`1.0`, which is all of it. `1` is one token. A rate is at least one token; a prompt that comes token by token has no rate "
         "and is refused, unless it is said beforehand how long it will be: `cache.expect_prompt(4096)`. In a policy's own lines "
         "a rate is written `0.25 * prompt`.\n",
+        "## Tensors of files\n",
+        TENSORS,
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -29,7 +29,7 @@ class Compiled:
 
     name: str
     policy: Policy
-    files: dict[str, str]
+    files: dict[str, str | bytes]
     changed: tuple[str, ...]
     stale: tuple[str, ...]
 
@@ -100,10 +100,11 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
 
 def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
     from kvdsl.compiler import package
+    from kvdsl.emit.data import data_of
     from kvdsl.emit.render import differing, stale
 
-    made = package(policy, source)
-    files = {f"{policy.stem}/{name}": text for name, text in made.items()}
+    made: dict[str, str | bytes] = {**package(policy, source), **data_of(policy)}
+    files = {f"{policy.stem}/{name}": content for name, content in made.items()}
     old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():
         files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n'} | files
@@ -157,8 +158,10 @@ def _show(compiled: list[Compiled], out: Path, settings: Mapping[str, str], chec
         click.echo(f"\n{_usage(compiled[0].policy, out)}")
 
 
-def _difference(out: Path, name: str, text: str) -> Iterator[str]:
+def _difference(out: Path, name: str, text: str | bytes) -> Iterator[str]:
     path = out / name
+    if isinstance(text, bytes):
+        return iter([f"{path.as_posix()} is another file\n"])
     old = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     lines = difflib.unified_diff(
         old.splitlines(keepends=True),

@@ -6,30 +6,37 @@ import ast
 import hashlib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from pathlib import Path
+from types import MappingProxyType
 
 from kvdsl import __version__
 from kvdsl.abi import ABI
+from kvdsl.emit.data import TENSORS
 from kvdsl.emit.environment import environment
 from kvdsl.files import write_whole
 from kvdsl.lower.plan import PackagePlan
+
+NO_DATA: Mapping[str, bytes] = MappingProxyType({})
 
 _PYTHON = ("__init__.py", "cache.py", "kernels_torch.py")
 _CPP = "kernels_cpu.cpp"
 _TRITON = "kernels_triton.py"
 
 
-def render(plan: PackagePlan, source: str) -> dict[str, str]:
-    """The files of a policy's package, by name.
+def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA) -> dict[str, str]:
+    """The files of a policy's package that are text, by name.
 
     Args:
         source: the text of the .kv file, whose digest the banner and the manifest carry.
+        data: the other files, by name; the digests of these stand in the manifest, too.
     """
     env = environment()
     context = {field.name: getattr(plan, field.name) for field in fields(plan)}
     context |= {"abi": ABI, "banner": _banner(plan, source)}
+    if plan.tensors:
+        context |= {"tensors_file": TENSORS, "tensors_sha256": _digest(data[TENSORS])}
     files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}
     for name, text in files.items():
         files[name] = _tidy(text)
@@ -39,7 +46,7 @@ def render(plan: PackagePlan, source: str) -> dict[str, str]:
     if plan.triton is not None:
         files[_TRITON] = _tidy(env.get_template("triton/kernels_triton.py.jinja").render(context))
         ast.parse(files[_TRITON], filename=f"{plan.stem}/{_TRITON}")
-    files["manifest.json"] = _manifest(plan, source, files)
+    files["manifest.json"] = _manifest(plan, source, {**files, **data})
     return files
 
 
@@ -47,20 +54,20 @@ def _banner(plan: PackagePlan, source: str) -> str:
     return f"Made by kvdsl {__version__} from {plan.stem}.kv ({_digest(source)[:12]}). Do not edit: `kvdsl compile` makes it anew."
 
 
-def _manifest(plan: PackagePlan, source: str, files: dict[str, str]) -> str:
+def _manifest(plan: PackagePlan, source: str, files: Mapping[str, str | bytes]) -> str:
     content = {
         "kvdsl": __version__,
         "abi": ABI,
         "policy": plan.name,
         "source": f"{plan.stem}.kv",
         "source_sha256": _digest(source),
-        "files": {name: _digest(text) for name, text in sorted(files.items())},
+        "files": {name: _digest(content) for name, content in sorted(files.items())},
     }
     return json.dumps(content, indent=2) + "\n"
 
 
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+def _digest(content: str | bytes) -> str:
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
 def _tidy(text: str) -> str:
@@ -69,7 +76,7 @@ def _tidy(text: str) -> str:
     return re.sub(r"\n{4,}", "\n\n\n", text).strip("\n") + "\n"
 
 
-def write(files: dict[str, str], folder: Path) -> list[str]:
+def write(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
     """Write what differs from what is there, and say which files that were."""
     changed = differing(files, folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -78,18 +85,18 @@ def write(files: dict[str, str], folder: Path) -> list[str]:
     return changed
 
 
-def differing(files: dict[str, str], folder: Path) -> list[str]:
-    """The files whose text is not what the folder has."""
-    return [name for name, text in files.items() if _read(folder / name) != text]
+def differing(files: Mapping[str, str | bytes], folder: Path) -> list[str]:
+    """The files that the folder does not have as they are here."""
+    return [name for name, content in files.items() if not _has(folder / name, content)]
 
 
 def stale(files: Iterable[str], folder: Path) -> list[str]:
-    """Kernels in the folder of a package that has none any more: they would go on being used."""
-    return [name for name in (_CPP, _TRITON) if name not in files and (folder / name).exists()]
+    """What lies in the folder of a package that has it no more: kernels would go on being used."""
+    return [name for name in (_CPP, _TRITON, TENSORS) if name not in files and (folder / name).exists()]
 
 
-def _read(path: Path) -> str | None:
+def _has(path: Path, content: str | bytes) -> bool:
     try:
-        return path.read_text(encoding="utf-8")
+        return (path.read_text(encoding="utf-8") if isinstance(content, str) else path.read_bytes()) == content
     except (FileNotFoundError, UnicodeDecodeError):
-        return None
+        return False

@@ -44,6 +44,7 @@ def difference(a: Facts, b: Facts) -> Difference:
     if first == second:
         return Difference((), False)
     pairs = [("statements", _statements(first), _statements(second)), ("state", _state(a), _state(b))]
+    pairs.append(("files", _files(first), _files(second)))
     said = rows(a), rows(b)
     pairs += [(title, said[0].get(title, []), said[1].get(title, [])) for title in _TITLES]
     changes = (_changed(*pair) for pair in pairs)
@@ -54,6 +55,10 @@ def difference(a: Facts, b: Facts) -> Difference:
 def _nameless(policy: Policy) -> Policy:
     params = tuple(sorted(policy.params, key=lambda param: param.name))
     return policy.model_copy(update={"name": "P", "stem": "p", "doc": "", "params": params})
+
+
+def _files(policy: Policy) -> list[str]:
+    return [f"{tensor.name}: {tensor.path}" for tensor in policy.tensors]
 
 
 def _statements(policy: Policy) -> list[str]:

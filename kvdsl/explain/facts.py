@@ -252,6 +252,7 @@ def as_data(found: Facts) -> dict[str, Any]:
         "select": None if policy.select is None else print_select(policy.select),
         "sketch": None if policy.sketch is None else print_sketch(policy.sketch),
         "pages": _printed(policy.pages),
+        "tensors": [{"name": one.name, "axes": list(one.axes), "file": one.file} for one in policy.tensors],
         "when": policy.when,
         "positions": policy.positions,
         "rope": policy.rope,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import POSITION, Facts, State
-from kvdsl.ir.nodes import Expr, Input, Keep, LayerRange, Number, Param, Policy, Random
+from kvdsl.ir.nodes import Expr, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
-from kvdsl.ir.printer import print_expression, print_range
+from kvdsl.ir.printer import print_expression, print_range, quote
 from kvdsl.ir.visitors import walk
 
 Rows = dict[str, list[str]]
@@ -25,6 +25,7 @@ def rows(found: Facts) -> Rows:
         "positions": list(_positions(policy)),
         "storage": list(_storage(policy)),
         "params": [_param(param) for param in policy.params],
+        "tensors": [_tensor(tensor) for tensor in policy.tensors],
         "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
         "costs": list(_costs(found)),
         "peak": list(_peak(found)),
@@ -151,6 +152,13 @@ def _param(param: Param) -> str:
     bounds = f", in {low}..{high}" if low or high else ""
     rate = "; 0.25 is a rate of the prompt, 1.0 all of it" if param.name == "budget" else ""
     return f"{param.name} = {print_expression(param.default)}{unit}{bounds}{rate}"
+
+
+def _tensor(tensor: Tensor) -> str:
+    """`filter: a number per layer, KV head and dim of a key, from "filter.safetensors"`."""
+    called = {"layers": "layer", "heads": "KV head", "dims": "dim of a key"}
+    *most, last = (called[axis] for axis in tensor.axes)
+    return f"{tensor.name}: a number per {', '.join(most)}{' and ' if most else ''}{last}, from {quote(tensor.file)}"
 
 
 # -- what it remembers and costs ---------------------------------------------------------------------------------------

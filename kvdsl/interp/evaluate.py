@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from typing import TypeAlias
 
@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Binary, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef, TensorRef
 from kvdsl.ir.nodes import Call as FunctionCall
 
 Array: TypeAlias = NDArray[np.float64]
@@ -41,6 +41,7 @@ class Scope:
         dims: the size of a key.
         inputs: the inputs by name, each [slots or 1, dims or 1].
         params: the policy's params.
+        tensors: what its tensors have for the KV head, [1, dims or 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
         random: the slots' random numbers, [slots, 1].
         page: the tokens of a page.
@@ -52,6 +53,7 @@ class Scope:
     dims: int
     inputs: Mapping[str, Array]
     params: Mapping[str, float]
+    tensors: Mapping[str, Array] = field(default_factory=dict)
     recall: Callable[[Remembered], Array] = _remembers_nothing
     random: Callable[[], Array] | None = None
     page: float = 1
@@ -83,6 +85,8 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return number(expr.value)
     if isinstance(expr, ParamRef):
         return number(scope.params[expr.name])
+    if isinstance(expr, TensorRef):
+        return scope.tensors[expr.name]
     if isinstance(expr, Input):
         return scope.inputs[expr.name]
     if isinstance(expr, Random):

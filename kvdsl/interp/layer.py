@@ -18,6 +18,7 @@ from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.settle import overflow, room, union, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
+from kvdsl.interp.tensors import NO_TENSORS, Tensors
 from kvdsl.ir.nodes import Policy
 
 Leaving = Callable[[int, Numbers], int]
@@ -32,6 +33,7 @@ class Layer:
         call: what the attention module adds, for all heads or for each, layer by layer.
         heads: KV heads of a layer.
         head_offset: the first head's index.
+        tensors: what the policy's files hold.
 
     Attributes:
         machines: what runs each head by itself, layer by layer.
@@ -45,6 +47,7 @@ class Layer:
         heads: int = 1,
         head_offset: int = 0,
         seed: int = 0,
+        tensors: Tensors = NO_TENSORS,
     ) -> None:
         layers = [numbers] if isinstance(numbers, Numbers) else list(numbers)
         one = Call() if call is None else call
@@ -52,7 +55,7 @@ class Layer:
         owners = [(layer, head_offset + head) for layer in layers for head in range(heads)]
         self.policy = policy
         self.machines = tuple(
-            Operations(policy, layer, own, head, seed) for (layer, head), own in zip(owners, calls, strict=True)
+            Operations(policy, layer, own, head, seed, tensors) for (layer, head), own in zip(owners, calls, strict=True)
         )
 
     def empty(self, key_dim: int = 0, value_dim: int = 0) -> list[Head]:

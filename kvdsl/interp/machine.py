@@ -26,7 +26,9 @@ class Interpreter(Operations):
     @cached_property
     def layer(self) -> Layer:
         """The head alone."""
-        return Layer(self.policy, self.numbers, self.call, heads=1, head_offset=self.head_index, seed=self.seed)
+        return Layer(
+            self.policy, self.numbers, self.call, heads=1, head_offset=self.head_index, seed=self.seed, tensors=self.tensors
+        )
 
     def prefill(self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike) -> Step:
         """Tokens of a prompt, q [L, G, D], k [L, D], v [L, Dv]; each sees what was there and those before it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -17,6 +18,7 @@ from kvdsl.interp.randomness import uniform
 from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
+from kvdsl.interp.tensors import Tensors, rows_of
 from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
 from kvdsl.ir.visitors import children
 
@@ -34,6 +36,12 @@ class Operations:
     call: Call = field(default_factory=Call)
     head_index: int = 0
     seed: int = 0
+    tensors: Tensors = field(default_factory=dict)
+
+    @cached_property
+    def constants(self) -> dict[str, Array]:
+        """What the policy's tensors have for this head, [1, dims or 1] each."""
+        return rows_of(self.policy, self.tensors, self.numbers.layer, self.head_index)
 
     # -- heads -----------------------------------------------------------------------------------------------------
 
@@ -185,6 +193,7 @@ class Operations:
             dims=head.key.shape[1],
             inputs=inputs,
             params=self.numbers.params,
+            tensors=self.constants,
             recall=lambda leaf: head.memory.recall(leaf, moment),
             random=lambda: per_slot(uniform(self.seed, self.numbers.layer, self.head_index, position, newest)),
             page=self.numbers.page,

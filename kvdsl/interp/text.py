@@ -26,7 +26,7 @@ class Text:
     Args:
         given: the policy's params by name.
         expected: what `prompt` is at least.
-        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`.
+        more: of `Layer`: `call`, `heads`, `head_offset`, `seed`, `tensors`.
 
     Attributes:
         heads: what each KV head has cached.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Pool, Random, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Pool, Random, Reduce, RingRef, TensorRef
 from kvdsl.ir.ops import INPUTS
 
 
@@ -10,6 +10,8 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
     """The axes of an expression. A reduction over queries leaves the slots: it has one value per cached token."""
     if isinstance(expr, Input):
         return INPUTS[expr.name].axes
+    if isinstance(expr, TensorRef):
+        return frozenset({Axis.DIM}) if expr.dims else frozenset()
     if isinstance(expr, (Random, ColumnRef, RingRef, Pool)):
         return frozenset({Axis.SLOT})
     if isinstance(expr, Call):

@@ -46,7 +46,7 @@ def _expression(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    Expr: TypeAlias = "Number | ParamRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
+    Expr: TypeAlias = "Number | ParamRef | TensorRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
 else:
     Expr = Annotated[Any, _ByKind]
 
@@ -84,6 +84,14 @@ class ParamRef(Node):
 
     kind: Literal["param"] = "param"
     name: str
+
+
+class TensorRef(Node):
+    """What one of the policy's tensors has for the KV head and its layer: a number, or with `dims` one for each dim of a key."""
+
+    kind: Literal["tensor"] = "tensor"
+    name: str
+    dims: bool
 
 
 class Input(Node):
@@ -172,7 +180,7 @@ class RingRef(Node):
     op: ReduceOp
 
 
-EXPRESSIONS = (Number, ParamRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
+EXPRESSIONS = (Number, ParamRef, TensorRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
 
@@ -187,6 +195,21 @@ class Param(Node):
     unit: str | None = None
     low: float | None = None
     high: float | None = None
+
+
+class Tensor(Node):
+    """Numbers of a file: of every layer, KV head and dim, or of some of these, in the order of `axes`.
+
+    Attributes:
+        name: in the policy as in the file.
+        file: as it is written, from the folder of the .kv file on.
+        path: where that was when the policy was checked.
+    """
+
+    name: str
+    axes: tuple[Literal["layers", "heads", "dims"], ...]
+    file: str
+    path: str
 
 
 class Keep(Node):
@@ -246,6 +269,7 @@ class Policy(Node):
     Attributes:
         name: the published spelling; the cache class is `<name>Cache`.
         stem: the file's stem: the package's and the command line's name.
+        tensors: those that something reads.
         budget: tokens kept per KV head after a settle (the soft capacity C); None keeps everything.
         across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
@@ -267,6 +291,7 @@ class Policy(Node):
     stem: str
     doc: str = ""
     params: tuple[Param, ...] = ()
+    tensors: tuple[Tensor, ...] = ()
     budget: Expr | None = None
     across: Expr | None = None
     score: Expr | None = None

@@ -24,6 +24,8 @@ from kvdsl.ir.nodes import (
     RingRef,
     Select,
     Sketch,
+    Tensor,
+    TensorRef,
 )
 from kvdsl.ir.ops import FUNCTIONS, INPUTS
 
@@ -65,7 +67,7 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
     if isinstance(expr, RingRef):
         return f"{expr.op}({expr.name})", _ATOM
-    assert isinstance(expr, (ParamRef, ColumnRef))
+    assert isinstance(expr, (ParamRef, TensorRef, ColumnRef))
     return expr.name, _ATOM
 
 
@@ -105,6 +107,7 @@ def print_policy(policy: Policy) -> str:
     """A whole policy, flat: with what it inherits, and without its lets."""
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
+    lines += [print_tensor(tensor) for tensor in policy.tensors]
     if policy.budget is not None and (policy.budget != ParamRef(name="budget") or policy.across is not None):
         lines.append(f"budget {print_expression(policy.budget)}{_across(policy.across)}")
     if policy.score is not None:
@@ -125,6 +128,11 @@ def _param(param: Param) -> str:
         return text
     low, high = ("" if end is None else print_number(end) for end in (param.low, param.high))
     return f"{text} in {low}..{high}"
+
+
+def print_tensor(tensor: Tensor) -> str:
+    """A `tensor` statement."""
+    return f"tensor {tensor.name} [{', '.join(tensor.axes)}] from {quote(tensor.file)}"
 
 
 def print_keep(keep: Keep) -> str:

@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Random,
     Reduce,
     RingRef,
+    TensorRef,
 )
 from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
 from kvdsl.ir.visitors import children, walk
@@ -30,7 +31,7 @@ T = TypeVar("T")
 
 ATOM = 100
 
-Leaf = Number | ParamRef | Input | Random | ColumnRef | RingRef
+Leaf = Number | ParamRef | TensorRef | Input | Random | ColumnRef | RingRef
 
 
 def is_condition(expr: Expr) -> bool:
@@ -47,6 +48,8 @@ def reads(expr: Expr, *names: str) -> bool:
 
 def dims_of(body: Expr) -> str:
     """Through whose dims a reduction over dims goes: `v`'s if its body varies over those, else `k`'s; `` if over none."""
+    if isinstance(body, TensorRef):
+        return "k" if body.dims else ""
     if isinstance(body, Input):
         return body.name if body.name in ("k", "v") else "k" if body.name == "q" else ""
     if isinstance(body, Reduce) and body.axis is Axis.DIM:
@@ -141,12 +144,14 @@ class Target:
     Attributes:
         reduces: the reductions, by what they range over; over queries these are the rules of columns.
         functions, operators, pools: as the language has them.
+        tensors: whether tensors of files are read.
     """
 
     reduces: Mapping[str, Iterable[str]]
     functions: Iterable[str]
     operators: Iterable[str]
     pools: Iterable[str] = ()
+    tensors: bool = False
 
     def knows(self, expr: Reduce) -> bool:
         """Whether there is code for a reduction as it stands."""
@@ -169,6 +174,8 @@ class Target:
             missing = expr.op
         elif isinstance(expr, Pool) and expr.op not in self.pools:
             missing = f"{expr.op}_pool"
+        elif isinstance(expr, TensorRef) and not self.tensors:
+            raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
         if missing is not None:
             raise NotLowerable(f"`{missing}`")
 

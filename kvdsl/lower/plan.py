@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Policy
+from kvdsl.ir.nodes import Policy, Tensor
 from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable
@@ -61,6 +61,7 @@ class PackagePlan:
     stem: str
     doc: tuple[str, ...]
     params: tuple[ParamPlan, ...]
+    tensors: tuple[Tensor, ...]
     resolve: tuple[str, ...]
     resolve_uses_torch: bool
     numbers: tuple[tuple[str, str], ...]
@@ -102,6 +103,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         stem=policy.stem,
         doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()) or (f"The policy {policy.name}.",),
         params=numbers.params,
+        tensors=policy.tensors,
         resolve=numbers.resolve,
         resolve_uses_torch=numbers.uses_torch,
         numbers=numbers.numbers,

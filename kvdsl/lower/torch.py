@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Pool,
     Reduce,
     RingRef,
+    TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
 from kvdsl.lower.expression import (
@@ -64,6 +65,7 @@ CAN = Target(
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
     operators=OPERATORS,
     pools=("max", "mean"),
+    tensors=True,
 )
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
@@ -161,6 +163,8 @@ class TokenPrinter(_TorchPrinter):
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             return Fragment(literal(expr.value))
+        if isinstance(expr, TensorRef):
+            return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
         assert isinstance(expr, Input)
         return Fragment(f"new.{expr.name}")
 
@@ -212,6 +216,8 @@ class TensorPrinter(_TorchPrinter):
             return self.number(expr.value)
         if isinstance(expr, Input) and expr.name == "q":
             return Fragment(f"{self._view}.q")
+        if isinstance(expr, TensorRef) and expr.dims:
+            return Fragment(f'{self._view}.vector("{expr.name}")' + (".unsqueeze(2)" if self._grouped else ""))
         if isinstance(expr, Input) and expr.name in ("k", "v"):
             return Fragment(f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else ""))
         return self._lift(self._four_axes(expr))
@@ -223,6 +229,8 @@ class TensorPrinter(_TorchPrinter):
             return Fragment(f'{self._view}.ring("{expr.name}", "{expr.op}")')
         if isinstance(expr, ParamRef):
             return Fragment(f'{self._view}.number("{spelled(expr.name)}")')
+        if isinstance(expr, TensorRef):
+            return Fragment(f'{self._view}.scalar("{expr.name}")')
         if isinstance(expr, Input):
             return Fragment(f'{self._view}.number("{expr.name}")' if expr.name in FIXED else f"{self._view}.{expr.name}")
         return Fragment(f"{self._view}.random()")

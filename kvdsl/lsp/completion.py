@@ -18,6 +18,7 @@ from kvdsl.shipped import shipped_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead
 from kvdsl.syntax.parser import Place
+from kvdsl.tensorfile import AXES
 
 _Kind = lsp.CompletionItemKind
 _FIXED = {"budget", "trigger", "slack", "max_drop", "pages", "layers", "param", "storage", "prefill"}
@@ -85,6 +86,8 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
         yield from _policies(document)
     elif first == "use" and last == "use":
         yield from _known_policies(document)
+    elif first == "tensor" and "[" in words and "]" not in words:
+        yield from (_item(axis, _Kind.EnumMember) for axis in AXES if axis not in words)
     elif first == "set" and last == "set":
         yield from _settable(document, offset)
     elif first in WORDS and here.name and not here.expression:
@@ -156,6 +159,8 @@ def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionIt
             for statement in policy.statements:
                 if isinstance(statement, syn.Let):
                     yield _let(statement)
+                elif isinstance(statement, syn.Tensor) and not fixed:
+                    yield _item(statement.name.text, _Kind.Property, statement.span.quoted())
     for name in sorted(NAMED_INPUTS - NAMED_FUNCTIONS):
         row = INPUTS[name]
         looks_back = first in ("select", "sketch") and name in _LOOKS_BACK
@@ -177,13 +182,14 @@ def _let(let: syn.Let) -> lsp.CompletionItem:
 
 
 def _paths(document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
-    """The .kv files beside this one, in the string of an import."""
+    """The .kv files beside this one, in the string of an import; those of tensors, in that of a `tensor`."""
     line = document.text[document.text.rfind("\n", 0, offset) + 1 : offset]
     path = document.source.path
-    if path is None or not line.lstrip().startswith("import ") or line.count('"') != 1:
+    kind = {"import": "kv", "tensor": "safetensors"}.get((line.lstrip().removeprefix("override ").split() or [""])[0])
+    if path is None or kind is None or line.count('"') != 1:
         return
     try:
-        files = sorted([*path.parent.glob("*.kv"), *path.parent.glob("*/*.kv")])
+        files = sorted([*path.parent.glob(f"*.{kind}"), *path.parent.glob(f"*/*.{kind}")])
     except OSError:
         return
     for file in files:

@@ -76,6 +76,8 @@ def _name(document: Document, name: Name) -> Iterator[str]:
         yield from _param(document, name)
     elif name.text == "budget":
         yield from _param(document, name) if name.param is not None else _built_in(name.text)
+    elif name.tensor is not None:
+        yield from _tensor(document, name.tensor)
     elif name.let is not None:
         head = name.let.span.quoted(200)
         yield f"```kv\n{head}\n```"
@@ -98,6 +100,15 @@ def _param(document: Document, name: Name) -> Iterator[str]:
         yield f"by default {print_number(known)}"
     if name.text == "budget":
         yield "of `budget` a whole number of tokens, or a rate of the prompt: `0.25` is a quarter of it"
+
+
+def _tensor(document: Document, tensor: syn.Tensor) -> Iterator[str]:
+    yield f"```kv\n{tensor.span.quoted(200)}\n```"
+    yield "this layer's and KV head's numbers" + (
+        ", one for each dim of a key" if any(a.text == "dims" for a in tensor.axes) else ""
+    )
+    if tensor.span.file is not document.source:
+        yield f"defined in `{tensor.span.file.name}`"
 
 
 def _built_in(name: str) -> Iterator[str]:

@@ -13,7 +13,7 @@ from kvdsl.sema.modules import Module
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
-Kind = Literal["param", "let", "function", "argument", "policy", "file", "input", "built-in"]
+Kind = Literal["param", "tensor", "let", "function", "argument", "policy", "file", "input", "built-in"]
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,7 @@ class Name:
     defines: bool = False
     let: syn.Let | None = None
     param: syn.Param | None = None
+    tensor: syn.Tensor | None = None
 
     @property
     def text(self) -> str:
@@ -102,7 +103,7 @@ class _Collector:
         self.outer: dict[str, syn.Let] = {let.name.text: let for let in prelude_syntax().lets}
         for let, _ in reversed(list(module.lets())):
             self.outer[let.name.text] = let
-        self.inner: dict[str, syn.Param | syn.Let] = {}
+        self.inner: dict[str, syn.Named] = {}
 
     def run(self) -> Iterator[Name]:
         syntax = self.module.syntax
@@ -136,12 +137,12 @@ class _Collector:
         found = next((one for one, _ in self.module.policies() if one.name.text == word.text), None)
         return Name(word.span, "policy", None if found is None else found.name.span)
 
-    def _defined(self, line: list[tuple[syn.Policy, Module]]) -> dict[str, syn.Param | syn.Let]:
-        """The params and lets of a policy; of one that is overridden, the first definition."""
-        found: dict[str, syn.Param | syn.Let] = {}
+    def _defined(self, line: list[tuple[syn.Policy, Module]]) -> dict[str, syn.Named]:
+        """The params, tensors and lets of a policy; of one that is overridden, the first definition."""
+        found: dict[str, syn.Named] = {}
         for policy, _ in reversed(line):
             for statement in policy.statements:
-                if isinstance(statement, (syn.Param, syn.Let)):
+                if isinstance(statement, syn.Named):
                     found.setdefault(statement.name.text, statement)
         return found
 
@@ -155,6 +156,9 @@ class _Collector:
             first = self.inner.get(statement.name.text, statement)
             yield Name(statement.name.span, "param", first.name.span, defines=True, param=statement)
             yield from self._parts(statement)
+        elif isinstance(statement, syn.Tensor):
+            first = self.inner.get(statement.name.text, statement)
+            yield Name(statement.name.span, "tensor", first.name.span, defines=True, tensor=statement)
         else:
             yield from self._parts(statement)
 
@@ -207,6 +211,8 @@ class _Collector:
         found = self.inner.get(text) or self.outer.get(text)
         if isinstance(found, syn.Param):
             return Name(span, "param", found.name.span, param=found)
+        if isinstance(found, syn.Tensor):
+            return Name(span, "tensor", found.name.span, tensor=found)
         if isinstance(found, syn.Let):
             return Name(span, "let" if found.parameters is None else "function", found.name.span, let=found)
         return Name(span, "input" if text in NAMED_INPUTS and text not in NAMED_FUNCTIONS else "built-in", None)
@@ -214,7 +220,7 @@ class _Collector:
     # -- tests -----------------------------------------------------------------------------------------------------------
 
     def _test(self, test: syn.Test) -> Iterator[Name]:
-        params: dict[str, syn.Param | syn.Let] = {}
+        params: dict[str, syn.Named] = {}
         for step in test.steps:
             if isinstance(step, syn.Use):
                 yield self._extended(step.policy)

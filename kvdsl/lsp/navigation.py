@@ -94,6 +94,8 @@ def renamable(document: Document, position: lsp.Position) -> Name:
         raise RenameError(f"`{name.text}` is built in")
     if name.kind == "file":
         raise RenameError("a file is renamed where files are")
+    if name.kind == "tensor":
+        raise RenameError(f"`{name.text}` is the name that the tensor has in its file")
     if name.text == "budget":
         raise RenameError("`budget` is what every cache calls it")
     if _is_shipped(name.target):

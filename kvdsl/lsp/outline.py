@@ -42,6 +42,10 @@ def _statement(document: Document, statement: syn.Statement) -> lsp.DocumentSymb
         found = _symbol(document, statement.name.text, _Kind.Property, statement.span, statement.name.span)
         found.detail = f"= {statement.value.span.quoted()}"
         return found
+    if isinstance(statement, syn.Tensor):
+        found = _symbol(document, statement.name.text, _Kind.Constant, statement.span, statement.name.span)
+        found.detail = f"[{', '.join(axis.text for axis in statement.axes)}] from {statement.file.span.quoted()}"
+        return found
     return _symbol(document, statement.span.quoted() or "statement", _Kind.Field, statement.span, statement.span)
 
 

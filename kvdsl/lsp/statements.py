@@ -39,7 +39,7 @@ def _all(module: syn.Module) -> Iterator[tuple[Span, str]]:
 def _rule(statement: syn.Statement) -> str:
     if isinstance(statement, syn.Keep):
         return f"keep_{statement.scope}"
-    if isinstance(statement, (syn.Param, syn.Let)):
+    if isinstance(statement, syn.Named):
         return type(statement).__name__.lower()
     return statement.keyword
 

@@ -4,8 +4,8 @@ A reduction over queries ranges over the whole life of a slot, of which a kernel
 `mean(attn)` becomes `sum_attn / observed`, `std(attn)` becomes an expression of `sum_attn`, `sum_attn_squared` and
 `observed`, and both share their columns. `ema` is one number too, which every query moves. Only a reduction over the last N
 queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. What only reads
-a token's own key and value (`norm1(v)`) is computed once, when the token is placed. `observed` needs no column: every query since
-the token's own has seen the slot, or the last `window` queries of a layer with a sliding window.
+a token's own key and value, and tensors of files (`norm1(v)`, `dot(filter, k)`), is computed once, when the token is placed. `observed`
+needs no column: every query since the token's own has seen the slot, or the last `window` queries of a layer with a sliding window.
 
 What ranks slots and dims for one query (`select`, `sketch`) remembers nothing, and is left as it is.
 """
@@ -27,6 +27,7 @@ from kvdsl.ir.nodes import (
     Policy,
     Reduce,
     RingRef,
+    TensorRef,
 )
 from kvdsl.ir.ops import OPERATORS, REDUCTIONS
 from kvdsl.ir.visitors import rewrite, walk, with_policy
@@ -104,7 +105,7 @@ class _Columns:
 def _is_of_token(expr: Expr) -> bool:
     """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
     return axes_of(expr) == {Axis.SLOT} and all(
-        isinstance(part, (Call, Binary, Number))
+        isinstance(part, (Call, Binary, Number, TensorRef))
         or (isinstance(part, Reduce) and part.axis is Axis.DIM and part.within == "all")
         or (isinstance(part, Input) and part.name in ("k", "v"))
         for part in walk(expr)
@@ -130,7 +131,7 @@ def _token_slug(body: Expr) -> str:
 
 
 def _words(expr: Expr) -> str:
-    if isinstance(expr, (Input, ParamRef, ColumnRef)):
+    if isinstance(expr, (Input, ParamRef, TensorRef, ColumnRef)):
         return expr.name
     if isinstance(expr, Number):
         return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from kvdsl.runtime.given import Given
+    from kvdsl.runtime.tensors import Tensors
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class PolicySpec:
         compact: whether a key's rotary position is its rank among the live slots.
         rope_cached: whether a key's rotated half is kept beside it.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
+        tensors: what the policy reads of files, or None.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -74,6 +76,7 @@ class PolicySpec:
     compact: bool = False
     rope_cached: bool = False
     vectors: bool = False
+    tensors: Tensors | None = None
     abi: int = ABI
 
     def __post_init__(self) -> None:

@@ -7,16 +7,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from kvdsl.emit.data import stored_of
+from kvdsl.errors import KvdslError
 from kvdsl.interp.evaluate import Array, Scope, evaluate_number, floored
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.step import Step
+from kvdsl.interp.tensors import values
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
 from kvdsl.scenarios.scenario import Scenario, of_head
 from kvdsl.scenarios.show import numbers_in_words, positions_in_words, table
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
+from kvdsl.tensorfile import check_sizes
 
 TOLERANCE = 1e-6
 """How far a number may lie from what is expected, absolutely and relative to it."""
@@ -54,12 +58,12 @@ def run_scenario(scenario: Scenario) -> Outcome:
     """Runs one test."""
     if scenario.policy is None:  # the checker has seen that it is refused as expected
         return Outcome(scenario, ())
-    run = _Run(scenario, scenario.policy)
+    failures: list[Failure] = []
     try:
-        run.steps()
+        _Run(scenario, scenario.policy, failures).steps()
     except _StopError as stop:
-        run.failures.append(stop.failure)
-    return Outcome(scenario, tuple(run.failures))
+        failures.append(stop.failure)
+    return Outcome(scenario, tuple(failures))
 
 
 class _StopError(Exception):
@@ -80,16 +84,30 @@ class _Run:
 
     scenario: Scenario
     policy: Policy
-    failures: list[Failure] = field(default_factory=list)
+    failures: list[Failure]
     last: list[Step] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         scenario = self.scenario
         self.text = Text(
             self.policy, {}, scenario.layer, scenario.layers, heads=scenario.heads, key_dim=scenario.key_dim,
-            value_dim=scenario.value_dim,
+            value_dim=scenario.value_dim, tensors=self._tensors(),
         )  # fmt: skip
         self.heads = self.text.heads
+
+    def _tensors(self) -> dict[str, Array]:
+        """What the policy's tensors hold."""
+        scenario = self.scenario
+        sizes = {"layers": scenario.layers, "heads": scenario.heads, "dims": scenario.key_dim}
+        found = {}
+        try:
+            for tensor in self.policy.tensors:
+                stored = stored_of(tensor)
+                check_sizes(tensor.name, tensor.axes, stored.shape, sizes, tensor.file)
+                found[tensor.name] = values(stored)
+        except KvdslError as error:
+            raise _StopError(scenario.test.title.span, str(error)) from None
+        return found
 
     def steps(self) -> None:
         """Takes the test's steps."""

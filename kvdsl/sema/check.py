@@ -16,10 +16,11 @@ from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.modules import EDITION, Module
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
-from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope
+from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.settings import Setting
 from kvdsl.sema.statements import COUNTS, Parts, Statements
 from kvdsl.sema.statics import Statics
+from kvdsl.sema.tensors import check_tensor
 from kvdsl.sema.values import Value
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import ANYTHING
@@ -62,6 +63,9 @@ class Checker:
         for name, placed in self.flat.names.items():
             if isinstance(placed.statement, syn.Let):
                 self.own[name] = LetName(placed.statement, self.scope(placed.module))
+            elif isinstance(placed.statement, syn.Tensor):
+                tensor = check_tensor(placed.statement, placed.module.file, self.sink)
+                self.own[name] = Bound(None) if tensor is None else TensorName(tensor)
             elif name != "budget":
                 self.own[name] = ParamName(name)
         for name in self.broken:
@@ -82,25 +86,27 @@ class Checker:
     # -- the policy as a whole ---------------------------------------------------------------------------------------
 
     def _read(self, parts: Parts) -> set[str]:
-        """The params that statements read, or the defaults of such."""
+        """The params and tensors that statements read, and the params that the defaults of such read."""
         read: set[str] = set()
         exprs = [part.expr for part in parts]
         while exprs:
-            found = {part.name for expr in exprs for part in walk(expr) if isinstance(part, ir.ParamRef)} - read
+            found = {
+                part.name for expr in exprs for part in walk(expr) if isinstance(part, (ir.ParamRef, ir.TensorRef))
+            } - read
             read |= found
             exprs = [self.params.checked[name].ir.default for name in found if name in self.params.checked]
         return read
 
     def _unused(self, read: set[str]) -> None:
-        """Checks the lets that no statement uses, and warns of them and of params that nothing reads."""
+        """Checks the lets that no statement uses, and warns of them and of params and tensors that nothing reads."""
         outer = self.scope(self.flat.module).outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
         lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
         check_lets(lets, self.expressions)
         if self.broken or self.sink.failed():
             return
-        params = [placed.statement for name, placed in self.flat.names.items() if name not in read]
-        unread = [statement.name for statement in params if isinstance(statement, syn.Param)]
+        rest = [placed.statement for name, placed in self.flat.names.items() if name not in read]
+        unread = [statement.name for statement in rest if not isinstance(statement, syn.Let)]
         for word in [*(definition.let.name for definition in lets), *unread]:
             if word.span.file is self.flat.module.file:
                 self.sink.report(codes.UNUSED, word.span, f"`{word.text}` is never used")
@@ -146,6 +152,9 @@ class Checker:
             stem=self.flat.module.file.stem,
             doc="" if doc is None else clean_docstring(doc.text),
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
+            tensors=tuple(
+                one.tensor for one in self.own.values() if isinstance(one, TensorName) and one.tensor.name in read
+            ),
             keeps=tuple(keep for keep in keeps if keep != nothing),
             select=_built(ir.Select, "select", parts),
             sketch=_built(ir.Sketch, "sketch", parts),

@@ -25,7 +25,7 @@ from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
 from kvdsl.sema.reductions import Over, Reductions, vector
-from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope
+from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
@@ -182,6 +182,8 @@ class Expressions:
         definition.used = True
         if isinstance(definition, ParamName):
             return values.read_param(definition.name)
+        if isinstance(definition, TensorName):
+            return values.read_tensor(definition.tensor)
         if definition.let.parameters is None:
             return self.let(definition, node.span)
         names = (parameter.name.text for parameter in definition.let.parameters)

@@ -42,7 +42,7 @@ def problem(name: str, kind: str) -> str | None:
         name
     ):  # a let and its arguments are put in, so that their names are printed nowhere
         return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
-    if kind in ("param", "unit") and name in _CPP:
+    if kind in ("param", "unit", "tensor") and name in _CPP:
         return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
     if kind == "param" and name in _RESERVED:
         return f"`{name}` is a name that every cache class has itself"
@@ -52,6 +52,7 @@ def problem(name: str, kind: str) -> str | None:
 _BECOMES = {
     "param": "the param becomes an argument",
     "unit": "the unit would be printed",
+    "tensor": "the tensor is read",
     "policy": "the policy becomes a class",
     "package": "the file's name becomes a package",
 }
@@ -81,8 +82,8 @@ def stem_problem(stem: str) -> str | None:
     return found
 
 
-def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
-    """Whether the names that a param or let defines may be used; reports if not."""
+def check_definition(statement: syn.Named, sink: Sink) -> bool:
+    """Whether the names that a statement defines may be used; reports if not."""
     name = statement.name
     if name.text in _BUILT_IN and not (name.text == "budget" and isinstance(statement, syn.Param)):
         kind = "function" if name.text in NAMED_FUNCTIONS else "input"
@@ -90,6 +91,8 @@ def check_definition(statement: syn.Param | syn.Let, sink: Sink) -> bool:
         return False
     if isinstance(statement, syn.Param):
         return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
+    if isinstance(statement, syn.Tensor):
+        return check_name(name, "tensor", sink)
     parameters = statement.parameters or ()
     return check_name(name, "name", sink) and _check_parameters(parameters, sink)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
-from kvdsl.ir.nodes import Axis, Input, Random, Reduce
+from kvdsl.ir.nodes import Axis, Input, Random, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -27,6 +27,10 @@ def is_fixed(value: Value, span: Span, what: str, report: Report) -> bool:
         if isinstance(part, Reduce):
             message = f"{what} cannot depend on what is cached, as `{text}` does"
             report(codes.NOT_HERE, span, message, help)
+            return False
+        if isinstance(part, TensorRef):
+            message = f"{what} is one number for all KV heads of a layer, but `{part.name}` has one for each"
+            report(codes.NOT_HERE, span, message, f"{help}; a tensor is read by what ranks tokens, `score` for example")
             return False
         if isinstance(part, Input) and part.name not in FIXED:
             message = f"`{part.name}` changes from step to step, so {what} cannot read it"

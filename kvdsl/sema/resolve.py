@@ -14,14 +14,12 @@ from kvdsl.syntax.parser import ANYTHING
 
 MAX_STATEMENTS = 256
 
-Named = syn.Param | syn.Let
-
 
 @dataclass(frozen=True)
 class Placed:
     """A statement, the file in which its names mean something, and the policy that it stands in."""
 
-    statement: syn.Param | syn.Let | syn.Single | syn.Keep
+    statement: syn.Named | syn.Single | syn.Keep
     module: Module
     policy: syn.Policy
 
@@ -31,7 +29,7 @@ class FlatPolicy:
     """A policy with everything that it inherits.
 
     Attributes:
-        names: params and lets by name, in the order in which they were first defined.
+        names: params, lets and tensors by name, in the order in which they were first defined.
         settings: the statements by keyword that may stand once; for `budget` also those that it overrides, the base first.
         broken: what would be defined by statements that have errors (see `kvdsl.syntax.parser`).
     """
@@ -99,14 +97,14 @@ class _Level:
             message = f"`{self.policy.name.text}` has more than {MAX_STATEMENTS} statements"
             self.sink.report(codes.TOO_LARGE, self.policy.name.span, message)
         for statement in self.policy.statements[:MAX_STATEMENTS]:
-            if isinstance(statement, (syn.Param, syn.Let)):
+            if isinstance(statement, syn.Named):
                 self._named(statement)
             elif isinstance(statement, syn.Keep):
                 self._keep(statement)
             else:
                 self._single(statement)
 
-    def _named(self, statement: Named) -> None:
+    def _named(self, statement: syn.Named) -> None:
         name = statement.name.text
         if not check_definition(statement, self.sink):
             self.flat.broken.add(name)
@@ -118,7 +116,7 @@ class _Level:
             self.inherited[name] = before.statement.span
         if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
             return
-        if before is not None and isinstance(before.statement, syn.Let) is not isinstance(statement, syn.Let):
+        if before is not None and type(before.statement) is not type(statement):
             del self.flat.names[name]
         self.flat.names[name] = Placed(statement, self.module, self.policy)
 
@@ -146,14 +144,14 @@ class _Level:
             help = "for example `keep last 16`"
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
 
-    def _once(self, statement: Named | syn.Single, key: str, code: codes.Code, message: str) -> bool:
+    def _once(self, statement: syn.Named | syn.Single, key: str, code: codes.Code, message: str) -> bool:
         if key not in self.own:
             self.own[key] = statement.span
             return True
         self.sink.report(code, statement.span, message, labels=[Label(self.own[key], "first here")])
         return False
 
-    def _may_change(self, statement: Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
+    def _may_change(self, statement: syn.Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
         """Whether `override` stands where it has to, and only there; reports if not."""
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:
@@ -168,13 +166,13 @@ class _Level:
             return False
         return True
 
-    def _nothing_to_override(self, statement: Named | syn.Single | syn.Keep, what: str) -> None:
+    def _nothing_to_override(self, statement: syn.Named | syn.Single | syn.Keep, what: str) -> None:
         parent = self.policy.parent
         if parent is None:
             message = f"{what} overrides nothing: `{self.policy.name.text}` extends no policy"
         else:
             message = f"`{parent.text}` has no {what} to override"
         help = None
-        if isinstance(statement, (syn.Param, syn.Let)):
+        if isinstance(statement, syn.Named):
             help = did_you_mean(statement.name.text, self.flat.names)
         self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or "leave out `override`")

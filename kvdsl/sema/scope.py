@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from kvdsl.ir.nodes import Tensor
 from kvdsl.sema.values import Value
 from kvdsl.syntax import nodes as syn
 
@@ -14,6 +15,14 @@ class ParamName:
     """A param."""
 
     name: str
+    used: bool = False
+
+
+@dataclass(eq=False)
+class TensorName:
+    """A tensor."""
+
+    tensor: Tensor
     used: bool = False
 
 
@@ -34,7 +43,7 @@ class Bound:
     value: Value | None
 
 
-Definition = ParamName | LetName | Bound
+Definition = ParamName | TensorName | LetName | Bound
 
 
 class Scope:

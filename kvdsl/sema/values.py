@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce, Tensor, TensorRef
 from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
 from kvdsl.passes import fold
 
@@ -48,6 +48,12 @@ def read_input(name: str) -> Value:
 def read_param(name: str) -> Value:
     """A param."""
     return Value(ParamRef(name=name))
+
+
+def read_tensor(tensor: Tensor) -> Value:
+    """What a tensor has for a KV head."""
+    dims = "dims" in tensor.axes
+    return Value(TensorRef(name=tensor.name, dims=dims), frozenset({Axis.DIM}) if dims else NO_AXES)
 
 
 def random() -> Value:

@@ -1,6 +1,7 @@
 """From text to tokens. The terminals are the grammar's own; this adds what Lark's lexer has no notion of:
 
 - a line's end counts only outside of parentheses that are closed,
+- brackets belong to `tensor` lines: anywhere else they are strays,
 - whatever matches no terminal is reported and skipped.
 
 A word is a NAME here; the parser makes it a keyword where one may stand (`kvdsl.syntax.parser`).
@@ -73,7 +74,7 @@ class Lexer:
         text, at, match = source.text, 0, self._pattern.match
         while at < len(text):
             found = match(text, at)
-            if found is None:
+            if found is None or (found.lastgroup in _BRACKETS and not _in_tensor(text, at)):
                 strays.append(at)
                 at = _report_stray(source, at, sink)
                 continue
@@ -116,6 +117,15 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
         elif token.type == "RPAR" and opened:
             closed |= {opened.pop(), index}
     return closed
+
+
+_BRACKETS = ("LSQB", "RSQB")
+_TENSOR = re.compile(r"(?:^|[;{])[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z", re.MULTILINE)
+
+
+def _in_tensor(text: str, at: int) -> bool:
+    """Whether a `tensor` statement begins before a place on its line."""
+    return _TENSOR.search(text, text.rfind("\n", 0, at) + 1, at) is not None
 
 
 _STRAY = re.compile(r"[^\W\d]\w*|\s+|(.)\1*", re.DOTALL)

@@ -76,7 +76,8 @@ _COMPARISONS = {"LT", "LE", "GT", "GE", "EQ", "NE"}
 _STEPS = {"USE", "SET", "PROMPT", "ATTEND", "TOKEN", "EXPECT"}
 _SHOWN = {
     "NAME": "a name", "NUMBER": "a number", "STRING": "a string", "LPAR": "`(`", "RPAR": "`)`", "LBRACE": "`{`",
-    "RBRACE": "`}`", "EQUAL": "`=`", "COMMA": "`,`", "RANGE": "`..`", "$END": "the end of the file", "GE": "`>=`",
+    "RBRACE": "`}`", "LSQB": "`[`", "RSQB": "`]`", "EQUAL": "`=`", "COMMA": "`,`", "RANGE": "`..`",
+    "$END": "the end of the file", "GE": "`>=`",
 }  # fmt: skip
 
 

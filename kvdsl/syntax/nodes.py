@@ -136,6 +136,21 @@ class Let:
 
 
 @dataclass(frozen=True)
+class Tensor:
+    """`tensor NAME [AXIS, ...] from "FILE"`."""
+
+    span: Span
+    name: Word
+    axes: tuple[Word, ...]
+    file: Word
+    override: bool = False
+
+
+Named = Param | Let | Tensor
+"""The statements that define a name."""
+
+
+@dataclass(frozen=True)
 class Keep:
     """`keep first|last|top|where`; scope `nothing` is the bare `override keep`."""
 
@@ -213,7 +228,7 @@ class Layers:
 Single = Setting | Budget | Select | Sketch | Layers
 """The statements that may stand once in a policy."""
 
-Statement = Param | Let | Keep | Single
+Statement = Named | Keep | Single
 
 # -- tests -----------------------------------------------------------------------------------------------------------
 

@@ -93,6 +93,8 @@ class _Shaper:
             return self._param(tree, override)
         if kind == "let":
             return self._let(tree, override)
+        if kind == "tensor":
+            return self._tensor(tree, override)
         if kind.startswith("keep_"):
             return self._keep(tree, override)
         return self._single(tree, override)
@@ -125,6 +127,11 @@ class _Shaper:
     def _parameter(self, tree: Tree[Token]) -> syn.Parameter:
         name, default = tree.children
         return syn.Parameter(self._span(tree), self._word(name), None if default is None else self._expr(default))
+
+    def _tensor(self, tree: Tree[Token], override: bool) -> syn.Tensor:
+        name, *axes, file = tree.children
+        words = tuple(self._word(axis) for axis in axes)
+        return syn.Tensor(self._span(tree), self._word(name), words, self._string(file), override)
 
     def _keep(self, tree: Tree[Token], override: bool) -> syn.Keep:
         scope = str(tree.data).removeprefix("keep_")

@@ -50,7 +50,7 @@ def _gaps(pieces: Sequence[Piece]) -> Iterator[str]:
 
 
 def _gap(left: Piece, right: Piece) -> str:
-    if left.type == "LPAR" or right.type in ("RPAR", "COMMA"):
+    if left.type in ("LPAR", "LSQB") or right.type in ("RPAR", "RSQB", "COMMA"):
         return ""
     if right.type == "LPAR":
         return "" if left.type == "NAME" else " "

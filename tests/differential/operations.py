@@ -9,9 +9,11 @@ import torch
 from kvdsl.compiler import analyse
 from kvdsl.ir import ops
 from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_tensor
 from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 
+from .tensors import BESIDE, TENSORS
 from .traces import Trace
 
 TARGETS = ("cpu", "torch", "triton")
@@ -35,12 +37,20 @@ _CALLED = {
 _WRITTEN = {"neg": "-sum(-attn)", "not": "(not (last(attn) > 0.3)) + sum(not (attn > 0.3))"}
 """Functions by how many arguments they take, and the operators of one operand."""
 
+_READING = {
+    "what a token has": "param budget = 7\nscore -dot(vector, k) + max(where(vector > head, k, head * direction) over dims)",
+    "a score": "param budget = 7\nscore sum(attn) * where(head > 0.5, head, layer_) - head\nkeep where age < 3 * head",
+    "a reduction over queries": "param budget = 7\nscore mean(attn * head + layer_) + max(sum(q * vector * k over dims))",
+    "a selection": "select top 5 by dot(q * direction, k) + head * position",
+    "a sketch": "sketch top 3 dims by abs(direction) every 2 queries\nselect top 5 by dot(q, k over sketch)",
+}
+
 TRACE = Trace(budget=None, prompt=9, steps=6, batch=2, padding=3, dtype=torch.float32, seed=7)
 
 
 def policy(body: str) -> Policy:
     """A checked and folded policy of these statements."""
-    analysis = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\n{body}\n}}\n'))
+    analysis = analyse(SourceFile("p.kv", f'kv 1\npolicy P {{\n"A test."\n{body}\n}}\n', BESIDE))
     assert analysis.ok, analysis.diagnostics
     return fold(analysis.policy)
 
@@ -76,3 +86,12 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, function(name)) for name in ops.FUNCTIONS)
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
+    yield from tensors()
+
+
+def tensors() -> Iterator[tuple[str, Policy]]:
+    """Tensors of files, in all places where they can stand."""
+    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in TENSORS)
+    for place, text in _READING.items():
+        kept = "".join(line for line in lines.splitlines(keepends=True) if line.split()[1] in text)
+        yield f"a tensor in {place}", policy(kept + text)

@@ -35,9 +35,13 @@ from kvdsl.ir.nodes import (
     Reduce,
     Select,
     Sketch,
+    Tensor,
+    TensorRef,
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
+
+from .tensors import TENSORS
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
 
@@ -87,6 +91,7 @@ class Maker:
         logit, pages, sketch: whether expressions may read these.
         victims: who must agree on the victims, unless a budget is shared.
         fused: no statements without fused kernels.
+        tensors: of files, which expressions may read.
     """
 
     pick: Callable[[Sequence[Any]], Any]
@@ -97,6 +102,7 @@ class Maker:
     sketch: bool = False
     victims: str = "own"
     fused: bool = False
+    tensors: tuple[Tensor, ...] = ()
 
     def one_of(self, *options: Any) -> Any:
         return self.pick(options)
@@ -182,6 +188,7 @@ class Maker:
         """Something without operands; with dims or queries around it, something that has them, mostly."""
         number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*self.fixed), lambda: Input(name="live")]
         slot: list[Callable[[], Expr]] = [lambda: Input(name="position"), lambda: Input(name="age")]
+        number += [lambda: self.tensor(dims=False)] if any("dims" not in one.axes for one in self.tensors) else []
         return self.one_of(*[lambda: self.own_leaf(place)] * 5, *slot, *number)()
 
     def own_leaf(self, place: Place) -> Expr:
@@ -198,8 +205,14 @@ class Maker:
         """With dims: keys, values and queries, or the extremes of a page."""
         if self.pages and self.rarely():
             return self.over_page(Input(name=self.one_of("k", "v")))
+        if any("dims" in one.axes for one in self.tensors) and self.rarely():
+            return self.tensor(dims=True)
         vectors = ("q", "k") if place.sketched else ("q", "k", "v") if place.query else ("k", "v")
         return Input(name=self.one_of(*vectors))
+
+    def tensor(self, *, dims: bool) -> Expr:
+        """What a file says of the KV head."""
+        return TensorRef(name=self.one_of(*(one.name for one in self.tensors if ("dims" in one.axes) == dims)), dims=dims)
 
     def attention(self) -> Expr:
         """The plainest reduction over queries."""
@@ -360,6 +373,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         fused: leave out the statements for which there are no fused kernels so far.
     """
     maker = Maker(pick, fused=fused)
+    maker.tensors = tuple(one for one in TENSORS if maker.one_of(*[False] * 4, True))
     evicts = maker.one_of(*[True] * 9, False)
     selects = not evicts or maker.one_of(False, False, False, False, True)
     compact = evicts and not fused and maker.one_of(*[False] * 5, True)
@@ -386,9 +400,18 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made["pages"] = maker.count(5, 1)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
+    made["tensors"] = tuple(one for one in maker.tensors if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
     return policy.model_copy(update={"keeps": kept})
+
+
+def _reads(statements: dict[str, Any], tensor: Tensor) -> bool:
+    """Whether a statement reads a tensor."""
+    policy = Policy(name="P", stem="p", **statements)
+    return any(
+        isinstance(part, TensorRef) and part.name == tensor.name for e in _all_expressions(policy) for part in walk(e)
+    )
 
 
 def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
@@ -428,6 +451,8 @@ def mixes_dims(policy: Policy) -> bool:
 
 
 def _vector(leaf: Expr) -> str:
+    if isinstance(leaf, TensorRef) and leaf.dims:
+        return "k"
     if isinstance(leaf, Input) and leaf.name in ("q", "k", "v"):
         return "v" if leaf.name == "v" else "k"
     return ""

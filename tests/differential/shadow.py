@@ -254,7 +254,9 @@ class Shadow:
     def _exact(self, **inputs: Array) -> ExactScope:
         """Numbers are computed in float64 everywhere."""
         known = {**self.numbers.inputs, **inputs}
-        return ExactScope(0, 0, known, self.numbers.params, page=self.numbers.page, sketch=self.sketch)
+        return ExactScope(
+            0, 0, known, self.numbers.params, self.machine.constants, page=self.numbers.page, sketch=self.sketch
+        )
 
     def _number(self, expr: Expr) -> float:
         return evaluate_number(expr, self._exact())

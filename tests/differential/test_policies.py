@@ -26,6 +26,7 @@ from kvdsl.source import SourceFile
 
 from .random_policies import policies, policy_of
 from .random_texts import policy_with_score
+from .tensors import BESIDE
 from .test_random import commit_seed
 from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
@@ -43,7 +44,7 @@ def quickly(examples: int) -> Callable[[Any], Any]:
 @quickly(150)
 @given(policies())
 def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
-    again = analyse(SourceFile("p.kv", print_policy(policy)))
+    again = analyse(SourceFile("p.kv", print_policy(policy), BESIDE))
     assert again.ok, [found.message for found in again.diagnostics]
     assert fold(again.policy) == policy
 

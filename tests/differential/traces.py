@@ -40,6 +40,7 @@ from .inputs import INPUTS
 from .precision import FUSED_16_BITS
 from .random_policies import mixes_dims
 from .row_step import RowStep
+from .tensors import drawn
 
 Array = NDArray[np.float64]
 Mask = NDArray[np.bool_]
@@ -204,6 +205,8 @@ class Run:
         self.rng = np.random.default_rng(trace.seed)
         self.given = ({} if trace.budget is None else {"budget": trace.budget}) | dict(trace.given)
         given = {name: self.given.get(name) for name in spec.params}
+        sizes = {"layers": LAYERS, "heads": HEAD_OFFSET + trace.kv_heads, "dims": trace.head_dim}
+        spec, self.tensors = drawn(spec, sizes, self.rng)
         self.states = [
             slot_state(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)
             for layer in trace.layers
@@ -280,7 +283,7 @@ class Run:
         numbers = [
             resolve(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected) for layer in trace.layers
         ]
-        return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed)
+        return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed, self.tensors)
 
     def _held(self) -> list[list[Head]]:
         """Every row's heads as the backend has them."""

@@ -34,6 +34,10 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} selects, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, roco, tova and "
             f"streaming_llm are"
         )
+    if spec.tensors is not None:
+        raise KvdslError(
+            f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
+        )
     if state.settings.bounded_by() is None or not _same_for_all_prompts(state):
         raise KvdslError(
             f"numbers of {spec.name} depend on the prompt, or nothing bounds it: no page of one size holds every request; state them in "

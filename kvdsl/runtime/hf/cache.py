@@ -20,11 +20,11 @@ from kvdsl.runtime.given import param
 from kvdsl.runtime.hf import binding, saving, speculation
 from kvdsl.runtime.hf.admission import admit
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
-from kvdsl.runtime.hf.models import managed_windows, unwrap
+from kvdsl.runtime.hf.models import managed_windows, sizes, unwrap
 from kvdsl.runtime.hf.probe import KEEP_EVERYTHING
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.sync import LayerSync
-from kvdsl.runtime.hf.tensor_parallel import head_offset, refuse_agreement
+from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
@@ -93,10 +93,13 @@ class KVCache(Cache):
         self._sync = LayerSync(model)
         self._choose = choose
         layers = native_layers(self._config)
+        if spec.tensors is not None:
+            spec.tensors.check(sizes(self._config, len(layers)))
         rope = ropes(model) if spec.compact else {}
         together = Together() if spec.victims == "layers" else None
         for index, window in managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
+            state.processes = processes_of(model)
             state.reserves = model.device.type not in ("cpu", "meta")  # transformers asks before the prompt is there
             if together is not None:
                 together.join(state)

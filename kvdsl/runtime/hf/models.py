@@ -45,6 +45,16 @@ def text_model(model: PreTrainedModel) -> PreTrainedModel:
     return model
 
 
+def sizes(config: Any, layers: int) -> dict[str, int]:
+    """What a config says of a model's sizes, by the axes of tensors; the first keys tell the rest."""
+    found = {
+        "layers": layers,
+        "heads": getattr(config, "num_key_value_heads", None),
+        "dims": getattr(config, "head_dim", None),
+    }
+    return {axis: size for axis, size in found.items() if isinstance(size, int)}
+
+
 def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
     """The layers that a policy manages and the window in which each attends, None for the whole text.
 

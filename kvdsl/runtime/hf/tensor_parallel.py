@@ -26,12 +26,17 @@ def refuse_agreement(model: PreTrainedModel, spec: PolicySpec) -> None:
         )
 
 
+def processes_of(model: PreTrainedModel) -> int:
+    """Over how many processes the model's heads are spread."""
+    return getattr(model, "_tp_size", None) or 1
+
+
 def head_offset(model: PreTrainedModel, config: Any) -> Callable[[int], int]:
     """A function from the number of local KV heads to the first one's number in the whole layer.
 
-    Only `random()` asks: every head must draw the same numbers wherever it lives.
+    `random()` asks, since every head must draw the same numbers wherever it lives, and so do tensors of files.
     """
-    processes = getattr(model, "_tp_size", None) or 1
+    processes = processes_of(model)
 
     def offset(local_heads: int) -> int:
         if processes == 1 or not dist.is_available() or not dist.is_initialized():

@@ -63,8 +63,10 @@ class SlotState(Linked):
         rank [batch, kv_heads, N] int32: how many live slots of the head hold an earlier token; -1 where the slot is free.
         length [batch, kv_heads, 1] int32, of backends that cannot count while they attend; empty until it is counted: how many tokens
             the head holds.
-    And one with `rope cached`, of backends that read it; empty until it is made from the keys:
+    One with `rope cached`, of backends that read it; empty until it is made from the keys:
         half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
+    And one that reads tensors of files:
+        constants [tensors, kv_heads, key_dim] float32: what they have for this layer, in the order of the policy's `tensor` lines.
 
     Attributes:
         layout: where keys and values lie.
@@ -73,6 +75,7 @@ class SlotState(Linked):
         selects: whether a decoded token attends to a selection only.
         ring_sizes: rows of each ring.
         window: how many tokens a query of this layer sees, or None.
+        processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
         together: the layers that agree on their victims, or None where this one decides by itself.
         workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
             cache.
@@ -95,6 +98,7 @@ class SlotState(Linked):
     rank: Tensor
     length: Tensor
     half_keys: Tensor
+    constants: Tensor
     sketch_keys: Tensor
     page_bounds: Tensor
     copied: Tensor
@@ -118,6 +122,7 @@ class SlotState(Linked):
         self.settings = Settings(spec, given, layer, layers)
         self.layer = layer
         self.head_offset = head_offset
+        self.processes = 1
         self.seed = seed
         self.together: Together | None = None
         self.reserves = False
@@ -195,6 +200,31 @@ class SlotState(Linked):
         """
         numbers = self.settings.resolve(seen.clamp(min=self.expected))
         return torch.where((seen > self.seen)[:, None], numbers, self.numbers) if self.allocated else numbers
+
+    # -- constants -----------------------------------------------------------------------------------------------------
+
+    def read_constants(self, key: Tensor) -> None:
+        """Read what the policy's tensors have for this layer, once: for keys like these, [batch, kv_heads, tokens, dim].
+
+        Raises:
+            KvdslError: if they were made for another model, or if their file is another than it was.
+        """
+        if self.spec.tensors is None or self.constants.shape != NOTHING.shape:
+            return
+        heads = slice(self.head_offset, self.head_offset + key.shape[1])
+        sizes = {
+            "layers": self.settings.layers,
+            "heads": max(heads.stop, key.shape[1] * self.processes),
+            "dims": key.shape[3],
+        }
+        self.constants = self.spec.tensors.rows(self.layer, sizes, heads).to(key.device)
+
+    def constants_of(self, heads: slice = slice(None)) -> dict[str, Tensor]:
+        """What the policy's tensors have for some of the KV heads, by name: float32 [heads, key_dim] each."""
+        if self.spec.tensors is None:
+            return {}
+        named = zip(self.spec.tensors.names, self.constants, strict=True)
+        return {name: row[heads] for name, row in named}
 
     # -- columns -------------------------------------------------------------------------------------------------------
 

@@ -45,6 +45,10 @@ def _halves(spec: PolicySpec) -> bool:
     return spec.rope_cached
 
 
+def _tensors(spec: PolicySpec) -> bool:
+    return spec.tensors is not None
+
+
 @dataclass(frozen=True)
 class Declared:
     """One tensor.
@@ -78,6 +82,7 @@ BY_SLOT = (
     Declared("rank", noted=True, of=_compact),
     Declared("length", of=_compact),
     Declared("half_keys", of=_halves),
+    Declared("constants", batch=None, changes=False, of=_tensors),
 )
 """What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
 

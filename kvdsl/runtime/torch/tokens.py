@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -37,10 +37,11 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.single_columns(columns), call.key.shape[2]
+    constants = state.constants_of()
     size = max(1, _BLOCK * tokens // max(1, call.key.numel()))
     for part in (slice(start, start + size) for start in range(0, tokens, size)):
         here = {name: column[..., part] for name, column in named.items()}
-        state.spec.torch_kernels.place(NewTokens(call.key[:, :, part], call.value[:, :, part], here))
+        state.spec.torch_kernels.place(NewTokens(call.key[:, :, part], call.value[:, :, part], here, constants))
 
 
 @dataclass
@@ -53,11 +54,13 @@ class NewTokens:
     Attributes:
         key, value: [batch, kv_heads, tokens, dim], of the model's dtype.
         columns: float32 [batch, kv_heads, tokens], by name.
+        constants: what the policy's tensors have, float32 [kv_heads, dim] each.
     """
 
     key: Tensor
     value: Tensor
     columns: dict[str, Tensor]
+    constants: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def k(self) -> Tensor:
@@ -72,6 +75,11 @@ class NewTokens:
     def number(self, value: float) -> Tensor:
         """A literal where no tensor stands beside it."""
         return torch.full((1, 1, 1, 1), value, dtype=torch.float64, device=self.key.device)
+
+    def tensor(self, name: str, *, dims: bool) -> Tensor:
+        """What one of the policy's tensors has for each head."""
+        row = self.constants[name].double() if dims else self.constants[name][:, :1].double()
+        return row.T[:, None, :, None]
 
     def over_dims(self, op: str, x: Tensor, *, alike: bool = False) -> Tensor:
         """Reduce the dims to one: `sum`, `mean`, `var`, `std`, `max` or `min`.

@@ -47,6 +47,7 @@ class View:
         group: how query heads are reduced.
         random_key: (seed, layer, first KV head) of `random()`.
         rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
+        constants: what the policy's tensors have, float32 [kv_heads, dim] each.
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
         weights: what the queries give the slots; None in a settle.
@@ -65,6 +66,7 @@ class View:
     random_key: tuple[int, int, int]
     query: Tensor | None = None
     rings: dict[str, Tensor] = field(default_factory=dict)
+    constants: dict[str, Tensor] = field(default_factory=dict)
     sketch: Tensor | None = None
     protected: Tensor | None = None
     weights: Weights | None = None
@@ -100,6 +102,14 @@ class View:
     def number(self, name: str) -> Tensor:
         """One of the policy's numbers."""
         return self.numbers[name]
+
+    def scalar(self, name: str) -> Tensor:
+        """What a tensor without dims has: [1, kv_heads, 1, 1]."""
+        return self.constants[name][None, :, :1, None]
+
+    def vector(self, name: str) -> Tensor:
+        """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
+        return self.constants[name][None, :, None, None]
 
     def column(self, name: str) -> Tensor:
         """A state column."""
@@ -313,6 +323,7 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         group=state.spec.group,
         random_key=(state.seed, state.layer, state.head_offset),
         rings=state.rings(kept["columns"]),
+        constants=state.constants_of(),
         sketch=state.sketch if state.has_sketch else None,
     )
 

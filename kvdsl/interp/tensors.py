@@ -1,0 +1,39 @@
+"""What a policy's tensors hold, in the interpreter."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import numpy as np
+
+from kvdsl.interp.evaluate import Array
+from kvdsl.ir.nodes import Policy, Tensor
+from kvdsl.tensorfile import Stored
+
+Tensors = Mapping[str, Array]
+"""Of each tensor all that its file has, by name, over the axes of its statement."""
+
+NO_TENSORS: Tensors = MappingProxyType({})
+
+
+def values(stored: Stored) -> Array:
+    """What a file holds, rounded to float32 as everywhere."""
+    if stored.dtype == "BF16":
+        bits = np.frombuffer(stored.data, "<u2").astype("<u4") << 16
+        numbers = bits.view("<f4")
+    else:
+        numbers = np.frombuffer(stored.data, {"F64": "<f8", "F32": "<f4", "F16": "<f2"}[stored.dtype])
+    return numbers.astype(np.float32).astype(np.float64).reshape(stored.shape)
+
+
+def rows_of(policy: Policy, tensors: Tensors, layer: int, head: int) -> dict[str, Array]:
+    """What expressions of a KV head read, [1, dims or 1] each."""
+    return {tensor.name: _row(tensor, tensors[tensor.name], layer, head) for tensor in policy.tensors}
+
+
+def _row(tensor: Tensor, whole: Array, layer: int, head: int) -> Array:
+    at: dict[str, Any] = {"layers": layer, "heads": head, "dims": slice(None)}
+    row: Array = whole[tuple(at[axis] for axis in tensor.axes)]
+    return row.reshape(1, -1)

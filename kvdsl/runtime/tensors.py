@@ -1,0 +1,91 @@
+"""What a policy's `tensor` lines read: a file beside the generated package, and of it the rows of one layer."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.tensorfile import AXES, Stored, check_sizes, read
+
+_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Tensors:
+    """A policy's tensors.
+
+    Attributes:
+        path: the file beside the package.
+        sha256: its digest when the package was made, in hexadecimal digits.
+        tensors: name, axes and the file that it came from, each; in the order of `rows`.
+    """
+
+    path: Path
+    sha256: str
+    tensors: tuple[tuple[str, tuple[str, ...], str], ...]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Their names, in the order of `rows`."""
+        return tuple(name for name, _, _ in self.tensors)
+
+    def check(self, sizes: Mapping[str, int]) -> None:
+        """Raise KvdslError unless a model of these sizes, by axis, is what the tensors were made for; or if the file is another."""
+        stored = _read(self)
+        for name, axes, file in self.tensors:
+            check_sizes(name, axes, stored[name].shape, sizes, file)
+
+    def rows(self, layer: int, sizes: Mapping[str, int], heads: slice) -> Tensor:
+        """What some KV heads of a layer read, float32 [tensors, heads, dims]; of a tensor without dims the same for all of them.
+
+        Args:
+            sizes: of the model, by axis.
+
+        Raises:
+            KvdslError: if the model is not what the tensors were made for, or if the file is another than it was.
+        """
+        self.check(sizes)
+        made = torch.empty(len(self.tensors), heads.stop - heads.start, sizes["dims"])
+        for row, (name, axes, _) in zip(made, self.tensors, strict=True):
+            values = _values(self, name)[layer if "layers" in axes else 0]
+            row.copy_(values[heads] if "heads" in axes else values)
+        return made
+
+
+@lru_cache(maxsize=8)
+def _read(tensors: Tensors) -> dict[str, Stored]:
+    """All of them, of the file that there was."""
+    try:
+        found = hashlib.sha256(tensors.path.read_bytes()).hexdigest()
+    except OSError as error:
+        raise KvdslError(f"`{tensors.path}`, which a policy reads, cannot be read: compile the policy again") from error
+    if found != tensors.sha256:
+        raise KvdslError(f"`{tensors.path}` is not the file that the policy was compiled with: compile the policy again")
+    return read(tensors.path, [name for name, _, _ in tensors.tensors])
+
+
+@lru_cache(maxsize=64)
+def _values(tensors: Tensors, name: str) -> Tensor:
+    """One of them, float32 [layers, heads, dims], of size 1 along an axis that it lacks.
+
+    Raises:
+        KvdslError: if it has a number that is not finite.
+    """
+    stored = _read(tensors)[name]
+    (axes, file) = next((axes, file) for other, axes, file in tensors.tensors if other == name)
+    flat = torch.frombuffer(bytearray(stored.data), dtype=_DTYPES[stored.dtype]) if stored.data else torch.empty(0)
+    values = flat.view(stored.shape).float()
+    if not values.isfinite().all():
+        raise KvdslError(f"`{name}` in `{file}` has numbers that are infinite or none (NaN)")
+    values = values.permute([axes.index(axis) for axis in AXES if axis in axes])
+    for place, axis in enumerate(AXES):
+        if axis not in axes:
+            values = values.unsqueeze(place)
+    return values

@@ -1,0 +1,62 @@
+"""`tensor` statements: what a tensor varies over, and where its file lies."""
+
+from __future__ import annotations
+
+from pathlib import Path, PurePosixPath
+
+from kvdsl import codes
+from kvdsl.diagnostics import Sink, did_you_mean, listed
+from kvdsl.ir import nodes as ir
+from kvdsl.source import SourceFile
+from kvdsl.syntax import nodes as syn
+from kvdsl.tensorfile import AXES
+
+
+def check_tensor(statement: syn.Tensor, source: SourceFile, sink: Sink) -> ir.Tensor | None:
+    """What a `tensor` statement in a file says; None after a report. Whether its file is there is asked when a package is made."""
+    path = _path(statement.file, source, sink)
+    if not _has_axes(statement, sink) or path is None:
+        return None
+    axes = tuple(word.text for word in statement.axes)
+    return ir.Tensor(name=statement.name.text, axes=axes, file=statement.file.text, path=str(path))
+
+
+def _has_axes(statement: syn.Tensor, sink: Sink) -> bool:
+    seen: set[str] = set()
+    for word in statement.axes:
+        if word.text not in AXES:
+            help = did_you_mean(word.text, AXES) or f"the axes are {listed(AXES, 'and')}"
+            sink.report(codes.TENSOR, word.span, f"a tensor has no axis `{word.text}`", help)
+            return False
+        if word.text in seen:
+            sink.report(codes.TENSOR, word.span, f"the axis `{word.text}` is named twice")
+            return False
+        seen.add(word.text)
+    return True
+
+
+def _path(word: syn.Word, source: SourceFile, sink: Sink) -> Path | None:
+    """Where the file lies: below the folder of the .kv file, whatever links there are."""
+    name, span = word.text, word.span
+    parts = PurePosixPath(name).parts
+    if not name.endswith(".safetensors") or name.startswith(("/", "\\")) or ".." in parts or set(name) & set("\\:"):
+        help = f'for example `from "{PurePosixPath(name.replace(chr(92), "/")).stem or "filter"}.safetensors"`'
+        message = "a tensor's file is a .safetensors file by a path below the folder of the policy"
+        sink.report(codes.TENSOR_FILE, span, message, help)
+        return None
+    if not name.isprintable():
+        sink.report(codes.TENSOR_FILE, span, "the path has characters that cannot be printed")
+        return None
+    if source.path is None:
+        message = "this policy lies in no file, so that there is no folder to find the tensor's file in"
+        sink.report(codes.TENSOR_FILE, span, message, "save the policy in a .kv file beside it, and load that")
+        return None
+    folder = source.path.resolve().parent
+    try:
+        path = (folder / name).resolve()
+    except (OSError, RuntimeError, ValueError):
+        path = folder.parent
+    if not path.is_relative_to(folder):
+        sink.report(codes.TENSOR_FILE, span, f"`{name}` leads out of the folder of the policy", "copy the file there")
+        return None
+    return path
