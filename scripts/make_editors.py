@@ -27,7 +27,7 @@ from kvdsl.source import SourceFile  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 
-DECLARING = ("import", "let", "override", "param", "policy", "extends", "test")
+DECLARING = ("import", "let", "override", "param", "policy", "extends", "tensor", "test")
 """The keywords that name something, which editors colour unlike those of statements."""
 SPELT = ("and", "not", "or")
 CONSTANTS = ("nan", "inf", "nothing")
@@ -49,7 +49,7 @@ _HIGHLIGHTS = """\
 [{keywords}] @keyword
 [{spelt}] @keyword.operator
 [{operators}] @operator
-["(" ")" "{{" "}}"] @punctuation.bracket
+["(" ")" "[" "]" "{{" "}}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
 [{constants}] @constant.builtin
 
@@ -58,6 +58,8 @@ _HIGHLIGHTS = """\
 (import (identifier) @type)
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
+(tensor name: (identifier) @variable.parameter)
+(tensor axis: (identifier) @constant.builtin)
 (param kind: (identifier) @type.builtin)
 (set (identifier) @variable.parameter)
 (let name: (identifier) @variable . "=")

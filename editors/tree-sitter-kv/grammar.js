@@ -34,7 +34,7 @@ module.exports = grammar({
     _statement: ($) => choice($._plain, $.override),
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
-      $.param, $.let, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
+      $.param, $.let, $.tensor, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
       $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
@@ -45,6 +45,9 @@ module.exports = grammar({
     let: ($) => seq("let", field("name", $.identifier), optional($.names), "=", $._expression),
     names: ($) => seq("(", optional(parts($.parameter, ",")), ")"),
     parameter: ($) => seq(field("name", $.identifier), optional(seq("=", $._expression))),
+    tensor: ($) => seq(
+      "tensor", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
+    ),
 
     // what to evict
     budget: ($) => seq("budget", $._expression, optional($.across)),

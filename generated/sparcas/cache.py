@@ -58,7 +58,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=5,
+        abi=6,
     )
 
     def __init__(

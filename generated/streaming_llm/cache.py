@@ -57,7 +57,7 @@ class StreamingLLMCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
-        abi=5,
+        abi=6,
     )
 
     def __init__(

@@ -107,7 +107,7 @@ def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
     files = {f"{policy.stem}/{name}": content for name, content in made.items()}
     old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():
-        files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n'} | files
+        files = {"__init__.py": '"""KV-cache policies, compiled by kvdsl."""\n', **files}
     return Compiled(name, policy, files, tuple(differing(files, out)), old)
 
 

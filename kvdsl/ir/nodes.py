@@ -16,6 +16,7 @@ from pydantic_core import CoreSchema, core_schema
 
 from kvdsl.ir import ops
 from kvdsl.ir.ops import Axis as Axis
+from kvdsl.tensorfile import AXES
 
 
 class Node(BaseModel):
@@ -70,6 +71,7 @@ Function = Annotated[str, _row_of(ops.FUNCTIONS)]
 Operator = Annotated[str, _row_of(ops.OPERATORS)]
 ReduceOp = Annotated[str, _row_of(ops.REDUCTIONS)]
 ColumnRule = Annotated[str, _row_of(ops.RULES)]
+TensorAxis = Annotated[str, _row_of(AXES)]
 
 
 class Number(Node):
@@ -207,7 +209,7 @@ class Tensor(Node):
     """
 
     name: str
-    axes: tuple[Literal["layers", "heads", "dims"], ...]
+    axes: tuple[TensorAxis, ...]
     file: str
     path: str
 

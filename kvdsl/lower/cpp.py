@@ -37,6 +37,7 @@ from kvdsl.lower.expression import (
     hoist,
     names_of,
     reads,
+    reads_vectors,
     texts,
     uses_of,
 )
@@ -185,7 +186,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str
             raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
         if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
             raise NotLowerable("a reduction over slots of something that is computed over dims")
-        if reads(expr, "k", "v"):
+        if reads_vectors(expr, "k", "v"):
             raise NotLowerable("a reduction of whole keys or values over slots")
         CAN.check(expr)
         body = SlotPrinter(view, names).value(expr.body)
@@ -213,8 +214,10 @@ def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     scores = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
-    if any(reads(expr, "k", "v") for expr in [*scores, *conditions]):
-        raise NotLowerable("a score or scope that reads keys or values together with what changes while they are cached")
+    if any(reads_vectors(expr, "k", "v") for expr in [*scores, *conditions]):
+        raise NotLowerable(
+            "a score or scope that reads keys, values or tensors over dims together with what changes while they are cached"
+        )
     before, hoisted = _hoist("head", [*scores, *conditions])
     printer = SlotPrinter("head", hoisted)
     values = [printer.value(expr) for expr in scores]
@@ -312,9 +315,9 @@ def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
             raise NotLowerable("a sketch by anything but queries and reductions of keys over slots")
         CAN.check(expr)
         body = SlotPrinter("row", {}).value(expr.body)
-        if reads(expr, "k"):
+        if reads_vectors(expr, "k"):
             return fragment(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{{{ return {{}}; }}}});", body)
         return fragment(f"const float {name} = row.{expr.op}({{}});", function_of(SLOT, body))
 
     lines, names = hoist([by], statement)
-    return lines, {expr: f"{name}_of[d]" if reads(expr, "k") else name for expr, name in names.items()}
+    return lines, {expr: f"{name}_of[d]" if reads_vectors(expr, "k") else name for expr, name in names.items()}

@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Random,
     Reduce,
     RingRef,
+    TensorRef,
 )
 from kvdsl.ir.ops import LOGICAL, OPERATORS
 from kvdsl.lower.expression import (
@@ -56,6 +57,7 @@ CAN = Target(
     },
     functions=("neg", "not", "where", *_FUNCTIONS),
     operators=OPERATORS,
+    tensors=True,
 )
 """What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
 
@@ -139,6 +141,8 @@ class SlotPrinter(_CppPrinter):
             return Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), SLOT))
         if isinstance(expr, RingRef):
             return Fragment(f"{ring_name(expr)}[i]", uses=(Use("ring", expr.name, expr.op), SLOT))
+        if isinstance(expr, TensorRef):
+            return constant(self.view, expr)
         return self._input(expr.name)
 
     def _input(self, name: str) -> Fragment:
@@ -186,6 +190,8 @@ class TokenPrinter(_CppPrinter):
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             return Fragment(_double(expr.value))
+        if isinstance(expr, TensorRef):
+            return fragment("double{{{}}}", constant("slot", expr))
         assert isinstance(expr, Input)
         return Fragment(f"slot.{expr.name}(d)", uses=(_DIM,))
 
@@ -195,6 +201,12 @@ class TokenPrinter(_CppPrinter):
         size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
         body = TokenPrinter(over_dims=True).value(expr.body)
         return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", function_of(_DIM, body))
+
+
+def constant(view: str, ref: TensorRef) -> Fragment:
+    """What a tensor of a file has for the head, dim by dim if it has dims."""
+    at = f"Tensor::{spelled(ref.name)}" + (", d" if ref.dims else "")
+    return Fragment(f"{view}.constant({at})", uses=(_DIM,) if ref.dims else ())
 
 
 def over_group(value: Fragment) -> Fragment:

@@ -46,6 +46,11 @@ def reads(expr: Expr, *names: str) -> bool:
     return any(isinstance(node, Input) and node.name in names for node in walk(expr))
 
 
+def reads_vectors(expr: Expr, *names: str) -> bool:
+    """Whether the expression reads one of the inputs, or a tensor that has a number for every dim."""
+    return reads(expr, *names) or any(isinstance(node, TensorRef) and node.dims for node in walk(expr))
+
+
 def dims_of(body: Expr) -> str:
     """Through whose dims a reduction over dims goes: `v`'s if its body varies over those, else `k`'s; `` if over none."""
     if isinstance(body, TensorRef):

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Policy, Tensor
+from kvdsl.ir.nodes import Axis, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.ir.visitors import expressions, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable
+from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
-from kvdsl.lower.spelling import size_of
+from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.torch import TorchPlan, torch_plan
 from kvdsl.lower.triton import TritonPlan, triton_plan
 from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
@@ -49,6 +50,7 @@ class PackagePlan:
     Attributes:
         resolve: the statements that compute the numbers of a row from what the user gave. `resolve_uses_torch`: whether they, or
             the numbers' expressions, need torch.
+        tensors: of files, in the order of `SlotState.constants`; `tensor_names`: how kernels call them.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
@@ -62,6 +64,7 @@ class PackagePlan:
     doc: tuple[str, ...]
     params: tuple[ParamPlan, ...]
     tensors: tuple[Tensor, ...]
+    tensor_names: tuple[str, ...]
     resolve: tuple[str, ...]
     resolve_uses_torch: bool
     numbers: tuple[tuple[str, str], ...]
@@ -104,6 +107,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         doc=tuple(line.rstrip() for line in policy.doc.strip().splitlines()) or (f"The policy {policy.name}.",),
         params=numbers.params,
         tensors=policy.tensors,
+        tensor_names=tuple(spelled(tensor.name) for tensor in policy.tensors),
         resolve=numbers.resolve,
         resolve_uses_torch=numbers.uses_torch,
         numbers=numbers.numbers,
@@ -145,8 +149,20 @@ def _flags(policy: Policy, torch: TorchPlan) -> Iterator[tuple[str, str]]:
         "compact": policy.positions == "compact",
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
+        "tensors_of_values": _tensors_of_values(policy),
     }
     yield from ((name, "True") for name, true in holds.items() if true)
+
+
+def _tensors_of_values(policy: Policy) -> bool:
+    """Whether a reduction over dims has dims of tensors beside those of values."""
+    exprs = [*expressions(policy), *(column.body for column in policy.columns)]
+    exprs += [part.by for part in (policy.select, policy.sketch) if part is not None]
+    return any(
+        isinstance(node, Reduce) and node.axis is Axis.DIM and reads(node.body, "v") and reads_vectors(node.body)
+        for expr in exprs
+        for node in walk(expr)
+    )
 
 
 def _lowered(

@@ -31,8 +31,10 @@ from kvdsl.lower.expression import (
     texts,
     uses_of,
 )
+from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
     CAN,
+    OF_VECTORS,
     SKETCHED,
     STRENGTH,
     BlockPrinter,
@@ -55,7 +57,6 @@ _SLOTS = {
     "cached": Fragment("cached = pos >= 0"),
 }
 _EXTREMES = {"max": "maximum", "min": "minimum"}
-_OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
 _FOLDS = {"max": "ops.largest", "min": "ops.least"}
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
 
@@ -90,7 +91,8 @@ class TritonPlan:
 
     Attributes:
         args: names of what it is given beyond what every policy's is.
-        numbers: what it reads of the policy's numbers: name and place in the table.
+        numbers: what it reads of the policy's numbers: name and place in the table. `constants`, `vectors`: of its tensors of files,
+            those that have a number for the head, and those that have one for every dim.
         columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
             the same, with the place of each among the rings instead.
         place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
@@ -109,6 +111,8 @@ class TritonPlan:
 
     args: tuple[str, ...]
     numbers: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, int], ...]
+    vectors: tuple[tuple[str, int], ...]
     columns: tuple[tuple[str, int], ...]
     rings: tuple[tuple[str, int], ...]
     place: tuple[str, ...]
@@ -160,12 +164,14 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         *place, *protect.values(), overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score))
     )
     used = _numbers_in(uses, numbers)
+    constants, vectors = (tensors_in(uses, kind, policy) for kind in ("constant", "vector"))
     inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
         "columns": bool(policy.columns),
         "numbers": bool(used) or policy.sketch is not None,
+        "constants": bool(constants or vectors),
         "logits": bool({"attn", "logit"} & {*inputs}),
         "ring_rows": bool(rings),
         "window": "window" in helpers,
@@ -175,6 +181,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     return TritonPlan(
         args=tuple(name for name, wanted in args.items() if wanted),
         numbers=used,
+        constants=constants,
+        vectors=vectors,
         columns=tuple((name, n) for n, name in enumerate(singles)),
         rings=tuple((name, n) for n, name in enumerate(rings)),
         place=texts(place),
@@ -211,6 +219,12 @@ def _refuse_statements(policy: Policy) -> None:
 def _numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
     used = names_of(uses, "number")
     return tuple((name, n) for n, name in enumerate(numbers) if name in used)
+
+
+def tensors_in(uses: Iterable[Use], kind: str, policy: Policy) -> tuple[tuple[str, int], ...]:
+    """The tensors that are used as `constant` or `vector`: how kernels call them, and the place of each among the policy's."""
+    used = names_of(uses, kind)
+    return tuple((spelled(tensor.name), n) for n, tensor in enumerate(policy.tensors) if tensor.name in used)
 
 
 # -- the new token -----------------------------------------------------------------------------------------------------
@@ -257,7 +271,7 @@ def _values(policy: Policy, slots: str, uses: Iterable[Use]) -> list[Fragment]:
     """Statements that give a block's values the names that expressions read. `slots`: which count, by name."""
     inputs = names_of(uses, "input")
     if {"q", "k", "v"} & {*inputs}:
-        raise NotLowerable(_OF_VECTORS)
+        raise NotLowerable(OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
         *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
@@ -287,7 +301,7 @@ def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], d
 
     def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass:
         if expr.axis is Axis.DIM:
-            raise NotLowerable(_OF_VECTORS)
+            raise NotLowerable(OF_VECTORS)
         CAN.check(expr)
         body = BlockPrinter(names).value(expr.body)
         return _reduction(name, expr.op, body, slots, _values(policy, slots, body.uses))

@@ -24,6 +24,7 @@ from kvdsl.ir.nodes import (
     Random,
     Reduce,
     RingRef,
+    TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
 from kvdsl.lower.expression import (
@@ -57,10 +58,12 @@ CAN = Target(
     },
     functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
     operators=OPERATORS,
+    tensors=True,
 )
 """What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
 
 
+OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
 SKETCHED = "a sketch by anything but the query, dim by dim"
 """What there is no Triton for."""
 
@@ -159,6 +162,10 @@ class BlockPrinter(_TritonPrinter):
         if isinstance(expr, RingRef):
             use = Use("ring", expr.name, expr.op)
             return Fragment(ring_name(use), uses=(use,))
+        if isinstance(expr, TensorRef):
+            if expr.dims:
+                raise NotLowerable(OF_VECTORS)
+            return constant(expr)
         if expr.name in FIXED:
             return fragment("{}.to(tl.float32)", number(expr.name))
         plain = {"position": "pos.to(tl.float32)", "age": "(now - pos).to(tl.float32)", "live": "live.to(tl.float32)"}
@@ -178,6 +185,8 @@ class TokenPrinter(_TritonPrinter):
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
             return _float64(expr.value)
+        if isinstance(expr, TensorRef):
+            return fragment("{}.to(tl.float64)", constant(expr))
         assert isinstance(expr, Input)
         return Fragment(expr.name, uses=(Use("input", expr.name),))
 
@@ -198,6 +207,11 @@ class DimPrinter(BlockPrinter):
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise NotLowerable(SKETCHED)
+
+
+def constant(ref: TensorRef) -> Fragment:
+    """What a tensor of a file has for the head, float32: a number, or a block over dims, as the kernels load it."""
+    return Fragment(f"constant_{spelled(ref.name)}", uses=(Use("vector" if ref.dims else "constant", ref.name),))
 
 
 def number(name: str) -> Fragment:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Axis, Column, Expr, Policy, Reduce
 from kvdsl.lower.expression import Fragment, Use, fragment, hoist, names_of, uses_of
 from kvdsl.lower.spelling import size_of
+from kvdsl.lower.triton import tensors_in
 from kvdsl.lower.triton_expressions import CAN, BlockPrinter, CountPrinter, Loop, Pass, number
 from kvdsl.passes.parts import in_parts
 
@@ -31,7 +32,7 @@ class PromptKernel:
 
     Attributes:
         args: names of what it is given beyond what every policy's is.
-        numbers: what it reads of the policy's numbers: name and place in the table.
+        numbers: what it reads of the policy's numbers: name and place in the table. `constants`: of its tensors of files, likewise.
         columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
             the same, with the place of each among the rings instead.
         loops: passes of the queries over a block of slots, or of the slots past a block of queries.
@@ -39,6 +40,7 @@ class PromptKernel:
 
     args: tuple[str, ...]
     numbers: tuple[tuple[str, int], ...]
+    constants: tuple[tuple[str, int], ...]
     columns: tuple[tuple[str, int], ...]
     rings: tuple[tuple[str, int], ...]
     loops: tuple[Loop, ...]
@@ -79,17 +81,20 @@ def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Pass], written
     touched = [column for column in policy.columns if column in written or column.name in read]
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
+    constants = tensors_in(uses, "constant", policy)
     args = {
         "lse": "attn" in inputs,
         "columns": bool(touched),
         "ring_rows": any(column.rule == "ring" for column in touched),
         "numbers": bool(used),
+        "constants": bool(constants),
         "live_slots": "live" in inputs,
     }
     names = {column.name for column in touched}
     return PromptKernel(
         args=tuple(name for name, wanted in args.items() if wanted),
         numbers=tuple((name, n) for n, name in enumerate(numbers) if name in used),
+        constants=constants,
         columns=tuple((name, n) for n, name in enumerate(singles) if name in names),
         rings=tuple((name, n) for n, name in enumerate(rings) if name in names),
         loops=tuple(loop.printed() for loop in loops),

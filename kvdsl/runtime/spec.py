@@ -49,7 +49,7 @@ class PolicySpec:
         compact: whether a key's rotary position is its rank among the live slots.
         rope_cached: whether a key's rotated half is kept beside it.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
-        tensors: what the policy reads of files, or None.
+        tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -77,6 +77,7 @@ class PolicySpec:
     rope_cached: bool = False
     vectors: bool = False
     tensors: Tensors | None = None
+    tensors_of_values: bool = False
     abi: int = ABI
 
     def __post_init__(self) -> None:

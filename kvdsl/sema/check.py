@@ -106,7 +106,7 @@ class Checker:
         if self.broken or self.sink.failed():
             return
         rest = [placed.statement for name, placed in self.flat.names.items() if name not in read]
-        unread = [statement.name for statement in rest if not isinstance(statement, syn.Let)]
+        unread = [statement.name for statement in rest if isinstance(statement, (syn.Param, syn.Tensor))]
         for word in [*(definition.let.name for definition in lets), *unread]:
             if word.span.file is self.flat.module.file:
                 self.sink.report(codes.UNUSED, word.span, f"`{word.text}` is never used")

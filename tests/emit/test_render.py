@@ -31,7 +31,11 @@ TEMPLATES = (
 def test_templates_read_only_what_the_plan_has(name: str) -> None:
     env = environment()
     source, _, _ = env.loader.get_source(env, name)  # type: ignore[union-attr]
-    known = {field.name for field in fields(PackagePlan)} | {"abi", "banner", "uses_torch", "resolve_uses_torch"}
+    known = (
+        {field.name for field in fields(PackagePlan)}
+        | {"abi", "banner", "uses_torch", "resolve_uses_torch"}
+        | {"tensors_file", "tensors_sha256"}
+    )
     assert meta.find_undeclared_variables(env.parse(source)) <= known
 
 

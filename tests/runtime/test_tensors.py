@@ -78,7 +78,7 @@ def test_another_model_is_refused_before_any_token(model: LlamaForCausalLM, poli
     for shape in ((LAYERS + 1, HEADS, DIMS), (LAYERS, HEADS + 1, DIMS), (LAYERS, HEADS, DIMS - 1)):
         save_file({"filter": directions(0, *shape)}, policy.with_name("filter.safetensors"))
         with pytest.raises(KvdslError) as raised:
-            kvdsl.load(policy)(model)
+            kvdsl.load(policy)(model, backend="torch")
         assert f"`filter` in `filter.safetensors` is {list(shape)} over [layers, heads, dims]" in str(raised.value)
         assert f"this model needs {[LAYERS, HEADS, DIMS]}" in str(raised.value)
 
@@ -87,7 +87,7 @@ def test_what_a_config_does_not_say_the_first_keys_do(model: LlamaForCausalLM, p
     save_file({"filter": directions(0, LAYERS, HEADS + 1, DIMS)}, policy.with_name("filter.safetensors"))
     heads, model.config.num_key_value_heads = model.config.num_key_value_heads, None
     try:
-        cache = kvdsl.load(policy)(model)
+        cache = kvdsl.load(policy)(model, backend="torch")
         with pytest.raises(KvdslError, match="this model needs"):
             read_some(model, cache)
     finally:
@@ -120,7 +120,7 @@ def test_numbers_are_finite(model: LlamaForCausalLM, policy: Path) -> None:
     numbers[1, 1, 3] = torch.nan
     save_file({"filter": numbers}, policy.with_name("filter.safetensors"))
     with pytest.raises(KvdslError, match="infinite or none"):
-        read_some(model, kvdsl.load(policy)(model))
+        read_some(model, kvdsl.load(policy)(model, backend="torch"))
 
 
 def test_a_changed_file_is_another_policy(model: LlamaForCausalLM, policy: Path) -> None:
@@ -152,6 +152,7 @@ def _saved(cache: KVCache) -> bytes:
     return stream.getvalue()
 
 
+@pytest.mark.slow
 def test_a_package_is_whole_and_moves(model: LlamaForCausalLM, policy: Path, tmp_path: Path) -> None:
     out = tmp_path / "made"
     command = [sys.executable, "-m", "kvdsl", "compile", str(policy), "--out", str(out)]

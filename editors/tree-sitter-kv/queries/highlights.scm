@@ -4,10 +4,10 @@
 (string) @string
 (number) @number
 
-["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
+["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
-["(" ")" "{" "}"] @punctuation.bracket
+["(" ")" "[" "]" "{" "}"] @punctuation.bracket
 ["," "/"] @punctuation.delimiter
 ["inf" "nan" "nothing"] @constant.builtin
 
@@ -16,6 +16,8 @@
 (import (identifier) @type)
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
+(tensor name: (identifier) @variable.parameter)
+(tensor axis: (identifier) @constant.builtin)
 (param kind: (identifier) @type.builtin)
 (set (identifier) @variable.parameter)
 (let name: (identifier) @variable . "=")

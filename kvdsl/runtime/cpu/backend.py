@@ -145,7 +145,8 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
     )  # fmt: skip
     tensors = {
         "query": query, "key": key, "value": value, "position": position, "state": columns, "ring_rows": ring_rows,
-        "params": numbers, "sinks": None if call.sinks is None else call.sinks.float().contiguous(),
+        "params": numbers, "constants": state.constants if state.spec.tensors is not None else None,
+        "sinks": None if call.sinks is None else call.sinks.float().contiguous(),
     }  # fmt: skip
     point(args, **tensors)
     for name, tensor in (("query_stride", query), ("key_stride", key), ("value_stride", value)):

@@ -118,6 +118,8 @@ def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
         point(args, table=state.layout.table)
     if isinstance(state.layout, Flat):
         point(args, first_rows=state.layout.first_rows)
+    if state.spec.tensors is not None:
+        point(args, constants=state.constants)
     if state.spec.compact:
         point(args, rank=state.rank)
     if state.spec.rope_cached:

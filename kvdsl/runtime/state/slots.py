@@ -203,14 +203,19 @@ class SlotState(Linked):
 
     # -- constants -----------------------------------------------------------------------------------------------------
 
-    def read_constants(self, key: Tensor) -> None:
-        """Read what the policy's tensors have for this layer, once: for keys like these, [batch, kv_heads, tokens, dim].
+    def read_constants(self, key: Tensor, value: Tensor) -> None:
+        """Read what the policy's tensors have for this layer, once: for keys and values like these, [batch, kv_heads, tokens, dim].
 
         Raises:
             KvdslError: if they were made for another model, or if their file is another than it was.
         """
         if self.spec.tensors is None or self.constants.shape != NOTHING.shape:
             return
+        if self.spec.tensors_of_values and key.shape[3] != value.shape[3]:
+            raise KvdslError(
+                f"{self.spec.name} multiplies values by tensors that have a number for every dim of a key, but keys have {key.shape[3]} "
+                f"dims and values {value.shape[3]}"
+            )
         heads = slice(self.head_offset, self.head_offset + key.shape[1])
         sizes = {
             "layers": self.settings.layers,

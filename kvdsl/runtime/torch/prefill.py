@@ -33,7 +33,7 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
         [batch, tokens, query_heads, value_dim].
     """
     state.window = call.window
-    state.read_constants(call.key)
+    state.read_constants(call.key, call.value)
     position = new_positions(state, call)
     seen = seen_before(state, call) + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen)

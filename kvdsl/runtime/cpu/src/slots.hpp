@@ -6,8 +6,15 @@
 
 #include <kvdsl/args.hpp>
 #include <kvdsl/layout.hpp>
+#include <kvdsl/view.hpp>
 
 namespace kvdsl {
+
+// What the policy's tensors have for a KV head.
+inline Constants constants_of(const DecodeArgs& args, int head) {
+  const float* const rows = args.constants ? args.constants + int64_t{head} * args.key_dim : nullptr;
+  return {rows, int64_t{args.kv_heads} * args.key_dim};
+}
 
 // The lowest free slot, or INT_MAX; counts the held ones on the way.
 [[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {

@@ -32,6 +32,7 @@ struct DecodeArgs {
   int32_t* seen;      // [B] real tokens before this call, advanced by it
   const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
   const double* params;  // [B, P] the policy's numbers, null when it has none
+  const float* constants;  // [tensors, H, D] what the policy's files hold for the layer, null when it reads none
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
   int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
   void* half_keys;       // [B, H, N, 2 rope_pairs] model dtype, see src/rotate.hpp; null unless the layer keeps them

@@ -8,7 +8,7 @@
 namespace kvdsl {
 
 // What is told of a prompt, beside the DecodeArgs: in those `key` and `value` are what is cached, the tokens' own behind the
-// others [B, H, N, D], `query` [B, Hq, T, D], and of the other tensors `position`, `state`, `ring_rows`, `params` and `sinks`
+// others [B, H, N, D], `query` [B, Hq, T, D], and of the other tensors `position`, `state`, `ring_rows`, `params`, `constants` and `sinks`
 // are set.
 struct PromptArgs {
   const float* lse;        // [B, H, G, T]

@@ -61,6 +61,14 @@ inline int count(double x) {
   return x < INT_MAX ? static_cast<int>(x) : INT_MAX;
 }
 
+// What the policy's tensors have for a head: a row of key_dim numbers each; of a tensor without dims they are all the same.
+struct Constants {
+  const float* rows;
+  int64_t stride;
+
+  float operator()(int tensor, int d = 0) const { return rows[tensor * stride + d]; }
+};
+
 // A token on its way into the cache. Its columns are 0 already.
 struct Slot {
   int index;
@@ -72,6 +80,7 @@ struct Slot {
   float* state;
   int64_t column_stride;
   const double* params;
+  Constants constant;
 
   double param(int i) const { return params[i]; }
   double k(int d) const { return key[d]; }
@@ -93,6 +102,7 @@ struct Slots {
   float* work;
   int64_t work_stride;
   const double* params;
+  Constants constant;
   uint32_t random_key;  // the hash of seed, layer and head
 
   bool visible(int i) const { return position[i] >= oldest; }
