@@ -62,11 +62,12 @@ def plan_of(policy: Policy) -> PackagePlan:
     return make_plan(policy)
 
 
-def package(policy: Policy, source: str) -> dict[str, str]:
-    """Policy → plan → files, text by name; `data_of` has those that are no text.
+def package(policy: Policy, source: str, data: Mapping[str, bytes] | None = None) -> dict[str, str]:
+    """Policy → plan → files, text by name.
 
     Args:
         source: the text of the .kv file, for its digest.
+        data: the files that are no text, from `data_of`; who writes them passes what it writes, which is what the digests are of.
 
     Raises:
         KvdslError: if a file that the policy reads is not there, or does not hold what the policy says.
@@ -74,7 +75,7 @@ def package(policy: Policy, source: str) -> dict[str, str]:
     from kvdsl.emit.data import data_of
     from kvdsl.emit.render import render
 
-    return render(plan_of(policy), source, data_of(policy))
+    return render(plan_of(policy), source, data_of(policy) if data is None else data)
 
 
 @dataclass(frozen=True)
@@ -113,5 +114,5 @@ def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compil
 def _compiled(analysis: Analysis, source: str) -> Compiled:
     from kvdsl.emit.data import data_of
 
-    policy = analysis.policy
-    return Compiled(policy, package(policy, source), data_of(policy), analysis.diagnostics)
+    data = data_of(analysis.policy)
+    return Compiled(analysis.policy, package(analysis.policy, source, data), data, analysis.diagnostics)

@@ -103,7 +103,8 @@ def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:
     from kvdsl.emit.data import data_of
     from kvdsl.emit.render import differing, stale
 
-    made: dict[str, str | bytes] = {**package(policy, source), **data_of(policy)}
+    data = data_of(policy)
+    made: dict[str, str | bytes] = {**package(policy, source, data), **data}
     files = {f"{policy.stem}/{name}": content for name, content in made.items()}
     old = tuple(f"{policy.stem}/{name}" for name in stale(made, out / policy.stem))
     if not (out / "__init__.py").exists():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import pickle
 import subprocess
@@ -16,8 +17,12 @@ from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import kvdsl
+from kvdsl.cli.compile import _compile
+from kvdsl.compiler import compile_file
+from kvdsl.emit import data
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
+from kvdsl.tensorfile import Stored, read
 
 LAYERS, HEADS, DIMS = 3, 2, 16
 POLICY = """kv 1
@@ -132,6 +137,22 @@ def test_a_changed_file_is_another_policy(model: LlamaForCausalLM, policy: Path)
     assert not torch.equal(*kept)
     saved = pickle.dumps(read_some(model, first(model, backend="torch")))
     assert torch.equal(pickle.loads(saved).positions(0), kept[0])
+
+
+def test_a_file_that_changes_meanwhile_is_taken_as_it_was_read(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written is what the package has the digest of: the file is read once."""
+
+    def read_and_change(path: Path, names: list[str]) -> dict[str, Stored]:
+        found = read(path, names)
+        save_file({"filter": directions(2)}, path)
+        return found
+
+    monkeypatch.setattr(data, "read", read_and_change)
+    compiled = compile_file(policy)
+    (content,) = compiled.data.values()
+    assert hashlib.sha256(content).hexdigest() in compiled.files["cache.py"]
+    made = _compile("filtered.kv", compiled.policy, POLICY, policy.parent)
+    assert hashlib.sha256(made.files["filtered/tensors.safetensors"]).hexdigest() in made.files["filtered/cache.py"]
 
 
 def test_copies_and_pickles_keep_them(model: LlamaForCausalLM, policy: Path) -> None:
