@@ -9,6 +9,10 @@ from typing import Any
 import torch
 
 
+_OF_NVIDIA = frozenset({"maxnreg"})
+"""Options that Triton refuses for AMD's GPUs."""
+
+
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Where launches go meanwhile: to this device and its stream. Triton asks for the current one, whatever the tensors' is."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
@@ -16,4 +20,6 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
     """Run the kernel; it gets those of the arguments that it names. Products are rounded: counts are floored, where one bit decides."""
+    if torch.version.hip:
+        options = {name: value for name, value in options.items() if name not in _OF_NVIDIA}
     kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
