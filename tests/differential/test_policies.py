@@ -23,6 +23,7 @@ from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.view import View
 from kvdsl.source import SourceFile
+from tests.quick import few
 
 from .random_policies import policies, policy_of
 from .random_texts import policy_with_score
@@ -49,7 +50,7 @@ def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
     assert fold(again.policy) == policy
 
 
-@pytest.mark.parametrize("chunk", range(CHUNKS))
+@pytest.mark.parametrize("chunk", few(range(CHUNKS), 0))
 def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytest.RecordProperty) -> None:
     total = Tally()
 
@@ -68,7 +69,7 @@ def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytes
     record_property("near", total.near)
 
 
-@pytest.mark.parametrize("unit", range(UNITS))
+@pytest.mark.parametrize("unit", few(range(UNITS), 0))
 def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     """What has no fused kernel is left out here: torch serves it."""
     seeds = [f"{commit_seed()}-{unit}-{number}" for number in range(2 * PER_UNIT)]
@@ -141,6 +142,7 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.fail("nothing was found")
 
 
+@pytest.mark.slow
 def test_the_interpreter_lies_within_its_bounds_and_most_steps_have_one_outcome() -> None:
     total = Tally()
     for number in range(40):

@@ -21,6 +21,7 @@ from kvdsl.compiler import analyse, find_policy
 from kvdsl.ir.nodes import Policy
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.spec import PolicySpec
+from tests.quick import few
 
 from .cases import Case, Tally, compare
 
@@ -32,7 +33,10 @@ POLICIES = (
 TORCH_ONLY: tuple[str, ...] = ()
 BACKENDS = ("torch", "cpu")
 PAIRS = [(policy, backend) for policy in POLICIES for backend in BACKENDS if backend == "torch" or policy not in TORCH_ONLY]
-CASES_PER_POLICY, MORE_CASES = 12, 36
+QUICK_PAIRS = [
+    (policy, backend) for policy, backend in PAIRS if backend == "cpu" or policy in ("full", "roco", "adakv", "quest")
+]
+NUMBERS = [range(12), range(12, 36)]  # of the cases of a policy
 NEAR_SHARE = 0.01
 RANDOM_INPUTS = ("normal", "peaky", "large")
 
@@ -198,10 +202,8 @@ def test_what_has_no_cpp(policy: str) -> None:
     assert load(policy)[1].cpu_source.exists() == (policy not in TORCH_ONLY)
 
 
-@pytest.mark.parametrize("numbers", [
-    pytest.param(range(CASES_PER_POLICY), id="few"), pytest.param(range(CASES_PER_POLICY, MORE_CASES), id="more", marks=pytest.mark.slow),
-])  # fmt: skip
-@pytest.mark.parametrize(("policy", "backend"), PAIRS)
+@pytest.mark.parametrize("numbers", few(NUMBERS, NUMBERS[0]), ids=["few", "more"])
+@pytest.mark.parametrize(("policy", "backend"), few(PAIRS, *QUICK_PAIRS))
 def test_random_traces(policy: str, backend: str, numbers: range, record_property: pytest.RecordProperty) -> None:
     cases = [random_case(policy, number) for number in numbers]
     random_inputs = run(backend, [case for case in cases if case.inputs in RANDOM_INPUTS])

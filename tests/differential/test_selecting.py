@@ -19,6 +19,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from tests.differential.traces import OUT_TOLERANCE
+from tests.quick import few
 from tests.texts import spec_of
 
 HEADS, LAYERS = 2, 4
@@ -112,7 +113,7 @@ class Twins:
         assert torch.allclose(ours.float(), theirs.float(), atol=2 * tolerance, rtol=tolerance, equal_nan=True)
 
 
-@pytest.mark.parametrize("tokens", [1, 16, 17, 64, 330])
+@pytest.mark.parametrize("tokens", few([1, 16, 17, 64, 330], 17, 330))
 @pytest.mark.parametrize("name", SELECTS)
 def test_chooses_what_torch_chooses(name: str, tokens: int) -> None:
     tokens = max(tokens, 12) if "keep" in SELECTS[name] else tokens
@@ -139,7 +140,7 @@ def test_whatever_the_inputs_are(name: str, shape: Shape) -> None:
     Shape(), Shape(inputs="nan"), Shape(inputs="equal"), Shape(window=405), Shape(window=16), Shape(dtype=torch.bfloat16, group=4),
     Shape(prompt=3, pad=1), Shape(batch=1, prompt=1010),
 ], ids=str)  # fmt: skip
-@pytest.mark.parametrize("tokens", [16, 31, 100, 705])
+@pytest.mark.parametrize("tokens", few([16, 31, 100, 705], 31, 705))
 @pytest.mark.parametrize("name", PAGED)
 def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Shape) -> None:
     """Without a budget no column shows what was chosen; values differ from slot to slot."""

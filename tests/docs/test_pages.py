@@ -13,6 +13,7 @@ from kvdsl.cli.group import LazyGroup
 from kvdsl.compiler import analyse
 from kvdsl_lab.assets import reference_model_path
 from tests.docs.pages import MADE, Printed, blocks, documents, forget_packages, play, read, whole
+from tests.quick import few
 
 LANGUAGES = {"kv", "python", "console", "shell", "text", "mermaid", "yaml", "lua", "toml", "lisp"}
 RUN = [page for page in documents() if any(block.language in ("python", "console") for block in blocks(read(page)))]
@@ -35,7 +36,7 @@ def test_policies_check(document: str, tmp_path: Path) -> None:
 
 
 @needs_model
-@pytest.mark.parametrize("document", RUN)
+@pytest.mark.parametrize("document", few(RUN, "README.md", "docs/tutorial.md"))
 def test_programs_and_commands(document: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])

@@ -101,6 +101,7 @@ def bench(monkeypatch: pytest.MonkeyPatch, model: Any, tokenizer: Any) -> run.Be
 TODO = [tasks.TASKS[name] for name in ("books", "nearness", "fact")]
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_and_a_policy_that_cannot_is_said(
     bench: run.Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -136,7 +136,7 @@ def _thousand(policy: str, backend: str) -> None:
     assert counters["stats"]["unique_graphs"] == 1
 
 
-@pytest.mark.parametrize("policy", ["roco", "streaming_llm"])
+@pytest.mark.parametrize("policy", ["roco", slow("streaming_llm")])
 def test_a_thousand_steps_are_compiled_once(policy: str) -> None:
     _thousand(policy, "cpu")
 
@@ -187,7 +187,7 @@ def test_eager_and_compiled_steps_may_alternate(model: Any) -> None:
     )
 
 
-@pytest.mark.parametrize("compiler", ["eager", "aot_eager"])
+@pytest.mark.parametrize("compiler", ["eager", slow("aot_eager")])
 def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> None:
     """One graph, with the error where a backward runs, not where it is traced; none of the slots has a gradient."""
     cache = policies.make("roco", model, budget=BUDGET, backend="cpu")

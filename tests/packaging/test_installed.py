@@ -102,6 +102,7 @@ def lab_works(python: str | Path, folder: Path, home: Path, **variables: str) ->
         assert f"kvdsl {name}" in run(python, folder, "-m", "kvdsl", name, "--help", **variables)
 
 
+@pytest.mark.slow
 def test_a_wheel(wheel: Path, tmp_path: Path) -> None:
     """Alone, without the laboratory: that is named where it is asked for."""
     python = environment(tmp_path / "venv", wheel)

@@ -90,7 +90,7 @@ SPACES = st.sampled_from(["", " ", "   ", "\t"])
 LINE_ENDS = {"\n": st.sampled_from(["\n", "\n\n", "\n \t\n  \n"])}
 
 
-@settings(max_examples=200, suppress_health_check=list(HealthCheck))
+@settings(max_examples=80, suppress_health_check=list(HealthCheck))
 @given(st.sampled_from(POLICIES), st.data())
 def test_the_layout_does_not_depend_on_spaces(path: Path, data: st.DataObject) -> None:
     """A shipped policy with other spaces and more empty lines where there are some is laid out as it is."""

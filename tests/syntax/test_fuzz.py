@@ -15,6 +15,7 @@ from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 from kvdsl.syntax.parser import parse
 from kvdsl.syntax.reader import MAX_BYTES, decode
+from tests.quick import few
 from tests.work import calls
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
@@ -99,6 +100,8 @@ REPEATED = [
     "kv 1\n", "\r", "\u2028", "keep last 1\n", "sum(attn over ", "x\n",
 ]  # fmt: skip
 
+PLACES = ["{}", 'kv 1\npolicy P {{\n"d"\nparam budget = 512\n{}', "kv 1\npolicy P {{\nscore {}"]
+
 LONG = {
     "sum": "score " + "+".join(["position"] * 6_000),
     "doubling": "let a0=age\n" + "\n".join(f"let a{i + 1}=a{i}+a{i}" for i in range(200)) + "\nscore a200",
@@ -116,7 +119,7 @@ LONG = {
 @pytest.mark.parametrize(
     "text", [*(piece * MAX_BYTES for piece in REPEATED), *LONG.values()], ids=lambda text: repr(text[:12])
 )
-@pytest.mark.parametrize("where", ["{}", 'kv 1\npolicy P {{\n"d"\nparam budget = 512\n{}', "kv 1\npolicy P {{\nscore {}"])
+@pytest.mark.parametrize("where", few(PLACES, PLACES[-1]))
 def test_work_grows_with_the_text_alone(text: str, where: str) -> None:
     """The hungriest of these takes 136 calls for a byte, about a second; what went over a text again and again would take thousands."""
     source = SourceFile("example.kv", where.format(text)[:MAX_BYTES])

@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parents[2]
 MISSING = ("click", "jinja2", "lark", "pydantic", "platformdirs", "rich", "transformers")
 
@@ -27,6 +29,7 @@ runpy.run_path({str(ROOT / "scripts" / "gpu.py")!r}, run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_toy_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", BARE, "--toy", "--out", str(tmp_path)]
     done = subprocess.run(

@@ -10,6 +10,7 @@ import torch
 from tests.differential.cases import Case, Tally, compare
 from tests.differential.test_random import NEAR_SHARE, POLICIES, RANDOM_INPUTS, commit_seed, load, random_case
 from tests.differential.test_statements import STATEMENTS, VARIANTS
+from tests.quick import few
 from tests.texts import policy_of, spec_of
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
@@ -33,7 +34,7 @@ def test_every_policy_has_kernels(policy: str) -> None:
 @pytest.mark.parametrize("numbers", [
     pytest.param(range(100, 101), id="one"), pytest.param(range(101, 106), id="more", marks=pytest.mark.slow),
 ])  # fmt: skip
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", few(POLICIES, "roco", "streaming_llm", "adakv", "quest", "equip_h2o", "sparcas"))
 def test_random_traces(policy: str, numbers: range) -> None:
     cases = [random_case(policy, number) for number in numbers]
     random_inputs = run([case for case in cases if case.inputs in RANDOM_INPUTS])
@@ -76,8 +77,12 @@ CORNERS = {
 }
 
 
+LONG = ("nearly everything protected", "padding, compact", "several tokens, compact", "zeros")
+"""Which take seconds, and whose parts are in others."""
+
+
 @pytest.mark.usefixtures("watched_overflow")
-@pytest.mark.parametrize("corner", CORNERS)
+@pytest.mark.parametrize("corner", few(CORNERS, *(name for name in CORNERS if name not in LONG)))
 def test_corners(corner: str) -> None:
     total = run([CORNERS[corner]])
     assert total.steps > 0

@@ -8,7 +8,6 @@ from typing import Any
 
 import torch
 
-
 _OF_NVIDIA = frozenset({"maxnreg"})
 """Options that Triton refuses for AMD's GPUs."""
 
