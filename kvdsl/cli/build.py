@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from dataclasses import asdict
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,38 +23,47 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
 @click.command()
 @click.argument("names", nargs=-1, required=True, metavar="POLICY...", shell_complete=completion.policies)
 @click.option("--target", "targets", default=TARGETS, show_default=True, metavar="LIST", help="What to compile for.")
+@click.option("--group", type=click.IntRange(1, 128), default=4, show_default=True, help="Query heads per KV head, on GPUs.")
+@click.option("--head-dim", type=click.IntRange(16, 512), default=128, show_default=True,
+              help="Numbers of a key, and of a value, on GPUs; a multiple of 16.")  # fmt: skip
+@click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True,
+              help="Of the model, on GPUs.")  # fmt: skip
 @json_option
-def command(names: tuple[str, ...], targets: str, as_json: bool) -> None:
+def command(names: tuple[str, ...], targets: str, group: int, head_dim: int, dtype: str, as_json: bool) -> None:
     """Compile the kernels of policies ahead of time; no GPU is needed.
 
     A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
-    GPU kernels are compiled for bfloat16, four query heads a KV head and heads of 128; other shapes are compiled when they first run.
+    GPU kernels are compiled for one shape of a model; others are compiled when they first run.
 
     \b
     Examples:
       kvdsl build roco
+      kvdsl build roco --group 3 --head-dim 64 --dtype fp32 --target cuda:90
       kvdsl build h2o tova --target cuda:90,cpu --json
     """
     from kvdsl.loading import load
 
+    if head_dim % 16:
+        raise click.BadParameter("is a multiple of 16", param_hint="'--head-dim'")
     wanted = [target.strip() for target in targets.split(",") if target.strip()]
-    rows = [row for name in names for row in _build(load(name).spec, wanted)]
+    shape = {"group": group, "head_dim": head_dim, "dtype": dtype}
+    rows = [row for name in names for row in _build(load(name).spec, wanted, shape)]
     if as_json:
         print_json({"rows": [asdict(row) for row in rows]})
     else:
         _show(rows)
 
 
-def _build(spec: PolicySpec, targets: list[str]) -> Iterator[Row]:
+def _build(spec: PolicySpec, targets: list[str], shape: dict[str, Any]) -> Iterator[Row]:
     try:
-        from kvdsl.runtime.gpu.build import build, parse_target
+        from kvdsl.runtime.gpu.build import Shape, build, parse_target
     except ImportError as error:
         raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
     gpus = {target: parse_target(target) for target in targets if target != "cpu"}
     if gpus:
         if not spec.triton_source.exists():
             raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
-        yield from build(spec.stem, spec.triton_source, gpus)
+        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape))
     if "cpu" in targets:
         yield _cpu(spec)
 

@@ -39,11 +39,11 @@ def survives(data: bytes) -> None:
 def test_random_inputs(kind: fuzz.Kind) -> None:
     """A small run of what `scripts/fuzz_check.py` does with a million."""
     rng = random.Random(0)
-    for _ in range(150):
+    for _ in range(75):
         survives(kind(rng))
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", few(range(8), 0, 1, 2))
 def test_mutated_policies(seed: int) -> None:
     rng = random.Random(seed)
     for _ in range(100):
@@ -82,13 +82,13 @@ def test_what_fails_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["input"].encode("latin-1") == fuzz.example(0, 7)[1]
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200))
 def test_any_bytes(data: bytes) -> None:
     survives(data)
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(st.lists(st.sampled_from(fuzz.WORDS), max_size=60))
 def test_any_words(words: list[bytes]) -> None:
     survives(b'kv 1\npolicy P {\n"d"\nparam budget = 512\n' + b" ".join(words) + b"\n}\n")

@@ -33,20 +33,17 @@ from kvdsl.runtime.gpu.sizes import (
 )
 from kvdsl.runtime.rope import Rope
 
-DEFAULT = Sizes(group=4, key_dim=128, value_dim=128, item=2)
-"""The configuration that is compiled: bfloat16, four query heads a KV head, heads of 128."""
+DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32, 4)}
+"""Of models: in Triton's words, and the bytes of a number."""
 
 SPLITS = 32
-"""Of a KV head in that configuration."""
+"""Of a KV head, as kernels are compiled here."""
 
 SKETCHED = 16
-"""Dims of a sketch there."""
+"""Dims of a sketch."""
 
 SLOTS_OF_A_BLOCK = 16
-"""Under `storage blocks` there."""
-
-WHOLLY = Rope(torch.zeros(DEFAULT.key_dim // 2), "half")
-"""Under compact positions all of a key turns there, its first half with its second."""
+"""Under `storage blocks`."""
 
 STRIDES = tuple(
     f"{tensor}_{dim}"
@@ -58,12 +55,12 @@ STRIDES = tuple(
 OF_PROMPTS = ("over_slots", "observe")
 """Kernels whose slots are a prompt's tokens, however many; in a step they are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
 
-_MODEL = "*bf16"
+_OF_THE_MODEL = frozenset(
+    ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds", "half_keys")
+)
+"""Arguments in the model's dtype."""
+
 _TYPES = {
-    **dict.fromkeys(
-        ("query", "new_key", "new_value", "keys", "values", "out", "sinks", "sketch_keys", "page_bounds", "half_keys"),
-        _MODEL,
-    ),
     **dict.fromkeys(
         ("part", "top", "total", "logits", "new_logits", "columns", "constants", "work", "lse", "reduced", "angles"), "*fp32"
     ),
@@ -82,7 +79,30 @@ _TYPES = {
     "real": "*i1",
     "numbers": "*fp64",
 }
-"""Of the kernels' arguments, in Triton's words."""
+"""Of the kernels' other arguments, in Triton's words."""
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A model's shape, as far as kernels are compiled for it.
+
+    Attributes:
+        group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
+    """
+
+    group: int = 4
+    head_dim: int = 128
+    dtype: str = "bf16"
+
+    @property
+    def sizes(self) -> Sizes:
+        """What the kernels are cut by."""
+        return Sizes(self.group, self.head_dim, self.head_dim, DTYPES[self.dtype][1])
+
+    @property
+    def rope(self) -> Rope:
+        """Under compact positions all of a key turns, its first half with its second."""
+        return Rope(torch.zeros(self.head_dim // 2), "half")
 
 
 @dataclass(frozen=True)
@@ -121,59 +141,96 @@ def parse_target(text: str) -> GPUTarget:
     raise KvdslError(f"`{text}` is no target: name a GPU as cuda:90 or hip:gfx942, or cpu")
 
 
-def build(stem: str, source: Path, targets: dict[str, GPUTarget]) -> Iterator[Row]:
+def build(stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None) -> Iterator[Row]:
     """Compile a policy's kernels for every target.
 
     Args:
         stem: the policy's name for the report. source: its `kernels_triton.py`.
+        shape: of the model; four query heads a KV head and heads of 128 in bfloat16 if None.
 
     Raises:
         KvdslError: in Triton's interpreter, which compiles nothing; or if Triton refuses a kernel.
     """
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
-    kernels = kernels_of(source)
+    shape = shape or Shape()
+    for kernel, function, constants, options in _wanted(kernels_of(source), shape):
+        for name, target in targets.items():
+            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options)
+
+
+def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """Kernels in the order in which they are launched: name, function, constants and options."""
     arguments = kernels.settle.arg_names
-    selects, block = "SELECTS" in arguments, SLOTS_OF_A_BLOCK if "table" in arguments else 0
-    constants = {"LOGITS": "logits" in arguments, "DOT": tl.bfloat16, "SINKS": False, "SELECTS": selects}
+    sizes, selects = shape.sizes, "SELECTS" in arguments
+    block = SLOTS_OF_A_BLOCK if "table" in arguments else 0
+    rope = shape.rope if "rank" in arguments else None
+    width = SKETCHED if "W_PAD" in arguments else 0
+    common = _common(arguments, shape, block, rope)
+    found = [
+        ("make_room", "make_room", sizes.settle(SPLITS), SETTLE_OPTIONS, True),
+        ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
+        ("choose", "choose", sizes.choose(SPLITS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
+        ("attend", attend, sizes.attend(rope), ATTEND_OPTIONS, True),
+        ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
+        ("settle", "settle", sizes.settle(SPLITS, width, rope), SETTLE_OPTIONS, True),
+        ("agree", "agree", sizes.settle(SPLITS), SETTLE_OPTIONS, True),
+        ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
+        ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
+        ("observe", "observe", sizes.observe(), OBSERVE_OPTIONS, True),
+    ]
+    for kernel, function, own, options, needed in found:
+        generated = getattr(kernels, function, None) if isinstance(function, str) else function
+        if needed and generated is not None:
+            yield kernel, generated, own | common, options
+
+
+def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -> dict[str, Any]:
+    """Constants that kernels share. Tensors that a policy does not have are None."""
+    constants = {
+        "LOGITS": "logits" in arguments,
+        "DOT": DTYPES[shape.dtype][0],
+        "SINKS": False,
+        "SELECTS": "SELECTS" in arguments,
+    }
     constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
-    rope = WHOLLY if "rank" in arguments else None
     absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())
     absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
-    constants |= dict.fromkeys(absent)
-    width = SKETCHED if "W_PAD" in arguments else 0
-    wanted = [
-        ("attend", attend, DEFAULT.attend(rope), ATTEND_OPTIONS),
-        ("settle", kernels.settle, DEFAULT.settle(SPLITS, width, rope), SETTLE_OPTIONS),
-    ]
-    if block:
-        wanted.insert(1, ("take", take, DEFAULT.take(SPLITS), TAKE_OPTIONS))
-    if selects:
-        wanted[:0] = [
-            ("look", kernels.look, DEFAULT.look(width or DEFAULT.key_dim, in_blocks=block > 0), LOOK_OPTIONS),
-            ("choose", kernels.choose, DEFAULT.choose(SPLITS, pages="pages" in arguments), CHOOSE_OPTIONS),
-        ]
-    if hasattr(kernels, "make_room"):
-        wanted.insert(0, ("make_room", kernels.make_room, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
-    if hasattr(kernels, "agree"):
-        wanted.append(("agree", kernels.agree, DEFAULT.settle(SPLITS), SETTLE_OPTIONS))
-    if block:
-        wanted.append(("give_back", give_back, DEFAULT.give_back(block), GIVE_BACK_OPTIONS))
-    for kernel, sizes in (("over_slots", DEFAULT.over_slots()), ("observe", DEFAULT.observe())):
-        if hasattr(kernels, kernel):
-            wanted.append((kernel, getattr(kernels, kernel), sizes, OBSERVE_OPTIONS))
-    for kernel, function, sizes, options in wanted:
-        for name, target in targets.items():
-            yield _row(stem, kernel, name, target, function, sizes | constants, options)
+    return constants | dict.fromkeys(absent)
 
 
-def _row(
-    stem: str, kernel: str, name: str, target: GPUTarget, function: Any, constants: dict[str, Any], options: dict[str, int]
-) -> Row:
+@dataclass(frozen=True)
+class _Kernel:
+    """A kernel with what it is compiled with; `dtype`: the model's."""
+
+    function: Any
+    constants: dict[str, Any]
+    dtype: str
+
+    def source(self, multiples: tuple[str, ...]) -> Any:
+        """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them.
+
+        Args:
+            multiples: numbers among them that are multiples of 16.
+        """
+        names = self.function.arg_names
+        signature = {name: "constexpr" if name in self.constants else self._type(name) for name in names}
+        aligned = {
+            (n,): [["tt.divisibility", 16]]
+            for n, name in enumerate(names)
+            if signature[name].startswith("*") or name in multiples
+        }
+        return ASTSource(self.function, signature, {name: x for name, x in self.constants.items() if name in names}, aligned)
+
+    def _type(self, name: str) -> str:
+        return f"*{self.dtype}" if name in _OF_THE_MODEL else _TYPES[name]
+
+
+def _row(stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, options: dict[str, int]) -> Row:
     begun = time.perf_counter()
     try:
         compiled = triton.compile(
-            _source(function, constants, STRIDES if kernel in OF_PROMPTS else ("slots",)),
+            what.source(STRIDES if kernel in OF_PROMPTS else ("slots",)),
             target=target,
             options={**options, "enable_fp_fusion": False},
         )
@@ -182,22 +239,6 @@ def _row(
     ms = (time.perf_counter() - begun) * 1e3
     registers, spills = _nvidia(compiled) if target.backend == "cuda" else _amd(compiled)
     return Row(stem, kernel, name, registers, compiled.metadata.shared, spills, round(ms, 1))
-
-
-def _source(function: Any, constants: dict[str, Any], multiples: tuple[str, ...]) -> Any:
-    """The kernel with the types of its arguments. Tensors begin at multiples of 16 bytes, as torch allocates them.
-
-    Args:
-        multiples: numbers among them that are multiples of 16.
-    """
-    names = function.arg_names
-    signature = {name: "constexpr" if name in constants else _TYPES[name] for name in names}
-    aligned = {
-        (n,): [["tt.divisibility", 16]]
-        for n, name in enumerate(names)
-        if signature[name].startswith("*") or name in multiples
-    }
-    return ASTSource(function, signature, {name: x for name, x in constants.items() if name in names}, aligned)
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
