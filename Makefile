@@ -97,6 +97,7 @@ vscode:  ## the extension for VS Code, tried and packaged: editors/vscode/kvdsl.
 docs: $(READY)  ## the documentation as a site, in site/
 	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PIP) --editable '.[docs]'
 	$(PY) scripts/make_docs.py
+	$(PY) scripts/make_notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 
 lint: $(READY)  ## ruff and mypy

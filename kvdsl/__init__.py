@@ -36,3 +36,10 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *_LATER})
+
+
+def load_ipython_extension(shell: Any) -> None:
+    """`%load_ext kvdsl` in a notebook: `%%kv` compiles the policy that stands in its cell."""
+    from kvdsl.integrations.notebook import register
+
+    register(shell)

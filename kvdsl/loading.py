@@ -35,7 +35,7 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
     """
     from kvdsl.compiler import compile_file
 
-    return _cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
+    return cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
 
 
 def compile(source: str, **settings: Any) -> type[KVCache]:
@@ -53,17 +53,21 @@ def compile(source: str, **settings: Any) -> type[KVCache]:
 
     if "\n" not in source and Path(source).suffix == ".kv":
         raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({source!r})` compiles the file")
-    return _cache_class(compile_text(source, {name: str(value) for name, value in settings.items()}))
+    return cache_class(compile_text(source, {name: str(value) for name, value in settings.items()}))
 
 
-def _cache_class(compiled: Compiled) -> type[KVCache]:
-    """The class out of a package that is written where it was not yet, and imported."""
+def cache_class(compiled: Compiled) -> type[KVCache]:
+    """The class out of a package, which is written to the cache folder where it was not yet, and imported.
+
+    Raises:
+        KvdslError: if the cache folder cannot be written to.
+    """
     stem = compiled.policy.stem
     digest = hashlib.sha256("\0".join(compiled.files[key] for key in sorted(compiled.files)).encode()).hexdigest()[:16]
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled, folder))
     with _needing("a policy's cache"):
-        cache_class: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
-    return cache_class
+        found: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
+    return found
 
 
 def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, Any]:

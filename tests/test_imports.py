@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-HEAVY = {"torch", "transformers", "numpy"}
+HEAVY = {"torch", "transformers", "numpy", "IPython"}
 IR = {"pydantic"}
 NO_IR = {"fmt", "explain a code", "version", "help"}
 """Commands that need no policy's IR, nor the time that pydantic takes to be imported."""

@@ -22,8 +22,8 @@ from kvdsl.cli import main
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE = "<!-- Made by scripts/make_docs.py"
-FOR_THE_SITE = ROOT / "docs" / "policies"
-"""A page for each policy: made with the site, and not committed."""
+FOR_THE_SITE = (ROOT / "docs" / "policies", ROOT / "docs" / "notebooks")
+"""A page for each policy and notebook: made with the site, and not committed."""
 
 _FENCE = re.compile(
     r'^(?P<indent> *)```(?P<language>\w*)(?: title="(?P<title>[^"]+)")?\n(?P<text>.*?)^(?P=indent)```$', re.M | re.S
@@ -36,7 +36,7 @@ def documents() -> list[str]:
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if p.parent != FOR_THE_SITE),
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if p.parent not in FOR_THE_SITE),
     ]
 
 

@@ -16,7 +16,11 @@ from tests.docs.pages import FOR_THE_SITE, ROOT, documents, read
 from tests.hf import test_refusals, test_rope, zoo
 
 NAMES = {path.stem for path in shipped_policies()}
-MADE_FOR_THE_SITE = {FOR_THE_SITE / f"{stem}.md" for stem in (*NAMES, "index")}
+POLICIES, NOTEBOOKS = FOR_THE_SITE
+MADE_FOR_THE_SITE = {
+    *(POLICIES / f"{stem}.md" for stem in (*NAMES, "index")),
+    *(path.with_suffix(".md") for path in NOTEBOOKS.glob("*.ipynb")),
+}
 
 
 def anchors(text: str) -> set[str]:

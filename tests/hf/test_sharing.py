@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import copy
 import pickle
+import re
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -180,6 +182,35 @@ def test_repr_and_bytes() -> None:
     native = sum(tensor.nbytes for tensor in vars(cache.layers[0]).values() if isinstance(tensor, torch.Tensor))
     assert native >= 2 * 2 * 7 * 16 * 4  # keys and values, 2 heads, a window of 8 less the next token, 16 dims
     assert cache.bytes() == cache.layers[1].state.bytes() + native
+
+
+def test_html_shows_what_each_layer_holds() -> None:
+    """Of the batch's first row: a cell is as dark as the share of KV heads that hold the token."""
+    cache = policies.make(policies.OBSERVING, zoo.model("llama"), budget=6)
+    assert "<table>" not in cache._repr_html_()
+    assert "0 tokens seen" in cache._repr_html_()
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(2, 20)), 3, past_key_values=cache)
+    page = ElementTree.fromstring(f"<div>{cache._repr_html_()}</div>")
+    head, *lines = page.iter("tr")
+    assert "row 0 of 2" in "".join(head.itertext())
+    for layer, line in enumerate(lines):
+        assert [cell.text for cell in line][:3] == [str(layer), "6 tokens", f"{cache.layers[layer].bytes():,}"]
+        held = torch.zeros(22, dtype=torch.int)
+        for head_positions in cache.positions(layer)[0]:
+            held[head_positions[head_positions >= 0].long()] += 1
+        shown = torch.zeros(22)
+        for cell in line.iter("rect"):
+            shown[int(cell.get("x")) : int(cell.get("x")) + int(cell.get("width"))] = float(cell.get("fill-opacity"))
+        assert (shown * 2).tolist() == held.tolist()
+
+
+def test_html_of_a_long_text_has_cells_of_several_tokens() -> None:
+    cache = policies.make("window", zoo.model("llama"), budget=50)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 500)), 2, past_key_values=cache)
+    *_, last = re.findall(
+        r'viewBox="0 0 (\d+) 1".*?x="(\d+)" width="(\d+)" height="1" fill-opacity="1"', cache._repr_html_()
+    )
+    assert tuple(map(int, last)) == (167, 151, 16)  # of 3 tokens; in cell 150 some are gone
 
 
 def test_attention_functions_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch) -> None:

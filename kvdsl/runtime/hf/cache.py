@@ -161,6 +161,11 @@ class KVCache(Cache):
             facts += [f"{first.state.slots} slots per KV head", f"{self.bytes() / 1024:,.0f} KiB"]
         return f"<{type(self).__name__}({', '.join(params)}): {', '.join(facts)}>"
 
+    def _repr_html_(self) -> str:
+        from kvdsl.runtime.hf.html import cache_html
+
+        return cache_html(self)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> KVCache:
         """An independent cache with the same content, for instance to continue one prompt several times."""
         backends = (self.layers[index].backend for index in self.managed)
