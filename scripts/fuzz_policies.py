@@ -232,10 +232,11 @@ class Compiled:
         from kvdsl.explain.facts import facts
         from kvdsl.passes.fold import fold
         from kvdsl.source import SourceFile
+        from tests.differential.tensors import BESIDE
         from tests.differential.traces import random_trace
 
         text = _text(policy)
-        again = analyse(SourceFile(f"{policy.stem}.kv", text)).policy
+        again = analyse(SourceFile(f"{policy.stem}.kv", text, BESIDE.with_stem(policy.stem))).policy
         assert fold(again) == policy, "it is read back as another policy"
         claimed = tuple(one["name"] for one in facts(again).backends if one["ok"])
         return Compiled(policy, package(again, text), claimed, random_trace(policy, name))
@@ -329,9 +330,10 @@ def _shrunk(policy: Any, trace: Any, run: Callable[..., Any], error: str) -> Any
     from kvdsl.compiler import analyse
     from kvdsl.source import SourceFile
     from tests.differential.random_policies import simpler
+    from tests.differential.tensors import BESIDE
 
     def fails(candidate: Any) -> bool:
-        checked = analyse(SourceFile(f"{policy.stem}.kv", _text(candidate)))
+        checked = analyse(SourceFile(f"{policy.stem}.kv", _text(candidate), BESIDE.with_stem(policy.stem)))
         if not checked.ok:
             return False
         tally, found = _attempt(run, candidate, trace)

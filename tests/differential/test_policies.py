@@ -23,6 +23,7 @@ from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.view import View
 from kvdsl.source import SourceFile
+from scripts import fuzz_policies
 from tests.quick import few
 
 from .random_policies import policies, policy_of
@@ -93,6 +94,13 @@ def test_what_the_checker_accepts_is_served(count: int) -> None:
         policy = policy_with_score(f"{commit_seed()}-{count}-{number}")
         one = run_policy(policy, TorchBackend(), trace)
         assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
+
+
+def test_the_long_run_takes_what_reads_a_file() -> None:
+    """The script goes the way that a file takes; a tensor's lies beside its policy."""
+    drawn = (fuzz_policies.drawn(0, number) for number in range(100))
+    policy = next(policy for policy in drawn if policy.tensors)
+    assert "torch" in fuzz_policies.Compiled.of(policy, "0").claimed
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------------
