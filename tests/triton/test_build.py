@@ -65,6 +65,22 @@ def test_what_no_shipped_policy_has(
     ]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["roco", "streaming_llm", "sparcas"])
+@pytest.mark.parametrize(
+    ("group", "head_dim", "dtype"),
+    [(1, 128, "bf16"), (3, 64, "bf16"), (4, 80, "fp16"), (8, 96, "bf16"), (4, 128, "fp32"), (1, 64, "fp32")],
+)
+def test_other_shapes_spill_next_to_nothing(
+    capsys: pytest.CaptureFixture[str], policy: str, group: int, head_dim: int, dtype: str
+) -> None:
+    """A few numbers that are kept over a loop. Tiles too large for the registers spill hundreds of bytes."""
+    shape = ("--group", str(group), "--head-dim", str(head_dim), "--dtype", dtype)
+    rows = run(capsys, "build", policy, *shape, "--target", NEWEST, "--json").json()["rows"]
+    assert {row["kernel"] for row in rows} == set(kernels_for(policy))
+    assert max(row["spills"] for row in rows) <= 32
+
+
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     result = run(capsys, "build", "full", "--target", "cuda:90, hip:gfx942, cpu")
     assert result.code == 0
@@ -83,6 +99,7 @@ def test_build(capsys: pytest.CaptureFixture[str]) -> None:
     [
         (("full", "--target", "cuda:hopper"), "is no target"),
         (("full", "--target", "gfx942"), "is no target"),
+        (("full", "--head-dim", "60"), "multiple of 16"),
         (("rocko",), "roco"),
     ],
 )

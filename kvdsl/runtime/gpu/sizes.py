@@ -24,12 +24,13 @@ _QUERY_BYTES = 1 << 13
 
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
 SETTLE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
-LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2}
+LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": 255}
 CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
 OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
-"""What Triton compiles with. 16 warps may have 128 registers a thread: left to itself, ptxas aims at 40 or 64, and spills."""
+"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one
+a head, and `look` two."""
 
 EVERYTHING = 2**30
 """The window of a model that has none."""
