@@ -94,11 +94,12 @@ generate: $(READY)  ## compile every shipped policy into generated/
 vscode:  ## the extension for VS Code, tried and packaged: editors/vscode/kvdsl.vsix; needs Node.js and npm
 	cd editors/vscode && npm install --no-package-lock --no-audit --no-fund && npm test && npm run package
 
-docs: $(READY)  ## the documentation as a site, in site/
+docs: $(READY)  ## the documentation as a site, in site/, with the playground, which needs Node.js and npm
 	$(PY) -m mkdocs --version > /dev/null 2>&1 || $(PIP) --editable '.[docs]'
 	$(PY) scripts/make_docs.py
 	$(PY) scripts/make_notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	$(PY) scripts/make_playground.py
 
 lint: $(READY)  ## ruff and mypy
 	$(PY) -m ruff check

@@ -99,13 +99,15 @@ def claimed(thing: Path, what: str, patience: float | None = None) -> Iterator[C
     _wait(place, owner, what, LIMIT if patience is None else patience)
     claim, ended = Claim(place, owner), threading.Event()
     touching = threading.Thread(target=_touch, args=(place / _OWNER, ended), daemon=True)
-    touching.start()
+    with contextlib.suppress(RuntimeError):  # WebAssembly has no threads, and no other process that would wait
+        touching.start()
     try:
         sweep(place.parent)
         yield claim
     finally:
         ended.set()
-        touching.join()
+        if touching.ident is not None:
+            touching.join()
         if claim.held():
             _remove(place)
 

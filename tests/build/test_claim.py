@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import asdict
 from pathlib import Path
@@ -73,6 +74,18 @@ def patient(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("patient")
+def test_where_there_are_no_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a browser: nobody keeps the claim fresh, and it is given back all the same."""
+
+    def none(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", none)
+    with claimed(tmp_path / "thing", "thing") as claim:
+        assert claim.held()
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("zombie", [True, False])
 def test_a_killed_builder_is_not_waited_for(tmp_path: Path, zombie: bool) -> None:
     process = _killed_holder(tmp_path / "thing")

@@ -1,0 +1,78 @@
+"""What the playground asks of the compiler. It runs in a web worker; what it answers is JSON."""
+
+from __future__ import annotations
+
+import json
+
+from kvdsl.compiler import Compiled, analyse, compile_text, shipped_policies
+from kvdsl.diagnostics import DiagnosticError, Sink, printable
+from kvdsl.errors import KvdslError
+from kvdsl.explain.facts import facts
+from kvdsl.explain.words import rows
+from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.source import SourceFile
+from kvdsl.syntax.formatter import format_source
+from kvdsl.syntax.parser import keywords
+
+NAME = "policy.kv"
+"""What messages call the text."""
+
+
+def language() -> str:
+    """The language's words, for colours, and the policies that come with it, text by name."""
+    return json.dumps({
+        "keywords": sorted(keywords()),
+        "functions": sorted(NAMED_FUNCTIONS),
+        "inputs": sorted(NAMED_INPUTS),
+        "policies": {path.stem: path.read_text(encoding="utf-8") for path in shipped_policies()},
+    })  # fmt: skip
+
+
+def check(text: str) -> str:
+    """What there is to say about a text, with places as an editor of UTF-16 counts them."""
+    found = analyse(SourceFile(NAME, text)).diagnostics
+    return json.dumps([
+        {
+            "from": _units(text, one.span.start) if one.span.file.name == NAME else 0,
+            "to": _units(text, one.span.end) if one.span.file.name == NAME else 0,
+            "severity": one.severity,
+            "code": one.code,
+            "message": printable(one.message),
+            "help": one.help and printable(one.help),
+            "line": one.span.file.location(one.span.start)[0],
+        }
+        for one in found
+    ])  # fmt: skip
+
+
+def explain(text: str) -> str:
+    """What `kvdsl explain` says of a text's policy, lines by title; null where it has errors."""
+    analysis = analyse(SourceFile(NAME, text))
+    if not analysis.policies:
+        return json.dumps(None)
+    policy = analysis.policies[0]
+    params = {param.name: None for param in policy.params}
+    found = facts(policy)
+    params = {param.name: found.values.get(param.name) for param in policy.params}
+    return json.dumps({"name": policy.name, "doc": policy.doc, "rows": rows(found), "params": params})
+
+
+def generate(text: str) -> str:
+    """The files of the text's package, by name; null where it has errors."""
+    try:
+        compiled: Compiled = compile_text(text)
+    except DiagnosticError:
+        return json.dumps(None)
+    except KvdslError as error:
+        return json.dumps({"error": str(error)})
+    return json.dumps(compiled.files)
+
+
+def layout(text: str) -> str:
+    """The text in the canonical layout; null where it has syntax errors."""
+    return json.dumps(format_source(SourceFile(NAME, text), Sink()))
+
+
+def _units(text: str, offset: int) -> int:
+    """An offset in characters as one in UTF-16 code units."""
+    return len(text[:offset].encode("utf-16-le")) // 2
