@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import hashlib
 import importlib.util
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
@@ -18,6 +19,7 @@ from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.compiler import Compiled
+    from kvdsl.ir.nodes import Policy
     from kvdsl.runtime.hf import KVCache
 
 
@@ -67,6 +69,36 @@ def cache_class(compiled: Compiled) -> type[KVCache]:
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled, folder))
     with _needing("a policy's cache"):
         found: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
+    return found
+
+
+def class_in_memory(policy: Policy, files: Mapping[str, str] | None = None) -> type[KVCache]:
+    """The class of a checked policy, out of a package that lies nowhere: for the torch backend, which builds nothing.
+
+    Args:
+        files: the package, if it has been made already.
+    """
+    from kvdsl.compiler import package
+    from kvdsl.ir.printer import print_policy
+
+    files = package(policy, print_policy(policy)) if files is None else files
+    name = f"_kvdsl_in_memory_{policy.stem}"
+    modules = {
+        name: ModuleType(name),
+        **{f"{name}.{part}": ModuleType(f"{name}.{part}") for part in ("kernels_torch", "cache")},
+    }
+    modules[name].__path__ = []
+    sys.modules.update(modules)
+    try:
+        for part in ("kernels_torch", "cache"):
+            made = modules[f"{name}.{part}"]
+            made.__file__, made.__package__ = f"/nowhere/{name}/{part}.py", name
+            exec(builtins.compile(files[f"{part}.py"], f"<{part} of {policy.stem}>", "exec"), made.__dict__)
+            setattr(modules[name], part, made)
+    finally:
+        for own in modules:
+            del sys.modules[own]
+    found: type[KVCache] = getattr(modules[f"{name}.cache"], f"{policy.name}Cache")
     return found
 
 

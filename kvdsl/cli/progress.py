@@ -25,6 +25,20 @@ def progress(text: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 @contextmanager
+def status(text: str) -> Iterator[Callable[[str], None]]:
+    """A line for work of which nobody knows how many parts it has: the caller says what is going on."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        yield lambda told: None
+        return
+    with console.status(text) as line:
+        yield lambda told: line.update(f"{text}: {escape(told)}")
+
+
+@contextmanager
 def stages(text: str, total: int) -> Iterator[Callable[[str], None]]:
     """A bar for `total` parts that take long: the caller names each before it begins."""
     from rich.console import Console

@@ -12,10 +12,8 @@ is chosen for any policy.
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -23,12 +21,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from kvdsl.compiler import package
 from kvdsl.errors import KvdslError
 from kvdsl.interp import Call, Head, Layer, resolve
 from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
-from kvdsl.ir.printer import print_policy
+from kvdsl.loading import class_in_memory
 from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
@@ -154,24 +151,7 @@ class Tally:
 
 def spec_of(policy: Policy, files: Mapping[str, str] | None = None) -> PolicySpec:
     """Compile a policy and import its package from memory."""
-    files = package(policy, print_policy(policy)) if files is None else files
-    name = f"_kvdsl_random_{policy.stem}"
-    whole = ModuleType(name)
-    whole.__path__ = []
-    modules = {name: whole}
-    for part in ("kernels_torch", "cache"):
-        modules[f"{name}.{part}"] = made = ModuleType(f"{name}.{part}")
-        made.__file__, made.__package__ = f"/nowhere/{name}/{part}.py", name
-    sys.modules.update(modules)
-    try:
-        for part in ("kernels_torch", "cache"):
-            module = modules[f"{name}.{part}"]
-            exec(compile(files[f"{part}.py"], f"<{part} of {policy.stem}>", "exec"), module.__dict__)
-            setattr(whole, part, module)
-    finally:
-        for own in modules:
-            del sys.modules[own]
-    spec: PolicySpec = getattr(modules[f"{name}.cache"], f"{policy.name}Cache").spec
+    spec: PolicySpec = class_in_memory(policy, files).spec
     return spec
 
 

@@ -5,6 +5,7 @@ COMMANDS = {
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",
     "leaderboard": "Compare policies on many tasks, with differences told from chance.",
+    "search": "Search for policies that nobody has written.",
     "reproduce": "Measure a paper's tables and figures anew.",
 }
 """Name -> one line of help. The module of that name beside this one holds the click command, called `command`."""

@@ -1,0 +1,112 @@
+"""`kvdsl search`: policies that nobody has written."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import click
+
+from kvdsl.cli.common import FORMAT_VERSION, json_option
+from kvdsl.cli.options import dtype_option, model_option
+from kvdsl_lab.cli.measuring import text_option, whole_numbers
+
+PROOF_SHARE = 1 / 3
+"""Of --minutes, at most, for the proof; the best finalist and the best seed are always compared."""
+
+
+@click.command()
+@click.option(
+    "--budget",
+    default="128",
+    show_default=True,
+    metavar="N,M",
+    help="Tokens that policies may keep; all budgets count alike.",
+)
+@click.option(
+    "--minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True, help="For search and proof."
+)
+@click.option("--evaluations", type=click.IntRange(1), help="Stop after so many policies, whatever the time.")
+@click.option("--bytes", "state_bytes", type=click.IntRange(0), default=16, show_default=True,
+              help="State that a policy may have of a slot, in bytes.")  # fmt: skip
+@click.option(
+    "--operations", type=click.IntRange(1), default=24, show_default=True, help="Nodes that its expressions may have."
+)
+@click.option(
+    "--trigger", type=click.IntRange(1), default=1, show_default=True, help="Tokens over its budget that it may hold."
+)
+@click.option(
+    "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
+)
+@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Of unseen text, for the proof.")
+@model_option
+@text_option
+@click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("search"), show_default=True,
+              help="Folder for policies, page and database.")  # fmt: skip
+@click.option("--fresh", is_flag=True, help="Forget what was found before.")
+@click.option("--no-plots", is_flag=True, help="No picture; needs no matplotlib.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+@click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
+@dtype_option
+@json_option
+def command(
+    budget: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
+    stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None, seed: int,
+    dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Search for policies: change those that there are, judge, keep the best, again.
+
+    Candidates are judged by the error that they leave in the attention's output, on queries, keys and values that are recorded from
+    the model over a text. What is found is written as .kv files into OUT, and compared with the best of the shipped policies by the
+    loss of text that the judge has not seen. OUT/search.md says what came of it.
+
+    Everything stands in OUT/search.sqlite: a search that was stopped goes on with the same command, and with more --minutes.
+
+    \b
+    Examples:
+      kvdsl search --budget 32 --minutes 1
+      kvdsl search --model smollm2 --text book.txt --budget 64,128 --minutes 60
+      kvdsl search --model smollm2 --bytes 4 --operations 8
+    """
+    import torch
+
+    from kvdsl.cli.progress import status
+    from kvdsl_lab.search import report
+    from kvdsl_lab.search.run import Plan, opened
+    from kvdsl_lab.search.space import Bounds
+
+    if threads:
+        torch.set_num_threads(threads)
+    until = time.monotonic() + 60 * minutes
+    bounds = Bounds(state_bytes, operations, trigger=trigger)
+    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), bounds, seed, stretches)
+    with opened(plan, out, fresh=fresh) as run, status("kvdsl search") as tell:
+        run.search(until - 60 * minutes * PROOF_SHARE, evaluations, tell)
+        result = {"format_version": FORMAT_VERSION, **run.finish(finalists, until, tell)}
+    report.save(result, out, drawn=not no_plots)
+    if as_json:
+        click.echo(json.dumps(result, indent=1, ensure_ascii=False))
+    else:
+        _show(result, out)
+
+
+def _show(result: dict[str, Any], out: Path) -> None:
+    from kvdsl_lab.cli.measuring import show
+
+    rows = [*result["finalists"], *result["seeds"]]
+    show(
+        [
+            {name: row[name] for name in ("name", "error", "state_bytes", "text")}
+            for row in sorted(rows, key=lambda row: float(row["error"]))
+        ]
+    )
+    for row in result["proof"]:
+        if not row["is_seed"]:
+            mean, low, high = row["behind"]
+            verdict = "better than the best seed" if row["better"] else "not shown to be better than the best seed"
+            click.echo(
+                f"{row['name']} at {row['budget']}, unseen text: {verdict} ({mean:+.4f} nats a token, {low:+.4f} to {high:+.4f})"
+            )
+    click.echo(f"policies, page and database: {out}")

@@ -1,0 +1,231 @@
+"""The search itself: generations of candidates, of which the better ones are judged more closely, and the best ones have children.
+
+A seed decides the whole sequence; time only says where it ends. What the store knows is not measured again, so that a search which was
+stopped comes to where it was in moments, and goes on.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Protocol
+
+import numpy as np
+
+from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
+from kvdsl_lab.search import moves
+from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of
+from kvdsl_lab.search.store import Store
+
+GENERATION = 16
+"""Candidates that are judged on the cheapest rung; of a generation, and of those of a rung, the better quarter goes on."""
+PROMOTED = 4
+POPULATION = 24
+"""Policies that may have children."""
+TUNE_EVERY = 4
+"""Generations between two in which a policy's numbers are tuned."""
+TUNED_FOR, TUNE_STEP = 4, 0.4
+"""Generations of CMA-ES, and its first step, in natural logarithms of the numbers."""
+
+
+class Judges(Protocol):
+    """What judges: `judge.Judge`."""
+
+    @property
+    def budgets(self) -> Sequence[int]:
+        """Tokens."""
+
+    @property
+    def rungs(self) -> Sequence[object]:
+        """The cheapest first."""
+
+    def errors(self, policy: Policy, rung: int) -> list[float]:
+        """The error at each budget."""
+
+
+@dataclass(frozen=True)
+class Found:
+    """A policy with what is known of it.
+
+    Attributes:
+        errors: at each budget, on the rung that it reached.
+    """
+
+    policy: Policy
+    key: str
+    size: Size
+    errors: tuple[float, ...]
+
+    @property
+    def error(self) -> float:
+        """The geometric mean over the budgets: a tenth less counts as much at each."""
+        return math.exp(float(np.mean([math.log(max(error, 1e-12)) for error in self.errors])))
+
+
+class _OutOfTime(Exception):
+    pass
+
+
+@dataclass
+class Evolution:
+    """The sequence.
+
+    Attributes:
+        until: `time.monotonic()` after which nothing new is judged; None: never.
+        most: judgements on the cheapest rung after which it ends; None: no bound.
+        tick: told after every generation.
+        seeds: by name, judged on the last rung.
+        population: the best, the best first, judged on the last rung.
+        curve: after each generation how many policies were judged by then, and the best error.
+    """
+
+    judge: Judges
+    store: Store
+    bounds: Bounds
+    seed: int = 0
+    until: float | None = None
+    most: int | None = None
+    tick: Callable[[Evolution], None] = lambda evolution: None
+    seeds: dict[str, Found] = field(default_factory=dict)
+    population: list[Found] = field(default_factory=list)
+    curve: list[tuple[int, float]] = field(default_factory=list)
+    generation: int = 0
+    _seen: set[str] = field(default_factory=set)
+
+    def run(self, seeds: Sequence[tuple[str, Policy]]) -> None:
+        """Search from these policies, named, until there is no time left.
+
+        The seeds are judged whatever the time. `population` has what was found.
+        """
+        last = len(self.judge.rungs) - 1
+        for name, policy in seeds:
+            one = self._admitted(policy, f"seed {name}", ())
+            if one is not None:
+                self._judged(one, 0, always=True)
+                self.seeds[name] = self._judged(one, last, always=True)
+        self.seeds = {name: one for name, one in self.seeds.items() if math.isfinite(one.error)}
+        self._survive(list(self.seeds.values()))
+        try:
+            while self.most is None or len(self._seen) < self.most:
+                self.generation += 1
+                self._survive(self._tuned() if self.generation % TUNE_EVERY == 0 else self._born())
+                self.tick(self)
+        except _OutOfTime:
+            pass
+
+    def front(self) -> list[Found]:
+        """Those of the population that no other beats in error, bytes and operations at once."""
+
+        def costs(one: Found) -> tuple[float, ...]:
+            return (*one.errors, one.size.state_bytes, one.size.nodes)
+
+        def beaten(one: Found, other: Found) -> bool:
+            pairs = list(zip(costs(one), costs(other), strict=True))
+            return all(theirs <= ours for ours, theirs in pairs) and any(theirs < ours for ours, theirs in pairs)
+
+        return [one for one in self.population if not any(beaten(one, other) for other in self.population)]
+
+    def judged(self, policy: Policy, move: str, parents: Sequence[str], rung: int) -> Found | None:
+        """One more policy, judged whatever the time; None if it is not let in."""
+        one = self._admitted(policy, move, parents, again=True)
+        return None if one is None else self._judged(one, rung, always=True)
+
+    # -- a generation --------------------------------------------------------------------------------------------------
+
+    def _born(self) -> list[Found]:
+        """Children of the population that were judged on the last rung."""
+        rng = self._rng("children")
+        known = moves.moves(self.bounds)
+        candidates: list[tuple[Policy, str, Size]] = []
+        for _ in range(50 * GENERATION):
+            if len(candidates) == GENERATION:
+                break
+            parents = [self._parent(rng), self._parent(rng)]
+            name = rng.choice(list(known))
+            child = known[name](rng, [one.policy for one in parents])
+            if child is None:
+                continue
+            crossed = name in ("statements", "expressions")
+            one = self._admitted(child, name, [parent.key for parent in parents[: 1 + crossed]])
+            if one is not None:
+                candidates.append(one)
+        judged = [self._judged(one, 0) for one in candidates]
+        for rung in range(1, len(self.judge.rungs)):
+            best = sorted(judged, key=lambda one: one.error)[: max(1, PROMOTED >> (rung - 1))]
+            judged = [self._judged((one.policy, one.key, one.size), rung) for one in best]
+        return judged
+
+    def _tuned(self) -> list[Found]:
+        """A policy with better numbers: CMA-ES on the cheapest rung, and what it found on the last one."""
+        from cmaes import CMA
+
+        rng = self._rng("numbers")
+        parent = self._parent(rng)
+        values = [value for _, value in moves.numbers(parent.policy)]
+        if len(values) < 2:  # CMA-ES needs two dimensions; the move "number" does for one
+            return self._born()
+        optimizer = CMA(mean=np.log(values), sigma=TUNE_STEP, seed=rng.randrange(2**31), population_size=GENERATION // 2)
+        best: Found | None = None
+        for _ in range(TUNED_FOR):
+            told = []
+            for _ in range(optimizer.population_size):
+                point = optimizer.ask()
+                one = self._admitted(
+                    moves.with_numbers(parent.policy, np.exp(point).tolist()), "tuned", [parent.key], again=True
+                )
+                judged = None if one is None else self._judged(one, 0)
+                told.append((point, 1e3 if judged is None else judged.error))
+                if judged is not None and (best is None or judged.error < best.error):
+                    best = judged
+            optimizer.tell(told)
+        return [] if best is None else [self._judged((best.policy, best.key, best.size), len(self.judge.rungs) - 1)]
+
+    def _survive(self, more: Sequence[Found]) -> None:
+        """The best of all; of those with the same errors, which are one policy in other words, the smallest."""
+        every = sorted((*self.population, *more), key=lambda one: (one.error, one.size.nodes, one.key))
+        told = {one.errors: one for one in reversed(every) if math.isfinite(one.error)}
+        self.population = sorted(told.values(), key=lambda one: (one.error, one.key))[:POPULATION]
+        self.curve.append((len(self._seen), self.population[0].error))
+
+    def _parent(self, rng: Random) -> Found:
+        """The best of three that are drawn: good ones have more children."""
+        return self.population[min(rng.randrange(len(self.population)) for _ in range(3))]
+
+    def _rng(self, what: str) -> Random:
+        digest = hashlib.sha256(f"{self.seed} {self.generation} {what}".encode()).digest()
+        return Random(int.from_bytes(digest[:8], "little"))
+
+    # -- one policy ----------------------------------------------------------------------------------------------------
+
+    def _admitted(
+        self, policy: Policy, move: str, parents: Sequence[str], *, again: bool = False
+    ) -> tuple[Policy, str, Size] | None:
+        """A policy in its canonical form with its key and size; None if it was had already (unless `again`), or is not let in."""
+        try:
+            policy = canonical(policy)
+        except ValueError:  # a number beyond what a node may hold
+            return None
+        name = key(policy)
+        if name in self._seen and not again:
+            return None
+        known, size = self.store.size(name)
+        if not known:
+            size = size_of(policy, self.bounds)
+            self.store.add(name, print_policy(policy), move, parents, size)
+        self._seen.add(name)
+        return None if size is None else (policy, name, size)
+
+    def _judged(self, one: tuple[Policy, str, Size], rung: int, *, always: bool = False) -> Found:
+        policy, name, size = one
+        errors = self.store.errors(name, rung, self.judge.budgets)
+        if errors is None:
+            if not always and self.until is not None and time.monotonic() >= self.until:
+                raise _OutOfTime
+            errors = self.judge.errors(policy, rung)
+            self.store.judge(name, rung, self.judge.budgets, errors)
+        return Found(policy, name, size, tuple(errors))

@@ -1,0 +1,124 @@
+"""How good a policy is, cheaply: the error of the attention's output, on what a model's layers attend with in a text.
+
+The layers are rows of one batch, so that a policy runs through all of them at once, on the torch backend. It begins with a prompt as
+long as its budget, and then evicts token by token. What the layers attend with is recorded under the full cache: that an
+earlier layer's error changes a later layer's queries is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.ir.nodes import Policy
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.torch.backend import TorchBackend
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """Some layers of a text, as rows: what their attention is called with, and what comes out under the full cache.
+
+    Attributes:
+        call: of [rows, heads, tokens, dim].
+        out: [rows, tokens, query_heads, dim].
+    """
+
+    call: AttentionCall
+    out: Tensor
+
+    @property
+    def tokens(self) -> int:
+        """The text's length."""
+        return int(self.call.key.shape[2])
+
+    def part(self, tokens: int, every: int) -> Recorded:
+        """The text's beginning, and every `every`-th row."""
+        query, key, value = (x[::every, :, :tokens] for x in self.call[:3])
+        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[::every, :tokens])
+
+
+def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
+    """All layers of texts of one length.
+
+    Args:
+        ids: int64 [texts, length].
+        tokens: so many of each are kept: the beginning.
+    """
+    from kvdsl_lab.eval.recording import record
+
+    layers = [one.before(tokens) for one in record(model, ids)]
+    query, key, value = (torch.cat([getattr(layer.call, name) for layer in layers]) for name in ("query", "key", "value"))
+    call = layers[0].call._replace(query=query, key=key, value=value, rope=None)
+    if call.sinks is None and call.window is None and call.softcap is None:
+        out = torch.nn.functional.scaled_dot_product_attention(
+            query, key, value, is_causal=True, scale=call.scaling, enable_gqa=True
+        )
+        return Recorded(call, out.transpose(1, 2).contiguous())
+    return Recorded(call, _run(_full(), call, None, 1))
+
+
+def _full() -> Any:
+    from kvdsl.loading import load
+
+    return load("full").spec
+
+
+@dataclass(frozen=True)
+class Rung:
+    """How long a text a policy is judged on, and on which of its layers; later rungs cost more and say more."""
+
+    tokens: int
+    every: int
+
+
+class Judge:
+    """Judges policies on a recorded text.
+
+    Attributes:
+        budgets: tokens.
+        rungs: the cheapest first.
+    """
+
+    def __init__(self, text: Recorded, budgets: Sequence[int], rungs: Sequence[Rung]) -> None:
+        self.budgets, self.rungs = tuple(budgets), tuple(rungs)
+        self._texts = [text.part(rung.tokens, rung.every) for rung in rungs]
+
+    def errors(self, policy: Policy, rung: int) -> list[float]:
+        """The error at each budget, 0 (that of the full cache) upwards.
+
+        The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over the tokens behind
+        the prompt; of that the root, and the mean over the layers. Infinite where the policy protects more than the budget holds.
+        """
+        from kvdsl.loading import class_in_memory
+
+        spec = class_in_memory(policy).spec
+        try:
+            return [self._error(spec, self._texts[rung], budget) for budget in self.budgets]
+        except KvdslError:
+            return [float("inf")] * len(self.budgets)
+
+    def _error(self, spec: Any, text: Recorded, budget: int) -> float:
+        with torch.no_grad():  # the state outlives a forward, as in a cache
+            found, wanted = _run(spec, text.call, budget, budget), text.out[:, budget:]
+            distance = (found[:, budget:] - wanted).square().sum((1, 2, 3))
+            error = float((distance / wanted.square().sum((1, 2, 3))).sqrt().mean())
+        return error if error == error else float("inf")
+
+
+def _run(spec: Any, call: AttentionCall, budget: int | None, prompt: int) -> Tensor:
+    """The outputs of a policy, [rows, tokens, query_heads, dim]: a prompt, then token by token."""
+    given = {} if budget is None else {"budget": float(budget)}
+    state = slot_state(spec, given, layer=0, layers=1, head_offset=0, seed=0)
+    backend = TorchBackend()
+    first, rest = (
+        call._replace(query=call.query[:, :, part], key=call.key[:, :, part], value=call.value[:, :, part])
+        for part in (slice(prompt), slice(prompt, None))
+    )
+    return torch.cat([backend.prefill(state, first), backend.decode(state, rest)], 1)

@@ -1,0 +1,119 @@
+"""Policies as language models feel them: the loss of unseen text, token by token through the cache.
+
+All policies read the same stretches. A difference is a mean over the stretches' parts, with the middle 95 % of bootstrap draws; whether
+a policy is better than the best seed says a paired test of the parts (signs flipped at random), at 2.5 % divided by how often
+that is asked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from kvdsl_lab.search.store import Store
+
+PART = 32
+"""Tokens of a part: what counts as one observation."""
+DRAWS = 20_000
+LEVEL = 0.025
+
+Floats = NDArray[np.float64]
+
+
+@dataclass(frozen=True)
+class Row:
+    """A policy at a budget.
+
+    Attributes:
+        loss: nats a token.
+        behind: how much more than the best seed's, the difference's mean and the ends of its interval; less than 0 is better.
+        better: whether the paired test says that it is better than the best seed.
+        is_seed: whether it is a policy that the search began with.
+    """
+
+    name: str
+    budget: int
+    loss: float
+    behind: tuple[float, float, float]
+    better: bool
+    is_seed: bool
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A policy that is proven.
+
+    Attributes:
+        key: what the store knows it by.
+        file: a shipped policy's name, or a file.
+    """
+
+    name: str
+    key: str
+    file: str | Path
+    is_seed: bool
+
+
+class Proof:
+    """Losses of policies on stretches of a text; what a store knows is not measured again.
+
+    Args:
+        ids: the stretches, int64 [stretches, tokens].
+        text: what the store calls them.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, text: str, store: Store) -> None:
+        self._model, self._ids, self._text, self._store = model, ids, text, store
+
+    def measure(self, one: Contestant, budgets: Sequence[int]) -> None:
+        """One policy at every budget."""
+        for budget in budgets:
+            if self._store.losses(one.key, self._text, budget, len(self._ids) - 1) is None:
+                for stretch, losses in enumerate(self._losses(one.file, budget)):
+                    self._store.prove(one.key, self._text, budget, stretch, losses)
+
+    def _losses(self, file: str | Path, budget: int) -> list[list[float]]:
+        """Of every part of every stretch, behind the first `budget` tokens."""
+        from kvdsl.loading import load
+        from kvdsl_lab.eval.perplexity import token_losses
+
+        cache_class: Any = load(file)
+        losses = token_losses(self._model, self._ids, cache_class(self._model, budget=budget), 1)
+        return [[float(part.double().mean()) for part in row[budget:].split(PART)] for row in losses]
+
+    def _parts(self, one: Contestant, budget: int) -> Floats:
+        found = [self._store.losses(one.key, self._text, budget, stretch) for stretch in range(len(self._ids))]
+        return np.array([loss for row in found for loss in row or ()], dtype=np.float64)
+
+    def rows(self, measured: Sequence[Contestant], budgets: Sequence[int]) -> Iterator[Row]:
+        """The table of what was measured, the best first within a budget."""
+        compared = sum(not one.is_seed for one in measured) * len(budgets)
+        for budget in budgets:
+            parts = {one: self._parts(one, budget) for one in measured}
+            best = min((one for one in measured if one.is_seed), key=lambda one: float(parts[one].mean()))
+            rows = [self._row(one, budget, own, parts[best], compared) for one, own in parts.items()]
+            yield from sorted(rows, key=lambda row: row.loss)
+
+    @staticmethod
+    def _row(one: Contestant, budget: int, own: Floats, best: Floats, compared: int) -> Row:
+        difference, rng = own - best, np.random.default_rng(0)
+        low, high = np.quantile(rng.choice(difference, size=(DRAWS, len(difference))).mean(1), [0.025, 0.975])
+        flipped = rng.choice([-1.0, 1.0], size=(DRAWS, len(difference))) @ difference / len(difference)
+        mean = float(difference.mean())
+        better = not one.is_seed and mean < 0 and float(np.mean(flipped <= mean + 1e-12)) < LEVEL / max(1, compared)
+        return Row(one.name, budget, float(own.mean()), (mean, float(low), float(high)), better, one.is_seed)
+
+
+def agreement(errors: Mapping[str, float], losses: Mapping[str, float]) -> float | None:
+    """How well the judge's errors order policies as their losses do: Spearman's correlation of ranks; None of fewer than three."""
+    names = [name for name in errors if name in losses]
+    if len(names) < 3:
+        return None
+    ours, theirs = (np.argsort(np.argsort([of[name] for name in names])) for of in (errors, losses))
+    return round(float(np.corrcoef(ours, theirs)[0, 1]), 4)

@@ -1,0 +1,192 @@
+"""What a search leaves: finalists as .kv files that a person can read, a page, a picture, and the same for programs."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from kvdsl.files import write_whole
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Policy
+from kvdsl.ir.printer import print_expression, print_keep, print_policy
+from kvdsl.ir.visitors import with_policy
+from kvdsl_lab.search.evolve import Found
+from kvdsl_lab.search.proof import Row
+
+
+def name_of(number: int) -> str:
+    """The name of the finalist with this number, from 1 on: of its file and, in camel case, of its policy."""
+    return f"found_{number}"
+
+
+def written(found: Found, number: int, told: str) -> str:
+    """A finalist as the text of a .kv file.
+
+    Args:
+        told: where it was found, and what was measured, for its docstring.
+    """
+    from kvdsl.diagnostics import Sink
+    from kvdsl.source import SourceFile
+    from kvdsl.syntax.formatter import format_source
+
+    policy = with_policy(found.policy, name=f"Found{number}", stem=name_of(number), doc="")
+    text = print_policy(policy).replace("{\n", f'{{\n  """\n  {_lines(told)}\n  """\n', 1)
+    formatted = format_source(SourceFile(f"{name_of(number)}.kv", text), Sink())
+    assert formatted is not None, text
+    return formatted
+
+
+def docstring(found: Found, about: Mapping[str, Any], seeds: Mapping[str, Found]) -> str:
+    """Where a finalist was found, and how it was judged beside the best seed."""
+    name, best = min(seeds.items(), key=lambda named: named[1].error)
+    budgets = " and ".join(map(str, about["budgets"]))
+    return (
+        f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens: error of the attention's "
+        f"output {found.error:.4f} where `{name}`, the best that it began with, has {best.error:.4f}."
+    )
+
+
+def _lines(text: str) -> str:
+    return "\n  ".join(textwrap.wrap(text, 110))
+
+
+def in_words(policy: Policy) -> str:
+    """What a policy does, in a line."""
+    assert policy.score is not None
+    parts = [f"score {print_expression(policy.score)}", *(print_keep(keep) for keep in policy.keeps)]
+    if policy.group != "mean":
+        parts.append(f"group {policy.group}")
+    return " · ".join(parts)
+
+
+# -- ablation ----------------------------------------------------------------------------------------------------------
+
+
+def ablations(policy: Policy) -> dict[str, Policy]:
+    """The policy without each of its `keep` lines, and with each operand of its score in the score's place."""
+    from kvdsl.ir.visitors import children
+    from kvdsl_lab.search.space import canonical
+
+    found = {
+        f"without `{print_keep(keep)}`": with_policy(policy, keeps=tuple(one for one in policy.keeps if one is not keep))
+        for keep in policy.keeps
+    }
+    if policy.group != "mean":
+        found["with `group mean`"] = with_policy(policy, group="mean")
+    assert policy.score is not None
+    for part in (part for part in children(policy.score) if axes_of(part) == {Axis.SLOT}):
+        found[f"with `score {print_expression(part)}`"] = with_policy(policy, score=part)
+    return {what: canonical(one) for what, one in found.items()}
+
+
+# -- pages -------------------------------------------------------------------------------------------------------------
+
+
+def page(result: Mapping[str, Any]) -> str:
+    """The result as Markdown."""
+    about, counts = result["environment"], result["counts"]
+    budgets = ", ".join(map(str, result["budgets"]))
+    lines = [
+        "# A search for policies",
+        "",
+        f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, seed {result['seed']}; kvdsl {about['kvdsl']}, torch "
+        f"{about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them were within the bounds, in "
+        f"{result['minutes']:.0f} minutes.",
+        "",
+        "*error*: the judge's, of the attention's output on recorded attention, the geometric mean over the budgets (0: the full cache). "
+        "*state*: bytes of a slot beside key, value and position.",
+        "",
+        "## What was found",
+        "",
+        "| policy | error | state | |",
+        "|---|---|---|---|",
+        *(f"| {one['name']} | {one['error']:.4f} | {one['state_bytes']} | `{one['text']}` |" for one in result["finalists"]),
+        *(
+            f"| {one['name']} (seed) | {one['error']:.4f} | {one['state_bytes']} | `{one['text']}` |"
+            for one in result["seeds"]
+        ),
+        "",
+        "Everything on the front, where nothing else is better in error, bytes and operations at once:",
+        "",
+        *(
+            f"- {one['error']:.4f}, {one['state_bytes']} bytes, {one['nodes']} operations: `{one['text']}`"
+            for one in result["front"]
+        ),
+    ]
+    if result["ablations"]:
+        lines += ["", f"## What {result['finalists'][0]['name']} is without its parts", "", "| | error |", "|---|---|"]
+        lines += [f"| {one['what']} | {one['error']:.4f} |" for one in result["ablations"]]
+    lines += ["", *_proven(result)]
+    return "\n".join(lines) + "\n"
+
+
+def _proven(result: Mapping[str, Any]) -> list[str]:
+    if not result["proof"]:
+        return []
+    agreement = result["agreement"]
+    lines = [
+        "## On unseen text",
+        "",
+        f"The loss of {result['stretches']} stretches of {result['tokens']} tokens that the judge has not seen, token by token, behind the "
+        "first tokens that fill the budget. *behind*: the difference from the best seed, with the middle 95 % of bootstrap draws; "
+        "*better*: whether a paired test says so, at 2.5 % divided by the number of finalists.",
+        "",
+    ]
+    if agreement is not None:
+        lines += [
+            f"The judge's errors order these policies as their losses do with a rank correlation of {agreement:.2f}.",
+            "",
+        ]
+    lines += ["| policy | budget | nats a token | behind the best seed | better |", "|---|---|---|---|---|"]
+    for row in result["proof"]:
+        mean, low, high = row["behind"]
+        name = f"`{row['name']}`" + ("" if row["is_seed"] else " (found)")
+        better = "" if row["is_seed"] else "yes" if row["better"] else "no"
+        lines.append(
+            f"| {name} | {row['budget']} | {row['loss']:.4f} | {mean:+.4f} ({low:+.4f} to {high:+.4f}) | {better} |"
+        )
+    return lines
+
+
+def told(found: Found) -> dict[str, Any]:
+    """A policy for JSON."""
+    return {
+        "text": in_words(found.policy), "error": round(found.error, 6), "errors": [round(error, 6) for error in found.errors],
+        "state_bytes": found.size.state_bytes, "nodes": found.size.nodes,
+    }  # fmt: skip
+
+
+def proof_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
+    """A proof for JSON."""
+    return [
+        {"name": row.name, "budget": row.budget, "loss": round(row.loss, 5), "behind": [round(x, 5) for x in row.behind],
+         "better": row.better, "is_seed": row.is_seed}
+        for row in rows
+    ]  # fmt: skip
+
+
+def save(result: Mapping[str, Any], out: Path, *, drawn: bool = True) -> None:
+    """The page, the picture and the result itself, into a folder."""
+    write_whole(out / "search.json", json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    write_whole(out / "search.md", page(result))
+    if drawn:
+        from kvdsl_lab.reproduce.plots import draw
+
+        draw(partial(_plot, result=result), result["front"], [out / "search.png"])
+
+
+def _plot(figure: Any, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
+    """The curve of the search, and the front among the seeds."""
+    left, right = figure.subplots(1, 2)
+    left.plot([tried for tried, _ in result["curve"]], [error for _, error in result["curve"]], drawstyle="steps-post")
+    left.set_xlabel("policies tried")
+    left.set_ylabel("best error")
+    for label, found, marker in (("front", rows, "o"), ("seeds", result["seeds"], "x")):
+        right.plot([one["state_bytes"] for one in found], [one["error"] for one in found], marker, label=label)
+    right.set_xlabel("bytes of state a slot")
+    right.set_ylabel("error")
+    right.legend()

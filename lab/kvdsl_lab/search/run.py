@@ -1,0 +1,201 @@
+"""A whole search: record a model's attention, search, prove what was found on unseen text, and say what came of it."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.files import write_whole
+from kvdsl.ir.nodes import Policy
+from kvdsl_lab.search import report
+from kvdsl_lab.search.evolve import Evolution, Found
+from kvdsl_lab.search.judge import Judge, Rung, recorded
+from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
+from kvdsl_lab.search.space import Bounds, seed_of
+from kvdsl_lab.search.store import Store
+
+TEXT_PER_BUDGET = 4
+"""How much longer than the largest budget the texts are; the cheapest rung reads half of it, and every fourth layer."""
+
+JUDGED = 3
+"""Stretches that are judged on."""
+
+Tell = Callable[[str], None]
+Result = dict[str, Any]
+
+
+@lru_cache(1)
+def seeds() -> dict[str, Policy]:
+    """The shipped policies that lie in the space, by name; of those that are one there, the one with the shortest name."""
+    from kvdsl.compiler import analyse, shipped_policies
+
+    found: dict[Policy, str] = {}
+    for path in sorted(shipped_policies(), key=lambda path: (len(path.stem), path.stem)):
+        seed = seed_of(analyse(path).policy)
+        if seed is not None:
+            found.setdefault(seed, path.stem)
+    return {name: policy for policy, name in found.items()}
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is searched, and with what.
+
+    Attributes:
+        model, dtype: as for `load_model`.
+        text: a file; None for the books that ship with kvdsl.
+        budgets: tokens, ascending.
+        stretches: of unseen text, for the proof.
+    """
+
+    model: str | None
+    dtype: str | None
+    text: Path | None
+    budgets: tuple[int, ...]
+    bounds: Bounds
+    seed: int = 0
+    stretches: int = 4
+
+    @property
+    def tokens(self) -> int:
+        """Of a stretch."""
+        return TEXT_PER_BUDGET * self.budgets[-1]
+
+
+@dataclass(frozen=True)
+class Material:
+    """A model, and stretches of a text: the first `JUDGED` are judged on, the others prove.
+
+    Attributes:
+        ids: int64 [JUDGED + stretches, tokens].
+        digest: of the whole text.
+    """
+
+    model: Any
+    ids: Tensor
+    digest: str
+
+    @staticmethod
+    def of(plan: Plan) -> Material:
+        """What a plan asks for.
+
+        Raises:
+            KvdslError: if the text is too short for stretches that do not overlap, or a stretch too long for the model.
+        """
+        from kvdsl.generation.models import check_length, encode, load_model, read_text, windows
+        from kvdsl_lab.assets import all_books
+
+        model, tokenizer = load_model(plan.model, plan.dtype)
+        check_length(model, plan.tokens)
+        text, count = all_books() if plan.text is None else read_text(plan.text), JUDGED + plan.stretches
+        tokens = len(encode(tokenizer, text))
+        if tokens < plan.tokens * count:
+            raise KvdslError(
+                f"the text has {tokens} tokens, too few for {count} stretches of {plan.tokens} that do not overlap; "
+                "give a longer text, a smaller --budget, or fewer --stretches"
+            )
+        ids = windows(tokenizer, text, plan.tokens, count)
+        return Material(model, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
+
+
+class Run:
+    """One search in a folder."""
+
+    def __init__(self, plan: Plan, material: Material, out: Path, store: Store) -> None:
+        self._plan, self._material, self._out, self._store = plan, material, out, store
+        self._begun = time.monotonic()
+        rungs = (Rung(plan.tokens // 2, 4), Rung(plan.tokens, 1))
+        self._judge = Judge(recorded(material.model, material.ids[:JUDGED], plan.tokens), plan.budgets, rungs)
+        self._evolution = Evolution(self._judge, store, plan.bounds, plan.seed)
+
+    def search(self, until: float | None, most: int | None = None, tell: Tell = lambda text: None) -> None:
+        """Search until there is no time left (`time.monotonic()`), or so many policies have been had."""
+
+        def tick(evolution: Evolution) -> None:
+            best, tried = evolution.population[0], evolution.curve[-1][0]
+            tell(f"{tried} policies, error {best.error:.4f}: {report.in_words(best.policy)}")
+
+        self._evolution.until, self._evolution.most, self._evolution.tick = until, most, tick
+        self._evolution.run(list(seeds().items()))
+
+    def finish(self, finalists: int, until: float, tell: Tell = lambda text: None) -> Result:
+        """Prove the best, write them down, and give the result, for JSON.
+
+        Args:
+            finalists: at most so many. The first and the best seed are always proven, others while `until` leaves time.
+        """
+        plan, evolution = self._plan, self._evolution
+        seeded = dict(sorted(evolution.seeds.items(), key=lambda named: named[1].error))
+        known = {one.key for one in seeded.values()}
+        best = [one for one in evolution.population if one.key not in known][:finalists]
+        named = {report.name_of(number + 1): one for number, one in enumerate(best)}
+        proven = list(self._proven(seeded, named, until, tell)) if best else []
+        errors = {name: one.error for name, one in (seeded | named).items()}
+        return {
+            **self._about(), "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
+            "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
+            "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
+            "front": [report.told(one) for one in evolution.front()],
+            "ablations": self._ablations(best[0]) if best else [], "proof": report.proof_rows(proven),
+            "agreement": agreement(errors, {row.name: row.loss for row in proven if row.budget == plan.budgets[-1]}),
+        }  # fmt: skip
+
+    def _about(self) -> Result:
+        from kvdsl.environment import environment
+
+        plan, dtype = self._plan, str(self._material.model.dtype).removeprefix("torch.")
+        return {
+            "environment": environment(dtype=dtype, seed=plan.seed), "model": plan.model or "the reference model",
+            "text sha256": self._material.digest, "budgets": list(plan.budgets), "bounds": asdict(plan.bounds), "seed": plan.seed,
+            "tokens": plan.tokens, "stretches": plan.stretches,
+        }  # fmt: skip
+
+    def _proven(self, seeded: Mapping[str, Found], named: Mapping[str, Found], until: float, tell: Tell) -> Iterator[Row]:
+        """A row for every policy and budget; the finalists' files are written on the way."""
+        for number, (name, one) in enumerate(named.items()):
+            about = report.docstring(one, self._about(), seeded)
+            write_whole(self._out / f"{name}.kv", report.written(one, number + 1, about))
+        ours = [Contestant(name, one.key, self._out / f"{name}.kv", False) for name, one in named.items()]
+        theirs = [Contestant(name, f"shipped {name}", name, True) for name in seeded]
+        proof = Proof(self._material.model, self._material.ids[JUDGED:], self._material.digest, self._store)
+        measured: list[Contestant] = []
+        for contestant in (*ours[:1], *theirs, *ours[1:]):
+            if len(measured) < 2 or time.monotonic() < until:
+                tell(f"reading unseen text through {contestant.name}")
+                proof.measure(contestant, self._plan.budgets)
+                measured.append(contestant)
+        return proof.rows(measured, self._plan.budgets)
+
+    def _ablations(self, best: Found) -> list[Result]:
+        """What the judge says of the best without its parts."""
+        last, found = len(self._judge.rungs) - 1, [{"what": "whole", "error": round(best.error, 6)}]
+        for what, policy in report.ablations(best.policy).items():
+            one = self._evolution.judged(policy, "ablation", [best.key], last)
+            if one is not None:
+                found.append({"what": what, "error": round(one.error, 6)})
+        return found
+
+
+@contextmanager
+def opened(plan: Plan, out: Path, *, fresh: bool = False) -> Iterator[Run]:
+    """A search in a folder, ready to begin or to go on.
+
+    Raises:
+        KvdslError: as `Material.of`, or if the folder has another search.
+    """
+    material = Material.of(plan)
+    facts = {
+        "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.digest,
+        "stretches": plan.stretches, "budgets": list(plan.budgets), "bounds": asdict(plan.bounds), "seed": plan.seed,
+    }  # fmt: skip
+    with Store(out / "search.sqlite", facts, fresh=fresh) as store:
+        yield Run(plan, material, out, store)

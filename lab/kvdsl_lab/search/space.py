@@ -1,0 +1,262 @@
+"""Which policies are searched: a budget, a score, `keep` lines, a trigger and the group's reduction, within bounds.
+
+Policies that mean the same shall be one: `canonical` folds constants, orders what commutes, draws positive factors out of
+reductions, and drops what does not change an order from the outside of a score. Float32's rounding may tell two of them apart
+where scores lie within a rounding error; the search does not.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
+from kvdsl.ir.ops import COMPARISONS, LOGICAL
+from kvdsl.ir.printer import print_expression, print_policy
+from kvdsl.ir.visitors import expressions, rewrite, walk, with_policy
+from kvdsl.passes.fold import fold, fold_expression
+
+BUDGET = ParamRef(name="budget")
+ZERO, ONE = Number(value=0), Number(value=1)
+SEARCHED = ("score", "keeps", "trigger", "group")
+"""The fields of a policy that differ; all others have their defaults."""
+Group = Literal["mean", "max", "sum"]
+_COMMUTES = ("+", "*", "==", "!=", "and", "or", "max", "min")
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """How large a policy may become.
+
+    Attributes:
+        state_bytes: of a slot, beside its key, value and position.
+        nodes: of all its expressions together.
+        keeps: lines of `keep`; of `keep first` and `keep last` at most one each, for the larger is both.
+        trigger: how many tokens over the budget it may hold before it evicts.
+    """
+
+    state_bytes: int = 16
+    nodes: int = 24
+    keeps: int = 3
+    trigger: int = 1
+
+
+def policy_of(score: Expr, keeps: tuple[Keep, ...] = (), *, trigger: Expr | None = None, group: Group = "mean") -> Policy:
+    """A policy of the space, not yet canonical; its budget is a param."""
+    changed: dict[str, Any] = {} if trigger is None else {"trigger": trigger}
+    budget = Param(name="budget", default=Number(value=512))
+    return Policy(
+        name="Found", stem="found", params=(budget,), budget=BUDGET, score=score, keeps=keeps, group=group, **changed
+    )
+
+
+def seed_of(policy: Policy) -> Policy | None:
+    """What of a shipped policy lies in the space, with its params' defaults in their places; None if it does not evict by a score.
+
+    Positions, selections and what concerns the layout in memory are left out: they do not say who leaves.
+    """
+    beyond = policy.across is not None or policy.when != "both" or policy.select is not None or policy.victims != "own"
+    if policy.score is None or policy.budget != BUDGET or beyond or policy.layers is not None or policy.tensors:
+        return None
+    values = {param.name: param.default for param in policy.params if param.name != "budget"}
+
+    def number(expr: Expr) -> Expr | None:
+        if isinstance(expr, Input) and expr.name == "budget":
+            return BUDGET
+        return rewrite(values[expr.name], number) if isinstance(expr, ParamRef) and expr.name in values else None
+
+    keeps = tuple(
+        keep.model_copy(
+            update={name: rewrite(part, number) for name in ("count", "by") if (part := getattr(keep, name)) is not None}
+        )
+        for keep in policy.keeps
+    )
+    return canonical(
+        policy_of(rewrite(policy.score, number), keeps, trigger=rewrite(policy.trigger, number), group=policy.group)
+    )
+
+
+# -- one form ----------------------------------------------------------------------------------------------------------
+
+
+def canonical(policy: Policy) -> Policy:
+    """The form that stands for all policies which keep the same tokens as this one, as far as algebra tells."""
+    policy = fold(policy)
+    assert policy.score is not None
+    score = ranked(policy.score)
+    group = "mean" if policy.group == "sum" and all(degree(one) is not None for one in expressions(policy)) else policy.group
+    keeps = [
+        keep.model_copy(
+            update={
+                "count": None if keep.count is None else ordered(keep.count),
+                "by": None if keep.by is None else ranked(keep.by),
+            }
+        )
+        for keep in policy.keeps
+    ]
+    told = {_line(keep): keep for keep in keeps if keep.count != ZERO and not (keep.scope == "top" and keep.by == score)}
+    return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
+
+
+def _line(keep: Keep) -> str:
+    count = "" if keep.count is None else print_expression(keep.count)
+    return f"{keep.scope} {'' if keep.by is None else print_expression(keep.by)} {count}"
+
+
+def ranked(expr: Expr) -> Expr:
+    """An expression that orders slots as this one does."""
+    expr = ordered(fold_expression(expr))
+    while (inner := _inside(expr)) is not None:
+        expr = inner
+    return expr
+
+
+def _inside(expr: Expr) -> Expr | None:
+    """What a rising function of one value is of; None if the expression is none."""
+    if isinstance(expr, Call) and (
+        expr.function == "exp" or (expr.function in ("sqrt", "log") and nonnegative(expr.args[0]))
+    ):
+        return expr.args[0]
+    if isinstance(expr, Binary):
+        left, right = expr.left, expr.right
+        if isinstance(right, Number) and (expr.op in ("+", "-") or (expr.op in ("*", "/") and right.value > 0)):
+            return left
+        if isinstance(left, Number) and (expr.op == "+" or (expr.op == "*" and left.value > 0)):
+            return right
+        if expr.op == "**" and isinstance(right, Number) and right.value > 0 and nonnegative(left):
+            return left
+    return None
+
+
+def ordered(expr: Expr) -> Expr:
+    """The expression with commuting operands in one order, without what changes nothing, and with factors outside of reductions."""
+    if isinstance(expr, Binary):
+        return fold_expression(_ordered_binary(expr.op, ordered(expr.left), ordered(expr.right)))
+    if isinstance(expr, Call):
+        args = [ordered(arg) for arg in expr.args]
+        if expr.function in _COMMUTES:
+            args.sort(key=_order)
+        return fold_expression(Call(function=expr.function, args=tuple(args)))
+    if isinstance(expr, Reduce):
+        body = ordered(expr.body)
+        factor = body.left if isinstance(body, Binary) and body.op == "*" and expr.op != "var" else None
+        if isinstance(body, Binary) and isinstance(factor, Number) and factor.value > 0:
+            return Binary(op="*", left=factor, right=expr.model_copy(update={"body": body.right}))
+        return expr.model_copy(update={"body": body})
+    return expr
+
+
+def _ordered_binary(op: str, left: Expr, right: Expr) -> Expr:
+    """An operation on operands that are ordered."""
+    if (
+        op == "/"
+        and right == Input(name="observed")
+        and isinstance(left, Reduce)
+        and left.op == "sum"
+        and _of_all_queries(left)
+    ):
+        return left.model_copy(update={"op": "mean"})
+    if op == "/" and isinstance(right, Number) and right.value != 0:
+        op, right = "*", Number(value=1 / right.value)
+    if op in _COMMUTES and _order(right) < _order(left):
+        left, right = right, left
+    if (op == "*" and left == ONE) or (op == "+" and left == ZERO):
+        return right
+    return left if (op == "**" and right == ONE) or (op == "-" and right == ZERO) else Binary(op=op, left=left, right=right)
+
+
+def degree(expr: Expr) -> float | None:
+    """With which power of c the value grows if all attention is c times as large, for every c above 0; None where it does otherwise.
+
+    The mean and the sum over a group are such attentions, so that both give the same order.
+    """
+    if isinstance(expr, Input):
+        return None if expr.name in ("q", "logit") else float(expr.name == "attn")
+    if isinstance(expr, Reduce):
+        inner = degree(expr.body)
+        return 2 * inner if inner is not None and expr.op == "var" else inner
+    if isinstance(expr, Binary):
+        left, right = degree(expr.left), degree(expr.right)
+        if left is None or right is None:
+            return None
+        if expr.op == "**":
+            return left * expr.right.value if isinstance(expr.right, Number) else None
+        if expr.op in ("*", "/"):
+            return left + right if expr.op == "*" else left - right
+        if left != right:
+            return None
+        return 0.0 if expr.op in COMPARISONS or expr.op in LOGICAL else left
+    if isinstance(expr, Call):
+        found = {degree(arg) for arg in expr.args}
+        linear = expr.function in ("max", "min", "abs", "neg") and len(found) == 1
+        return found.pop() if linear else 0.0 if found == {0.0} else None
+    return 0.0 if isinstance(expr, (Number, ParamRef, Random)) else None
+
+
+def _of_all_queries(expr: Reduce) -> bool:
+    return expr.axis is Axis.QUERY and expr.last is None
+
+
+def _order(expr: Expr) -> tuple[bool, str]:
+    """Numbers first, then by the text."""
+    return not isinstance(expr, Number), print_expression(expr)
+
+
+def nonnegative(expr: Expr) -> bool:
+    """Whether the value is known to be no less than 0."""
+    if isinstance(expr, Number):
+        return expr.value >= 0
+    if isinstance(expr, Input):
+        return expr.name in ("attn", "age", "position", "observed", "live", "budget", "prompt")
+    if isinstance(expr, Call):
+        return expr.function in ("abs", "exp", "sqrt", "not") or (
+            expr.function in ("max", "min") and all(nonnegative(arg) for arg in expr.args)
+        )
+    if isinstance(expr, Reduce):
+        return expr.op in ("std", "var") or nonnegative(expr.body)
+    if isinstance(expr, Binary):
+        if expr.op == "*" and expr.left == expr.right:
+            return True
+        return expr.op not in ("-", "**", "%") and nonnegative(expr.left) and nonnegative(expr.right)
+    return False
+
+
+def key(policy: Policy) -> str:
+    """What a canonical policy is known by: a digest of its text."""
+    return hashlib.sha256(print_policy(policy).encode()).hexdigest()[:16]
+
+
+# -- what is let in ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Size:
+    """What a policy costs: bytes of state a slot, and how many operations its expressions have."""
+
+    state_bytes: int
+    nodes: int
+
+
+def size_of(policy: Policy, bounds: Bounds) -> Size | None:
+    """What it costs; None for what the checker refuses, what has no kernels on some backend, and what exceeds the bounds."""
+    from kvdsl.compiler import analyse
+    from kvdsl.explain.facts import facts
+    from kvdsl.source import SourceFile
+
+    nodes = sum(1 for expr in expressions(policy) for _ in walk(expr))
+    scopes = [keep.scope for keep in policy.keeps]
+    twice = scopes.count("first") > 1 or scopes.count("last") > 1
+    if nodes > bounds.nodes or len(scopes) > bounds.keeps or twice or _beyond(policy.trigger, bounds.trigger):
+        return None
+    analysis = analyse(SourceFile("found.kv", print_policy(policy)))
+    if not analysis.ok:
+        return None
+    told = facts(analysis.policy)
+    if any(column.numbers is None for column in told.state) or told.state_bytes > bounds.state_bytes:
+        return None
+    return Size(told.state_bytes, nodes) if all(one["ok"] for one in told.backends) else None
+
+
+def _beyond(trigger: Expr, most: int) -> bool:
+    return not isinstance(trigger, Number) or not 1 <= trigger.value <= most

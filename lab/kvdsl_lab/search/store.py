@@ -1,0 +1,120 @@
+"""What is known of every policy of a search, in one SQLite file: its text, where it came from, what it costs, how it was judged.
+
+    search     name, value              what the rest depends on: model, text, budgets, bounds, seed
+    policy     key, text, move, parents, state_bytes, nodes
+    judged     key, rung, budget, error
+    proven     name, text, budget, stretch, losses
+
+A search that was stopped goes on with the same file: what stands in it is not measured again. Every entry is written when it is known.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdsl.errors import KvdslError
+from kvdsl_lab.search.space import Size
+
+_TABLES = """
+create table if not exists search (name text primary key, value text not null);
+create table if not exists policy (
+  key text primary key, text text not null, move text not null, parents text not null, state_bytes integer, nodes integer
+);
+create table if not exists judged (key text, rung integer, budget integer, error real, primary key (key, rung, budget));
+create table if not exists proven (
+  name text, text text, budget integer, stretch integer, losses text not null, primary key (name, text, budget, stretch)
+);
+"""
+
+
+class Store:
+    """One file; `with Store(path, facts) as store`."""
+
+    def __init__(self, path: Path, facts: Mapping[str, Any], *, fresh: bool = False) -> None:
+        """Opens or makes it.
+
+        Raises:
+            KvdslError: if the file is of another search, or none at all.
+        """
+        if fresh:
+            path.unlink(missing_ok=True)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._path = path
+        try:
+            self._database = sqlite3.connect(path, isolation_level=None)
+            self._database.executescript(_TABLES)
+            known = dict(self._database.execute("select name, value from search"))
+        except sqlite3.DatabaseError as error:
+            raise KvdslError(f"{path} cannot be used ({error}); give another --out, or --fresh") from error
+        told = {name: json.dumps(value) for name, value in facts.items()}
+        differing = [name for name in told if name in known and known[name] != told[name]]
+        if differing:
+            raise KvdslError(
+                f"{path} is of another search: {', '.join(f'{name} was {known[name]}' for name in differing)}; "
+                "give the same options, another --out, or --fresh to forget it"
+            )
+        self._database.executemany("insert or ignore into search values (?, ?)", told.items())
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._database.close()
+
+    # -- policies ------------------------------------------------------------------------------------------------------
+
+    def size(self, key: str) -> tuple[bool, Size | None]:
+        """Whether the policy is known, and what it costs; None if it was not let in."""
+        row = self._database.execute("select state_bytes, nodes from policy where key = ?", (key,)).fetchone()
+        return row is not None, None if row is None or row[0] is None else Size(*row)
+
+    def add(self, key: str, text: str, move: str, parents: Sequence[str], size: Size | None) -> None:
+        """A policy that was not known."""
+        costs = (None, None) if size is None else (size.state_bytes, size.nodes)
+        self._database.execute(
+            "insert or ignore into policy values (?, ?, ?, ?, ?, ?)", (key, text, move, " ".join(parents), *costs)
+        )
+
+    def origin(self, key: str) -> tuple[str, list[str]]:
+        """The move that a policy came from, and its parents' keys."""
+        move, parents = self._database.execute("select move, parents from policy where key = ?", (key,)).fetchone()
+        return move, parents.split()
+
+    def counts(self) -> dict[str, int]:
+        """How many policies were tried, how many of them were let in, and how often one was judged."""
+        tried, admitted = self._database.execute("select count(*), count(state_bytes) from policy").fetchone()
+        (judged,) = self._database.execute("select count(*) from judged").fetchone()
+        return {"tried": tried, "admitted": admitted, "judged": judged}
+
+    # -- judgements ----------------------------------------------------------------------------------------------------
+
+    def errors(self, key: str, rung: int, budgets: Sequence[int]) -> list[float] | None:
+        """What was found at each budget, if all of it was."""
+        found = dict(self._database.execute("select budget, error from judged where key = ? and rung = ?", (key, rung)))
+        return [found[budget] for budget in budgets] if all(budget in found for budget in budgets) else None
+
+    def judge(self, key: str, rung: int, budgets: Sequence[int], errors: Sequence[float]) -> None:
+        """What was found."""
+        rows = [(key, rung, budget, error) for budget, error in zip(budgets, errors, strict=True)]
+        self._database.execute("begin")
+        self._database.executemany("insert or replace into judged values (?, ?, ?, ?)", rows)
+        self._database.execute("commit")
+
+    # -- proof ---------------------------------------------------------------------------------------------------------
+
+    def losses(self, name: str, text: str, budget: int, stretch: int) -> list[float] | None:
+        """The losses of a stretch's parts under a policy, if they were measured."""
+        row = self._database.execute(
+            "select losses from proven where name = ? and text = ? and budget = ? and stretch = ?",
+            (name, text, budget, stretch),
+        ).fetchone()
+        return None if row is None else [float(x) for x in json.loads(row[0])]
+
+    def prove(self, name: str, text: str, budget: int, stretch: int, losses: Sequence[float]) -> None:
+        """What was measured."""
+        row = (name, text, budget, stretch, json.dumps([round(x, 6) for x in losses]))
+        self._database.execute("insert or replace into proven values (?, ?, ?, ?, ?)", row)
