@@ -95,7 +95,7 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, seed {result['seed']}; kvdsl {about['kvdsl']}, torch "
         f"{about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them were within the bounds, in "
-        f"{result['minutes']:.0f} minutes.",
+        f"{result['minutes']:.3g} minutes.",
         "",
         "*error*: the judge's, of the attention's output on recorded attention, the geometric mean over the budgets (0: the full cache). "
         "*state*: bytes of a slot beside key, value and position.",

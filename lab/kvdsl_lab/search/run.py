@@ -139,13 +139,14 @@ class Run:
         best = [one for one in evolution.population if one.key not in known][:finalists]
         named = {report.name_of(number + 1): one for number, one in enumerate(best)}
         proven = list(self._proven(seeded, named, until, tell)) if best else []
+        ablations = self._ablations(best[0]) if best else []
         errors = {name: one.error for name, one in (seeded | named).items()}
         return {
             **self._about(), "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
             "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
             "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
             "front": [report.told(one) for one in evolution.front()],
-            "ablations": self._ablations(best[0]) if best else [], "proof": report.proof_rows(proven),
+            "ablations": ablations, "proof": report.proof_rows(proven),
             "agreement": agreement(errors, {row.name: row.loss for row in proven if row.budget == plan.budgets[-1]}),
         }  # fmt: skip
 

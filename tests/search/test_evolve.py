@@ -1,0 +1,98 @@
+"""The search itself, with a judge that takes no time."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from kvdsl.errors import KvdslError
+from kvdsl.ir.nodes import Policy
+from kvdsl_lab.search.evolve import Evolution, Found
+from kvdsl_lab.search.moves import numbers
+from kvdsl_lab.search.report import in_words
+from kvdsl_lab.search.run import seeds
+from kvdsl_lab.search.space import Bounds
+from kvdsl_lab.search.store import Store
+
+FACTS = {"model": "stub", "seed": 0}
+
+
+class Stub:
+    """Likes values, and a quarter of the budget for what is recent; the first rung knows only the values."""
+
+    budgets, rungs = (16, 32), ("values", "both")
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def errors(self, policy: Policy, rung: int) -> list[float]:
+        self.calls += 1
+        text = in_words(policy)
+        shares = [numbers(policy)[-1][1] for keep in policy.keeps if keep.scope == "last"]
+        recent = min((abs(share - 0.25) for share in shares), default=1.0)
+        return [budget * (2.0 - ("(v)" in text) + rung * recent) + 0.01 * len(text) for budget in self.budgets]
+
+
+def search(path: Path, most: int, *, seed: int = 0, until: float | None = None) -> tuple[Evolution, Stub]:
+    judge = Stub()
+    with Store(path, FACTS) as store:
+        found = Evolution(judge, store, Bounds(), seed, until, most)
+        found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
+    return found, judge
+
+
+def test_it_finds_what_its_judge_likes(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a.sqlite", 300)
+    best, began = found.population[0], min(found.seeds.values(), key=lambda one: one.error)
+    assert best.error < began.error
+    assert "(v)" in in_words(best.policy)
+    assert [keep.scope for keep in best.policy.keeps] == ["last"]
+    assert numbers(best.policy)[-1][1] == pytest.approx(0.25, abs=0.1)
+    errors = [error for _, error in found.curve]
+    assert errors == sorted(errors, reverse=True), "the best is never lost"
+    assert [one.error for one in found.population] == sorted(one.error for one in found.population)
+
+
+def test_a_seed_decides_it(tmp_path: Path) -> None:
+    one, other, third = (search(tmp_path / name, 80, seed=seed)[0] for name, seed in (("a", 0), ("b", 0), ("c", 1)))
+    assert one.curve == other.curve and one.population == other.population
+    assert one.population != third.population
+
+
+def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
+    whole, measured = search(tmp_path / "whole", 120)
+    _, first = search(tmp_path / "parts", 60)
+    rest, second = search(tmp_path / "parts", 120)
+    assert rest.population == whole.population and rest.curve == whole.curve
+    assert first.calls + second.calls == measured.calls, "nothing is judged twice"
+
+
+def test_without_time_it_has_the_seeds(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a", 300, until=time.monotonic() - 1)
+    assert sorted(found.seeds) == ["h2o", "tova", "vatp_h2o"] and len(found.population) == 3
+
+
+def test_a_front(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a", 100)
+
+    def costs(one: Found) -> tuple[float, ...]:
+        return (*one.errors, one.size.state_bytes, one.size.nodes)
+
+    front = found.front()
+    assert found.population[0] in front
+    for one in front:
+        assert not any(all(a <= b for a, b in zip(costs(other), costs(one), strict=True)) and costs(other) != costs(one)
+                       for other in found.population)  # fmt: skip
+
+
+def test_the_file_of_another_search_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "search.sqlite"
+    Store(path, FACTS).__exit__()
+    with pytest.raises(KvdslError, match="is of another search: seed was 0"):
+        Store(path, {**FACTS, "seed": 1})
+    Store(path, {**FACTS, "seed": 1}, fresh=True).__exit__()
+    path.write_text("no database, but a text that is long enough to be taken for one" * 10)
+    with pytest.raises(KvdslError, match="cannot be used"):
+        Store(path, FACTS)

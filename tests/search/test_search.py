@@ -1,0 +1,103 @@
+"""Whole searches, on the reference model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from kvdsl.compiler import compile_file
+from kvdsl_lab.search.judge import Judge, Recorded, Rung, recorded
+from kvdsl_lab.search.proof import agreement
+from kvdsl_lab.search.run import seeds
+from tests.cli.harness import run
+
+
+@pytest.fixture(scope="module")
+def text() -> Recorded:
+    from kvdsl import load_model
+    from kvdsl.generation.models import read_text, windows
+
+    model, tokenizer = load_model()
+    return recorded(model, windows(tokenizer, read_text(None), 48, 2), 48)
+
+
+def test_a_judge(text: Recorded) -> None:
+    judge = Judge(text, (12, 24, 47), (Rung(48, 1),))
+    errors = {name: judge.errors(seeds()[name], 0) for name in ("h2o", "random")}
+    for found in errors.values():
+        assert found == sorted(found, reverse=True), "more tokens, less error"
+        assert found[-1] < 0.1 < found[0]
+    assert errors["h2o"][0] < errors["random"][0]
+    assert judge.errors(seeds()["vatp_h2o"], 0) == [float("inf")] * 3, "it protects more than 12 tokens"
+
+
+def test_the_error_by_hand(text: Recorded) -> None:
+    """A window is attention over the newest tokens."""
+    budget, call = 8, text.call
+    heads, tokens = call.key.shape[1:3]
+    behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
+    query = call.query.unflatten(1, (heads, -1))
+    logit = torch.einsum("bhgqd,bhkd->bhgqk", query, call.key) * call.scaling
+    seen = (behind >= 0) & (behind <= budget)  # the newest, and as many as stay after a settle
+    out = torch.einsum("bhgqk,bhkd->bqhgd", logit.masked_fill(~seen, -torch.inf).softmax(-1), call.value).flatten(2, 3)
+    distance, size = ((x[:, budget:] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
+    wanted = float((distance / size).sqrt().mean())
+    assert Judge(text, (budget,), (Rung(tokens, 1),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_agreement() -> None:
+    errors = {"a": 0.1, "b": 0.2, "c": 0.3}
+    assert agreement(errors, {"a": 4.0, "b": 4.1, "c": 5.0}) == 1
+    assert agreement(errors, {"a": 5.0, "b": 4.1, "c": 4.0}) == -1
+    assert agreement(errors, {"a": 5.0}) is None
+
+
+SEARCH = (
+    "search",
+    "--budget",
+    "16",
+    "--evaluations",
+    "40",
+    "--minutes",
+    "9",
+    "--stretches",
+    "2",
+    "--finalists",
+    "1",
+    "--threads",
+    "1",
+)
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, *SEARCH, "--out", str(tmp_path), "--json", "--no-plots")
+    assert said.code == 0, said.err
+    result = said.json()
+    found, best = result["finalists"][0], result["seeds"][0]
+    assert found["error"] < best["error"], "better than its seeds by its own measure"
+    assert result["counts"]["admitted"] >= 40
+    assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
+    assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
+    page = (tmp_path / "search.md").read_text()
+    assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
+
+
+@pytest.mark.slow
+def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    first = run(capsys, *SEARCH, "--out", str(tmp_path), "--json")
+    again = run(capsys, *SEARCH, "--out", str(tmp_path), "--json")
+    one, other = (said.json() for said in (first, again))
+    for name in ("finalists", "proof", "counts", "curve"):
+        assert one[name] == other[name], name
+    assert (tmp_path / "search.png").stat().st_size > 1000
+    refused = run(capsys, *SEARCH, "--seed", "1", "--out", str(tmp_path))
+    assert refused.code == 2 and "is of another search: seed was 0" in refused.err
+
+
+def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "short.txt").write_text("Once upon a time there was a king. " * 30)
+    said = run(capsys, "search", "--text", str(tmp_path / "short.txt"), "--budget", "64", "--out", str(tmp_path / "out"))
+    assert said.code == 2 and "too few for 7 stretches of 256 that do not overlap" in said.err
+    assert not (tmp_path / "out").exists()
