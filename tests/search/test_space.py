@@ -37,7 +37,7 @@ def policy(*lines: str) -> Policy:
         ("score sum(attn ** 1)", "score sum(attn)"),
         ("score sum(attn)\ngroup sum", "score sum(attn)"),
         ("score sum(attn > 2 * mean(attn over slots))\ngroup sum", "score sum(attn > 2 * mean(attn over slots))"),
-        ("score sum(attn)\nkeep top budget / 2 by sum(attn)", "score sum(attn)\nkeep last 0"),
+        ("score sum(attn)\nkeep top budget / 2 by sum(attn)", "score sum(attn)\nkeep last 1"),
         ("score sum(attn)\nkeep last budget / 4", "score sum(attn)\nkeep last 0.25 * budget"),
     ],
 )

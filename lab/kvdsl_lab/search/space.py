@@ -17,7 +17,9 @@ from kvdsl.ir.printer import print_expression, print_policy
 from kvdsl.ir.visitors import expressions, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold, fold_expression
 
-BUDGET = ParamRef(name="budget")
+BUDGET = Input(name="budget")
+"""What a count may read."""
+_PARAM = ParamRef(name="budget")
 ZERO, ONE = Number(value=0), Number(value=1)
 SEARCHED = ("score", "keeps", "trigger", "group")
 """The fields of a policy that differ; all others have their defaults."""
@@ -47,7 +49,7 @@ def policy_of(score: Expr, keeps: tuple[Keep, ...] = (), *, trigger: Expr | None
     changed: dict[str, Any] = {} if trigger is None else {"trigger": trigger}
     budget = Param(name="budget", default=Number(value=512))
     return Policy(
-        name="Found", stem="found", params=(budget,), budget=BUDGET, score=score, keeps=keeps, group=group, **changed
+        name="Found", stem="found", params=(budget,), budget=_PARAM, score=score, keeps=keeps, group=group, **changed
     )
 
 
@@ -57,12 +59,12 @@ def seed_of(policy: Policy) -> Policy | None:
     Positions, selections and what concerns the layout in memory are left out: they do not say who leaves.
     """
     beyond = policy.across is not None or policy.when != "both" or policy.select is not None or policy.victims != "own"
-    if policy.score is None or policy.budget != BUDGET or beyond or policy.layers is not None or policy.tensors:
+    if policy.score is None or policy.budget != _PARAM or beyond or policy.layers is not None or policy.tensors:
         return None
     values = {param.name: param.default for param in policy.params if param.name != "budget"}
 
     def number(expr: Expr) -> Expr | None:
-        if isinstance(expr, Input) and expr.name == "budget":
+        if expr == _PARAM:
             return BUDGET
         return rewrite(values[expr.name], number) if isinstance(expr, ParamRef) and expr.name in values else None
 
