@@ -12,10 +12,7 @@ import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
-
-POLICIES = Path(__file__).resolve().parent / "policies"
 
 KVDSL, KVPRESS, TRANSFORMERS = "kvdsl", "kvpress", "transformers"
 
@@ -83,7 +80,7 @@ def _contest(race: str, policy: str, by: str, what: str, every: int | None = Non
 
 
 ONCE = {name: name if name == "snapkv" else f"{name}_once" for name in PRESSES}
-"""The .kv file of each press."""
+"""The policy of each press; those that are pressed once lie in the gallery."""
 
 WHILE_DECODING = {"streaming_llm": "streaming_llm", "tova": "tova", "knorm": "knorm", "h2o": "observed"}
 """The shipped policies that evict token by token, and the press that comes nearest."""
@@ -121,8 +118,7 @@ CONTESTANTS = (
 def _kvdsl(policy: str) -> Callable[[Any, Task], Any]:
     from kvdsl.loading import load
 
-    here = POLICIES / f"{policy}.kv"
-    cache_class = load(here if here.exists() else policy)
+    cache_class = load(policy)
     return lambda model, task: cache_class(model, budget=task.budget)  # type: ignore[call-arg]
 
 

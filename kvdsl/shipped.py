@@ -1,5 +1,8 @@
 """Policies by name: those that come with kvdsl, their files and the names that they have in the language; and where a name or a path
 that a user gives leads.
+
+Two shelves hold them: `policies/`, the short list of what is used most, and `policies/gallery/`, what else was published. A name
+leads to either.
 """
 
 from __future__ import annotations
@@ -18,13 +21,27 @@ _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
 
 def shipped_policies() -> list[Path]:
-    """Their files, by file name."""
-    return sorted(path for path in resource("policies").glob("*.kv") if not path.stem.endswith("_test"))
+    """The files of the short list, by file name."""
+    return _policies_in(resource("policies"))
+
+
+def gallery_policies() -> list[Path]:
+    """The files of the gallery, by file name."""
+    return _policies_in(resource("policies", "gallery"))
+
+
+def all_policies() -> list[Path]:
+    """All that come with kvdsl: the short list, then the gallery."""
+    return shipped_policies() + gallery_policies()
+
+
+def _policies_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*.kv") if not path.stem.endswith("_test"))
 
 
 def shipped_policy(stem: str) -> Path | None:
     """The file of the one with this stem, or None."""
-    return next((path for path in shipped_policies() if path.stem == stem), None)
+    return next((path for path in all_policies() if path.stem == stem), None)
 
 
 def policy_name(text: str) -> str | None:
@@ -36,7 +53,7 @@ def policy_name(text: str) -> str | None:
 @lru_cache(maxsize=1)
 def stems_by_name() -> dict[str, str]:
     """`RoCo` -> `roco`, read from the files' `policy NAME` lines."""
-    return {name: path.stem for path in shipped_policies() if (name := policy_name(path.read_text(encoding="utf-8")))}
+    return {name: path.stem for path in all_policies() if (name := policy_name(path.read_text(encoding="utf-8")))}
 
 
 # -- by name or path ------------------------------------------------------------------------------------------------
@@ -49,7 +66,7 @@ def find_policy(name_or_path: str | Path) -> Path:
         DiagnosticError: if there is no such policy or file.
     """
     text = str(name_or_path)
-    shipped = {path.stem: path for path in shipped_policies()}
+    shipped = {path.stem: path for path in all_policies()}
     if text in shipped:
         return shipped[text]
     path = Path(name_or_path)

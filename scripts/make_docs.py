@@ -12,7 +12,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,13 +24,15 @@ sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installatio
 
 from kvdsl.cli.list import paragraphs  # noqa: E402
 from kvdsl.codes import CODES, Code  # noqa: E402
-from kvdsl.compiler import analyse, find_policy, shipped_policies  # noqa: E402
+from kvdsl.compiler import analyse  # noqa: E402
 from kvdsl.explain.facts import facts  # noqa: E402
 from kvdsl.explain.words import rows  # noqa: E402
 from kvdsl.ir import ops  # noqa: E402
+from kvdsl.provenance import CHECKS, Provenance, fields, provenance  # noqa: E402
 from kvdsl.reference import STATEMENTS, form, written  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
+from kvdsl.shipped import all_policies, gallery_policies, shipped_policies  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n\n"
@@ -203,16 +206,15 @@ def _table(head: tuple[str, ...], lines: Iterator[tuple[str, ...]]) -> str:
 # -- policies ----------------------------------------------------------------------------------------------------------
 
 
-def policy_page(stem: str) -> str:
+def policy_page(path: Path) -> str:
     """A shipped policy: what its docstring says, its file, what it costs, its tests, and the hand-written notes on it."""
-    path = find_policy(stem)
-    policy = analyse(path).policy
-    summary, *rest = paragraphs(policy.doc)
+    stem, policy = path.stem, analyse(path).policy
+    source = fields(policy.doc)
     parts = [
         f"{MADE}# {policy.name}\n",
-        f"{summary}\n",
-        *(f"{paragraph}\n" for paragraph in rest),
-        f"## policies/{stem}.kv\n",
+        *(f"{paragraph}\n" for paragraph in paragraphs(policy.doc)),
+        *([_table(("", ""), ((key, _escaped(value)) for key, value in source.items()))] if source else []),
+        f"## {path.relative_to(ROOT)}\n",
         f"```kv\n{path.read_text(encoding='utf-8')}```\n",
         "## What it does\n",
         _table(
@@ -228,7 +230,7 @@ def policy_page(stem: str) -> str:
     if test.exists():
         parts += [
             "## Its tests\n",
-            f"`kvdsl test policies/{stem}_test.kv` runs them.\n",
+            f"`kvdsl test {stem}` runs them.\n",
             f"```kv\n{test.read_text(encoding='utf-8')}```\n",
         ]
     return "\n".join(parts)
@@ -239,13 +241,101 @@ def _escaped(text: str) -> str:
     return re.sub(r"([*_<>])", r"\\\1", text)
 
 
-def policies_index() -> str:
-    """All shipped policies, each with its first sentence."""
+def policies_index(paths: Sequence[Path], title: str) -> str:
+    """Policies of one folder, each with its first sentence."""
     lines = []
-    for path in shipped_policies():
+    for path in paths:
         policy = analyse(path).policy
         lines.append((f"[{policy.name}]({path.stem}.md)", f"`{path.stem}`", _escaped(paragraphs(policy.doc)[0])))
-    return f"{MADE}# Policies\n\n{_table(('policy', 'name', 'what it does'), iter(lines))}"
+    return f"{MADE}# {title}\n\n{_table(('policy', 'name', 'what it does'), iter(lines))}"
+
+
+# -- reach -------------------------------------------------------------------------------------------------------------
+
+MISSING = DOCS / "notes" / "reach.json"
+"""The methods that no policy is of, and what the language would need for them."""
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A policy that is a published method, or nearly."""
+
+    path: Path
+    found: Provenance
+    kernels: str
+
+    @property
+    def link(self) -> str:
+        folder = "policies/gallery" if self.path.parent.name == "gallery" else "policies"
+        return f"[`{self.path.stem}`]({folder}/{self.path.stem}.md)"
+
+
+def reach_page() -> str:
+    """Which published methods the language says exactly, nearly, or not, counted from the policies' own headers."""
+    policies = list(_reached())
+    exact = _by_method(one for one in policies if one.found.exact)
+    near = {name: of for name, of in _by_method(policies).items() if name not in exact}
+    data = json.loads(MISSING.read_text(encoding="utf-8"))
+    missing = [row for row in data["methods"] if row["method"] not in exact.keys() | near.keys()]
+    presses = {press for one in policies for press in one.found.presses}
+    exactly = {press for one in policies if one.found.exact for press in one.found.presses}
+    known = presses | {row["kvpress"] for row in missing if "kvpress" in row}
+    kernels = sum(one.kernels == "C++, Triton" for one in policies)
+    ideas = ((f"`{key}`", text) for key, text in data["ideas"].items() if any(key in row["missing"] for row in missing))
+    return "\n".join([
+        MADE + "# What the language reaches\n",
+        f"Of {len(exact) + len(near) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
+        f"come with kvdsl are **{len(exact)} exactly**, **{len(near)} approximately**, and {len(missing)} not. Of the {len(known)} "
+        f"presses of kvpress that is {len(exactly)}, {len(presses - exactly)} and {len(known - presses)}. Of the {len(policies)} "
+        f"policies here, {kernels} have kernels in C++ and in Triton; all of them run on torch.\n",
+        "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "
+        + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items()) + ".\n",
+        "## Exactly\n",
+        _table(("method", "year", "policy", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
+        "## Approximately\n",
+        _table(
+            ("method", "year", "policy", "in what it differs", "kvpress", "checked", "kernels"),
+            _reach_rows(near, lambda one: (_escaped(one.found.how or ""),)),
+        ),
+        "## Not\n",
+        _table(("idea", "what is missing"), ideas),
+        _table(("method", "year", "what it does", "missing"), map(_missing_row, missing)),
+    ])  # fmt: skip
+
+
+def _reached() -> Iterator[Reached]:
+    for path in all_policies():
+        policy = analyse(path).policy
+        found = provenance(path.stem, policy.doc)
+        if found is not None:
+            if "method" not in fields(policy.doc):
+                found = replace(found, methods=(policy.name,))
+            serve = {one["name"]: one["ok"] for one in facts(policy).backends}
+            kernels = ", ".join(name for name, backend in (("C++", "cpu"), ("Triton", "triton")) if serve[backend])
+            yield Reached(path, found, kernels or "–")
+
+
+def _by_method(policies: Iterable[Reached]) -> dict[str, list[Reached]]:
+    found: dict[str, list[Reached]] = {}
+    for one in policies:
+        for method in one.found.methods:
+            found.setdefault(method, []).append(one)
+    return dict(sorted(found.items(), key=lambda item: item[0].lower()))
+
+
+def _reach_rows(methods: dict[str, list[Reached]], more: Callable[[Reached], tuple[str, ...]]) -> Iterator[tuple[str, ...]]:
+    for method, policies in methods.items():
+        for one in policies:
+            found = one.found
+            year = "–" if found.year is None else str(found.year)
+            if found.arxiv is not None:
+                year = f"[{year}](https://arxiv.org/abs/{found.arxiv})"
+            yield method, year, one.link, *more(one), ", ".join(found.presses), ", ".join(found.checks), one.kernels
+
+
+def _missing_row(row: dict[str, Any]) -> tuple[str, ...]:
+    press = f" ({row['kvpress']})" if row.get("kvpress", row["method"]) != row["method"] else ""
+    return row["method"] + press, str(row["year"]), _escaped(row["does"]), ", ".join(f"`{idea}`" for idea in row["missing"])
 
 
 # -- the papers' results -------------------------------------------------------------------------------------------------
@@ -296,6 +386,7 @@ def _results(found: dict[str, Any]) -> str:
 COMMITTED: dict[str, Callable[[], str]] = {
     "diagnostics.md": diagnostics_page,
     "language.md": language_reference,
+    "reach.md": reach_page,
     "results.md": results_page,
 }
 """Path below docs/ -> what makes the text, of the pages that are committed."""
@@ -303,8 +394,10 @@ COMMITTED: dict[str, Callable[[], str]] = {
 
 def policy_pages() -> dict[str, str]:
     """Path below docs/ -> text, of the pages that are made for the site."""
-    return {"policies/index.md": policies_index()} | {
-        f"policies/{path.stem}.md": policy_page(path.stem) for path in shipped_policies()
+    return {
+        "policies/index.md": policies_index(shipped_policies(), "Policies"),
+        "policies/gallery/index.md": policies_index(gallery_policies(), "The gallery"),
+        **{str(path.relative_to(ROOT).with_suffix(".md")): policy_page(path) for path in all_policies()},
     }
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvdsl.codes import CODES
+from kvdsl.compiler import find_policy
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
@@ -24,9 +25,28 @@ def test_pages_are_up_to_date(name: str) -> None:
 
 
 def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
-    page = make_docs.policy_page("roco")
+    page = make_docs.policy_page(find_policy("roco"))
     for path in (ROOT / "policies/roco.kv", ROOT / "docs/notes/roco.md", ROOT / "policies/roco_test.kv"):
         assert path.read_text(encoding="utf-8") in page
+
+
+def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() -> None:
+    page = make_docs.reach_page()
+    total, exact, near, missing = map(
+        int, re.findall(r"Of (\d+) published.*?\*\*(\d+) ex.*?\*\*(\d+) app.*?(\d+) not", page)[0]
+    )
+    assert total == exact + near + missing
+    exactly, nearly, out = (re.findall(r"^\| ([^|`]+?) \| [^|]+ \|", part, re.MULTILINE) for part in page.split("\n## ")[1:])
+    assert [len({*rows} - {"method", "---", "idea"}) for rows in (exactly, nearly, out)] == [exact, near, missing]
+    for reached in make_docs._reached():
+        assert reached.link in page
+
+
+def test_a_gallery_policy_has_a_page() -> None:
+    page = make_docs.policy_page(find_policy("keydiff"))
+    assert "## policies/gallery/keydiff.kv" in page
+    assert "| year | 2025, arXiv 2504.15364 |" in page
+    assert "policies/gallery/keydiff.md" in make_docs.policy_pages()
 
 
 def test_every_code_has_its_place() -> None:

@@ -10,6 +10,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.explain.facts import facts
 from kvdsl.explain.words import rows
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.provenance import prose
 from kvdsl.source import SourceFile
 from kvdsl.syntax.formatter import format_source
 from kvdsl.syntax.parser import keywords
@@ -54,7 +55,7 @@ def explain(text: str) -> str:
     params = {param.name: None for param in policy.params}
     found = facts(policy)
     params = {param.name: found.values.get(param.name) for param in policy.params}
-    return json.dumps({"name": policy.name, "doc": policy.doc, "rows": rows(found), "params": params})
+    return json.dumps({"name": policy.name, "doc": prose(policy.doc), "rows": rows(found), "params": params})
 
 
 def generate(text: str) -> str:

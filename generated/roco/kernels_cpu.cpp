@@ -1,11 +1,14 @@
 // RoCo: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from roco.kv (85c597bd80e8). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from roco.kv (9a5498ebb66d). Do not edit: `kvdsl compile` makes it anew.
 //
 // Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 //
-// "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference", section 4.3: mean attention
-// score (MAS) and a scope by standard deviation.
+// paper: "On the Efficacy of Eviction Policy for Key-Value Constrained Generative Language Model Inference", section 4.3:
+//   mean attention score (MAS) and a scope by standard deviation
+// year: 2024
+// reach: exact
+// checked: formula
 //
 // The lowest leaves first: mean(attn)
 // keep top protect by std(attn)

@@ -1,11 +1,15 @@
 // SparCas: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from sparcas.kv (17186533724f). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from sparcas.kv (d6899590e405). Do not edit: `kvdsl compile` makes it anew.
 //
 // Keeps every token and attends to few: those that score best over the dims in which the query is large.
 //
-// "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4; the
-// first two layers stay dense (section 4.1).
+// The first two layers stay dense (section 4.1).
+//
+// paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
+// year: 2025
+// reach: exact
+// checked: formula
 #include <kvdsl/decode.hpp>
 
 namespace {

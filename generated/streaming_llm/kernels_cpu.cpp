@@ -1,11 +1,15 @@
 // StreamingLLM: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from streaming_llm.kv (0f34266ae3d1). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from streaming_llm.kv (db8c316c5778). Do not edit: `kvdsl compile` makes it anew.
 //
 // Keeps the first tokens, which attention sinks into, and the most recent ones, at positions counted inside of the cache.
 //
-// Xiao et al., "Efficient Streaming Language Models with Attention Sinks", 2023, section 3.2. A text may be longer than any
-// that the model was trained on: the newest token always stands at position `live - 1`.
+// A text may be longer than any that the model was trained on: the newest token always stands at position `live - 1`.
+//
+// paper: Xiao et al., "Efficient Streaming Language Models with Attention Sinks", section 3.2
+// year: 2023, arXiv 2309.17453
+// reach: exact
+// checked: formula
 //
 // The lowest leaves first: position
 // keep first sinks

@@ -9,7 +9,7 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from kvdsl.errors import KvdslError
-from kvdsl.shipped import shipped_policies
+from kvdsl.shipped import all_policies
 
 _NAMING = ("named", "names", "policy", "policies", "files", "what")
 """What commands call the arguments and options that name policies."""
@@ -29,7 +29,7 @@ add_completion_class(_Bash)
 def policies(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """Shipped policies, and .kv files and folders; of a list `A,B` the last."""
     before, comma, last = incomplete.rpartition(",")
-    shipped = (path.stem for path in shipped_policies()) if "/" not in last else ()
+    shipped = (path.stem for path in all_policies()) if "/" not in last else ()
     return [CompletionItem(before + comma + name) for name in [*shipped, *_paths(last)] if name.startswith(last)]
 
 

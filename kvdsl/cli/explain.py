@@ -74,12 +74,18 @@ def _policy(name: str, settings: dict[str, str]) -> Policy:
 def _in_words(found: Facts) -> Iterator[str]:
     from kvdsl.diagnostics import printable
     from kvdsl.explain.words import rows
+    from kvdsl.provenance import fields, prose
 
     policy = found.policy
     yield f"{policy.name} ({policy.stem}.kv)"
-    for paragraph in re.split(r"\n\s*\n", policy.doc.strip()):
+    for paragraph in re.split(r"\n\s*\n", prose(policy.doc)):
         yield ""
         yield from textwrap.wrap(printable(" ".join(paragraph.split())), _WIDTH, initial_indent="  ", subsequent_indent="  ")
+    source = fields(policy.doc)
+    yield from [""] if source else []
+    for key, value in source.items():
+        told = printable(f"{key}: {value}")
+        yield from textwrap.wrap(told, _WIDTH, initial_indent="  ", subsequent_indent="    ")
     for title, lines in rows(found).items():
         yield ""
         for index, line in enumerate(lines):

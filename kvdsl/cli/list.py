@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,50 +16,86 @@ from kvdsl.cli.common import json_option, params_as_data, print_json
 
 @dataclass(frozen=True)
 class Entry:
-    """One policy. `name` is the published spelling; `paper` is None for policies that no paper describes."""
+    """One policy. `name` is the published spelling; `paper` is None for policies that no paper describes.
+
+    `gallery` says on which shelf it lies; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` which
+    of its presses do the same; `checked` how that was checked. They are null or empty where the policy says nothing of it.
+    """
 
     name: str
     file: str
     summary: str
     paper: str | None
     params: list[dict[str, Any]]
+    gallery: bool
+    year: int | None = None
+    arxiv: str | None = None
+    exact: bool | None = None
+    how: str | None = None
+    kvpress: tuple[str, ...] = ()
+    checked: tuple[str, ...] = ()
+
+    @property
+    def stem(self) -> str:
+        """What commands call it."""
+        return Path(self.file).stem
 
 
 @click.command()
+@click.option(
+    "--all", "everything", is_flag=True, help="The gallery, too: what else was published, exactly or approximately."
+)
 @json_option
-def command(as_json: bool) -> None:
+def command(everything: bool, as_json: bool) -> None:
     """List the policies that come with kvdsl.
 
     The name in the first column is what other commands take, for example `kvdsl explain h2o`.
     """
-    from kvdsl.shipped import shipped_policies
+    from kvdsl.shipped import all_policies, shipped_policies
 
-    entries = [_entry(path) for path in shipped_policies()]
+    entries = [_entry(path) for path in (all_policies() if everything else shipped_policies())]
     if as_json:
         print_json({"policies": [asdict(entry) for entry in entries]})
         return
-    width = max(len(Path(entry.file).stem) for entry in entries)
+    width = max(len(entry.stem) for entry in entries)
     columns = max(60, min(shutil.get_terminal_size().columns, 110))
     for entry in entries:
-        params = " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params)
-        lines = textwrap.wrap(entry.summary, columns - width - 4) + ([params] if params else [])
-        click.echo(f"{Path(entry.file).stem:<{width}}  {lines[0]}")
+        lines = textwrap.wrap(entry.summary, columns - width - 4) + _below(entry, everything)
+        click.echo(f"{entry.stem:<{width}}  {lines[0]}")
         for line in lines[1:]:
             click.echo(f"{'':<{width}}  {line}")
 
 
+def _below(entry: Entry, everything: bool) -> list[str]:
+    """The line of its params; where the gallery is listed, with the year, and whether it is exact."""
+    params = " ".join(f"{param['name']}={param['default']}".replace(" ", "") for param in entry.params)
+    reach = {None: "", True: "exact", False: "approximate"}[entry.exact if everything else None]
+    told = ", ".join(str(part) for part in (entry.year, reach) if part and reach)
+    return ["; ".join(part for part in (told, params) if part)] if told or params else []
+
+
 def _entry(path: Path) -> Entry:
     from kvdsl.compiler import analyse
+    from kvdsl.provenance import provenance
 
     policy = analyse(path).policy
     summary, *rest = paragraphs(policy.doc)
     paper = rest[0] if rest and _cites(rest[0]) else None
-    return Entry(policy.name, path.name, summary, paper, params_as_data(policy))
+    entry = Entry(policy.name, path.name, summary, paper, params_as_data(policy), path.parent.name == "gallery")
+    found = provenance(policy.name, policy.doc)
+    if found is None:
+        return entry
+    return replace(
+        entry, paper=found.paper, year=found.year, arxiv=found.arxiv, exact=found.exact, how=found.how, kvpress=found.presses,
+        checked=found.checks,
+    )  # fmt: skip
 
 
 def paragraphs(doc: str) -> list[str]:
-    """The docstring's paragraphs, each as one line; at least one."""
-    return [" ".join(text.split()) for text in re.split(r"\n\s*\n", doc) if text.strip()] or ["(no docstring)"]
+    """The docstring's paragraphs, each as one line, without what it says of its source; at least one."""
+    from kvdsl.provenance import prose
+
+    return [" ".join(text.split()) for text in re.split(r"\n\s*\n", prose(doc)) if text.strip()] or ["(no docstring)"]
 
 
 def _cites(paragraph: str) -> bool:

@@ -100,7 +100,7 @@ def _shipped() -> dict[str, Path]:
     """The tests that come with kvdsl, by the stems of their policies and by their own."""
     from kvdsl.resources import resource
 
-    paths = list(resource("policies").glob("*_test.kv"))
+    paths = list(resource("policies").rglob("*_test.kv"))
     return {path.stem.removesuffix("_test"): path for path in paths} | {path.stem: path for path in paths}
 
 

@@ -9,6 +9,7 @@ from html import escape
 from kvdsl.codes import Code
 from kvdsl.explain.facts import Facts
 from kvdsl.explain.words import rows
+from kvdsl.provenance import fields, prose
 
 _PAGE = """\
 <!doctype html>
@@ -49,10 +50,11 @@ def code_page(code: Code) -> str:
 
 def _policy(found: Facts, source: str) -> Iterator[str]:
     yield f"<h1>{escape(found.policy.name)}</h1>"
-    for paragraph in re.split(r"\n\s*\n", found.policy.doc.strip()):
+    for paragraph in re.split(r"\n\s*\n", prose(found.policy.doc)):
         yield _prose(" ".join(paragraph.split()))
     yield "<table>"
-    for title, lines in rows(found).items():
+    told = {key: [value] for key, value in fields(found.policy.doc).items()}
+    for title, lines in (told | rows(found)).items():
         yield f'<tr><th scope="row">{escape(title)}</th><td>{"<br>".join(map(escape, lines))}</td></tr>'
     yield "</table>"
     yield f"<h2>{escape(found.policy.stem)}.kv</h2>"

@@ -14,7 +14,7 @@ from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, writt
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
 from kvdsl.sema.statements import WORDS
-from kvdsl.shipped import shipped_policies, stems_by_name
+from kvdsl.shipped import all_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead
 from kvdsl.syntax.parser import Place
@@ -81,7 +81,7 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
             _item(text.removeprefix("over "), _Kind.EnumMember) for name, text in RANGES.items() if name != "history"
         )
     elif first == "import":
-        yield from (_item(path.stem, _Kind.Module) for path in shipped_policies())
+        yield from (_item(path.stem, _Kind.Module) for path in all_policies())
     elif first == "policy" and last == "extends":
         yield from _policies(document)
     elif first == "use" and last == "use":

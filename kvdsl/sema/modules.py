@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
-from kvdsl.shipped import shipped_policies, shipped_policy, stems_by_name
+from kvdsl.shipped import all_policies, shipped_policies, shipped_policy, stems_by_name
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
@@ -118,7 +118,7 @@ class Loader:
         stem = statement.name.text
         path = shipped_policy(stem)
         if path is None:
-            help = did_you_mean(stem, (path.stem for path in shipped_policies()))
+            help = did_you_mean(stem, (path.stem for path in all_policies()))
             help = help or f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`'
             self.sink.report(codes.IMPORT, statement.name.span, f"there is no shipped policy `{stem}`", help)
             return None
@@ -127,8 +127,8 @@ class Loader:
     def _beside(self, statement: syn.Import, importer: SourceFile) -> Found | None:
         """The file that an import names by a path relative to the importing one.
 
-        Without a folder in it the path may be of a shipped policy, as it had to be before those could be named; whichever of the
-        two is taken, that is said.
+        Without a folder in it the path may be of a policy of the short list, as it had to be before those could be named; whichever
+        of the two is taken, that is said.
         """
         name, span = statement.name.text, statement.name.span
         stem = PurePosixPath(name).stem
@@ -144,7 +144,7 @@ class Loader:
             return None
         folder = Path() if importer.path is None else importer.path.parent
         path, shown = folder / name, str(Path(importer.name).parent / name)
-        if shipped is None or "/" in name:
+        if shipped is None or shipped not in shipped_policies() or "/" in name:
             return path, shown, None if shipped is None else new
         if not _exists(path):
             message = f"there is no file `{shown}`: the shipped policy of that name is taken"

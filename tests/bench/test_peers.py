@@ -87,8 +87,7 @@ def test_the_documents_show_what_was_measured(peers: Any, name: str) -> None:
 def test_every_press_has_a_policy_that_works_on_the_prompt_only(peers: Any) -> None:
     for one in contestants().CONTESTANTS:
         if one.by == "kvdsl":
-            file = contestants().POLICIES / f"{one.what}.kv"
-            spec = load(file if file.exists() else one.what).spec
+            spec = load(one.what).spec
             assert spec.when == ("prefill" if one.race == "prompt" else "both"), one
             assert spec.cpu_source.exists(), one
     compared = {one.policy for one in contestants().CONTESTANTS if one.by == "kvpress"} - {"snapkv"}

@@ -40,9 +40,10 @@ def completed(line: str) -> list[str]:
     [
         ("c", [name for name in commands() if name.startswith("c")]),
         ("run roco", ["roco", "roco_easykv", "roco_sparcas"]),
-        ("run m", ["mine.kv", "more/"]),
+        ("run mi", ["mine.kv"]),
+        ("run mo", ["moba", "morphkv", "more/"]),
         ("run more/", ["more/other.kv"]),
-        ("run --policy stream", ["streaming_llm"]),
+        ("run --policy stream", ["streaming_llm", "streaming_llm_once"]),
         ("compile h2o mi", ["mine.kv"]),
         ("check mi", ["mine.kv"]),
         ("explain KV010", [f"KV010{digit}" for digit in range(1, 10)]),
@@ -63,7 +64,7 @@ def test_words(line: str, words: list[str]) -> None:
 
 def test_lists_of_policies() -> None:
     pytest.importorskip("kvdsl_lab")
-    assert completed("eval ppl --policies h2o,to") == ["h2o,tova"]
+    assert completed("eval ppl --policies h2o,to") == ["h2o,tova", "h2o,tova_once"]
     assert completed("eval ppl --policies h2o,tova --set re") == ["recent="]
 
 

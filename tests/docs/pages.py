@@ -36,7 +36,7 @@ def documents() -> list[str]:
         "README.md",
         "CONTRIBUTING.md",
         "CHANGELOG.md",
-        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if p.parent not in FOR_THE_SITE),
+        *sorted(str(p.relative_to(ROOT)) for p in ROOT.glob("docs/**/*.md") if not {*p.parents} & {*FOR_THE_SITE}),
     ]
 
 

@@ -22,6 +22,7 @@ NEEDED = [
     "templates/python/cache.py.jinja",
     "policies/roco.kv",
     "policies/roco_test.kv",
+    "policies/gallery/keydiff.kv",
 ]
 
 pytest.importorskip("hatchling")

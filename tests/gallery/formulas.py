@@ -1,0 +1,367 @@
+"""The gallery's methods by brute force: who leaves, by each paper's formula, from what each query gave (`tests/interp/brute.py`).
+
+Nothing in here knows the language or the interpreter. What is approximate is written as the policy's header says it differs.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, draw, lowest, recent_total
+
+
+def once(leaves: Leaves) -> Leaves:
+    """At the prompt's end only; what is generated stays."""
+    return lambda cache: [] if cache.newest >= cache.method.prompt else leaves(cache)
+
+
+def buffered(count: int, leaves: Leaves) -> Leaves:
+    """Once that many are too many."""
+    return lambda cache: [] if cache.excess < count else leaves(cache)
+
+
+def length(vector: np.ndarray) -> float:
+    """The Euclidean norm."""
+    return math.sqrt(sum(float(x) ** 2 for x in vector))
+
+
+def asked(cache: Cache, token: int, width: int) -> list[float]:
+    """What the last queries gave a token, of those that could see it."""
+    return [p for query, p in cache.rows[token].items() if query > cache.newest - width]
+
+
+def mean_asked(cache: Cache, token: int, width: int) -> float:
+    given = asked(cache, token, width)
+    return sum(given) / len(given)
+
+
+def logits(cache: Cache, token: int) -> list[float]:
+    """The token's scores before the softmax, the mean over the group, by those queries that saw it."""
+    return [float(np.mean([q @ cache.k[token] / math.sqrt(len(q)) for q in cache.q[query]])) for query in cache.rows[token]]
+
+
+# -- exactly -----------------------------------------------------------------------------------------------------------
+
+
+def cosines(cache: Cache) -> dict[int, float]:
+    """Of each key with the mean of all unit keys."""
+    unit = {token: cache.k[token] / length(cache.k[token]) for token in cache.kept}
+    anchor = sum(unit.values()) / len(unit)
+    return {token: float(one @ anchor) / length(anchor) for token, one in unit.items()}
+
+
+def keydiff(cache: Cache) -> list[int]:
+    found = cosines(cache)
+    return lowest(cache, cache.kept, lambda token: -found[token])
+
+
+def observed(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept, cache.mean)
+
+
+def finch(cache: Cache, question: int = 3) -> list[int]:
+    """Each query's attention times the number of tokens before it."""
+    text = cache.kept[:-question]
+
+    def score(token: int) -> float:
+        found = [p * query for query, p in cache.rows[token].items() if query > cache.newest - question]
+        return sum(found) / len(found)
+
+    return lowest(cache, text, score)
+
+
+def morphkv(cache: Cache, recent: int = 3) -> list[int]:
+    return lowest(cache, cache.kept[:-recent], lambda token: recent_total(cache, token, recent))
+
+
+def caote(cache: Cache) -> list[int]:
+    """How far the output moves if a token is left out and the others' probabilities are made to sum to 1 again."""
+    weights = {token: cache.rows[token][cache.newest] for token in cache.kept}
+    out = sum(p * cache.v[token] for token, p in weights.items())
+
+    def moved(left: int) -> float:
+        rest = sum(p for token, p in weights.items() if token != left)
+        return length(sum(p / rest * cache.v[token] for token, p in weights.items() if token != left) - out)
+
+    return lowest(cache, cache.kept, moved)
+
+
+def sage_kv(cache: Cache) -> list[int]:
+    """Two sinks, two recent."""
+    return lowest(cache, cache.kept[2:-2], lambda token: cache.rows[token][cache.newest])
+
+
+def a2sf(cache: Cache, forget: float = 0.7) -> list[int]:
+    def score(token: int) -> float:
+        return sum(p * forget ** (cache.newest - query) for query, p in cache.rows[token].items())
+
+    return lowest(cache, cache.kept[:-1], score)
+
+
+def gumbel(cache: Cache, token: int) -> float:
+    return -math.log(-math.log(draw(0, cache.method.layer, 0, token, cache.newest)))
+
+
+def nacl(cache: Cache, proxies: int = 3, drawn: int = 2) -> list[int]:
+    """The proxies and the best by what they ask stay; the rest of the budget is drawn."""
+    text = sorted(cache.kept[:-proxies], key=lambda token: (recent_total(cache, token, proxies), token))
+    best = int(cache.method.budget) - drawn - proxies
+    others = text[: len(text) - best]
+    return lowest(cache, others, lambda token: recent_total(cache, token, proxies) + gumbel(cache, token))
+
+
+def shortest(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept, lambda token: -length(cache.k[token]))
+
+
+def decoding(cache: Cache, interval: int = 3) -> list[int]:
+    return [] if cache.newest < cache.method.prompt else buffered(interval, shortest)(cache)
+
+
+def h2o(cache: Cache, window: int = 4) -> list[int]:
+    return lowest(cache, cache.kept[:-window], cache.total)
+
+
+def last_query(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept[:-1], lambda token: cache.rows[token][cache.newest])
+
+
+def sinks_and_recent(cache: Cache) -> list[int]:
+    return cache.kept[4:][: cache.excess]
+
+
+def at_random(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept, lambda token: draw(0, cache.method.layer, 0, token, cache.newest))
+
+
+def snapkv(cache: Cache, window: int = 4) -> list[int]:
+    """Means of five with zeros around what stands before the window."""
+    text = cache.kept[:-window]
+    padded = [0.0] * 2 + [mean_asked(cache, token, window) for token in text] + [0.0] * 2
+    return lowest(cache, text, lambda token: sum(padded[text.index(token) :][:5]) / 5)
+
+
+# -- approximately -----------------------------------------------------------------------------------------------------
+
+
+def expected_attention(cache: Cache, sinks: int = 2) -> list[int]:
+    """The mean of exp(x) of a normal x, times the value's norm."""
+
+    def score(token: int) -> float:
+        found = logits(cache, token)
+        return math.exp(float(np.mean(found)) + float(np.var(found)) / 2) * length(cache.v[token])
+
+    return lowest(cache, cache.kept[sinks:-1], score)
+
+
+def cur(cache: Cache, sinks: int = 2) -> list[int]:
+    """Squared lengths over the mean of those of the 17 around, of keys and of values."""
+    text = cache.kept[sinks:]
+
+    def share(vectors: np.ndarray, token: int) -> float:
+        place = text.index(token)
+        around = [length(vectors[one]) ** 2 for one in text[max(0, place - 8) : place + 9]]
+        return length(vectors[token]) ** 2 / (sum(around) / len(around))
+
+    return lowest(cache, text, lambda token: share(cache.k, token) * share(cache.v, token))
+
+
+def chunkkv(cache: Cache, chunk: int = 5, window: int = 3) -> list[int]:
+    text = cache.kept[:-window]
+
+    def score(token: int) -> float:
+        place = text.index(token)
+        around = text[max(0, place - chunk // 2) : place + chunk // 2 + 1]
+        return sum(recent_total(cache, one, window) for one in around) / len(around)
+
+    return lowest(cache, text, score)
+
+
+def criticalkv(cache: Cache, window: int = 2) -> list[int]:
+    """Half of the budget, the window in it, by attention; then by attention times the value's norm."""
+    text = sorted(cache.kept[:-window], key=lambda token: (mean_asked(cache, token, window), token))
+    first = int(cache.method.budget) // 2 - window
+    return lowest(
+        cache, text[: len(text) - first], lambda token: (mean_asked(cache, token, window) + 1e-4) * cache.norm(token)
+    )
+
+
+def prefill_decoding(cache: Cache, window: int = 3, interval: int = 2) -> list[int]:
+    if cache.newest < cache.method.prompt:
+        return lowest(cache, cache.kept[:-window], lambda token: recent_total(cache, token, window))
+    return buffered(interval, lambda one: lowest(one, one.kept[:-1], lambda token: -length(one.k[token])))(cache)
+
+
+def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 2) -> list[int]:
+    """Attention, the largest of seven, against the softmax of the mean cosine with all keys, its own among them."""
+    unit = {token: cache.k[token] / length(cache.k[token]) for token in cache.kept}
+    alike = {token: math.exp(sum(float(one @ other) for other in unit.values()) / len(unit)) for token, one in unit.items()}
+    text = cache.kept[:-window]
+
+    def score(token: int) -> float:
+        place = text.index(token)
+        pooled = max(mean_asked(cache, one, window) for one in text[max(0, place - 3) : place + 4])
+        return mix * pooled - (1 - mix) * alike[token] / sum(alike.values())
+
+    return buffered(buffer, lambda one: lowest(one, text, score))(cache)
+
+
+def keyformer(cache: Cache, recent: int = 3, generated: int = 10) -> list[int]:
+    """The sum over queries of a softmax over all that the query saw, at the query's own temperature."""
+    by_query: dict[int, dict[int, float]] = {}
+    for token, row in cache.rows.items():
+        for query, logit in zip(row, logits(cache, token), strict=True):
+            by_query.setdefault(query, {})[token] = logit
+
+    def softmax(query: int, token: int) -> float:
+        told = max(0, query + 1 - cache.method.prompt)
+        temperature = 1 + min(told / generated, 1)
+        return math.exp(by_query[query][token] / temperature) / sum(
+            math.exp(x / temperature) for x in by_query[query].values()
+        )
+
+    return lowest(cache, cache.kept[:-recent], lambda token: sum(softmax(query, token) for query in cache.rows[token]))
+
+
+ALPHA = 0.1
+
+
+def hits(cache: Cache, token: int) -> list[int]:
+    """The queries that gave a token at least alpha."""
+    return [query for query, p in cache.rows[token].items() if p >= ALPHA]
+
+
+def lazy_eviction(cache: Cache, window: int = 3) -> list[int]:
+    def score(token: int) -> float:
+        found = hits(cache, token)
+        last = max(found, default=0)
+        return (last - cache.newest) / (max(last - token, 1) / max(len(found), 1))
+
+    return buffered(window, lambda one: lowest(one, one.kept[:-window], score))(cache)
+
+
+def raas(cache: Cache) -> list[int]:
+    text = [token for token in cache.kept[:-1] if token >= cache.method.prompt]
+    return lowest(cache, text, lambda token: max([token, *hits(cache, token)]))
+
+
+def cake(cache: Cache, window: int = 4, gamma: float = 20) -> list[int]:
+    def score(token: int) -> float:
+        return mean_asked(cache, token, window) + gamma * float(np.var(asked(cache, token, window)))
+
+    return lowest(cache, cache.kept[:-window], score)
+
+
+def scope(cache: Cache, text: int = 5, window: int = 2) -> list[int]:
+    """The prompt's best by its own queries stay, then the rest of it leaves, and then what was generated, by all attention."""
+    prompt = cache.method.prompt
+
+    def told(token: int) -> float:
+        return sum(p for query, p in cache.rows[token].items() if query < prompt)
+
+    best = sorted((token for token in cache.kept if token < prompt), key=lambda token: (told(token), token))[-text:]
+    free = [token for token in cache.kept[:-window] if token not in best]
+    return sorted(free, key=lambda token: (token >= prompt, told(token) if token < prompt else cache.total(token), token))[
+        : cache.excess
+    ]
+
+
+def pyramid_infer(cache: Cache, recent: int = 4) -> list[int]:
+    def score(token: int) -> float:
+        return sum(p * (query + 1) for query, p in cache.rows[token].items() if query > cache.newest - recent)
+
+    return lowest(cache, cache.kept[:-recent], score)
+
+
+def vase(cache: Cache, large: int = 2, window: int = 3) -> list[int]:
+    kept = sorted(cache.kept, key=lambda token: (length(cache.v[token]), token))[-large:]
+    text = [token for token in cache.kept[:-window] if token not in kept]
+    return lowest(cache, text, lambda token: math.log(mean_asked(cache, token, window)) + gumbel(cache, token))
+
+
+def buzz(cache: Cache, sinks: int = 1, recent: int = 2, cell: int = 3) -> list[int]:
+    """Maxima among their neighbours stay before all others."""
+    text = cache.kept[sinks:-recent]
+
+    def score(token: int) -> tuple[bool, float]:
+        place = text.index(token)
+        around = text[max(0, place - cell // 2) : place + cell // 2 + 1]
+        return cache.total(token) >= max(map(cache.total, around)), cache.total(token)
+
+    return sorted(text, key=lambda token: (score(token), token))[: cache.excess]
+
+
+def lacache(cache: Cache, sinks: int = 1, stretch: int = 8, width: int = 2) -> list[int]:
+    """In layer 2 of 4 the rung begins in the middle of every stretch."""
+    text = [token for token in cache.kept if token >= sinks][:-2]
+    return sorted(text, key=lambda token: (token % stretch in range(stretch // 2, stretch // 2 + width), token))[
+        : cache.excess
+    ]
+
+
+def gkv(cache: Cache, window: int = 2, decay: float = 0.8) -> list[int]:
+    """max(decay * before, what the query gives), query by query."""
+
+    def score(token: int) -> float:
+        found = 0.0
+        for p in cache.rows[token].values():
+            found = max(decay * found, p)
+        return found
+
+    return lowest(cache, cache.kept[:-window], score)
+
+
+def paged_eviction(cache: Cache, page: int = 4) -> list[int]:
+    """By the largest ratio of value to key in a token's page."""
+    ratio = {token: length(cache.v[token]) / length(cache.k[token]) for token in cache.kept}
+
+    def score(token: int) -> float:
+        return max(ratio[other] for other in cache.kept if other // page == token // page)
+
+    return lowest(cache, cache.kept[:-page], score)
+
+
+def given(**params: float) -> dict[str, float]:
+    return {"budget": 8, **params}
+
+
+METHODS: dict[str, Method] = {
+    "keydiff": Method(keydiff),
+    "observed_once": Method(once(observed)),
+    "finch": Method(once(finch), given=given(question=3), frequencies=FREQUENCIES),
+    "morphkv": Method(morphkv, given=given(recent=3)),
+    "caote": Method(caote),
+    "sage_kv": Method(once(sage_kv), given=given(sinks=2, recent=2)),
+    "a2sf": Method(a2sf, given=given(forget=0.7)),
+    "nacl": Method(once(nacl), given=given(proxies=3, drawn=2), prompt=16),
+    "knorm_decoding": Method(decoding, given=given(interval=3)),
+    "key_rerotation": Method(once(shortest), frequencies=FREQUENCIES),
+    "h2o_once": Method(once(h2o), given=given(window=4)),
+    "knorm_once": Method(once(shortest)),
+    "tova_once": Method(once(last_query)),
+    "streaming_llm_once": Method(once(sinks_and_recent)),
+    "random_once": Method(once(at_random)),
+    "snapkv_kvpress": Method(once(snapkv), given=given(window=4), prompt=20),
+    "expected_attention": Method(once(expected_attention), given=given(sinks=2)),
+    "cur": Method(once(cur), 12, given=given(budget=12, sinks=2), prompt=30),
+    "chunkkv": Method(once(chunkkv), given=given(chunk=5, window=3), prompt=20),
+    "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
+    "prefill_decoding": Method(prefill_decoding, given=given(window=3, interval=2)),
+    "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=2)),
+    "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
+    "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
+    "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA}),
+    "cake": Method(once(cake), given=given(window=4, gamma=20), prompt=16),
+    "scope": Method(scope, 10, given=given(budget=10, text=5, window=2)),
+    "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),
+    "vase": Method(vase, given=given(large=2, window=3)),
+    "buzz": Method(buzz, given=given(sinks=1, recent=2, cell=3)),
+    "lacache": Method(
+        lacache, 10, given=given(budget=10, sinks=1, stretch=8, width=2), layer=2, frequencies=FREQUENCIES, prompt=20
+    ),
+    "gkv": Method(gkv, given=given(window=2, decay=0.8)),
+    "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
+}
+"""The gallery's policies by stem, with the numbers that the test gives them."""

@@ -1,0 +1,74 @@
+"""The gallery on the backends: what stays is what stays in the interpreter, step-locked, with padding, in half precision, and in chats."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+import torch
+
+from kvdsl.compiler import analyse, find_policy, package
+from kvdsl.ir.nodes import Policy
+from kvdsl.ir.printer import print_policy
+from kvdsl.passes.fold import fold
+from kvdsl.runtime.torch.backend import TorchBackend
+from kvdsl.shipped import gallery_policies
+from tests.differential.traces import Trace, run_policy, spec_of
+from tests.differential.units import build
+from tests.gallery.formulas import METHODS
+from tests.quick import few
+
+STEMS = [path.stem for path in gallery_policies()]
+SMALL: dict[str, dict[str, float]] = {
+    "adakv_kvpress": {"budget": 8, "window": 3},
+    "arkvale": {"tokens": 64},
+    "criticaladakv": {"budget": 8, "window": 2},
+    "double_sparsity": {"tokens": 6, "dims": 2},
+    "keydiff_blocks": {"budget": 8, "block": 4},
+    "lava": {"budget": 8, "window": 3},
+    "lm_infinite": {"budget": 8, "sinks": 2},
+    "moba": {"page": 4, "chosen": 2},
+    "oracle_topk": {"tokens": 6},
+    "pyramidkv_kvpress": {"budget": 8, "window": 2, "beta": 3},
+    "rocketkv": {"budget": 34, "tokens": 32, "dims": 2},
+    "sparq": {"tokens": 6, "dims": 2, "recent": 2},
+}
+"""Params of those that no formula gives any."""
+
+TRACES = (
+    Trace(prompt=40, steps=10, layers=(2,), seed=1),
+    Trace(prompt=37, steps=8, batch=2, padding=3, layers=(1,), dtype=torch.bfloat16, rope="interleaved", seed=2),
+    Trace(prompt=36, steps=5, group=4, kv_heads=1, layers=(3,), later=7, inputs="peaky", seed=3),
+)
+
+
+@cache
+def small(stem: str) -> Policy:
+    """The policy with params of a size at which a few tokens are too many."""
+    params = METHODS[stem].given if stem in METHODS else SMALL.get(stem, {"budget": 8})
+    known = {param.name for param in analyse(find_policy(stem)).policy.params}
+    settings = {name: str(value) for name, value in params.items() if name in known}
+    return fold(analyse(find_policy(stem), settings=settings).policy)
+
+
+@pytest.mark.parametrize("trace", few(TRACES, TRACES[1]), ids=str)
+@pytest.mark.parametrize("stem", STEMS)
+def test_torch(stem: str, trace: Trace) -> None:
+    found = run_policy(small(stem), TorchBackend(), trace)
+    assert not found.failures, found.failures[0]
+    assert found.steps and not found.refused
+
+
+@pytest.mark.slow
+def test_cpp() -> None:
+    """All that have kernels, in one unit: building each alone would take minutes."""
+    files = {stem: package(small(stem), print_policy(small(stem))) for stem in STEMS}
+    fused = [stem for stem in STEMS if "kernels_cpu.cpp" in files[stem]]
+    assert len(fused) >= 38
+    specs = {stem: spec_of(small(stem), files[stem]) for stem in fused}
+    for trace in TRACES:
+        backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], trace.dtype) for stem in fused})
+        for stem in fused:
+            found = run_policy(small(stem), backends[stem], trace, spec=specs[stem])
+            assert not found.failures, f"{stem}: {trace}\n{found.failures[0]}"
+            assert found.steps and not found.refused

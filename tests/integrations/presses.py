@@ -1,0 +1,57 @@
+"""kvpress's presses that a policy of kvdsl does the same as, and the params under which it does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Counterpart:
+    """A press, and what a policy is given to do the same.
+
+    Attributes:
+        press: from the module kvpress and a compression ratio.
+        settings: of the policy, from its budget; what is not named is by default.
+        attention: what the press needs the model to compute it with.
+    """
+
+    press: Callable[[Any, float], Any]
+    settings: Callable[[int], dict[str, float]] = field(default=lambda budget: {})
+    attention: str = "sdpa"
+
+
+def _finch(kvpress: Any, ratio: float) -> Any:
+    press = kvpress.FinchPress(compression_ratio=ratio)
+    press.window_size, press.delimiter_token_id = 12, -1  # the window is given, so that no token has to stand before it
+    return press
+
+
+COUNTERPARTS: dict[str, Counterpart] = {
+    "knorm_once": Counterpart(lambda kvpress, ratio: kvpress.KnormPress(ratio)),
+    "streaming_llm_once": Counterpart(lambda kvpress, ratio: kvpress.StreamingLLMPress(ratio)),
+    "tova_once": Counterpart(lambda kvpress, ratio: kvpress.TOVAPress(ratio)),
+    "observed_once": Counterpart(lambda kvpress, ratio: kvpress.ObservedAttentionPress(ratio), attention="eager"),
+    "keydiff": Counterpart(lambda kvpress, ratio: kvpress.KeyDiffPress(ratio)),
+    "keydiff_blocks": Counterpart(
+        lambda kvpress, ratio: kvpress.BlockPress(kvpress.KeyDiffPress(ratio), block_size=4), lambda budget: {"block": 4}
+    ),
+    "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
+    "finch": Counterpart(_finch, lambda budget: {"question": 12}),
+    "snapkv_kvpress": Counterpart(
+        lambda kvpress, ratio: kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5), lambda budget: {"window": 8}
+    ),
+    "adakv_kvpress": Counterpart(
+        lambda kvpress, ratio: kvpress.AdaKVPress(kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5)),
+        lambda budget: {"window": 8},
+    ),
+    "pyramidkv_kvpress": Counterpart(
+        lambda kvpress, ratio: kvpress.PyramidKVPress(ratio, window_size=8, kernel_size=5, beta=2),
+        lambda budget: {"window": 8, "beta": 2},
+    ),
+}
+"""By the policy's stem; what a ratio alone says. The other presses have tests of their own in `test_presses.py`."""
+
+OTHERS = ("per_layer", "knorm_decoding")
+"""Those that are compared there otherwise."""
