@@ -226,7 +226,7 @@ ONE_POLICY = _code(
 UNUSED = _code(
     "KV0212",
     "unused name",
-    "Nothing reads the param, let or tensor. Perhaps a statement is missing, or reads another name by mistake.",
+    "Nothing reads the param, let, tensor or given value. Perhaps a statement is missing, or reads another name by mistake.",
     _policy(_BUDGET, "param sinks = 4", "score position"),
     severity="warning",
 )
@@ -282,6 +282,12 @@ TENSOR_FILE = _code(
     "Tensors are read from safetensors files, which hold numbers and nothing that could run. The path is relative to the folder of the "
     "policy and does not lead out of it, so that a policy reads nothing that was not put beside it.",
     _policy(_BUDGET, 'tensor filter [layers, heads, dims] from "../filter.safetensors"', "score -dot(filter, k)"),
+)
+GIVEN_DEFAULT = _code(
+    "KV0220",
+    "default of a given value that is no constant",
+    "What the caller gives of each token may have a default, for forwards in which nothing is given: a number that reads nothing.",
+    _policy(_BUDGET, "given importance = budget / 2", "score importance"),
 )
 
 # -- KV03: expressions and their axes --------------------------------------------------------------------------------

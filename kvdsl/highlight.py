@@ -33,7 +33,7 @@ class KvLexer(RegexLexer):  # type: ignore[misc]
             (rf"(override)([ \t]+)({_BOTH})\b", bygroups(Keyword, Whitespace, Keyword)),
             (r"[ \t]+", Whitespace),
             (rf"(policy|extends)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Class)),
-            (rf"(param|tensor)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
+            (rf"(param|tensor|given)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (rf"(let)([ \t]+)({_NAME})(?=\()", bygroups(Keyword.Declaration, Whitespace, Name.Function)),
             (rf"(let)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (words(NAMED_FUNCTIONS, prefix=r"\b", suffix=r"(?=\()"), Name.Builtin),

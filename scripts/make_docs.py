@@ -105,13 +105,32 @@ Under tensor parallelism every process reads the rows of its own heads. Tests in
 layers, KV heads and dims of the test.
 """
 
-EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, is found once, when
-it is placed, and is the same on every backend to the bit: inputs are doubles, so that the product of two is exact; every operation is
-rounded by itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to the first, dim by dim,
-until one number is left), and so are the sums of `mean`, `var` and `std`; the result is rounded once, to float32. What a score makes
-of such numbers, of `position`, `age`, `random()`, counts and params by arithmetic, comparisons, `sqrt`, `abs`, `floor`, `ceil`, `min`
-and `max` is the same as well, float32 operation by operation: `knorm` keeps the same tokens everywhere, ties included, if it is given
-the same keys.
+GIVEN = """`given importance` names a number of each token and KV head that the caller gives, one of a learned model, say; `given
+importance = 0` has a default for forwards in which nothing is given. Expressions read it as they read `position`: `score importance *
+mean(attn)`, `keep where importance > 0.9`, `select top 512 by dot(q, k) * importance`. It is no number that a budget or a count could
+read. A policy that extends another may give it a default: `override given importance = 0`.
+
+The caller gives it by a function, `LearnedCache(model, importance=f)`: `f(module, hidden_states)` is asked in each layer that the policy
+manages, at each forward, with the attention module and what that is given, [batch, tokens, hidden size], in most models behind the
+layer's first norm, and returns a float tensor [batch, KV heads or 1, tokens]; `module.layer_idx` is the layer's number. Or it is given
+beforehand, `cache.give(layer, importance=x)`, for that layer's next forward, and then goes before what a function says. Without either
+and without a default the forward is refused, before anything is cached.
+
+A value belongs to its token: it is rounded to float32 and kept, 4 bytes a slot, from the moment the token is placed, in a prompt, its
+blocks or alone, until it leaves; beams take it along, `crop` takes it back, and `cache.state(layer)["given_importance"]` shows it. What
+is given for padding is not looked at. Infinities are allowed, and a NaN ranks lowest, as everywhere. A query head has none of its own:
+one value serves a KV head's group. Under tensor parallelism a process may give its own KV heads' values or those of all. A pickled cache
+has no functions: `cache.attach(model, importance=f)`. A compiled model is served outside of its graphs. A test brings it with the token:
+`attend 0.5, 0.5 given importance 0.9`. Commands that run a model by themselves refuse a policy whose values have no default.
+"""
+
+EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`
+value, is found once, when it is placed, and is the same on every backend to the bit: inputs are doubles, so that the product of two is
+exact; every operation is rounded by itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to
+the first, dim by dim, until one number is left), and so are the sums of `mean`, `var` and `std`; the result is rounded once, to float32.
+What a score makes of such numbers, of `position`, `age`, `random()`, counts and params by arithmetic, comparisons, `sqrt`, `abs`,
+`floor`, `ceil`, `min` and `max` is the same as well, float32 operation by operation: `knorm` keeps the same tokens everywhere, ties
+included, if it is given the same keys.
 
 What comes from attention (`attn`, `logit`, `dot(q, k)`) and what is reduced over slots or queries is summed in whatever order is fast:
 it is equal to float32's rounding, and where two scores lie within that, either token may stay. `exp`, `log` and `**` (but for squares)
@@ -153,6 +172,8 @@ def language_reference() -> str:
         "a rate is written `0.25 * prompt`.\n",
         "## Tensors of files\n",
         TENSORS,
+        "## Values from the caller\n",
+        GIVEN,
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -27,7 +27,7 @@ from kvdsl.source import SourceFile  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 
-DECLARING = ("import", "let", "override", "param", "policy", "extends", "tensor", "test")
+DECLARING = ("import", "let", "override", "param", "policy", "extends", "tensor", "given", "test")
 """The keywords that name something, which editors colour unlike those of statements."""
 SPELT = ("and", "not", "or")
 CONSTANTS = ("nan", "inf", "nothing")
@@ -59,6 +59,8 @@ _HIGHLIGHTS = """\
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
 (tensor name: (identifier) @variable.parameter)
+(given name: (identifier) @variable.parameter)
+(supplied (identifier) @variable.parameter)
 (tensor axis: (identifier) @constant.builtin)
 (param kind: (identifier) @type.builtin)
 (set (identifier) @variable.parameter)

@@ -34,7 +34,7 @@ module.exports = grammar({
     _statement: ($) => choice($._plain, $.override),
     override: ($) => seq("override", $._plain),
     _plain: ($) => choice(
-      $.param, $.let, $.tensor, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
+      $.param, $.let, $.tensor, $.given, $.budget, $.score, $.keep_first, $.keep_last, $.keep_top, $.keep_where, $.keep_nothing, $.victims, $.trigger, $.slack,
       $.max_drop, $.cap, $.select, $.sketch, $.pages, $.layers, $.when, $.group, $.positions, $.storage, $.rope, $.prefill,
     ),
 
@@ -48,6 +48,7 @@ module.exports = grammar({
     tensor: ($) => seq(
       "tensor", field("name", $.identifier), "[", parts(field("axis", $.identifier), ","), "]", "from", $.string,
     ),
+    given: ($) => seq("given", field("name", $.identifier), optional(seq("=", $._expression))),
 
     // what to evict
     budget: ($) => seq("budget", $._expression, optional($.across)),
@@ -106,10 +107,11 @@ module.exports = grammar({
     times: ($) => seq($.number, "times", choice($.attend, $.token)),
     attend: ($) => seq("attend", $.rows, repeat($._vector)),
     token: ($) => seq("token", repeat1($._vector)),
-    _vector: ($) => choice($.query, $.key, $.value),
+    _vector: ($) => choice($.query, $.key, $.value, $.supplied),
     query: ($) => seq("query", parts($.heads, "/")),
     key: ($) => seq("key", $.rows),
     value: ($) => seq("value", $.rows),
+    supplied: ($) => seq("given", $.identifier, $.rows),
     heads: ($) => parts($.row, "and"),
 
     expect_evicted: ($) => seq("expect", "evicted", $.places),

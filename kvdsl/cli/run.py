@@ -82,10 +82,12 @@ def command(
     from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.loading import load
+    from kvdsl.runtime.supplied import refuse_required
 
     if threads:
         torch.set_num_threads(threads)
     cache_class: Any = load(policy, **settings)
+    refuse_required(cache_class.spec, "`kvdsl run`")
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)

@@ -253,6 +253,7 @@ def as_data(found: Facts) -> dict[str, Any]:
         "sketch": None if policy.sketch is None else print_sketch(policy.sketch),
         "pages": _printed(policy.pages),
         "tensors": [{"name": one.name, "axes": list(one.axes), "file": one.file} for one in policy.tensors],
+        "given": [{"name": one.name, "default": one.default} for one in policy.given],
         "when": policy.when,
         "positions": policy.positions,
         "rope": policy.rope,

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import POSITION, Facts, State
-from kvdsl.ir.nodes import Expr, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
+from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
-from kvdsl.ir.printer import print_expression, print_range, quote
+from kvdsl.ir.printer import print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import walk
 
 Rows = dict[str, list[str]]
@@ -26,6 +26,7 @@ def rows(found: Facts) -> Rows:
         "storage": list(_storage(policy)),
         "params": [_param(param) for param in policy.params],
         "tensors": [_tensor(tensor) for tensor in policy.tensors],
+        "given": [_given(given) for given in policy.given],
         "tracks": [_tracks(column) for column in found.state] or ["nothing beside each token's position"],
         "costs": list(_costs(found)),
         "peak": list(_peak(found)),
@@ -159,6 +160,12 @@ def _tensor(tensor: Tensor) -> str:
     called = {"layers": "layer", "heads": "KV head", "dims": "dim of a key"}
     *most, last = (called[axis] for axis in tensor.axes)
     return f"{tensor.name}: a number per {', '.join(most)}{' and ' if most else ''}{last}, from {quote(tensor.file)}"
+
+
+def _given(given: Given) -> str:
+    """`importance: a number per token and KV head, from the caller`."""
+    default = "which has to give it" if given.default is None else f"or {print_number(given.default)}"
+    return f"{given.name}: a number per token and KV head, from the caller, {default}"
 
 
 # -- what it remembers and costs ---------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ is not given; there kvdsl's own cache serves, `model.generate(..., past_key_valu
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from kvdsl.integrations import prompts
 from kvdsl.loading import load
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.supplied import in_rows, refuse_unknown
 
 
 @dataclass
@@ -41,6 +43,7 @@ class PolicyPress(BasePress):
             and otherwise means that nothing is pressed.
         settings: the policy's params by name, as its cache's constructor takes them.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
+        supplied: functions `f(module, hidden_states)` for what the policy asks its caller for, by name.
 
     Raises:
         DiagnosticError: if there is no such policy.
@@ -51,10 +54,13 @@ class PolicyPress(BasePress):
     compression_ratio: float = 0.0
     settings: dict[str, float] = field(default_factory=dict)
     backend: str = "auto"
+    supplied: dict[str, Callable[[nn.Module, Tensor], Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._spec = load(self.policy).spec
         prompts.refuse(self._spec)
+        for name in self.supplied:
+            refuse_unknown(self._spec, name)
         unknown = sorted(set(self.settings) - set(self._spec.params))
         if unknown:
             known = ", ".join(self._spec.params) or "no params"
@@ -91,6 +97,9 @@ class PolicyPress(BasePress):
             softcap=getattr(module, "attn_logit_softcapping", None), window=window, rope=self._ropes.get(module.layer_idx),
         )  # fmt: skip
         with torch.no_grad():
+            if self._spec.supplied:
+                given = {name: function(module, hidden_states) for name, function in self.supplied.items()}
+                call = call._replace(supplied=in_rows(self._spec, given, keys, layer=module.layer_idx))
             found = prompts.survivors(
                 self._spec,
                 self._params(keys.shape[2]),

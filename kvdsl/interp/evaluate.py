@@ -18,7 +18,21 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, ColumnRef, Expr, Input, Number, ParamRef, Pool, Random, Reduce, RingRef, TensorRef
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    ColumnRef,
+    Expr,
+    GivenRef,
+    Input,
+    Number,
+    ParamRef,
+    Pool,
+    Random,
+    Reduce,
+    RingRef,
+    TensorRef,
+)
 from kvdsl.ir.nodes import Call as FunctionCall
 
 Array: TypeAlias = NDArray[np.float64]
@@ -42,6 +56,7 @@ class Scope:
         inputs: the inputs by name, each [slots or 1, dims or 1].
         params: the policy's params.
         tensors: what its tensors have for the KV head, [1, dims or 1] each.
+        given: what the caller gave of the slots' tokens, [slots, 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
         random: the slots' random numbers, [slots, 1].
         page: the tokens of a page.
@@ -54,6 +69,7 @@ class Scope:
     inputs: Mapping[str, Array]
     params: Mapping[str, float]
     tensors: Mapping[str, Array] = field(default_factory=dict)
+    given: Mapping[str, Array] = field(default_factory=dict)
     recall: Callable[[Remembered], Array] = _remembers_nothing
     random: Callable[[], Array] | None = None
     page: float = 1
@@ -87,6 +103,8 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return number(scope.params[expr.name])
     if isinstance(expr, TensorRef):
         return scope.tensors[expr.name]
+    if isinstance(expr, GivenRef):
+        return scope.given[expr.name]
     if isinstance(expr, Input):
         return scope.inputs[expr.name]
     if isinstance(expr, Random):

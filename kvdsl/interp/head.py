@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -20,6 +21,7 @@ class Head:
         memory: what the queries gave the slots.
         seen: the row's tokens so far: the position of its next token.
         sketch: the dims of the newest sketch, ascending; None before the first.
+        given: [n] what the caller gave of the tokens, by name.
     """
 
     key: Array
@@ -28,6 +30,7 @@ class Head:
     memory: Memory
     seen: int = 0
     sketch: Indices | None = None
+    given: dict[str, Array] = field(default_factory=dict)
 
     @property
     def live(self) -> int:
@@ -39,8 +42,10 @@ class Head:
         """The state columns by name, [n] each and [n, N] of a ring; none where the memory is a history."""
         return dict(self.memory.values) if isinstance(self.memory, Columns) else {}
 
-    def append(self, key: Array, value: Array) -> None:
-        """Put L tokens, [L, D] and [L, Dv], into new slots; the memory has to be told by the caller."""
+    def append(self, key: Array, value: Array, given: Mapping[str, Array]) -> None:
+        """Put L tokens, [L, D], [L, Dv] and [L] each, into new slots; the memory has to be told by the caller."""
+        before = {name: self.given.get(name, np.full(self.live, np.nan)) for name in given}
+        self.given = {name: np.concatenate([before[name], values]) for name, values in given.items()}
         self.key = np.concatenate([self.key, key])
         self.value = np.concatenate([self.value, value])
         self.position = np.concatenate([self.position, self.seen + np.arange(len(key))])
@@ -50,8 +55,12 @@ class Head:
         """Free these slots; the others keep their order."""
         kept = np.delete(np.arange(self.live), gone)
         self.key, self.value, self.position = self.key[kept], self.value[kept], self.position[kept]
+        self.given = {name: values[kept] for name, values in self.given.items()}
         self.memory.keep(kept)
 
     def clone(self) -> Head:
         """An independent copy."""
-        return Head(self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch)
+        given = {name: values.copy() for name, values in self.given.items()}
+        return Head(
+            self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch, given
+        )

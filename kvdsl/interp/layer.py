@@ -18,6 +18,7 @@ from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.settle import overflow, room, union, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
+from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.interp.tensors import NO_TENSORS, Tensors
 from kvdsl.ir.nodes import Policy
 
@@ -64,25 +65,40 @@ class Layer:
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
-    def prefill(self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
+    def prefill(
+        self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING
+    ) -> list[Step]:
         """Tokens of a prompt, q [H, L, G, D], k [H, L, D], v [H, L, Dv]; each sees what was there and those before it.
 
         One settle, after the last token, or after those that end a block.
+
+        Args:
+            supplied: what the caller gives of them, [H, L] by name.
         """
         query, key, value = floats(q), floats(k), floats(v)
 
         def part_of(index: int, part: slice) -> Attended:
-            return self.machines[index].prompt(heads[index], query[index, part], key[index, part], value[index, part])
+            given = of_head(supplied, index, part)
+            return self.machines[index].prompt(heads[index], query[index, part], key[index, part], value[index, part], given)
 
         return self._prompt(heads, key.shape[1], part_of)
 
-    def decode(self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
-        """One token after the prompt, q [H, G, D], k [H, D], v [H, Dv]."""
+    def decode(
+        self, heads: Sequence[Head], q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING
+    ) -> list[Step]:
+        """One token after the prompt, q [H, G, D], k [H, D], v [H, Dv]; `supplied` [H, 1] by name."""
         query, key, value = floats(q), floats(k), floats(v)
-        return self._token(heads, lambda i: self.machines[i].token(heads[i], query[i], key[i], value[i]))
+        return self._token(
+            heads, lambda i: self.machines[i].token(heads[i], query[i], key[i], value[i], of_head(supplied, i))
+        )
 
     def observe_rows(
-        self, heads: Sequence[Head], attn: Sequence[ArrayLike], k: ArrayLike | None = None, v: ArrayLike | None = None
+        self,
+        heads: Sequence[Head],
+        attn: Sequence[ArrayLike],
+        k: ArrayLike | None = None,
+        v: ArrayLike | None = None,
+        supplied: Supplied = NOTHING,
     ) -> list[Step]:
         """L tokens of a prompt whose attention is given: per head [L, n + L], of which each row counts up to its own token.
 
@@ -93,12 +109,17 @@ class Layer:
 
         def part_of(index: int, part: slice) -> Attended:
             key, value = (None if x is None else floats(x)[index, part] for x in (k, v))
-            return self.machines[index].told(heads[index], rows[index][part], key, value)
+            return self.machines[index].told(heads[index], rows[index][part], key, value, of_head(supplied, index, part))
 
         return self._prompt(heads, len(rows[0]), part_of)
 
     def observe_row(
-        self, heads: Sequence[Head], attn: Sequence[ArrayLike], k: ArrayLike | None = None, v: ArrayLike | None = None
+        self,
+        heads: Sequence[Head],
+        attn: Sequence[ArrayLike],
+        k: ArrayLike | None = None,
+        v: ArrayLike | None = None,
+        supplied: Supplied = NOTHING,
     ) -> list[Step]:
         """One token after the prompt whose attention is given: per head [n + 1] over the slots and, last, the token itself.
 
@@ -108,7 +129,7 @@ class Layer:
 
         def part_of(index: int) -> Attended:
             key, value = (None if x is None else floats(x)[index][None] for x in (k, v))
-            return self.machines[index].told(heads[index], rows[index], key, value)
+            return self.machines[index].told(heads[index], rows[index], key, value, of_head(supplied, index))
 
         return self._token(heads, part_of)
 

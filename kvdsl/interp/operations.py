@@ -18,6 +18,7 @@ from kvdsl.interp.randomness import uniform
 from kvdsl.interp.selection import selected, sketch_dims
 from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
+from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.interp.tensors import Tensors, rows_of
 from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
 from kvdsl.ir.visitors import children
@@ -75,18 +76,18 @@ class Operations:
 
     # -- a token ---------------------------------------------------------------------------------------------------
 
-    def place(self, head: Head, key: Array, value: Array) -> None:
-        """Put L new tokens, [L, D] and [L, Dv], into slots of their own."""
+    def place(self, head: Head, key: Array, value: Array, supplied: Supplied = NOTHING) -> None:
+        """Put L new tokens, [L, D] and [L, Dv], and what the caller gives of them, into slots of their own."""
         old = head.live
-        head.append(key, value)
+        head.append(key, value, filled(self.policy, supplied, len(key)))
         new = np.arange(old, head.live)
         scope = self.scope(head, new, head.seen - 1)
         head.memory.place(len(new), lambda body: evaluate_slots(body, scope), self._number)
 
-    def prompt(self, head: Head, q: Array, k: Array, v: Array) -> Attended:
+    def prompt(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> Attended:
         """Several tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
         first, outs = head.seen, []
-        self.place(head, k, v)
+        self.place(head, k, v, supplied)
         for newest, query in enumerate(q, start=first):
             found = self.attend(head, newest, query)
             attn, logit = self.over_group(found.probs), self.over_group(found.logits)
@@ -95,10 +96,10 @@ class Operations:
         self.refresh(head, newest, query)
         return Attended(np.stack(outs), attn, logit)
 
-    def token(self, head: Head, q: Array, k: Array, v: Array) -> Attended:
+    def token(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> Attended:
         """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv]."""
         newest = head.seen
-        self.place(head, k[None], v[None])
+        self.place(head, k[None], v[None], supplied)
         if self.is_refresh(head, newest):
             self.refresh(head, newest, q)
         chosen = self.select(head, newest, q)
@@ -107,12 +108,19 @@ class Operations:
         self.observe(head, newest, attn, logit, q)
         return Attended(found.out, attn, logit, chosen)
 
-    def told(self, head: Head, rows: Sequence[Mapping[int, float]], k: Array | None, v: Array | None) -> Attended:
+    def told(
+        self,
+        head: Head,
+        rows: Sequence[Mapping[int, float]],
+        k: Array | None,
+        v: Array | None,
+        supplied: Supplied = NOTHING,
+    ) -> Attended:
         """Tokens whose attention is given, up to their settle: each row by the slots' positions; k [L, D], v [L, Dv]."""
         first = head.seen
         key = np.zeros((len(rows), head.key.shape[1])) if k is None else k
         value = np.zeros((len(rows), head.value.shape[1])) if v is None else v
-        self.place(head, key, value)
+        self.place(head, key, value, supplied)
         for newest, row in enumerate(rows, start=first):
             attn = np.array([row[position] for position in head.position])
             self.observe(head, newest, attn, np.full_like(attn, np.nan), None)
@@ -194,6 +202,7 @@ class Operations:
             inputs=inputs,
             params=self.numbers.params,
             tensors=self.constants,
+            given={name: per_slot(values[chosen]) for name, values in head.given.items()},
             recall=lambda leaf: head.memory.recall(leaf, moment),
             random=lambda: per_slot(uniform(self.seed, self.numbers.layer, self.head_index, position, newest)),
             page=self.numbers.page,

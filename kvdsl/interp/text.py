@@ -13,6 +13,7 @@ from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers, resolve
 from kvdsl.interp.operations import floats
 from kvdsl.interp.step import Step
+from kvdsl.interp.supplied import NOTHING, Supplied
 from kvdsl.ir.nodes import Policy
 
 
@@ -51,13 +52,13 @@ class Text:
         self._layer = self._with_prompt(0)
         self.heads: list[Head] = self._layer.empty(key_dim, value_dim)
 
-    def forward(self, q: ArrayLike, k: ArrayLike, v: ArrayLike) -> list[Step]:
-        """Some tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv]: each head's step."""
+    def forward(self, q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Supplied = NOTHING) -> list[Step]:
+        """Some tokens, q [H, L, G, D], k [H, L, D], v [H, L, Dv], and what the caller gives of them, [H, L] each: each head's step."""
         query, key, value = floats(q), floats(k), floats(v)
         tokens = key.shape[1]
         if self.is_prompt(tokens):
-            return self.prompt(tokens).prefill(self.heads, query, key, value)
-        return self.decoding.decode(self.heads, query[:, 0], key[:, 0], value[:, 0])
+            return self.prompt(tokens).prefill(self.heads, query, key, value, supplied)
+        return self.decoding.decode(self.heads, query[:, 0], key[:, 0], value[:, 0], supplied)
 
     def is_prompt(self, tokens: int) -> bool:
         """Whether so many tokens that come in together are a prompt."""

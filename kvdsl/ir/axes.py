@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, Input, Pool, Random, Reduce, RingRef, TensorRef
+from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, GivenRef, Input, Pool, Random, Reduce, RingRef, TensorRef
 from kvdsl.ir.ops import INPUTS
 
 
@@ -12,7 +12,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return INPUTS[expr.name].axes
     if isinstance(expr, TensorRef):
         return frozenset({Axis.DIM}) if expr.dims else frozenset()
-    if isinstance(expr, (Random, ColumnRef, RingRef, Pool)):
+    if isinstance(expr, (Random, GivenRef, ColumnRef, RingRef, Pool)):
         return frozenset({Axis.SLOT})
     if isinstance(expr, Call):
         return frozenset().union(*(axes_of(arg) for arg in expr.args))

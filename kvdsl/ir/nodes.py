@@ -47,7 +47,9 @@ def _expression(value: Any) -> Any:
 
 
 if TYPE_CHECKING:
-    Expr: TypeAlias = "Number | ParamRef | TensorRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
+    Expr: TypeAlias = (
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
+    )
 else:
     Expr = Annotated[Any, _ByKind]
 
@@ -94,6 +96,13 @@ class TensorRef(Node):
     kind: Literal["tensor"] = "tensor"
     name: str
     dims: bool
+
+
+class GivenRef(Node):
+    """What the caller gave of a token, for the KV head: one of the policy's `given` values. Passes make a column of it."""
+
+    kind: Literal["given"] = "given"
+    name: str
 
 
 class Input(Node):
@@ -182,7 +191,7 @@ class RingRef(Node):
     op: ReduceOp
 
 
-EXPRESSIONS = (Number, ParamRef, TensorRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
+EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
 
@@ -212,6 +221,13 @@ class Tensor(Node):
     axes: tuple[TensorAxis, ...]
     file: str
     path: str
+
+
+class Given(Node):
+    """A number of every token and KV head that the caller gives, or where nothing is given `default`; None: then it has to be."""
+
+    name: str
+    default: float | None = None
 
 
 class Keep(Node):
@@ -271,7 +287,7 @@ class Policy(Node):
     Attributes:
         name: the published spelling; the cache class is `<name>Cache`.
         stem: the file's stem: the package's and the command line's name.
-        tensors: those that something reads.
+        tensors, given: those that something reads.
         budget: tokens kept per KV head after a settle (the soft capacity C); None keeps everything.
         across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
@@ -294,6 +310,7 @@ class Policy(Node):
     doc: str = ""
     params: tuple[Param, ...] = ()
     tensors: tuple[Tensor, ...] = ()
+    given: tuple[Given, ...] = ()
     budget: Expr | None = None
     across: Expr | None = None
     score: Expr | None = None

@@ -11,6 +11,8 @@ from kvdsl.ir.nodes import (
     Call,
     ColumnRef,
     Expr,
+    Given,
+    GivenRef,
     Input,
     Keep,
     LayerRange,
@@ -67,7 +69,7 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
     if isinstance(expr, RingRef):
         return f"{expr.op}({expr.name})", _ATOM
-    assert isinstance(expr, (ParamRef, TensorRef, ColumnRef))
+    assert isinstance(expr, (ParamRef, TensorRef, GivenRef, ColumnRef))
     return expr.name, _ATOM
 
 
@@ -108,6 +110,7 @@ def print_policy(policy: Policy) -> str:
     lines = [quote(policy.doc)] if policy.doc else []
     lines += [_param(param) for param in policy.params]
     lines += [print_tensor(tensor) for tensor in policy.tensors]
+    lines += [print_given(given) for given in policy.given]
     if policy.budget is not None and (policy.budget != ParamRef(name="budget") or policy.across is not None):
         lines.append(f"budget {print_expression(policy.budget)}{_across(policy.across)}")
     if policy.score is not None:
@@ -133,6 +136,11 @@ def _param(param: Param) -> str:
 def print_tensor(tensor: Tensor) -> str:
     """A `tensor` statement."""
     return f"tensor {tensor.name} [{', '.join(tensor.axes)}] from {quote(tensor.file)}"
+
+
+def print_given(given: Given) -> str:
+    """A `given` statement."""
+    return f"given {given.name}" + ("" if given.default is None else f" = {print_number(given.default)}")
 
 
 def print_keep(keep: Keep) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import (
     Axis,
     Column,
+    ColumnRef,
     Expr,
     Keep,
     Number,
@@ -300,6 +301,8 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
     """What the dims rank by: statements before the loop over them, and the value."""
     if policy.sketch is None:
         return (), ""
+    if any(isinstance(part, ColumnRef) for part in walk(policy.sketch.by)):
+        raise NotLowerable("a sketch by what the caller gives")
     before, hoisted = _hoist_over_dims(policy.sketch.by)
     value = DimPrinter(hoisted).value(policy.sketch.by)
     if reads(policy.sketch.by, "v"):

@@ -16,6 +16,7 @@ from kvdsl.ir.nodes import (
     Call,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Number,
     ParamRef,
@@ -58,6 +59,7 @@ CAN = Target(
     functions=("neg", "not", "where", *_FUNCTIONS),
     operators=OPERATORS,
     tensors=True,
+    given=True,
 )
 """What there is C++ for. `kvdsl/runtime/cpu/include/kvdsl/view.hpp` has the reductions."""
 
@@ -192,6 +194,8 @@ class TokenPrinter(_CppPrinter):
             return Fragment(_double(expr.value))
         if isinstance(expr, TensorRef):
             return fragment("double{{{}}}", constant("slot", expr))
+        if isinstance(expr, GivenRef):
+            return Fragment(f"slot.given(Given::{spelled(expr.name)})")
         assert isinstance(expr, Input)
         return Fragment(f"slot.{expr.name}(d)", uses=(_DIM,))
 

@@ -15,6 +15,7 @@ from kvdsl.ir.nodes import (
     Column,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Number,
     ParamRef,
@@ -31,7 +32,7 @@ T = TypeVar("T")
 
 ATOM = 100
 
-Leaf = Number | ParamRef | TensorRef | Input | Random | ColumnRef | RingRef
+Leaf = Number | ParamRef | TensorRef | GivenRef | Input | Random | ColumnRef | RingRef
 
 
 def is_condition(expr: Expr) -> bool:
@@ -149,7 +150,7 @@ class Target:
     Attributes:
         reduces: the reductions, by what they range over; over queries these are the rules of columns.
         functions, operators, pools: as the language has them.
-        tensors: whether tensors of files are read.
+        tensors: whether tensors of files are read. `given`: whether what the caller gives is.
     """
 
     reduces: Mapping[str, Iterable[str]]
@@ -157,6 +158,7 @@ class Target:
     operators: Iterable[str]
     pools: Iterable[str] = ()
     tensors: bool = False
+    given: bool = False
 
     def knows(self, expr: Reduce) -> bool:
         """Whether there is code for a reduction as it stands."""
@@ -181,6 +183,8 @@ class Target:
             missing = f"{expr.op}_pool"
         elif isinstance(expr, TensorRef) and not self.tensors:
             raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
+        elif isinstance(expr, GivenRef) and not self.given:
+            raise NotLowerable(f"values from the caller, as `{expr.name}` is one")
         if missing is not None:
             raise NotLowerable(f"`{missing}`")
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from kvdsl.errors import KvdslError
-from kvdsl.ir.nodes import Axis, Policy, Reduce, Tensor
-from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
+from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import expressions, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
@@ -44,6 +44,15 @@ class RingPlan:
 
 
 @dataclass(frozen=True)
+class GivenPlan:
+    """What the caller gives of each token: its name as the constructor has it, as kernels call it, and what the docstring says of it."""
+
+    name: str
+    code: str
+    help: str
+
+
+@dataclass(frozen=True)
 class PackagePlan:
     """What the generated package of one policy holds.
 
@@ -51,6 +60,7 @@ class PackagePlan:
         resolve: the statements that compute the numbers of a row from what the user gave. `resolve_uses_torch`: whether they, or
             the numbers' expressions, need torch.
         tensors: of files, in the order of `SlotState.constants`; `tensor_names`: how kernels call them.
+        given: what the caller gives of each token, in the order of `AttentionCall.supplied`.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
@@ -65,6 +75,7 @@ class PackagePlan:
     params: tuple[ParamPlan, ...]
     tensors: tuple[Tensor, ...]
     tensor_names: tuple[str, ...]
+    given: tuple[GivenPlan, ...]
     resolve: tuple[str, ...]
     resolve_uses_torch: bool
     numbers: tuple[tuple[str, str], ...]
@@ -108,6 +119,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         params=numbers.params,
         tensors=policy.tensors,
         tensor_names=tuple(spelled(tensor.name) for tensor in policy.tensors),
+        given=tuple(_given(given) for given in policy.given),
         resolve=numbers.resolve,
         resolve_uses_torch=numbers.uses_torch,
         numbers=numbers.numbers,
@@ -133,10 +145,18 @@ def make_plan(policy: Policy) -> PackagePlan:
     )
 
 
+def _given(given: Given) -> GivenPlan:
+    help = "`f(module, hidden_states)`, which gives a number of each new token, [batch, KV heads or 1, tokens]; see `give`"
+    default = "" if given.default is None else f"; default {print_number(given.default)}"
+    return GivenPlan(given.name, spelled(given.name), help + default)
+
+
 def _flags(policy: Policy, torch: TorchPlan) -> Iterator[tuple[str, str]]:
     rings = [f'("{column.name}", "{size_of(column.name)}"),' for column in policy.columns if column.rule == "ring"]
     if rings:
         yield "rings", f"({' '.join(rings)})"
+    if policy.given:
+        yield "supplied", repr(tuple((given.name, given.default) for given in policy.given))
     for name, default in (("when", "both"), ("victims", "own")):
         value = getattr(policy, name)
         if value != default:

@@ -14,6 +14,7 @@ from kvdsl.ir.nodes import (
     Column,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Keep,
     Number,
@@ -66,6 +67,7 @@ CAN = Target(
     operators=OPERATORS,
     pools=("max", "mean"),
     tensors=True,
+    given=True,
 )
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
@@ -165,6 +167,8 @@ class TokenPrinter(_TorchPrinter):
             return Fragment(literal(expr.value))
         if isinstance(expr, TensorRef):
             return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
+        if isinstance(expr, GivenRef):
+            return Fragment(f'new.given("{expr.name}")')
         assert isinstance(expr, Input)
         return Fragment(f"new.{expr.name}")
 
@@ -346,8 +350,8 @@ def torch_plan(policy: Policy) -> TorchPlan:
         protects=evicts or selects,
         protect=(*_column_locals("slots", protect), *texts(protect)),
         score=(*_column_locals("slots", score), *texts(score)),
-        select=texts(select),
-        sketch=texts(sketch),
+        select=(*_column_locals("row", select), *texts(select)),
+        sketch=(*_column_locals("row", sketch), *texts(sketch)),
     )
 
 

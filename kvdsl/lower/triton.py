@@ -93,6 +93,7 @@ class TritonPlan:
         args: names of what it is given beyond what every policy's is.
         numbers: what it reads of the policy's numbers: name and place in the table. `constants`, `vectors`: of its tensors of files,
             those that have a number for the head, and those that have one for every dim.
+        supplied: what of the caller's it reads, likewise.
         columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
             the same, with the place of each among the rings instead.
         place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
@@ -113,6 +114,7 @@ class TritonPlan:
     numbers: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, int], ...]
+    supplied: tuple[tuple[str, int], ...]
     columns: tuple[tuple[str, int], ...]
     rings: tuple[tuple[str, int], ...]
     place: tuple[str, ...]
@@ -172,6 +174,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         "columns": bool(policy.columns),
         "numbers": bool(used) or policy.sketch is not None,
         "constants": bool(constants or vectors),
+        "supplied": bool(names_of(uses, "given")),
         "logits": bool({"attn", "logit"} & {*inputs}),
         "ring_rows": bool(rings),
         "window": "window" in helpers,
@@ -183,6 +186,9 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         numbers=used,
         constants=constants,
         vectors=vectors,
+        supplied=tuple(
+            (spelled(given.name), n) for n, given in enumerate(policy.given) if given.name in names_of(uses, "given")
+        ),
         columns=tuple((name, n) for n, name in enumerate(singles)),
         rings=tuple((name, n) for n, name in enumerate(rings)),
         place=texts(place),

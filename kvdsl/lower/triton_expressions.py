@@ -18,6 +18,7 @@ from kvdsl.ir.nodes import (
     Call,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Number,
     ParamRef,
@@ -59,6 +60,7 @@ CAN = Target(
     functions=("neg", "not", "where", "max", "min", "sqrt", *_FUNCTIONS),
     operators=OPERATORS,
     tensors=True,
+    given=True,
 )
 """What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
 
@@ -187,6 +189,8 @@ class TokenPrinter(_TritonPrinter):
             return _float64(expr.value)
         if isinstance(expr, TensorRef):
             return fragment("{}.to(tl.float64)", constant(expr))
+        if isinstance(expr, GivenRef):
+            return Fragment(f"supplied_{spelled(expr.name)}.to(tl.float64)", uses=(Use("given", expr.name),))
         assert isinstance(expr, Input)
         return Fragment(expr.name, uses=(Use("input", expr.name),))
 

@@ -148,7 +148,7 @@ def _params(policy: syn.Policy, module: Module) -> Iterable[syn.Param]:
 def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionItem]:
     """What an expression of a statement can read: the policy's own names, then inputs and functions."""
     first = words[0]
-    if first == "let" and "=" not in words:
+    if first == "given" or (first == "let" and "=" not in words):
         return
     fixed = first in _FIXED or (first == "keep" and words[1:2] in (["first"], ["last"]))
     module = document.module
@@ -159,7 +159,7 @@ def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionIt
             for statement in policy.statements:
                 if isinstance(statement, syn.Let):
                     yield _let(statement)
-                elif isinstance(statement, syn.Tensor) and not fixed:
+                elif isinstance(statement, (syn.Tensor, syn.Given)) and not fixed:
                     yield _item(statement.name.text, _Kind.Property, statement.span.quoted())
     for name in sorted(NAMED_INPUTS - NAMED_FUNCTIONS):
         row = INPUTS[name]

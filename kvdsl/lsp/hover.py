@@ -78,6 +78,9 @@ def _name(document: Document, name: Name) -> Iterator[str]:
         yield from _param(document, name) if name.param is not None else _built_in(name.text)
     elif name.tensor is not None:
         yield from _tensor(document, name.tensor)
+    elif name.given is not None:
+        yield f"```kv\n{name.given.span.quoted(200)}\n```"
+        yield "one number per slot and KV head, which the caller gives when the token comes in"
     elif name.let is not None:
         head = name.let.span.quoted(200)
         yield f"```kv\n{head}\n```"

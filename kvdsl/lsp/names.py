@@ -13,7 +13,7 @@ from kvdsl.sema.modules import Module
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
-Kind = Literal["param", "tensor", "let", "function", "argument", "policy", "file", "input", "built-in"]
+Kind = Literal["param", "tensor", "given", "let", "function", "argument", "policy", "file", "input", "built-in"]
 
 
 @dataclass(frozen=True)
@@ -33,6 +33,7 @@ class Name:
     let: syn.Let | None = None
     param: syn.Param | None = None
     tensor: syn.Tensor | None = None
+    given: syn.Given | None = None
 
     @property
     def text(self) -> str:
@@ -138,7 +139,7 @@ class _Collector:
         return Name(word.span, "policy", None if found is None else found.name.span)
 
     def _defined(self, line: list[tuple[syn.Policy, Module]]) -> dict[str, syn.Named]:
-        """The params, tensors and lets of a policy; of one that is overridden, the first definition."""
+        """The params, tensors, given values and lets of a policy; of one that is overridden, the first definition."""
         found: dict[str, syn.Named] = {}
         for policy, _ in reversed(line):
             for statement in policy.statements:
@@ -159,6 +160,10 @@ class _Collector:
         elif isinstance(statement, syn.Tensor):
             first = self.inner.get(statement.name.text, statement)
             yield Name(statement.name.span, "tensor", first.name.span, defines=True, tensor=statement)
+        elif isinstance(statement, syn.Given):
+            first = self.inner.get(statement.name.text, statement)
+            yield Name(statement.name.span, "given", first.name.span, defines=True, given=statement)
+            yield from self._parts(statement)
         else:
             yield from self._parts(statement)
 
@@ -213,6 +218,8 @@ class _Collector:
             return Name(span, "param", found.name.span, param=found)
         if isinstance(found, syn.Tensor):
             return Name(span, "tensor", found.name.span, tensor=found)
+        if isinstance(found, syn.Given):
+            return Name(span, "given", found.name.span, given=found)
         if isinstance(found, syn.Let):
             return Name(span, "let" if found.parameters is None else "function", found.name.span, let=found)
         return Name(span, "input" if text in NAMED_INPUTS and text not in NAMED_FUNCTIONS else "built-in", None)
@@ -220,13 +227,23 @@ class _Collector:
     # -- tests -----------------------------------------------------------------------------------------------------------
 
     def _test(self, test: syn.Test) -> Iterator[Name]:
-        params: dict[str, syn.Named] = {}
+        known: dict[str, syn.Named] = {}
         for step in test.steps:
             if isinstance(step, syn.Use):
                 yield self._extended(step.policy)
                 used = next((pair for pair in self.module.policies() if pair[0].name.text == step.policy.text), None)
-                params = {} if used is None else self._defined(ancestry(*used))
+                known = {} if used is None else self._defined(ancestry(*used))
             elif isinstance(step, syn.Set):
-                param = params.get(step.name.text)
+                param = known.get(step.name.text)
                 if isinstance(param, syn.Param):
                     yield Name(step.name.span, "param", param.name.span, param=param)
+            elif isinstance(step, (syn.Prompt, syn.Incoming)):
+                yield from self._brought(step, known)
+
+    def _brought(self, step: syn.Prompt | syn.Incoming, known: Mapping[str, syn.Named]) -> Iterator[Name]:
+        """The given values that tokens of a test bring."""
+        for token in step.tokens if isinstance(step, syn.Prompt) else (step,):
+            for word in (one.name for one in token.brought if one.name is not None):
+                given = known.get(word.text)
+                if isinstance(given, syn.Given):
+                    yield Name(word.span, "given", given.name.span, given=given)

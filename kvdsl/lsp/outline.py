@@ -46,6 +46,10 @@ def _statement(document: Document, statement: syn.Statement) -> lsp.DocumentSymb
         found = _symbol(document, statement.name.text, _Kind.Constant, statement.span, statement.name.span)
         found.detail = f"[{', '.join(axis.text for axis in statement.axes)}] from {statement.file.span.quoted()}"
         return found
+    if isinstance(statement, syn.Given):
+        found = _symbol(document, statement.name.text, _Kind.Property, statement.span, statement.name.span)
+        found.detail = "from the caller" if statement.default is None else f"= {statement.default.span.quoted()}"
+        return found
     return _symbol(document, statement.span.quoted() or "statement", _Kind.Field, statement.span, statement.span)
 
 

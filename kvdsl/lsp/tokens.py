@@ -18,8 +18,8 @@ _MODIFIERS = (lsp.SemanticTokenModifiers.Declaration, lsp.SemanticTokenModifiers
 LEGEND = lsp.SemanticTokensLegend([str(one.value) for one in _TYPES], [str(one.value) for one in _MODIFIERS])
 
 _KINDS = {
-    "param": _Type.Property, "tensor": _Type.Property, "let": _Type.Variable, "function": _Type.Function, "argument": _Type.Parameter,
-    "policy": _Type.Class, "file": _Type.Namespace, "input": _Type.Variable, "built-in": _Type.Function,
+    "param": _Type.Property, "tensor": _Type.Property, "given": _Type.Property, "let": _Type.Variable, "function": _Type.Function,
+    "argument": _Type.Parameter, "policy": _Type.Class, "file": _Type.Namespace, "input": _Type.Variable, "built-in": _Type.Function,
 }  # fmt: skip
 _PUNCTUATION = {"_SEP", "LPAR", "RPAR", "LBRACE", "RBRACE", "LSQB", "RSQB", "COMMA"}
 _LITERALS = {"STRING": _Type.String, "NUMBER": _Type.Number}

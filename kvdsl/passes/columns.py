@@ -4,10 +4,11 @@ A reduction over queries ranges over the whole life of a slot, of which a kernel
 `mean(attn)` becomes `sum_attn / observed`, `std(attn)` becomes an expression of `sum_attn`, `sum_attn_squared` and
 `observed`, and both share their columns. `ema` is one number too, which every query moves. Only a reduction over the last N
 queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. What only reads
-a token's own key and value, and tensors of files (`norm1(v)`, `dot(filter, k)`), is computed once, when the token is placed. `observed`
-needs no column: every query since the token's own has seen the slot, or the last `window` queries of a layer with a sliding window.
+a token's own key and value, tensors of files and what the caller gives (`norm1(v)`, `dot(filter, k)`, `importance`), is computed once,
+when the token is placed. `observed` needs no column: every query since the token's own has seen the slot, or the last `window` queries of
+a layer with a sliding window.
 
-What ranks slots and dims for one query (`select`, `sketch`) remembers nothing, and is left as it is.
+What ranks slots and dims for one query (`select`, `sketch`) remembers nothing but what the caller gave, and is left as it is.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from kvdsl.ir.nodes import (
     Column,
     ColumnRef,
     Expr,
+    GivenRef,
     Input,
     Keep,
     Number,
@@ -46,7 +48,11 @@ def add_columns(policy: Policy) -> Policy:
         keep if keep.by is None else Keep(scope=keep.scope, count=keep.count, by=table.lower(keep.by))
         for keep in policy.keeps
     )
-    return with_policy(policy, score=score, keeps=keeps, columns=table.columns)
+    select, sketch = (
+        None if one is None else one.model_copy(update={"by": table.with_given(one.by)})
+        for one in (policy.select, policy.sketch)
+    )
+    return with_policy(policy, score=score, keeps=keeps, select=select, sketch=sketch, columns=table.columns)
 
 
 class _Columns:
@@ -66,7 +72,13 @@ class _Columns:
         """The expression with every reduction over queries, and every value of a token, read from columns."""
         return rewrite(expr, self._rule)
 
+    def with_given(self, expr: Expr) -> Expr:
+        """The expression with what the caller gave read from columns, and nothing else."""
+        return rewrite(expr, lambda part: self._rule(part) if isinstance(part, GivenRef) else None)
+
     def _rule(self, expr: Expr) -> Expr | None:
+        if isinstance(expr, GivenRef):
+            return ColumnRef(name=self._column("token", expr))
         if not isinstance(expr, Reduce):
             return None
         if expr.axis is Axis.QUERY:
@@ -105,7 +117,7 @@ class _Columns:
 def _is_of_token(expr: Expr) -> bool:
     """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
     return axes_of(expr) == {Axis.SLOT} and all(
-        isinstance(part, (Call, Binary, Number, TensorRef))
+        isinstance(part, (Call, Binary, Number, TensorRef, GivenRef))
         or (isinstance(part, Reduce) and part.axis is Axis.DIM and part.within == "all")
         or (isinstance(part, Input) and part.name in ("k", "v"))
         for part in walk(expr)
@@ -125,13 +137,15 @@ def _slug(rule: str, body: Expr) -> str:
 
 
 def _token_slug(body: Expr) -> str:
+    if isinstance(body, GivenRef):
+        return f"given_{body.name}"
     if isinstance(body, Reduce) and body.op == "sum" and isinstance(body.body, Call) and body.body.function == "abs":
         return f"norm1_{_words(body.body.args[0])}"
     return _words(body)
 
 
 def _words(expr: Expr) -> str:
-    if isinstance(expr, (Input, ParamRef, TensorRef, ColumnRef)):
+    if isinstance(expr, (Input, ParamRef, TensorRef, GivenRef, ColumnRef)):
         return expr.name
     if isinstance(expr, Number):
         return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")

@@ -22,6 +22,7 @@ class AttentionCall(NamedTuple):
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
         rope: how queries and keys were rotated; None without rotary positions. Only compact positions ask.
+        supplied: what the caller gives of the tokens, float32 [values, batch, kv_heads, tokens]; None: the defaults.
     """
 
     query: Tensor
@@ -33,6 +34,14 @@ class AttentionCall(NamedTuple):
     window: int | None = None
     sinks: Tensor | None = None
     rope: Rope | None = None
+    supplied: Tensor | None = None
+
+    def part(self, tokens: slice) -> AttentionCall:
+        """The same of some of the tokens."""
+        query, key, value = (x[:, :, tokens] for x in (self.query, self.key, self.value))
+        real = None if self.real is None else self.real[:, tokens]
+        supplied = None if self.supplied is None else self.supplied[..., tokens]
+        return self._replace(query=query, key=key, value=value, real=real, supplied=supplied)
 
     def cast(self, dtype: torch.dtype) -> AttentionCall:
         """The same with vectors of this dtype."""

@@ -50,6 +50,7 @@ class PolicySpec:
         rope_cached: whether a key's rotated half is kept beside it.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
+        supplied: the values of each token that the caller gives, and their defaults, None where there is none.
         abi: the runtime interface that the package was generated for.
     """
 
@@ -78,6 +79,7 @@ class PolicySpec:
     vectors: bool = False
     tensors: Tensors | None = None
     tensors_of_values: bool = False
+    supplied: tuple[tuple[str, float | None], ...] = ()
     abi: int = ABI
 
     def __post_init__(self) -> None:

@@ -159,11 +159,12 @@ class _Check:
         for token in self._tokens():
             kinds: set[str] = set()
             for one in token.brought:
-                if one.kind in kinds:
-                    self._report(codes.TEST_SIZE, one.span, f"`{one.kind}` is given twice")
-                kinds.add(one.kind)
+                kind = one.kind if one.name is None else f"{one.kind} {one.name.text}"
+                if kind in kinds:
+                    self._report(codes.TEST_SIZE, one.span, f"`{kind}` is given twice")
+                kinds.add(kind)
         expects = [(step.span, len(step.heads)) for step in self.test.steps if isinstance(step, syn.Expect) and step.heads]
-        counts = [*((one.span, len(one.heads)) for one in self._brought("attend", *_VECTORS)), *expects]
+        counts = [*((one.span, len(one.heads)) for one in self._brought("attend", "given", *_VECTORS)), *expects]
         several = [(span, count) for span, count in counts if count > 1]
         for span, count in several[1:]:
             if count != several[0][1]:
@@ -318,6 +319,7 @@ class _Meaning:
             self.report(codes.TEST_SIZE, row.span, f"expected {numbers}, not {len(row.values)}", help)
 
     def _token(self, token: syn.Incoming) -> None:
+        self._given(token)
         if not _is_attended(token):
             return
         exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
@@ -327,6 +329,23 @@ class _Meaning:
         if why is not None:
             message = f"`{self.policy.name}` {why}, which `attend` does not say"
             self.report(codes.TEST_STEP, token.span, message, "write `token query 1, 0 key 0, 1`, say")
+
+    def _given(self, token: syn.Incoming) -> None:
+        """What a token brings of the values that the policy asks its caller for."""
+        brought = [(one, one.name) for one in token.brought if one.name is not None]
+        asked = [given.name for given in self.policy.given]
+        for one, name in brought:
+            if name.text not in asked:
+                help = did_you_mean(name.text, asked) or (f"it asks for {listed(asked, 'and')}" if asked else None)
+                self.report(codes.TEST_STEP, name.span, f"`{self.policy.name}` has no `given {name.text}`", help)
+            for (row,) in one.heads:
+                if row.rest is not None or len(row.values) != 1:
+                    help = "where there are several KV heads, `/` stands between theirs"
+                    self.report(codes.TEST_SIZE, row.span, "a given value is one number of the token", help)
+        for given in self.policy.given:
+            if given.default is None and given.name not in [name.text for _, name in brought]:
+                message = f"`{self.policy.name}` needs `{given.name}` of every token, which has no default"
+                self.report(codes.TEST_STEP, token.span, message, f"write `given {given.name} 0.5` behind the token, say")
 
     def _expect(self, step: syn.Expect, decoded: bool) -> None:
         columns = [column.name for column in self.policy.columns if column.rule != "ring"]

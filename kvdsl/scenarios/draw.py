@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -24,6 +24,7 @@ class Drawn:
         attend: what each token gives to those up to itself, [heads, tokens, tokens]; None where vectors say it.
         query: [heads, tokens, group, DIMS].
         key, value: [heads, tokens, DIMS].
+        given: what the caller gives of the tokens, [heads, tokens] by name.
     """
 
     prompt: int
@@ -31,6 +32,7 @@ class Drawn:
     query: Array
     key: Array
     value: Array
+    given: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def tokens(self) -> int:
@@ -84,7 +86,9 @@ class Form:
             attend = np.tril(random.integers(0, 10, (self.heads, count, count)) / 10)
         query = random.integers(-2, 3, (self.heads, count, self.group, DIMS)).astype(float)
         key, value = random.integers(-2, 3, (2, self.heads, count, DIMS)).astype(float)
-        return Drawn(prompt, attend, query, key, value)
+        names = dict.fromkeys(given.name for policy in self.policies for given in policy.given)
+        given = {name: random.integers(0, 10, (self.heads, count)) / 10 for name in names}
+        return Drawn(prompt, attend, query, key, value, given)
 
 
 def _numbers(policy: Policy) -> Iterator[Expr]:

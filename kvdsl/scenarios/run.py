@@ -142,9 +142,10 @@ class _Run:
         layer = self._layer_of_prompt(len(tokens))
         keys, values = ([self._vectors(token, kind) for token in tokens] for kind in ("key", "value"))
         k, v = np.stack(keys, axis=1), np.stack(values, axis=1)
+        given = self._given(tokens)
         if _brought(prompt.tokens[0], "attend") is None:
             q = np.stack([self._queries(token) for token in tokens], axis=1)
-            self.last = layer.prefill(self.heads, q, k, v)
+            self.last = layer.prefill(self.heads, q, k, v, given)
             return
         live = [head.live for head in self.heads]
         rows = [np.zeros((len(tokens), there + len(tokens))) for there in live]
@@ -152,15 +153,15 @@ class _Run:
             there = [before + place + 1 for before in live]
             for row, attention in zip(rows, self._attention(token, there, place), strict=True):
                 row[place, : len(attention)] = attention
-        self.last = layer.observe_rows(self.heads, rows, k, v)
+        self.last = layer.observe_rows(self.heads, rows, k, v, given)
 
     def _token(self, token: syn.Incoming) -> None:
-        k, v = self._vectors(token, "key"), self._vectors(token, "value")
+        k, v, given = self._vectors(token, "key"), self._vectors(token, "value"), self._given([token])
         if _brought(token, "attend") is None:
-            self.last = self.text.decoding.decode(self.heads, self._queries(token), k, v)
+            self.last = self.text.decoding.decode(self.heads, self._queries(token), k, v, given)
             return
         rows = self._attention(token, [head.live + 1 for head in self.heads])
-        self.last = self.text.decoding.observe_row(self.heads, rows, k, v)
+        self.last = self.text.decoding.observe_row(self.heads, rows, k, v, given)
 
     def _layer_of_prompt(self, tokens: int) -> Layer:
         """The layer as it takes in a prompt of so many tokens."""
@@ -204,6 +205,16 @@ class _Run:
         if brought is None:
             return np.zeros((scenario.heads, scenario.key_dim if kind == "key" else scenario.value_dim))
         return np.array([of_head(brought.heads, head)[0].values for head in range(scenario.heads)])
+
+    def _given(self, tokens: list[syn.Incoming]) -> dict[str, Array]:
+        """What the caller gives of the tokens, [heads, tokens] by name: what a token does not bring is the default."""
+        heads = range(self.scenario.heads)
+        given = {}
+        for one in self.policy.given:
+            brought = [next((b for b in token.brought if b.name and b.name.text == one.name), None) for token in tokens]
+            rows = [[one.default if b is None else of_head(b.heads, h)[0].values[0] for b in brought] for h in heads]
+            given[one.name] = np.array(rows, dtype=np.float64)
+        return given
 
     # -- expectations ------------------------------------------------------------------------------------------------
 

@@ -133,22 +133,26 @@ class _Run:
         layer, heads = self.state.prompt(text.prompt), self.state.heads
         if refusal(self.policy, layer.machines[0].numbers, DIMS) is not None:
             return False
+        given = {name: values[:, part] for name, values in text.given.items()}
         if text.attend is None:
-            self.last = layer.prefill(heads, text.query[:, part], text.key[:, part], text.value[:, part])
+            self.last = layer.prefill(heads, text.query[:, part], text.key[:, part], text.value[:, part], given)
         else:
             self.rows = [[rows[token, : token + 1] for rows in text.attend] for token in range(text.prompt)]
-            self.last = layer.observe_rows(heads, list(text.attend[:, part, part]), text.key[:, part], text.value[:, part])
+            self.last = layer.observe_rows(
+                heads, list(text.attend[:, part, part]), text.key[:, part], text.value[:, part], given
+            )
         return True
 
     def _token(self, token: int) -> None:
         text, heads, layer = self.text, self.state.heads, self.state.decoding
         key, value = text.key[:, token], text.value[:, token]
+        given = {name: values[:, token : token + 1] for name, values in text.given.items()}
         if text.attend is None:
-            self.last = layer.decode(heads, text.query[:, token], key, value)
+            self.last = layer.decode(heads, text.query[:, token], key, value, given)
         else:
             rows = [text.attend[index, token, [*head.position, token]] for index, head in enumerate(heads)]
             self.rows.append(rows)
-            self.last = layer.observe_row(heads, rows, key, value)
+            self.last = layer.observe_row(heads, rows, key, value, given)
 
     @property
     def kept(self) -> Kept:

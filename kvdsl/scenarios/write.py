@@ -45,6 +45,8 @@ def _token(found: Witness, token: int) -> str:
         vectors = getattr(found.text, name)[:, token]
         rows = (" and ".join(map(_row, head)) if name == "query" else _row(head) for head in vectors)
         words.append(f"{name} {_heads(rows)}")
+    for given in found.policies[passing(found)].given:
+        words.append(f"given {given.name} {_heads(_row([value]) for value in found.text.given[given.name][:, token])}")
     return " ".join(words)
 
 

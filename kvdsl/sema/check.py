@@ -16,7 +16,7 @@ from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.modules import EDITION, Module
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
-from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope, TensorName
+from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.settings import Setting
 from kvdsl.sema.statements import COUNTS, Parts, Statements
 from kvdsl.sema.statics import Statics
@@ -66,10 +66,27 @@ class Checker:
             elif isinstance(placed.statement, syn.Tensor):
                 tensor = check_tensor(placed.statement, placed.module.file, self.sink)
                 self.own[name] = Bound(None) if tensor is None else TensorName(tensor)
+            elif isinstance(placed.statement, syn.Given):
+                self.own[name] = self._given(placed.statement, placed)
             elif name != "budget":
                 self.own[name] = ParamName(name)
         for name in self.broken:
             self.own.setdefault(name, Bound(None))
+
+    def _given(self, statement: syn.Given, placed: Placed) -> Definition:
+        """A value from the caller, whose default is a constant."""
+        default = None
+        if statement.default is not None:
+            value = self._value(statement.default, placed)
+            if value is None:
+                return Bound(None)
+            if value.constant is None:
+                span = statement.default.span
+                message = f"the default of a given value is a constant, but `{span.quoted()}` is not"
+                self.sink.report(codes.GIVEN_DEFAULT, span, message, f"for example `given {statement.name.text} = 0`")
+                return Bound(None)
+            default = value.constant
+        return GivenName(ir.Given(name=statement.name.text, default=default))
 
     def scope(self, module: Module) -> Scope:
         """What a name means in a statement of the policy that stands in a certain file."""
@@ -86,19 +103,22 @@ class Checker:
     # -- the policy as a whole ---------------------------------------------------------------------------------------
 
     def _read(self, parts: Parts) -> set[str]:
-        """The params and tensors that statements read, and the params that the defaults of such read."""
+        """The params, tensors and given values that statements read, and the params that the defaults of such read."""
         read: set[str] = set()
         exprs = [part.expr for part in parts]
         while exprs:
             found = {
-                part.name for expr in exprs for part in walk(expr) if isinstance(part, (ir.ParamRef, ir.TensorRef))
+                part.name
+                for expr in exprs
+                for part in walk(expr)
+                if isinstance(part, (ir.ParamRef, ir.TensorRef, ir.GivenRef))
             } - read
             read |= found
             exprs = [self.params.checked[name].ir.default for name in found if name in self.params.checked]
         return read
 
     def _unused(self, read: set[str]) -> None:
-        """Checks the lets that no statement uses, and warns of them and of params and tensors that nothing reads."""
+        """Checks the lets that no statement uses, and warns of them and of params, tensors and given values that nothing reads."""
         outer = self.scope(self.flat.module).outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
         lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
@@ -106,7 +126,7 @@ class Checker:
         if self.broken or self.sink.failed():
             return
         rest = [placed.statement for name, placed in self.flat.names.items() if name not in read]
-        unread = [statement.name for statement in rest if isinstance(statement, (syn.Param, syn.Tensor))]
+        unread = [statement.name for statement in rest if isinstance(statement, (syn.Param, syn.Tensor, syn.Given))]
         for word in [*(definition.let.name for definition in lets), *unread]:
             if word.span.file is self.flat.module.file:
                 self.sink.report(codes.UNUSED, word.span, f"`{word.text}` is never used")
@@ -155,6 +175,7 @@ class Checker:
             tensors=tuple(
                 one.tensor for one in self.own.values() if isinstance(one, TensorName) and one.tensor.name in read
             ),
+            given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
             keeps=tuple(keep for keep in keeps if keep != nothing),
             select=_built(ir.Select, "select", parts),
             sketch=_built(ir.Sketch, "sketch", parts),

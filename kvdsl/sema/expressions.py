@@ -25,7 +25,7 @@ from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
 from kvdsl.sema.reductions import Over, Reductions, vector
-from kvdsl.sema.scope import Bound, Definition, LetName, ParamName, Scope, TensorName
+from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
@@ -184,6 +184,8 @@ class Expressions:
             return values.read_param(definition.name)
         if isinstance(definition, TensorName):
             return values.read_tensor(definition.tensor)
+        if isinstance(definition, GivenName):
+            return values.read_given(definition.given.name)
         if definition.let.parameters is None:
             return self.let(definition, node.span)
         names = (parameter.name.text for parameter in definition.let.parameters)

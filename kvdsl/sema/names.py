@@ -44,7 +44,7 @@ def problem(name: str, kind: str) -> str | None:
         return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
     if kind in ("param", "unit", "tensor") and name in _CPP:
         return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
-    if kind == "param" and name in _RESERVED:
+    if kind in ("param", "given") and name in _RESERVED:
         return f"`{name}` is a name that every cache class has itself"
     return None
 
@@ -53,6 +53,7 @@ _BECOMES = {
     "param": "the param becomes an argument",
     "unit": "the unit would be printed",
     "tensor": "the tensor is read",
+    "given": "the value becomes an argument",
     "policy": "the policy becomes a class",
     "package": "the file's name becomes a package",
 }
@@ -93,6 +94,8 @@ def check_definition(statement: syn.Named, sink: Sink) -> bool:
         return check_name(name, "param", sink) and (statement.unit is None or check_name(statement.unit, "unit", sink))
     if isinstance(statement, syn.Tensor):
         return check_name(name, "tensor", sink)
+    if isinstance(statement, syn.Given):
+        return check_name(name, "given", sink)
     parameters = statement.parameters or ()
     return check_name(name, "name", sink) and _check_parameters(parameters, sink)
 

@@ -10,7 +10,7 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Random, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Random, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
@@ -158,6 +158,8 @@ def _unknown_to_pages(expr: Expr) -> str | None:
         return "the number of queries" if expr.name == "observed" else f"`{expr.name}`"
     if isinstance(expr, Reduce) and (expr.axis is not Axis.DIM or expr.within != "all"):
         return "a reduction over something else than dims"
+    if isinstance(expr, GivenRef):
+        return f"`{expr.name}`, which the caller gives"
     if not isinstance(expr, (Input, Reduce, Number, ParamRef, TensorRef, Call, Binary)):
         return "a random number" if isinstance(expr, Random) else "a pool"
     return next((found for child in children(expr) if (found := _unknown_to_pages(child)) is not None), None)

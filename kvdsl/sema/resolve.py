@@ -29,7 +29,7 @@ class FlatPolicy:
     """A policy with everything that it inherits.
 
     Attributes:
-        names: params, lets and tensors by name, in the order in which they were first defined.
+        names: params, lets, tensors and given values by name, in the order in which they were first defined.
         settings: the statements by keyword that may stand once; for `budget` also those that it overrides, the base first.
         broken: what would be defined by statements that have errors (see `kvdsl.syntax.parser`).
     """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Tensor
+from kvdsl.ir.nodes import Given, Tensor
 from kvdsl.sema.values import Value
 from kvdsl.syntax import nodes as syn
 
@@ -27,6 +27,14 @@ class TensorName:
 
 
 @dataclass(eq=False)
+class GivenName:
+    """A value from the caller."""
+
+    given: Given
+    used: bool = False
+
+
+@dataclass(eq=False)
 class LetName:
     """A let or a function, with the scope in which its body means something: that of its definition."""
 
@@ -43,7 +51,7 @@ class Bound:
     value: Value | None
 
 
-Definition = ParamName | TensorName | LetName | Bound
+Definition = ParamName | TensorName | GivenName | LetName | Bound
 
 
 class Scope:

@@ -5,7 +5,21 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce, Tensor, TensorRef
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Expr,
+    GivenRef,
+    Input,
+    Number,
+    ParamRef,
+    Pool,
+    Random,
+    Reduce,
+    Tensor,
+    TensorRef,
+)
 from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
 from kvdsl.passes import fold
 
@@ -54,6 +68,11 @@ def read_tensor(tensor: Tensor) -> Value:
     """What a tensor has for a KV head."""
     dims = "dims" in tensor.axes
     return Value(TensorRef(name=tensor.name, dims=dims), frozenset({Axis.DIM}) if dims else NO_AXES)
+
+
+def read_given(name: str) -> Value:
+    """What the caller gives of a token."""
+    return Value(GivenRef(name=name), frozenset({Axis.SLOT}))
 
 
 def random() -> Value:

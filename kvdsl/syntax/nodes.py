@@ -146,7 +146,17 @@ class Tensor:
     override: bool = False
 
 
-Named = Param | Let | Tensor
+@dataclass(frozen=True)
+class Given:
+    """`given NAME [= EXPR]`."""
+
+    span: Span
+    name: Word
+    default: Expr | None
+    override: bool = False
+
+
+Named = Param | Let | Tensor | Given
 """The statements that define a name."""
 
 
@@ -262,11 +272,14 @@ class Places:
 
 @dataclass(frozen=True)
 class Brought:
-    """What a token brings: `attend`, `query`, `key` or `value`. One tuple for each KV head; only a `query` has several rows in it."""
+    """What a token brings: `attend`, `query`, `key`, `value` or `given`. One tuple for each KV head; only a `query` has several rows in
+    it. `name`: which of the policy's given values.
+    """
 
     span: Span
     kind: str
     heads: tuple[tuple[Row, ...], ...]
+    name: Word | None = None
 
 
 @dataclass(frozen=True)

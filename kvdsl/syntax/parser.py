@@ -329,7 +329,7 @@ class _Parser:
         words = [str(token) for token in self.tokens[begin:end] if token.type == "NAME"][:3]
         words = words[1:] if words[:1] == ["override"] else words
         defines = {words[0] if words and words[0] in self.keywords else A_STATEMENT}
-        if words[:1] in (["param"], ["let"], ["tensor"]):
+        if words[:1] in (["param"], ["let"], ["tensor"], ["given"]):
             defines = set(words[1:2])
         stop = min(end, len(self.tokens) - 1)
         span = span_of(self.source, self.tokens[begin]).to(span_of(self.source, self.tokens[stop]))

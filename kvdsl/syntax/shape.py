@@ -95,6 +95,10 @@ class _Shaper:
             return self._let(tree, override)
         if kind == "tensor":
             return self._tensor(tree, override)
+        if kind == "given":
+            name, default = tree.children
+            known = None if default is None else self._expr(default)
+            return syn.Given(self._span(tree), self._word(name), known, override)
         if kind.startswith("keep_"):
             return self._keep(tree, override)
         return self._single(tree, override)

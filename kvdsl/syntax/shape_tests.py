@@ -63,6 +63,10 @@ class TestShaper:
         span, kind = self._span(tree), str(tree.data)
         if kind == "query":
             return syn.Brought(span, kind, tuple(tuple(self._row(row) for row in _trees(heads)) for heads in _trees(tree)))
+        if kind == "supplied":
+            name, rows = tree.children
+            assert isinstance(rows, Tree)
+            return syn.Brought(span, "given", self._one_each(rows), self._word(name))
         (rows,) = _trees(tree)
         return syn.Brought(span, kind, self._one_each(rows))
 

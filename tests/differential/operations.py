@@ -9,10 +9,11 @@ import torch
 from kvdsl.compiler import analyse
 from kvdsl.ir import ops
 from kvdsl.ir.nodes import Policy
-from kvdsl.ir.printer import print_tensor
+from kvdsl.ir.printer import print_given, print_tensor
 from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 
+from .given import GIVEN
 from .tensors import BESIDE, TENSORS
 from .traces import Trace
 
@@ -45,6 +46,18 @@ _READING = {
     "a reduction over queries and dims": "param budget = 7\nscore max(sum(q * vector * k over dims))",
     "a selection": "select top 5 by dot(q * direction, k) + head * position",
     "a sketch": "sketch top 3 dims by abs(direction) every 2 queries\nselect top 5 by dot(q, k over sketch)",
+}
+
+_GIVEN = {
+    "what a token has": "param budget = 7\nscore max(k * gift over dims) + sum(trust - v over dims)",
+    "a score": "param budget = 7\nscore gift * sum(attn) - trust\nkeep where gift > 1\nkeep top 2 by trust",
+    "a score, before a token is placed": "param budget = 7\nscore gift + trust * random()\ncap hard",
+    "a score that heads agree on": "param budget = 7\nscore gift\nvictims shared by heads",
+    "a score, to the ranks of what stays": "param budget = 7\nscore gift\npositions compact",
+    "a reduction over queries": "param budget = 7\nscore mean(attn * gift) + sum(attn > trust * max(attn over slots))",
+    "a reduction over slots": "param budget = 7\nscore gift - mean(gift over slots)\nprefill blocks of 4",
+    "a selection": "select top 5 by dot(q, k) * gift",
+    "a sketch": "sketch top 3 dims by mean(k * gift over slots) every 2 queries\nselect top 5 by dot(q, k over sketch)",
 }
 
 TRACE = Trace(budget=None, prompt=9, steps=6, batch=2, padding=3, dtype=torch.float32, seed=7)
@@ -89,6 +102,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
     yield from tensors()
+    yield from given()
 
 
 def tensors() -> Iterator[tuple[str, Policy]]:
@@ -97,3 +111,10 @@ def tensors() -> Iterator[tuple[str, Policy]]:
     for place, text in _READING.items():
         kept = "".join(line for line in lines.splitlines(keepends=True) if line.split()[1] in text)
         yield f"a tensor in {place}", policy(kept + text)
+
+
+def given() -> Iterator[tuple[str, Policy]]:
+    """Values from the caller, in all places where they can stand."""
+    for place, text in _GIVEN.items():
+        lines = "".join(f"{print_given(one)}\n" for one in GIVEN if one.name in text)
+        yield f"a given value in {place}", policy(lines + text)

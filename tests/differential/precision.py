@@ -13,7 +13,7 @@ import numpy as np
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Number, ParamRef, Pool, Random, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Pool, Random, Reduce, TensorRef
 
 from .ranges import (
     FUNCTIONS,
@@ -69,6 +69,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return rounded([[scope.numbers.params[expr.name]]])
     if isinstance(expr, TensorRef):
         return exactly(scope.numbers.tensors[expr.name])
+    if isinstance(expr, GivenRef):
+        return exactly(scope.numbers.given[expr.name])
     if isinstance(expr, Input):
         return scope.inputs[expr.name]
     if isinstance(expr, Random):

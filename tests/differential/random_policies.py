@@ -22,6 +22,8 @@ from kvdsl.ir.nodes import (
     Binary,
     Call,
     Expr,
+    Given,
+    GivenRef,
     Input,
     Keep,
     LayerRange,
@@ -41,6 +43,7 @@ from kvdsl.ir.nodes import (
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
+from .given import GIVEN
 from .tensors import TENSORS
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
@@ -91,7 +94,7 @@ class Maker:
         logit, pages, sketch: whether expressions may read these.
         victims: who must agree on the victims, unless a budget is shared.
         fused: no statements without fused kernels.
-        tensors: of files, which expressions may read.
+        tensors: of files, which expressions may read. `given`: values from the caller, likewise.
     """
 
     pick: Callable[[Sequence[Any]], Any]
@@ -103,6 +106,7 @@ class Maker:
     victims: str = "own"
     fused: bool = False
     tensors: tuple[Tensor, ...] = ()
+    given: tuple[Given, ...] = ()
 
     def one_of(self, *options: Any) -> Any:
         return self.pick(options)
@@ -189,6 +193,7 @@ class Maker:
         number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*self.fixed), lambda: Input(name="live")]
         slot: list[Callable[[], Expr]] = [lambda: Input(name="position"), lambda: Input(name="age")]
         number += [lambda: self.tensor(dims=False)] if any("dims" not in one.axes for one in self.tensors) else []
+        slot += [lambda: GivenRef(name=self.one_of(*(one.name for one in self.given)))] if self.given else []
         return self.one_of(*[lambda: self.own_leaf(place)] * 5, *slot, *number)()
 
     def own_leaf(self, place: Place) -> Expr:
@@ -357,7 +362,10 @@ class Maker:
 
     def sketch_by(self, depth: int = 2) -> Expr:
         """An expression over dims, and over queries perhaps."""
-        mean = Reduce(op=self.one_of("mean", "max", "sum"), axis=SLOT, body=Input(name=self.one_of("k", "k", "v")))
+        body: Expr = Input(name=self.one_of("k", "k", "v"))
+        if self.given and self.rarely():
+            body = self.binary("*", body, GivenRef(name=self.given[0].name))
+        mean = Reduce(op=self.one_of("mean", "max", "sum"), axis=SLOT, body=body)
         if depth == 0 or self.one_of(False, True):
             return self.one_of(Input(name="q"), Input(name="q"), mean)
         if self.one_of(True, False):
@@ -374,6 +382,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     """
     maker = Maker(pick, fused=fused)
     maker.tensors = tuple(one for one in TENSORS if maker.one_of(*[False] * 4, True))
+    maker.given = tuple(one for one in GIVEN if maker.one_of(*[False] * 4, True))
     evicts = maker.one_of(*[True] * 9, False)
     selects = not evicts or maker.one_of(False, False, False, False, True)
     compact = evicts and not fused and maker.one_of(*[False] * 5, True)
@@ -401,16 +410,19 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
     made["tensors"] = tuple(one for one in maker.tensors if _reads(made, one))
+    made["given"] = tuple(one for one in maker.given if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
     return policy.model_copy(update={"keeps": kept})
 
 
-def _reads(statements: dict[str, Any], tensor: Tensor) -> bool:
-    """Whether a statement reads a tensor."""
+def _reads(statements: dict[str, Any], one: Tensor | Given) -> bool:
+    """Whether a statement reads a tensor, or a value from the caller."""
     policy = Policy(name="P", stem="p", **statements)
     return any(
-        isinstance(part, TensorRef) and part.name == tensor.name for e in _all_expressions(policy) for part in walk(e)
+        isinstance(part, (TensorRef, GivenRef)) and part.name == one.name
+        for e in _all_expressions(policy)
+        for part in walk(e)
     )
 
 

@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.interp import Head, Layer, Step
+from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.ir.nodes import Expr
 from kvdsl.ir.visitors import walk
 
@@ -38,20 +39,35 @@ class RowStep:
     Args:
         q, k, v: [heads, L, G, D], [heads, L, D], [heads, L, Dv].
         fused: the precision of the attention that serves prompts.
+        supplied: what the caller gives of the tokens, [heads, L] by name.
     """
 
-    def __init__(self, layer: Layer, heads: list[Head], q: Array, k: Array, v: Array, *, prompt: bool, fused: float) -> None:
+    def __init__(
+        self,
+        layer: Layer,
+        heads: list[Head],
+        q: Array,
+        k: Array,
+        v: Array,
+        *,
+        prompt: bool,
+        fused: float,
+        supplied: Supplied = NOTHING,
+    ) -> None:
+        self.supplied = supplied
         self.fused = fused
         self.layer, self.start, self.prompt = layer, [Start(head) for head in heads], prompt
         self.q, self.k, self.v = q, k, v
         self.heads = heads
         self.tokens: list[tuple[list[Step], list[Indices | None]]] = []
         if prompt:
-            self.tokens.append((layer.prefill(heads, q, k, v), [head.sketch for head in heads]))
+            self.tokens.append((layer.prefill(heads, q, k, v, supplied), [head.sketch for head in heads]))
             self.outs = np.stack([step.out for step in self.tokens[0][0]])
         else:
             for t in range(q.shape[1]):
-                self.tokens.append((layer.decode(heads, q[:, t], k[:, t], v[:, t]), [head.sketch for head in heads]))
+                given = {name: x[:, t : t + 1] for name, x in supplied.items()}
+                steps = layer.decode(heads, q[:, t], k[:, t], v[:, t], given)
+                self.tokens.append((steps, [head.sketch for head in heads]))
             self.outs = np.stack([[step.out for step in steps] for steps, _ in self.tokens], axis=1)
         self.near = 0
         self.undecided = False
@@ -128,6 +144,7 @@ class RowStep:
                 shadow.token(
                     self.q[i, number], self.k[i, number], self.v[i, number],
                     None if steps[i].selected is None else steps[i].position[steps[i].selected], sketches[i],
+                    of_head(self.supplied, i, slice(number, number + 1)),
                 )
                 for i, shadow in enumerate(shadows)
             ]  # fmt: skip
@@ -135,7 +152,7 @@ class RowStep:
         parts = list(self._blocks())
         for index, part in enumerate(parts):
             yield [
-                shadow.prompt(self.q[i, part], self.k[i, part], self.v[i, part], self.fused)
+                shadow.prompt(self.q[i, part], self.k[i, part], self.v[i, part], self.fused, of_head(self.supplied, i, part))
                 for i, shadow in enumerate(shadows)
             ]
             if index + 1 < len(parts) and not self._settle(shadows, [step.earlier[index] for step in steps]):

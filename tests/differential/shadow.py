@@ -19,6 +19,7 @@ from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
+from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, RingRef
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
@@ -82,20 +83,29 @@ class Shadow:
         self.sketch = head.sketch
         self.columns = {name: exactly(x) for name, x in head.columns.items()}
         self.undecided = False
+        self._new: dict[str, Array] = {}  # what the caller gave of the newest tokens
 
     # -- forwards ------------------------------------------------------------------------------------------------------
 
-    def prompt(self, q: Array, k: Array, v: Array, fused: float) -> Range:
+    def prompt(self, q: Array, k: Array, v: Array, fused: float, supplied: Supplied = NOTHING) -> Range:
         """Tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]. The outputs, [L, G, Dv].
 
         Args:
             fused: the precision of the attention that serves prompts.
         """
         first_new = self.seen
-        self._place(k, v)
+        self._place(k, v, supplied)
         return self._queries(q, first_new, None, fused)
 
-    def token(self, q: Array, k: Array, v: Array, attended: Indices | None, sketch: Indices | None) -> Range:
+    def token(
+        self,
+        q: Array,
+        k: Array,
+        v: Array,
+        attended: Indices | None,
+        sketch: Indices | None,
+        supplied: Supplied = NOTHING,
+    ) -> Range:
         """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv].
 
         Args:
@@ -103,7 +113,7 @@ class Shadow:
             sketch: the dims at which the interpreter looks.
         """
         newest = self.seen
-        self._place(k[None], v[None])
+        self._place(k[None], v[None], supplied)
         if self.policy.sketch is not None and self.machine.is_refresh(_Sketched(self.sketch), newest):  # type: ignore[arg-type]
             self.refresh(q, newest, sketch)
         chosen = None
@@ -133,7 +143,8 @@ class Shadow:
         self.key, self.value, self.position = self.key[kept], self.value[kept], self.position[kept]
         self.columns = {name: column[kept] for name, column in self.columns.items()}
 
-    def _place(self, k: Array, v: Array) -> None:
+    def _place(self, k: Array, v: Array, supplied: Supplied) -> None:
+        self._new = {name: x[:, None] for name, x in filled(self.policy, supplied, len(k)).items()}
         old = len(self.position)
         self.key, self.value = np.concatenate([self.key, k]), np.concatenate([self.value, v])
         self.position = np.concatenate([self.position, self.seen + np.arange(len(k))])
@@ -255,7 +266,7 @@ class Shadow:
         """Numbers are computed in float64 everywhere."""
         known = {**self.numbers.inputs, **inputs}
         return ExactScope(
-            0, 0, known, self.numbers.params, self.machine.constants, page=self.numbers.page, sketch=self.sketch
+            0, 0, known, self.numbers.params, self.machine.constants, self._new, page=self.numbers.page, sketch=self.sketch
         )
 
     def _number(self, expr: Expr) -> float:

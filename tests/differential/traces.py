@@ -33,6 +33,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.eviction import Together
 
+from . import given as given_values
 from .inputs import INPUTS
 from .precision import FUSED_16_BITS
 from .random_policies import mixes_dims
@@ -246,7 +247,12 @@ class Run:
         )
         padded = None if real.all() else real
         scaling = trace.head_dim**-0.5
-        return AttentionCall(query, key, value, padded, scaling, trace.softcap, trace.window, self.sinks, self.rope)
+        supplied = given_values.drawn(
+            self.policy, (batch, trace.kv_heads, tokens), self.rng, wild=trace.inputs in ("nan", "inf")
+        )
+        return AttentionCall(
+            query, key, value, padded, scaling, trace.softcap, trace.window, self.sinks, self.rope, supplied
+        )
 
     def _layer(self, row: int) -> Layer:
         """The interpreter of a row: all heads, layer by layer. Rows with prompts of one length have the same."""
@@ -301,8 +307,19 @@ class Run:
             k, v = (np.concatenate([_array(getattr(c, x)[b][:, chosen]) for c in calls]) for x in ("key", "value"))
             got = np.concatenate([_array(out[b, chosen].unflatten(1, (trace.kv_heads, -1)).transpose(0, 1)) for out in outs])
             fused = 0.0 if trace.dtype == torch.float32 else FUSED_16_BITS
-            step = RowStep(self._layer(b), before[b], q.swapaxes(1, 2), k, v, prompt=prompt, fused=fused)
+            step = RowStep(
+                self._layer(b), before[b], q.swapaxes(1, 2), k, v, prompt=prompt, fused=fused,
+                supplied=self._supplied(calls, b, chosen),
+            )  # fmt: skip
             self._compare(b, step, self.heads[b], got)
+
+    def _supplied(self, calls: list[AttentionCall], row: int, tokens: Tensor) -> dict[str, Array]:
+        """What is given of a row's tokens, for all heads, layer by layer; nothing where no layer is given any."""
+        if all(call.supplied is None for call in calls):
+            return {}
+        shape = (self.trace.kv_heads, len(tokens))
+        parts = [given_values.of_row(self.policy, call.supplied, row, tokens, shape) for call in calls]
+        return {name: np.concatenate([part[name] for part in parts]) for name in parts[0]}
 
     def _check_idle(self, row: int, before: list[Head], after: list[Head]) -> None:
         """A row without a token keeps what it has."""

@@ -98,9 +98,9 @@ def test_the_words_of_tests_are_not_reserved() -> None:
     [
         ("set budget 3", "expected `=`, not `3`", "3", None),
         ("attend 1,", "expected a number, `inf`, `nan` or `rest` after `,`", "\n", None),
-        ("attend 1 2", "expected `,`, `key`, `query` or `value`, not `2`", "2", None),
+        ("attend 1 2", "expected `,`, `given`, `key`, `query` or `value`, not `2`", "2", None),
         ("attend", "expected a number, `inf`, `nan` or `rest` after `attend`", "\n", None),
-        ("token", "expected `key`, `query` or `value` after `token`", "\n", None),
+        ("token", "expected `given`, `key`, `query` or `value` after `token`", "\n", None),
         (
             "expect evict 1",
             "expected `attn`, `error`, `evicted`, `kept`, `live` or `protected`, not `evict`",
@@ -136,7 +136,7 @@ def test_after_an_error_the_rest_is_read() -> None:
     source += 'test "the next" {\nuse H3O\nattend 1\nexpect live 1\n}\n'
     assert [one.message for one in check(source).diagnostics] == [
         "expected a number, `inf`, `nan` or `rest` after `,`",
-        "expected `,`, `key`, `query` or `value`, not `3`",
+        "expected `,`, `given`, `key`, `query` or `value`, not `3`",
         "expected `attn`, `error`, `evicted`, `kept`, `live` or `protected`, not `evict`",
         "unknown policy `H3O`",
     ]

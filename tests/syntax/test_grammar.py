@@ -5,7 +5,7 @@ import pytest
 from kvdsl.diagnostics import Sink
 from kvdsl.resources import read_resource
 from kvdsl.source import SourceFile
-from kvdsl.syntax.nodes import Budget, Keep, Layers, Let, Param, Select, Setting, Sketch, Tensor
+from kvdsl.syntax.nodes import Budget, Given, Keep, Layers, Let, Param, Select, Setting, Sketch, Tensor
 from kvdsl.syntax.parser import parse
 from kvdsl.syntax.shape import parse_module
 
@@ -58,6 +58,8 @@ SHAPES: list[tuple[str, type]] = [
     ("let f(x) = x", Let),
     ("let f(x, y = 3, z = x / y) = x", Let),
     ('tensor filter [layers, heads, dims] from "filter.safetensors"', Tensor),
+    ("given importance", Given),
+    ("given importance = -1 / 2", Given),
     ("keep top 3 by age", Keep),
     ("score age", Setting),
     ("budget 3", Budget),

@@ -4,7 +4,7 @@
 (string) @string
 (number) @number
 
-["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
+["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
@@ -17,6 +17,8 @@
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
 (tensor name: (identifier) @variable.parameter)
+(given name: (identifier) @variable.parameter)
+(supplied (identifier) @variable.parameter)
 (tensor axis: (identifier) @constant.builtin)
 (param kind: (identifier) @type.builtin)
 (set (identifier) @variable.parameter)

@@ -38,6 +38,10 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
+    if spec.supplied:
+        raise KvdslError(
+            f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
+        )
     if state.settings.bounded_by() is None or not _same_for_all_prompts(state):
         raise KvdslError(
             f"numbers of {spec.name} depend on the prompt, or nothing bounds it: no page of one size holds every request; state them in "

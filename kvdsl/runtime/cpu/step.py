@@ -18,6 +18,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch.attention import in_rows
 
 
@@ -39,6 +40,7 @@ class Step:
         self._ring_rows = state.ring_rows()
         self._args = _told_of_slots(state, self._ring_rows)
         _tell_tokens(self._args, call)
+        self._spec = state.spec
         self._rope = call.rope if state.spec.compact else None
         self._seen = (ctypes.c_int32 * len(state.seen)).from_address(state.seen.data_ptr())
         self._angles: Angles | None = None
@@ -71,6 +73,8 @@ class Step:
         args.query, args.key, args.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         args.real, args.sinks, args.out, args.seconds = address(real), address(sinks), address(out), address(seconds)
         args.threads = torch.get_num_threads()
+        supplied = supplied_of(self._spec, call) if self._spec.supplied else None
+        args.supplied = address(supplied)
         if self._rope is not None:
             self._tell_angles(self._rope)
         return kernel(ctypes.byref(args), *more)
@@ -85,7 +89,7 @@ class Step:
 
 def _kind(call: AttentionCall) -> tuple[object, ...]:
     """What the arguments say of a call, but for addresses."""
-    query, key, value, _, scaling, softcap, window, _, rope = call
+    query, key, value, _, scaling, softcap, window, _, rope, _ = call
     return (
         query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
         scaling, softcap, window, rope,

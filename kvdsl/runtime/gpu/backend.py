@@ -44,6 +44,7 @@ from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
+from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
@@ -126,10 +127,12 @@ class TritonBackend:
         layout = state.layout
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
         out = query.new_empty(batch, 1, query.shape[1], value_dim)
+        supplied = supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None
         real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
         arguments = work.tensors | {
             "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
+            "supplied": supplied,
             "angles": None if rope is None else digits(rope, key.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,

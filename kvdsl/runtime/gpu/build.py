@@ -62,7 +62,21 @@ _OF_THE_MODEL = frozenset(
 
 _TYPES = {
     **dict.fromkeys(
-        ("part", "top", "total", "logits", "new_logits", "columns", "constants", "work", "lse", "reduced", "angles"), "*fp32"
+        (
+            "part",
+            "top",
+            "total",
+            "logits",
+            "new_logits",
+            "columns",
+            "constants",
+            "supplied",
+            "work",
+            "lse",
+            "reduced",
+            "angles",
+        ),
+        "*fp32",
     ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
     **dict.fromkeys(("grades", "chosen", "found", "joins"), "*i32"),

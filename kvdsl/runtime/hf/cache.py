@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
@@ -23,6 +24,7 @@ from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
 from kvdsl.runtime.hf.models import managed_windows, sizes, unwrap
 from kvdsl.runtime.hf.probe import KEEP_EVERYTHING
 from kvdsl.runtime.hf.rope import ropes
+from kvdsl.runtime.hf.supplying import Supplier, Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
@@ -30,8 +32,11 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.supplied import refuse_unknown
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.eviction import Together
+
+NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
 
 
 class KVCache(Cache):
@@ -43,6 +48,7 @@ class KVCache(Cache):
     Args:
         model: the model that will use the cache; its attention is prepared, and works as before without the cache.
         given: the policy's params by name, None for a default.
+        supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
         seed: of the policy's `random()`.
 
@@ -55,13 +61,32 @@ class KVCache(Cache):
     _left: Mapping[str, Any]
 
     def __init__(
-        self, model: PreTrainedModel, given: Mapping[str, float | None], *, backend: str = "auto", seed: int = 0
+        self,
+        model: PreTrainedModel,
+        given: Mapping[str, float | None],
+        *,
+        supplied: Mapping[str, Supplier | None] = NO_SUPPLIERS,
+        backend: str = "auto",
+        seed: int = 0,
     ) -> None:
         given = {name: param(self.spec.name, name, value) for name, value in given.items()}
         Settings(self.spec, given).refuse_hopeless()
         model = unwrap(model)
         backends = self._bind(model, backend)
         self._begin(model, self.spec, given, backends, seed)
+        self._supply(model, supplied)
+
+    def _supply(self, model: PreTrainedModel, supplied: Mapping[str, Supplier | None]) -> None:
+        """From now on, ask these functions for what the policy's caller gives."""
+        for name, function in supplied.items():
+            refuse_unknown(self._spec, name)
+            if function is not None and not callable(function):
+                raise KvdslError(
+                    f"`{name}` of {self._spec.name} is {type(function).__name__}; give a function `f(module, hidden_states)`, or the "
+                    f"values of one forward by `cache.give(layer, {name}=x)`"
+                )
+        self._supplying.functions = {name: function for name, function in supplied.items() if function is not None}
+        self._supplying.listen(self, model)
 
     def _bind(self, model: PreTrainedModel, backend: str) -> _Backends:
         """Prepare the model and what serves it."""
@@ -91,6 +116,7 @@ class KVCache(Cache):
         self._given = dict(given)
         self._config = text_config(model)
         self._sync = LayerSync(model)
+        self._supplying = Supplying()
         self._choose = choose
         layers = native_layers(self._config)
         if spec.tensors is not None:
@@ -103,7 +129,7 @@ class KVCache(Cache):
             state.reserves = model.device.type not in ("cpu", "meta")  # transformers asks before the prompt is there
             if together is not None:
                 together.join(state)
-            layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index))
+            layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
         super().__init__(layers=layers)
@@ -133,15 +159,18 @@ class KVCache(Cache):
         return state.single_columns(columns) | rings
 
     def _state(self, layer: int) -> SlotState:
-        managed = self.managed
+        found = self._managed_layer(layer)
+        if not found.state.allocated:
+            raise KvdslError("nothing is cached yet: generate, or run the model once with this cache")
+        return found.state
+
+    def _managed_layer(self, layer: int) -> SlotLayer:
         if not -len(self.layers) <= layer < len(self.layers):
             raise KvdslError(f"there is no layer {layer}: the model has {len(self.layers)} (0 to {len(self.layers) - 1})")
         found = self.layers[layer]
         if not isinstance(found, SlotLayer):
-            raise KvdslError(f"layer {layer} is transformers' own {type(found).__name__}; the policy manages {managed}")
-        if not found.state.allocated:
-            raise KvdslError("nothing is cached yet: generate, or run the model once with this cache")
-        return found.state
+            raise KvdslError(f"layer {layer} is transformers' own {type(found).__name__}; the policy manages {self.managed}")
+        return found
 
     @property
     def managed(self) -> list[int]:
@@ -176,12 +205,18 @@ class KVCache(Cache):
         made = self._twin()
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made
+        return made._listening()
 
     def __copy__(self) -> KVCache:
         made = self._twin()
         made.__dict__.update(self.__dict__)
-        return made
+        return made._listening()
+
+    def _listening(self) -> KVCache:
+        """Itself, which hears what its model's attention modules are given."""
+        if self._sync.model is not None:
+            self._supplying.listen(self, self._sync.model)
+        return self
 
     def _twin(self) -> KVCache:
         """An empty cache of the same model."""
@@ -211,11 +246,12 @@ class KVCache(Cache):
         for index in self.managed:
             self.layers[index].state.follow(self.spec)
 
-    def attach(self, model: PreTrainedModel) -> None:
+    def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
         """Give a cache that was loaded its model, so that it can go on.
 
         Args:
             model: the one that it was made for, or the same loaded again; in another dtype it serves as under autocast.
+            supplied: the functions that the constructor was given: they are not saved.
 
         Raises:
             KvdslError: if the cache has a model already, or if this one is another.
@@ -232,6 +268,7 @@ class KVCache(Cache):
         self._sync.attach(model)
         for index in self.managed:
             self.layers[index].attach(fresh.layers[index])
+        self._supply(model, supplied)
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 
@@ -248,6 +285,7 @@ class KVCache(Cache):
         """
         self._sync.require_model()
         fresh = native_layers(self._config)
+        self._supplying.forget()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, SlotLayer):
                 layer.reset()
@@ -286,6 +324,19 @@ class KVCache(Cache):
                     "a prompt has come already: call `cache.reset()` first, and then say how long the next one will be"
                 )
             self.layers[index].state.expected = tokens
+
+    def give(self, layer: int, /, **values: Tensor) -> None:
+        """Say what the policy's `given` values are of the tokens that come into a layer next: for one forward, before what functions say.
+
+        Args:
+            values: by name, float tensors [batch, KV heads or 1, tokens of that forward], padding included. They are rounded to float32;
+                infinities are allowed, and a NaN makes a score NaN, which ranks lowest.
+
+        Raises:
+            KvdslError: if the policy does not manage the layer or asks for no such value, or if it is no tensor of floats. Its sizes are
+                looked at when the forward comes.
+        """
+        self._supplying.give(self._managed_layer(layer).state, values)
 
     @contextmanager
     def one_by_one(self) -> Iterator[None]:

@@ -17,6 +17,7 @@ from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
 from kvdsl.runtime.hf.gradients import refusing
+from kvdsl.runtime.hf.supplying import Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.hf.versions import token_count
@@ -66,6 +67,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         *,
         window: int | None = None,
         rope: Rope | None = None,
+        supplying: Supplying | None = None,
     ) -> None:
         super().__init__()
         self.state = state
@@ -81,6 +83,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._has_rate_of_one = False
         self._choose = choose
         self._sync = sync
+        self._supplying = Supplying() if supplying is None else supplying
         self._module: Callable[[], nn.Module | None] = lambda: None
         sync.enter(self)
 
@@ -181,6 +184,9 @@ class SlotLayer(Linked, CacheLayerMixin):
         """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
         self._check_text(positions, call.real, call.query.shape[2])
+        if self.state.spec.supplied:
+            offset = self.head_offset(call.key.shape[1])
+            call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key, offset))
         # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
         wanted = call.value.dtype
         call = call.cast(self.state.dtype if self.state.allocated else wanted)
@@ -229,7 +235,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
-        if self._has_rate_of_one:
+        if self._has_rate_of_one or self.state.spec.supplied:
             return False
         return self.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
@@ -241,7 +247,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         state = self.state
         if not state.allocated or not state.stays_fixed() or self.log is not None or call.key.shape[2] != 1:
             return False
-        if self._has_rate_of_one:
+        if self._has_rate_of_one or state.spec.supplied:
             return False
         return call.key.device == state.position.device and call.key.shape[0] == self.batch_size
 

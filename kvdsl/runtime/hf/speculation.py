@@ -66,16 +66,11 @@ def serve(
         raise KvdslError(together(state.spec.name))
     if prompt:
         log.forget()
-        outs.append(one(_part(call, slice(0, prompt))))
+        outs.append(one(call.part(slice(0, prompt))))
     for t in range(prompt, tokens):
         log.note(state, at_least=guesses)
-        outs.append(one(_part(call, slice(t, t + 1))))
+        outs.append(one(call.part(slice(t, t + 1))))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
-
-
-def _part(call: AttentionCall, tokens: slice) -> AttentionCall:
-    query, key, value = (x[:, :, tokens] for x in (call.query, call.key, call.value))
-    return call._replace(query=query, key=key, value=value, real=None if call.real is None else call.real[:, tokens])
 
 
 def together(policy: str) -> str:

@@ -97,10 +97,7 @@ class TorchBackend:
 
 
 def _one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
-    for t in range(call.query.shape[2]):
-        at = slice(t, t + 1)
-        query, key, value = (x[:, :, at] for x in (call.query, call.key, call.value))
-        yield call._replace(query=query, key=key, value=value, real=None if call.real is None else call.real[:, at])
+    return (call.part(slice(t, t + 1)) for t in range(call.query.shape[2]))
 
 
 def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:

@@ -101,7 +101,10 @@ def _only(call: AttentionCall, tokens: Tensor, real: Tensor) -> AttentionCall:
     query, key, value = (
         x.gather(2, index.expand(-1, x.shape[1], -1, x.shape[3])) for x in (call.query, call.key, call.value)
     )
-    return call._replace(query=query, key=key, value=value, real=None if bool(real.all()) else real)
+    supplied = call.supplied
+    if supplied is not None:
+        supplied = supplied.gather(3, tokens[None, :, None].expand(*supplied.shape[:3], -1))
+    return call._replace(query=query, key=key, value=value, real=None if bool(real.all()) else real, supplied=supplied)
 
 
 def _survivors(kept: Kept) -> Kept:

@@ -12,6 +12,7 @@ from torch import Tensor
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch.rounding import sqrt
 
 _BLOCK = 1 << 19
@@ -37,11 +38,15 @@ def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
     if "token" not in state.spec.column_rules:
         return
     named, tokens = state.single_columns(columns), call.key.shape[2]
-    constants = state.constants_of()
+    constants, given = state.constants_of(), {}
+    if state.spec.supplied:
+        names = (name for name, _ in state.spec.supplied)
+        given = dict(zip(names, supplied_of(state.spec, call), strict=True))
     size = max(1, _BLOCK * tokens // max(1, call.key.numel()))
     for part in (slice(start, start + size) for start in range(0, tokens, size)):
         here = {name: column[..., part] for name, column in named.items()}
-        state.spec.torch_kernels.place(NewTokens(call.key[:, :, part], call.value[:, :, part], here, constants))
+        now = {name: values[..., part] for name, values in given.items()}
+        state.spec.torch_kernels.place(NewTokens(call.key[:, :, part], call.value[:, :, part], here, constants, now))
 
 
 @dataclass
@@ -55,12 +60,14 @@ class NewTokens:
         key, value: [batch, kv_heads, tokens, dim], of the model's dtype.
         columns: float32 [batch, kv_heads, tokens], by name.
         constants: what the policy's tensors have, float32 [kv_heads, dim] each.
+        supplied: what the caller gave, float32 [batch, kv_heads, tokens], by name.
     """
 
     key: Tensor
     value: Tensor
     columns: dict[str, Tensor]
     constants: dict[str, Tensor] = field(default_factory=dict)
+    supplied: dict[str, Tensor] = field(default_factory=dict)
 
     @cached_property
     def k(self) -> Tensor:
@@ -80,6 +87,10 @@ class NewTokens:
         """What one of the policy's tensors has for each head."""
         row = self.constants[name].double() if dims else self.constants[name][:, :1].double()
         return row.T[:, None, :, None]
+
+    def given(self, name: str) -> Tensor:
+        """What the caller gave of the tokens."""
+        return self.supplied[name].double()[None]
 
     def over_dims(self, op: str, x: Tensor, *, alike: bool = False) -> Tensor:
         """Reduce the dims to one: `sum`, `mean`, `var`, `std`, `max` or `min`.

@@ -71,10 +71,13 @@ def on_one_layer(
             import torch
 
             from kvdsl.loading import load
+            from kvdsl.runtime.supplied import refuse_required
 
             if threads:
                 torch.set_num_threads(threads)
-            measure(spec=load(policy, **settings).spec, backend=backend, **given)
+            spec = load(policy, **settings).spec
+            refuse_required(spec, "`kvdsl bench`")
+            measure(spec=spec, backend=backend, **given)
 
         return with_spec
 

@@ -49,9 +49,11 @@ def command(
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.ir.printer import print_expression
     from kvdsl.loading import load
+    from kvdsl.runtime.supplied import refuse_required
     from kvdsl_lab.eval import trace as tracing
 
     cache_class: Any = load(policy, **settings)
+    refuse_required(cache_class.spec, "`kvdsl trace`")
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)

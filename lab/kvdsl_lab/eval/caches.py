@@ -8,6 +8,7 @@ from typing import Any
 from kvdsl.budget import as_written, tokens_or_rate
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.supplied import refuse_required
 
 
 class Policies:
@@ -18,11 +19,14 @@ class Policies:
 
     Raises:
         DiagnosticError: if there is no such policy, or a param that is set is in none of them.
+        KvdslError: if one needs values from its caller.
     """
 
     def __init__(self, names: Sequence[str], settings: Mapping[str, str], backend: str = "auto") -> None:
         self.backend = backend
         self.classes = {name: load(name) for name in names}
+        for cache_class in self.classes.values():
+            refuse_required(cache_class.spec, "a measurement")
         params = {name: self.classes[name].spec.params for name in names}
         nobodys = {name: value for name, value in settings.items() if not any(name in own for own in params.values())}
         for name, own in params.items() if settings else ():

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.supplied import refuse_required
 
 try:
     from lm_eval.api.registry import register_model
@@ -62,6 +63,7 @@ class KvdslLM(HFLM):
     ) -> None:  # fmt: skip
         self.policy, self.kv_backend, self.tail = policy, kv_backend, tail
         self.cache_class: Any = load(policy)
+        refuse_required(self.cache_class.spec, "the harness")
         self.params = {name: given.pop(name) for name in self.cache_class.spec.params if name in given}
         if not isinstance(tail, int) or tail < 0:
             raise KvdslError(f"`tail` is a number of tokens, and `{tail}` is none")

@@ -16,6 +16,11 @@ inline Constants constants_of(const DecodeArgs& args, int head) {
   return {rows, int64_t{args.kv_heads} * args.key_dim};
 }
 
+inline Supplied supplied_of(const DecodeArgs& args, int row, int head, int t) {
+  const int64_t at = (int64_t{row} * args.kv_heads + head) * args.tokens + t;
+  return {args.supplied ? args.supplied + at : nullptr, int64_t{args.batch} * args.kv_heads * args.tokens};
+}
+
 // The lowest free slot, or INT_MAX; counts the held ones on the way.
 [[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {
   int live = 0, first = INT_MAX;

@@ -239,7 +239,7 @@ class Unit {
     steps_.dtype->read(k, args_.key_dim, work_.plain_key, work_.pairs);
     steps_.dtype->read(v, args_.value_dim, work_.plain_value, work_.pairs);
     steps_.place(Slot{slot, newest_, work_.plain_key, work_.plain_value, args_.key_dim, args_.value_dim, state_,
-                      column_stride_, params(), constants_of(args_, head_)});
+                      column_stride_, params(), constants_of(args_, head_), supplied_of(args_, row_, head_, t)});
   }
 
   const char* token(const void* base, const int64_t (&stride)[3], int head, int t) const {

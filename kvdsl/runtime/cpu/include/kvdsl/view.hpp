@@ -69,6 +69,14 @@ struct Constants {
   float operator()(int tensor, int d = 0) const { return rows[tensor * stride + d]; }
 };
 
+// What the caller gives of a token, value after value.
+struct Supplied {
+  const float* values;
+  int64_t stride;
+
+  double operator()(int i) const { return values[i * stride]; }
+};
+
 // A token on its way into the cache. Its columns are 0 already.
 struct Slot {
   int index;
@@ -81,6 +89,7 @@ struct Slot {
   int64_t column_stride;
   const double* params;
   Constants constant;
+  Supplied given;
 
   double param(int i) const { return params[i]; }
   double k(int d) const { return key[d]; }
