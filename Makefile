@@ -141,8 +141,8 @@ accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2
 torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: benchmarks/results/torture.json
 	$(PY) -m scripts.torture $(if $(ONLY),--only '$(ONLY)')
 
-gpu:  ## on a GPU: are the kernels right, can they be captured, how fast are they (torch and triton are all it needs)
-	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) scripts/gpu.py
+gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and a whole model (STAGE=right: one stage)
+	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(STAGE),--stage $(STAGE))
 
 clean:  ## remove what was built, but keep .venv
 	rm -rf dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json

@@ -83,7 +83,7 @@ def _gpu() -> Measured:
     rows = [row for path in found for row in json.loads(path.read_text(encoding="utf-8"))["rows"] if row["length"] == 32768]
     if not rows:
         raise NotMeasured(
-            "the kernels `observe` are there and compile; no GPU has run them: `make gpu` on one writes prefill.json"
+            "the kernels `observe` are there and compile; no GPU has run them: `make gpu` STAGE=kernels on one measures them"
         )
     worst = max(row["ratio"] for row in rows)
     shown = "; ".join(f"{row['policy']} {row['ratio']:.2f}x, {row['peak_bytes'] / 1e6:.0f} MB" for row in rows)

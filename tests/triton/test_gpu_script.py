@@ -1,4 +1,4 @@
-"""`scripts/gpu.py` at toy size, on a machine that lacks whatever a bare GPU machine may lack."""
+"""`scripts/gpu` at toy size, on a machine that lacks whatever a bare GPU machine may lack."""
 
 from __future__ import annotations
 
@@ -6,58 +6,91 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-MISSING = ("click", "jinja2", "lark", "pydantic", "platformdirs", "rich", "transformers")
+from scripts.gpu.__main__ import _stage
 
-BARE = f"""
-import importlib.util, runpy, sys
+ROOT = Path(__file__).parents[2]
+COMPILER = ("click", "jinja2", "lark", "pydantic", "platformdirs", "rich")
+LACKING = """
+import importlib.util, sys
 
 class Missing:
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in {MISSING}:
+        if name.partition(".")[0] in {missing}:
             raise ModuleNotFoundError(name)
 
-find = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *rest: None if name in {MISSING} else find(name, *rest)
+_find = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *rest: None if name in {missing} else _find(name, *rest)
 sys.meta_path.insert(0, Missing())
-sys.argv = ["gpu.py", *sys.argv[1:]]
-runpy.run_path({str(ROOT / "scripts" / "gpu.py")!r}, run_name="__main__")
 """
 
 
+def toy(folder: Path, stages: str, missing: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    """Stages at toy sizes, in processes that find none of these packages."""
+    (folder / "sitecustomize.py").write_text(LACKING.format(missing=missing))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": str(folder), "OUT": str(folder / "out")}
+    command = [sys.executable, "-m", "scripts.gpu", "--toy", "--stage", stages]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+def lines(folder: Path, stage: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "out" / f"{stage}.jsonl").read_text().splitlines()]
+
+
 @pytest.mark.slow
-def test_toy_run(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", BARE, "--toy", "--out", str(tmp_path)]
-    done = subprocess.run(
-        command, cwd=tmp_path, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, check=False
-    )
+def test_kernels_without_transformers(tmp_path: Path) -> None:
+    done = toy(tmp_path, "compile,right,kernels", (*COMPILER, "transformers"))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "numerics against float64: right" in done.stdout
-    results = json.loads((tmp_path / "interpreter" / "decode.json").read_text())
-    rows = results["rows"]
-    generated = {
-        path.parent.name for path in (ROOT / "generated").glob("*/cache.py")
-    }  # the exemplars, and what was made here
-    assert {"roco", "streaming_llm", "equip_blocks", "sparcas"} <= generated
-    decoded = [name for name in ("roco", "h2o", "tova", "streaming_llm", "equip_blocks") if name in generated]
-    assert [(row["policy"], row["backend"]) for row in rows] == [(name, "triton") for name in decoded]
-    assert ("without h2o" in done.stdout) == ("h2o" not in generated)
-    assert all(row["ms"] > 0 and row["copy_gbps"] > 0 for row in rows)
-    assert [(row["policy"], row["backend"]) for row in results["selecting"]] == [("sparcas", "triton")]
-    assert all(row["ms"] > 0 and row["dense_ms"] > 0 and row["vs_best_dense"] > 0 for row in results["selecting"])
-    prompts = json.loads((tmp_path / "interpreter" / "prefill.json").read_text())["rows"]
-    assert [row["policy"] for row in prompts] == [name for name in decoded if name != "streaming_llm"]
-    assert all(row["ms"] > 0 and row["ratio"] > 0 for row in prompts)
+    made = {path.parent.name for path in (ROOT / "generated").glob("*/cache.py")}  # the exemplars, and what was made here
+    head, *compiled = lines(tmp_path, "compile")
+    assert head["gpu"] == "interpreter" and "transformers" not in head
+    assert {"roco", "streaming_llm", "equip_blocks", "sparcas"} <= {line["policy"] for line in compiled} <= made
+    assert not any(line.get("error") for line in compiled)
+    checks = lines(tmp_path, "right")[1:]
+    assert {"numerics: roco", "prompts: roco", "graph: roco", "numerics: sparcas"} <= {line["check"] for line in checks}
+    assert not any(line["wrong"] for line in checks)
+    timed = lines(tmp_path, "kernels")[1:]
+    assert {line["kind"] for line in timed} == {"decode", "select", "prompt"}
+    assert all(line["ms"] > 0 for line in timed)
+    assert {line["policy"] for line in timed if line["kind"] == "decode"} >= {
+        "sdpa",
+        "roco",
+        "streaming_llm",
+        "equip_blocks",
+    }
+    assert {line["policy"] for line in timed if line["kind"] == "select"} == {"sparcas"}
+    assert "| roco | 1 | 20 | 2 |" in done.stdout, "the tables"
 
 
-def test_without_a_gpu(tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_whole_models_without_the_compiler(tmp_path: Path) -> None:
+    done = toy(tmp_path, "model", COMPILER)
+    assert done.returncode == 0, done.stdout + done.stderr
+    runs = lines(tmp_path, "model")[1:]
+    assert {"static", "dynamic", "roco", "streaming_llm"} <= {line["cache"] for line in runs}
+    assert all(line["ttft_s"] > 0 and line["tokens_per_s"] > 0 for line in runs)
+
+
+def test_a_stage_that_hangs_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
+    begun = time.monotonic()
+    assert not _stage("right", 0, ["--toy"])
+    assert time.monotonic() - begun < 60
+    assert "stopped at its deadline" in capfd.readouterr().out
+
+
+def test_without_a_gpu() -> None:
     environment = {**os.environ, "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(
-        [sys.executable, ROOT / "scripts" / "gpu.py"], env=environment, capture_output=True, text=True, check=False
-    )
+    command = [sys.executable, "-m", "scripts.gpu"]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "no GPU" in done.stderr
+    done = subprocess.run(
+        [*command, "--stage", "wrong"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2
+    assert "there is no stage wrong; there are compile, right, kernels, model" in done.stderr

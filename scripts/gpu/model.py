@@ -1,0 +1,83 @@
+"""The stage `model`: a model of Llama-3-8B's shape with random weights in bf16, transformers' static cache beside policies."""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from scripts.gpu.setting import HAS_TRANSFORMERS, Lines, Setting, Whole, cache_class
+from scripts.gpu.whole import model_of, tiny
+
+LLAMA = {
+    "vocab_size": 128_256, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32,
+    "num_key_value_heads": 8, "max_position_embeddings": 65_536,
+}  # fmt: skip
+EVICTING = ("roco", "h2o", "tova", "streaming_llm")
+SELECTING = ("sparcas",)
+
+
+def run(setting: Setting, lines: Lines) -> int:
+    """Every run by itself: one that fails, for want of memory perhaps, is told, and the others go on."""
+    lines.tell(**setting.environment(), missing=setting.missing())
+    if not HAS_TRANSFORMERS:
+        print("transformers is not installed")
+        return 0
+    model = model_of(setting, torch.bfloat16, **LLAMA) if setting.real else tiny(setting)
+    failed = 0
+    for whole in setting.sizes.whole:
+        ids = torch.randint(1, 128, (whole.batch, whole.context), device=setting.device)
+        for name, make in _caches(model, whole, setting):
+            try:
+                row = _timed(model, ids, make, whole, setting)
+            except Exception as error:
+                row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, failed + 1
+            lines.tell(cache=name, **asdict(whole), **row)
+            print(name, whole, row, flush=True)
+            gc.collect()
+            if setting.real:
+                torch.cuda.empty_cache()
+    return 1 if failed else 0
+
+
+def _caches(model: Any, whole: Whole, setting: Setting) -> list[tuple[str, Callable[[], Any]]]:
+    """How each cache is made, transformers' own first."""
+    from transformers import DynamicCache, StaticCache
+
+    found: list[tuple[str, Callable[[], Any]]] = [
+        ("static", lambda: StaticCache(config=model.config, max_cache_len=whole.context + whole.new_tokens)),
+        ("dynamic", lambda: DynamicCache(config=model.config)),
+    ]
+    for name in (*EVICTING, *(SELECTING if whole.context >= 32_768 else ())):
+        if name in setting.names:
+            cls: Any = cache_class(name)
+            given = {"budget": whole.budget} if "budget" in cls.spec.params else {"tokens": 512}
+            found.append((name, lambda cls=cls, given=given: cls(model, backend="triton", **given)))  # type: ignore[misc]
+    return found
+
+
+def _timed(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole, setting: Setting) -> dict[str, Any]:
+    """Seconds to the first token, milliseconds a token after it, peak bytes. The first run of a kind, which compiles, is not timed."""
+    _generate(model, ids, make(), min(whole.new_tokens, 4), setting)
+    if setting.real:
+        torch.cuda.reset_peak_memory_stats()
+    first = _generate(model, ids, make(), 1, setting)
+    all_of_it = _generate(model, ids, make(), whole.new_tokens, setting)
+    token = (all_of_it - first) / (whole.new_tokens - 1)
+    peak = torch.cuda.max_memory_allocated() if setting.real else None
+    return {
+        "ttft_s": round(first, 4), "token_ms": round(token * 1e3, 3), "tokens_per_s": round(whole.batch / max(token, 1e-9), 1),
+        "peak_bytes": peak,
+    }  # fmt: skip
+
+
+def _generate(model: Any, ids: torch.Tensor, cache: Any, count: int, setting: Setting) -> float:
+    begun = time.perf_counter()
+    model.generate(ids, past_key_values=cache, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    if setting.real:
+        torch.cuda.synchronize()
+    return time.perf_counter() - begun

@@ -1,0 +1,40 @@
+"""What the stages found, as tables for docs/performance.md."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+KINDS = {
+    "decode": ("policy", "batch", "live", "layers", "ms", "gbps", "eager_ms", "of_best"),
+    "select": ("policy", "batch", "live", "ms", "dense_ms", "sdpa_ms", "vs_best_dense"),
+    "prompt": ("policy", "length", "ms", "of_sdpa", "peak_bytes"),
+}
+MODEL = ("cache", "batch", "context", "budget", "ttft_s", "token_ms", "tokens_per_s", "peak_bytes")
+
+
+def tables(folder: Path) -> None:
+    """Print all that there is."""
+    kernels, model = (_lines(folder / f"{stage}.jsonl") for stage in ("kernels", "model"))
+    for kind, columns in KINDS.items():
+        _table(f"{kind}", columns, [line for line in kernels if line.get("kind") == kind])
+    _table("model", MODEL, [line for line in model if "cache" in line])
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def _table(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -> None:
+    if not rows:
+        return
+    print(f"\n{title}\n\n| {' | '.join(columns)} |\n|{'---|' * len(columns)}")
+    for row in rows:
+        print(
+            "|", " | ".join(_cell(row.get(name)) for name in columns), "|" + (f" {row['error']}" if row.get("error") else "")
+        )
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.4g}" if isinstance(value, float) else str(value)
