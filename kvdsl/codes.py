@@ -341,7 +341,8 @@ NOT_HERE = _code(
     "KV0308",
     "not known at this place",
     "Budgets, counts and defaults are fixed when a text's prompt is known: they can read `prompt`, `layer`, `layers`, "
-    "the budget and params, but nothing that changes from step to step; a default reads only the params before it.",
+    "the budget and params, but nothing that changes from step to step; a default reads only the params before it. Budgets, and counts of "
+    "tokens that are kept or selected, may read tensors and differ between the KV heads of a layer; what these have in common may not.",
     _policy("param budget = live / 2", "score position"),
 )
 NOT_A_FUNCTION = _code(
@@ -496,7 +497,7 @@ ACROSS = _code(
     "KV0412",
     "budget across heads where heads cannot share it",
     "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt; that is possible under `when "
-    "prefill` only, and heads that agree on their victims have nothing to share.",
+    "prefill` only. Heads that agree on their victims have nothing to share, and what a tensor gives each head is its own.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
 COMPACT = _code(
@@ -541,9 +542,10 @@ LOGIT = _code(
 )
 SHARED = _code(
     "KV0419",
-    "victims that layers cannot share",
-    "Under `victims shared by layers` all layers hold the same tokens. So no count of tokens may depend on `layer`, and what "
-    "leaves is known only after the last layer, which is too late for `prefill blocks`.",
+    "victims that layers or heads cannot share",
+    "Heads with the same victims hold the same tokens, so that no count of tokens may differ between them, as a tensor may make it. Under "
+    "`victims shared by layers` all layers hold the same ones: no count may depend on `layer`, and what leaves is known only after the "
+    "last layer, which is too late for `prefill blocks`.",
     _policy("budget 64 + layer", "score sum(attn)", "victims shared by layers"),
 )
 BLOCKS = _code(

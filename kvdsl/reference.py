@@ -17,7 +17,10 @@ from kvdsl.sema.statements import WORDS
 STATEMENTS = {
     "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
     "let": ("a name for an expression, or a function", ""),
-    "tensor": ("numbers of a file, by layer, KV head and dim of a key: what is read is this layer's and KV head's", ""),
+    "tensor": (
+        "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps",
+        "",
+    ),
     "given": ("a number of each token and KV head that the caller gives; without a default, always", ""),
     "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer` and `prompt`", ""),
     "score": ("one number per slot; the lowest leaves first", ""),

@@ -89,8 +89,15 @@ OPERATORS = {
 TENSORS = """`tensor filter [layers, heads, dims] from "filter.safetensors"` names numbers that were found beforehand, of a model's
 layers, of the KV heads of a layer and of the dims of a key, or of some of these; the axes stand in the order in which the file has
 them. An expression reads what belongs to its layer and KV head: a vector over dims, as `k` is one of a slot (`score -dot(filter, k)`),
-or without `dims` a number (`score sum(attn) * weight`). A number per head is none that a budget or a count could read: those are one for
-all heads of a layer.
+or without `dims` a number (`score sum(attn) * weight`).
+
+A number may also say how much each KV head keeps: `budget where(streaming > 0.5, 384, everything)` (DuoAttention). Every head then has
+a budget of its own, in prompts and while decoding. `budget` means the head's own wherever it is read, so that `keep last budget / 4`
+differs as well, and so do `trigger`, `slack`, `max_drop`, and the counts of `keep` and `select` where they read such a tensor, that
+budget, or a param that does. What the heads of a layer have in common may not: pages, sketches, blocks, and the N of `over last N
+queries`. Nor may budgets that are shared `across heads`, and those of heads that agree on their victims. Each head's keys and values
+take what its own budget needs; positions and state columns, 4 bytes each, are as many as the head with the largest budget has, and so
+are keys and values where the policy has compact positions or selects, or its slots lie in blocks.
 
 The file is a safetensors file, which holds numbers and nothing that could run. It has the tensor under the name that the policy
 gives it, in float64, float32, float16 or bfloat16; what is read is rounded to float32, and has to be finite. Its path is relative to the

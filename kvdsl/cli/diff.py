@@ -89,6 +89,8 @@ def _in_words(names: tuple[str, str], found: Difference, search: Search | None) 
         lines += [change.title, *(f"  - {line}" for line in change.before), *(f"  + {line}" for line in change.after), ""]
     if search is None:
         return [*lines, "Both keep the same tokens: they differ in how slots lie in memory alone."]
+    if search.why_not:
+        return [*lines, f"No text was tried: {search.why_not}."]
     if search.witness is None:
         return [*lines, f"Of {search.tried} small texts both kept the same tokens; that proves nothing."]
     which = passing(search.witness)

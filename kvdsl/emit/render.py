@@ -34,7 +34,7 @@ def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA) 
     """
     env = environment()
     context = {field.name: getattr(plan, field.name) for field in fields(plan)}
-    context |= {"abi": ABI, "banner": _banner(plan, source)}
+    context |= {"abi": ABI, "banner": _banner(plan, source), "number_row": "pair" if plan.heads_differ else "row"}
     if plan.tensors:
         context |= {"tensors_file": TENSORS, "tensors_sha256": _digest(data[TENSORS])}
     files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}

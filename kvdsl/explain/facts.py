@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdsl.compiler import plan_of
 from kvdsl.explain import DTYPES
-from kvdsl.ir.nodes import Column, ColumnRef, Expr, Input, Number, Policy, RingRef
+from kvdsl.ir.nodes import Call, Column, ColumnRef, Expr, Input, Number, ParamRef, Policy, RingRef, TensorRef
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
@@ -57,12 +57,24 @@ class Peak:
 
 
 @dataclass(frozen=True)
+class Budget:
+    """What some KV heads of a layer keep, where a tensor of a file tells which, as an expression of the language and with the defaults.
+
+    `tokens` is None where it depends on the text, or on the file.
+    """
+
+    text: str
+    tokens: int | None
+
+
+@dataclass(frozen=True)
 class Facts:
     """All of it, for a head size and a dtype.
 
     Attributes:
         values: what each param is by default, and the budget as `@budget`, where that is a plain number.
         requires: some of attn, logit, q, k, v.
+        budgets: of the KV heads of a layer, where these differ; empty where all have the same.
     """
 
     policy: Policy
@@ -73,6 +85,14 @@ class Facts:
     state: tuple[State, ...]
     peaks: tuple[Peak, ...]
     requires: tuple[str, ...]
+    budgets: tuple[Budget, ...]
+
+    @property
+    def bytes_per_head(self) -> tuple[int | None, int | None]:
+        """Bytes of a KV head with the smallest of `budgets` and with the largest, as far as they are known."""
+        known = [budget.tokens for budget in self.budgets if budget.tokens is not None]
+        least = self.bytes_per_token * min(known) if known else None
+        return least, self.bytes_per_token * max(known) if known and len(known) == len(self.budgets) else None
 
     @property
     def key_and_value(self) -> int:
@@ -118,6 +138,7 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
         state=state_of(policy, values),
         peaks=tuple(_peaks(policy, values)),
         requires=tuple(name for name, row in INPUTS.items() if row.reads and name in read),
+        budgets=tuple(_budgets(policy, values)),
     )
 
 
@@ -178,6 +199,36 @@ def _readers(column: Column, lowered: Policy) -> Iterator[str]:
 
 
 # -- how many slots ----------------------------------------------------------------------------------------------------
+
+
+def tensors_of(expr: Expr, policy: Policy) -> tuple[str, ...]:
+    """The tensors that an expression reads, itself or by the defaults of params; each once."""
+    defaults = {param.name: param.default for param in policy.params}
+    found: dict[str, None] = {}
+    for node in walk(expr):
+        if isinstance(node, TensorRef):
+            found[node.name] = None
+        elif isinstance(node, ParamRef) and node.name in defaults:
+            found |= dict.fromkeys(tensors_of(defaults[node.name], policy))
+    return tuple(found)
+
+
+def _budgets(policy: Policy, values: dict[str, float]) -> Iterator[Budget]:
+    """The budgets among which a tensor chooses; or the one that is computed from it."""
+    if policy.budget is None or not tensors_of(policy.budget, policy):
+        return
+    for branch in dict.fromkeys(_branches(policy.budget, policy)):
+        tokens = value_of(branch, values)
+        yield Budget(print_expression(branch), None if tokens is None or tokens < 1 else int(tokens))
+
+
+def _branches(expr: Expr, policy: Policy) -> Iterator[Expr]:
+    """What an expression is in the end, whatever the tensors say that its conditions read."""
+    if isinstance(expr, Call) and expr.function == "where" and tensors_of(expr.args[0], policy):
+        for branch in expr.args[1:]:
+            yield from _branches(branch, policy)
+    else:
+        yield expr
 
 
 def _peaks(policy: Policy, values: dict[str, float]) -> Iterator[Peak]:
@@ -282,6 +333,8 @@ def as_data(found: Facts) -> dict[str, Any]:
             "rotated_half": found.rotated_half,
             "head_dim": found.head_dim,
         },
+        "budgets": [{"expression": budget.text, "tokens": budget.tokens} for budget in found.budgets],
+        "bytes_per_head": list(found.bytes_per_head) if found.budgets else None,
         "peak": [{"phase": peak.phase, "slots": peak.slots, "expression": peak.text} for peak in found.peaks],
         "backends": found.backends,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvdsl.explain.facts import POSITION, Facts, State
+from kvdsl.explain.facts import POSITION, Budget, Facts, State, tensors_of
 from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_expression, print_number, print_range, quote
@@ -17,7 +17,7 @@ def rows(found: Facts) -> Rows:
     """Everything there is to say, by title; what does not apply is left out."""
     policy = found.policy
     said = {
-        "keeps": list(_keeps(policy)),
+        "keeps": list(_keeps(found)),
         "evicts": list(_evicts(policy)),
         "protects": [_protects(keep, policy) for keep in policy.keeps],
         "selects": list(_selects(policy)),
@@ -40,11 +40,16 @@ def rows(found: Facts) -> Rows:
 # -- what it does ------------------------------------------------------------------------------------------------------
 
 
-def _keeps(policy: Policy) -> Iterator[str]:
+def _keeps(found: Facts) -> Iterator[str]:
+    policy = found.policy
     if policy.budget is None:
         yield "every token"
         return
-    yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
+    if found.budgets:
+        told = " and ".join(tensors_of(policy.budget, policy))
+        yield f"{' or '.join(map(_budget, found.budgets))} per KV head, as {told} tells, once it has made room"
+    else:
+        yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
     if policy.across is not None:
         floor = (
             ""
@@ -54,6 +59,14 @@ def _keeps(policy: Policy) -> Iterator[str]:
         yield f"the heads of a layer share their budgets{floor}"
     if policy.layers is not None:
         yield f"in layers {print_range(policy.layers)}; every token in the others"
+
+
+def _budget(budget: Budget) -> str:
+    """`sinks + recent = 64 tokens`."""
+    if budget.text == "everything":
+        return "every token"
+    known = "" if budget.tokens is None or budget.text.isdigit() else f" = {budget.tokens}"
+    return f"{budget.text}{known} tokens"
 
 
 def _evicts(policy: Policy) -> Iterator[str]:
@@ -190,9 +203,21 @@ def _costs(found: Facts) -> Iterator[str]:
     for column in found.state:
         if column.rule == "ring":
             yield f"of them {column.bytes_per_slot or f'4 * {column.size}'} for {column.name}"
+    if found.budgets:
+        yield f"a KV head {_range(found)}"
     if found.rotated_half:
         times = 1 + found.rotated_half / found.key_and_value
         yield f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value)"
+
+
+def _range(found: Facts) -> str:
+    """`from 33,024 bytes to 264,192 bytes`, or as far as that is known before the file and the prompt are."""
+    least, most = found.bytes_per_head
+    if least is None:
+        return f"takes {found.bytes_per_token} bytes for every token of its budget"
+    if most is None:
+        return f"takes {least:,} bytes, or {found.bytes_per_token} for every token of a budget that the text decides"
+    return f"takes {least:,} bytes" if least == most else f"takes {least:,} to {most:,} bytes"
 
 
 def _peak(found: Facts) -> Iterator[str]:

@@ -15,7 +15,7 @@ from kvdsl.interp.attention import Attention, Call, attend
 from kvdsl.interp.head import Head
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.machine import Interpreter, Step
-from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.numbers import Numbers, resolve, resolve_heads
 from kvdsl.interp.rotation import Rope
 from kvdsl.interp.settle import overflow, protected, victims
 from kvdsl.interp.text import Text
@@ -34,5 +34,6 @@ __all__ = [
     "overflow",
     "protected",
     "resolve",
+    "resolve_heads",
     "victims",
 ]

@@ -22,6 +22,9 @@ from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.interp.tensors import NO_TENSORS, Tensors
 from kvdsl.ir.nodes import Policy
 
+Numbered = Numbers | Sequence[Numbers]
+"""A layer's numbers: the same for all its KV heads, or those of each."""
+
 Leaving = Callable[[int, Numbers], int]
 """How many of so many live slots must leave."""
 
@@ -43,7 +46,7 @@ class Layer:
     def __init__(
         self,
         policy: Policy,
-        numbers: Numbers | Sequence[Numbers],
+        numbers: Numbers | Sequence[Numbered],
         call: Call | Sequence[Call] | None = None,
         heads: int = 1,
         head_offset: int = 0,
@@ -51,12 +54,14 @@ class Layer:
         tensors: Tensors = NO_TENSORS,
     ) -> None:
         layers = [numbers] if isinstance(numbers, Numbers) else list(numbers)
+        by_head = [own for layer in layers for own in ([layer] * heads if isinstance(layer, Numbers) else layer)]
         one = Call() if call is None else call
         calls = [one] * (len(layers) * heads) if isinstance(one, Call) else list(one)
-        owners = [(layer, head_offset + head) for layer in layers for head in range(heads)]
+        indices = [head_offset + head for _ in layers for head in range(heads)]
         self.policy = policy
         self.machines = tuple(
-            Operations(policy, layer, own, head, seed, tensors) for (layer, head), own in zip(owners, calls, strict=True)
+            Operations(policy, own, call, head, seed, tensors)
+            for own, call, head in zip(by_head, calls, indices, strict=True)
         )
 
     def empty(self, key_dim: int = 0, value_dim: int = 0) -> list[Head]:

@@ -1,20 +1,22 @@
-"""The numbers of a policy: its params and its budget, for one row and layer."""
+"""The numbers of a policy: its params and its budget, for one row, layer and KV head."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
+from kvdsl.interp.tensors import NO_TENSORS, Tensors, rows_of
 from kvdsl.ir.nodes import Expr, Policy
 
 
 @dataclass(frozen=True)
 class Numbers:
-    """What a policy's numbers are for one row and layer.
+    """What a policy's numbers are for one row and layer: for all its KV heads, or where they read tensors, for one of them.
 
     Attributes:
         params: the params by name; a `budget` that was given as a rate of the prompt is in tokens here.
@@ -22,6 +24,7 @@ class Numbers:
         prompt: the row's tokens up to the end of its last prompt, padding excluded, or as many as are expected (see
             `kvdsl.interp.text`).
         prompt_end: the same without what is only expected.
+        tensors: what the policy's tensors have for the KV head, [1, dims or 1] each.
         layer, layers: the layer, counted from 0, and how many there are.
         trigger: prune only once live - C reaches this; 0 never.
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
@@ -49,6 +52,7 @@ class Numbers:
     sketch_every: float = 1
     prefill_block: float = math.inf
     prompt_end: float = 0
+    tensors: Mapping[str, Array] = field(default_factory=dict)
 
     @property
     def capacity(self) -> float:
@@ -58,16 +62,17 @@ class Numbers:
     @cached_property
     def inputs(self) -> Mapping[str, Array]:
         """The inputs that are the same for every slot and moment."""
-        return {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
+        known = {name: number(getattr(self, name)) for name in ("budget", "prompt", "layer", "layers")}
+        return {**known, "everything": number(math.inf)}
 
     def value(self, expr: Expr) -> float:
-        """The value of an expression without axes: of params and these numbers."""
-        return evaluate_number(expr, Scope(0, 0, self.inputs, self.params))
+        """The value of an expression without axes: of params, these numbers, and tensors that have one for the KV head."""
+        return evaluate_number(expr, Scope(0, 0, self.inputs, self.params, self.tensors))
 
 
 def resolve(
     policy: Policy, given: Mapping[str, float | None] | None = None, prompt: float = 0, layer: int = 0, layers: int = 1,
-    *, expected: float = 0,
+    *, expected: float = 0, head: int = 0, tensors: Tensors = NO_TENSORS,
 ) -> Numbers:  # fmt: skip
     """Evaluate the policy's numbers: params as given or by default, the budget and what else counts tokens, floored.
 
@@ -75,6 +80,8 @@ def resolve(
         given: values of params by name; None stands for the default. Of `budget` an int is tokens, a float up to 1.0 a rate.
         prompt: the row's tokens up to the end of its last prompt.
         expected: as how many they count at least.
+        head: the KV head's index, for which a budget that reads tensors is asked.
+        tensors: what the policy's files hold, if its numbers read that.
 
     Raises:
         ValueError: if a given name is none of the policy's params, or a given budget none.
@@ -86,8 +93,10 @@ def resolve(
     if unknown:
         raise ValueError(f"{policy.name} has no param {', '.join(sorted(unknown))}")
     counted_prompt = max(prompt, expected)
-    inputs = {name: number(value) for name, value in (("prompt", counted_prompt), ("layer", layer), ("layers", layers))}
-    params = _Params(policy, chosen, Scope(0, 0, inputs, {}))
+    known = {"prompt": counted_prompt, "layer": layer, "layers": layers, "everything": math.inf}
+    inputs = {name: number(value) for name, value in known.items()}
+    rows = rows_of(policy, tensors, layer, head) if tensors else {}
+    params = _Params(policy, chosen, Scope(0, 0, inputs, {}, rows))
     # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
     budget = math.inf if policy.budget is None else counted(evaluate_number(policy.budget, params.scope))
     inputs["budget"] = number(budget)
@@ -105,6 +114,7 @@ def resolve(
         budget=budget,
         prompt=counted_prompt,
         prompt_end=prompt,
+        tensors=rows,
         layer=layer,
         layers=layers,
         trigger=counted(value(policy.trigger, 1)),
@@ -118,6 +128,11 @@ def resolve(
         sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),
         prefill_block=math.inf if policy.prefill_block is None else at_least_one(value(policy.prefill_block, 1)),
     )
+
+
+def resolve_heads(policy: Policy, *where: Any, heads: int, head_offset: int = 0, **more: Any) -> list[Numbers]:
+    """`resolve` for every KV head of a layer; its other arguments."""
+    return [resolve(policy, *where, head=head_offset + head, **more) for head in range(heads)]
 
 
 class _Params(dict[str, float]):

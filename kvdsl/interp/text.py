@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike
 from kvdsl.interp.evaluate import at_least_one
 from kvdsl.interp.head import Head
 from kvdsl.interp.layer import Layer
-from kvdsl.interp.numbers import Numbers, resolve
+from kvdsl.interp.numbers import Numbers, resolve_heads
 from kvdsl.interp.operations import floats
 from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied
@@ -85,8 +85,12 @@ class Text:
         return self._layer
 
     def _with_prompt(self, prompt: int) -> Layer:
-        numbers = resolve(self.policy, self._given, prompt, *self._where, expected=self._expected)
-        return Layer(self.policy, numbers, **self._more)
+        shape = {name: self._more[name] for name in ("head_offset", "tensors") if name in self._more}
+        heads = self._more.get("heads", 1)
+        numbers = resolve_heads(
+            self.policy, self._given, prompt, *self._where, expected=self._expected, heads=heads, **shape
+        )
+        return Layer(self.policy, [numbers], **self._more)
 
     def _histories(self, numbers: Numbers) -> list[float]:
         """Of how many queries each ring tells."""

@@ -93,6 +93,9 @@ INPUTS = _table(
         InputRow("prompt", _NONE, "each row's tokens up to the end of its last prompt, padding not counted", fixed=True),
         InputRow("layer", _NONE, "the layer's number, from 0", fixed=True),
         InputRow("layers", _NONE, "how many there are", fixed=True),
+        InputRow(
+            "everything", _NONE, "more tokens than any text has: a KV head with this budget keeps all of them", fixed=True
+        ),
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
     ]
 )

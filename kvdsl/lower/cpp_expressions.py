@@ -109,6 +109,8 @@ class CountPrinter(_CppPrinter):
             return Fragment(_double(expr.value))
         if isinstance(expr, ParamRef):
             return Fragment(f"head.param(Number::{spelled(expr.name)})")
+        if isinstance(expr, TensorRef):
+            return fragment("double{{{}}}", constant("head", expr))
         assert isinstance(expr, Input)
         return Fragment("static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})")
 

@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Expr, LayerRange, Number, Param, ParamRef, Policy, Select
+from kvdsl.ir.nodes import Expr, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef
 from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import Fragment, fragment, literal, names_of, reads, texts, uses_of
@@ -38,16 +38,20 @@ class NumbersPlan:
         resolve: the statements that compute the numbers of a row from what the user gave.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         uses_torch: whether either needs torch.
+        heads_differ: whether any differs between the KV heads of a layer.
     """
 
     params: tuple[ParamPlan, ...]
     resolve: tuple[str, ...]
     numbers: tuple[tuple[str, str], ...]
     uses_torch: bool
+    heads_differ: bool
 
 
 _RESOLVE = NumberPrinter(
-    "{}", {"budget": "capacity", "prompt": "given.prompt", "layer": "given.layer", "layers": "given.layers"}
+    "{}",
+    {"budget": "capacity"} | {name: f"given.{name}" for name in ("prompt", "layer", "layers", "everything")},
+    'given.tensor("{}")',
 )
 
 
@@ -62,7 +66,23 @@ def numbers_plan(policy: Policy) -> NumbersPlan:
         resolve=texts(resolve),
         numbers=tuple((name, made.text) for name, made in numbers),
         uses_torch="torch" in names_of(uses_of(*resolve, *(made for _, made in numbers)), "helper"),
+        heads_differ=heads_differ(policy),
     )
+
+
+def heads_differ(policy: Policy) -> bool:
+    """Whether a number that counts tokens reads a tensor that has one for every KV head of a layer."""
+    read = {node.name for expr in _numbers_of(policy) for node in walk(expr) if isinstance(node, TensorRef)}
+    return any(tensor.name in read and "heads" in tensor.axes for tensor in policy.tensors)
+
+
+def _numbers_of(policy: Policy) -> Iterator[Expr]:
+    """The expressions of which `resolve` makes numbers."""
+    yield from (param.default for param in policy.params)
+    yield from (keep.count for keep in policy.keeps if keep.count is not None)
+    yield from (policy.trigger, policy.slack, policy.max_drop)
+    yield from () if policy.budget is None else (policy.budget,)
+    yield from () if policy.select is None else (policy.select.count,)
 
 
 def _param(param: Param) -> ParamPlan:

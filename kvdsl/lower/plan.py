@@ -62,6 +62,7 @@ class PackagePlan:
         tensors: of files, in the order of `SlotState.constants`; `tensor_names`: how kernels call them.
         given: what the caller gives of each token, in the order of `AttentionCall.supplied`.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
+        heads_differ: whether numbers differ between the KV heads of a layer; then the table has a row for each.
         columns, rings: what is remembered per slot: of one number, and of one number per query.
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
         cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
@@ -79,6 +80,7 @@ class PackagePlan:
     resolve: tuple[str, ...]
     resolve_uses_torch: bool
     numbers: tuple[tuple[str, str], ...]
+    heads_differ: bool
     columns: tuple[ColumnPlan, ...]
     rings: tuple[RingPlan, ...]
     bounded: bool
@@ -123,6 +125,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         resolve=numbers.resolve,
         resolve_uses_torch=numbers.uses_torch,
         numbers=numbers.numbers,
+        heads_differ=numbers.heads_differ,
         columns=tuple(ColumnPlan(c.name, c.rule, print_expression(c.body)) for c in lowered.columns if c.rule != "ring"),
         rings=tuple(
             RingPlan(c.name, size_of(c.name), print_expression(c.body)) for c in lowered.columns if c.rule == "ring"
@@ -130,7 +133,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         bounded=policy.budget is not None,
         group=policy.group,
         reads_attention=any(column.rule != "token" for column in lowered.columns),
-        flags=tuple(_flags(lowered, torch)),
+        flags=tuple(_flags(lowered, torch, numbers.heads_differ)),
         torch=torch,
         cpp=cpp,
         cpp_refusal=cpp_refusal,
@@ -151,7 +154,7 @@ def _given(given: Given) -> GivenPlan:
     return GivenPlan(given.name, spelled(given.name), help + default)
 
 
-def _flags(policy: Policy, torch: TorchPlan) -> Iterator[tuple[str, str]]:
+def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tuple[str, str]]:
     rings = [f'("{column.name}", "{size_of(column.name)}"),' for column in policy.columns if column.rule == "ring"]
     if rings:
         yield "rings", f"({' '.join(rings)})"
@@ -163,6 +166,7 @@ def _flags(policy: Policy, torch: TorchPlan) -> Iterator[tuple[str, str]]:
             yield name, json.dumps(value)
     holds = {
         "across": policy.across is not None,
+        "heads_differ": heads_differ,
         "hard_cap": policy.cap == "hard",
         "selects": policy.select is not None,
         "sketches": policy.sketch is not None,

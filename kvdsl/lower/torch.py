@@ -132,10 +132,11 @@ class _TorchPrinter(Printer):
 
 
 class NumberPrinter(_TorchPrinter):
-    """One value per row. `param` and `inputs` say how params and inputs are spelled in the place where the text goes."""
+    """One value per row, or per row and KV head. The arguments say how params, inputs and tensors are spelled where the text goes."""
 
-    def __init__(self, param: str, inputs: dict[str, str]) -> None:
+    def __init__(self, param: str, inputs: dict[str, str], tensor: str) -> None:
         self._param = param
+        self._tensor = tensor
         self.inputs = inputs
 
     def leaf(self, expr: Leaf) -> Fragment:
@@ -143,6 +144,8 @@ class NumberPrinter(_TorchPrinter):
             return Fragment(literal(expr.value))
         if isinstance(expr, ParamRef):
             return Fragment(self._param.format(spelled(expr.name)))
+        if isinstance(expr, TensorRef):
+            return Fragment(self._tensor.format(expr.name))
         assert isinstance(expr, Input)
         return Fragment(self.inputs[expr.name])
 
@@ -366,7 +369,9 @@ def _column_locals(view: str, lines: list[Fragment]) -> list[str]:
     return [f'{name} = {view}.column("{name}")' for name in names_of(uses_of(*lines), "column")]
 
 
-_IN_KERNEL = NumberPrinter('numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"})
+_IN_KERNEL = NumberPrinter(
+    'numbers["{}"]', {name: f'numbers["{name}"]' for name in FIXED} | {"live": "keep.live"}, 'slots.of_head("{}")'
+)
 
 
 def _torch_keep(keep: Keep, slots: TensorPrinter) -> Fragment:

@@ -31,6 +31,7 @@ from kvdsl.lower.expression import (
     texts,
     uses_of,
 )
+from kvdsl.lower.numbers import heads_differ
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
     CAN,
@@ -105,7 +106,7 @@ class TritonPlan:
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
         agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
-        shares: whether they share a budget, so that some may have more slots than others.
+        shares: whether they share a budget, or have budgets of their own, so that some may have more slots than others.
         blocks: whether keys and values lie in blocks, found through tables.
         halves: whether the keys' rotated halves are kept beside them.
     """
@@ -204,7 +205,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         tops=texts(tops),
         select=select,
         compact=policy.positions == "compact",
-        shares=policy.across is not None,
+        shares=policy.across is not None or heads_differ(policy),
         blocks=policy.storage == "blocks",
         halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",
@@ -348,6 +349,8 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     sketch_by = Fragment("") if policy.sketch is None else _sketch_by(policy, policy.sketch.by)
     sketched = uses_of(sketch_by, number("sketch_every"), number("sketch_dims"))
     chosen = uses_of(*protect.values(), number("select"), number("page"))
+    if names_of(chosen, "constant"):
+        raise NotLowerable("`select` with a count of `keep` that reads a tensor")
     return TritonSelect(
         by=by,
         sketch_by=sketch_by.text,

@@ -122,6 +122,8 @@ class CountPrinter(_TritonPrinter):
             return _float64(expr.value)
         if isinstance(expr, ParamRef):
             return number(spelled(expr.name))
+        if isinstance(expr, TensorRef):
+            return fragment("{}.to(tl.float64)", constant(expr))
         assert isinstance(expr, Input)
         if expr.name == "live":
             return Fragment("live.to(tl.float64)", uses=(Use("input", "live"),))

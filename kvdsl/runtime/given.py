@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from numbers import Integral, Real
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -30,17 +31,36 @@ class TooManyKeptError(KvdslError):
 class Given:
     """Params of one layer, resolved per row by a generated `resolve(given)`.
 
+    Every number is float64 [batch], or where heads differ [batch, kv_heads].
+
+    Args:
+        tensors: what the policy's tensors without dims have for the KV heads, float64 [kv_heads] each, or [1] for all.
+
     Attributes:
-        prompt: the rows' prompt lengths, float64 [batch].
-        layer, layers: float64 scalars as tensors, so that expressions of them are torch expressions.
+        prompt: the rows' prompt lengths.
+        layer, layers, everything: one number for all, as such tensors, so that expressions of them are torch expressions.
     """
 
-    def __init__(self, policy: str, values: Mapping[str, float | None], prompt: Tensor, layer: int, layers: int) -> None:
+    def __init__(
+        self,
+        policy: str,
+        values: Mapping[str, float | None],
+        prompt: Tensor,
+        layer: int,
+        layers: int,
+        tensors: Mapping[str, Tensor] = MappingProxyType({}),
+    ) -> None:
         self._policy = policy
+        self._tensors = tensors
         self._values = values
         self.prompt = prompt.double()
         self.layer = torch.full_like(self.prompt, layer)
         self.layers = torch.full_like(self.prompt, layers)
+        self.everything = torch.full_like(self.prompt, torch.inf)
+
+    def tensor(self, name: str) -> Tensor:
+        """What a tensor of the policy has for the KV heads."""
+        return self._tensors[name].to(self.prompt.device)
 
     def number(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
         """The param's value, float64 [batch].
@@ -103,8 +123,8 @@ class Given:
         """
         excess = (first + last - count).masked_fill(self.prompt <= 0, -1.0)  # a row of padding has no prompt to go by
         worst = int(excess.argmax())
-        if excess[worst] > 0:
-            protected, room = float((first + last)[worst]), float(count[worst])
+        if excess.flatten()[worst] > 0:
+            protected, room = (float(x.expand_as(excess).flatten()[worst]) for x in (first + last, count))
             if math.isinf(protected):
                 raise KvdslError(f"{self._policy} protects no finite number of tokens ({keeps}): is something divided by 0?")
             tokens = "1 token" if protected == 1 else f"{protected:g} tokens"

@@ -43,6 +43,7 @@ class PolicySpec:
         when: the phase in which the policy evicts: `both`, `prefill` or `decode`.
         victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
         across: whether a layer's KV heads share one budget.
+        heads_differ: whether the numbers of a layer's KV heads differ, because they read tensors; `resolve` gives [batch, kv_heads] each.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
@@ -71,6 +72,7 @@ class PolicySpec:
     when: str = "both"
     victims: str = "own"
     across: bool = False
+    heads_differ: bool = False
     hard_cap: bool = False
     selects: bool = False
     sketches: bool = False

@@ -58,6 +58,15 @@ class Tensors:
             row.copy_(values[heads] if "heads" in axes else values)
         return made
 
+    def numbers(self, layer: int, heads: slice) -> dict[str, Tensor]:
+        """What those without dims have for some KV heads of a layer, by name: float64 [heads], or [1] where it is the same for all."""
+        found = {}
+        for name, axes, _ in self.tensors:
+            if "dims" not in axes:
+                values = _values(self, name)[layer if "layers" in axes else 0, :, 0].double()
+                found[name] = values[heads] if "heads" in axes else values
+        return found
+
 
 @lru_cache(maxsize=8)
 def _read(tensors: Tensors) -> dict[str, Stored]:

@@ -9,7 +9,7 @@ import numpy as np
 
 from kvdsl.emit.data import stored_of
 from kvdsl.errors import KvdslError
-from kvdsl.interp.evaluate import Array, Scope, evaluate_number, floored
+from kvdsl.interp.evaluate import Array, floored
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.step import Step
@@ -173,7 +173,7 @@ class _Run:
         return layer
 
     def _check_refusal(self, layer: Layer) -> None:
-        found = refusal(self.policy, layer.machines[0].numbers, self.scenario.key_dim)
+        found = refusal(self.policy, layer, self.scenario.key_dim)
         if found is not None:
             raise _RefusedError(self.scenario.test.title.span, found)
 
@@ -279,8 +279,13 @@ def _brought(token: syn.Incoming, kind: str) -> syn.Brought | None:
     return next((one for one in token.brought if one.kind == kind), None)
 
 
-def refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
-    """Why a cache would refuse these numbers, which only the prompt and the vectors make known."""
+def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
+    """Why a cache would refuse a layer's numbers, which only the prompt and the vectors make known."""
+    found = (_refusal(policy, machine.numbers, key_dim) for machine in layer.machines)
+    return next((text for text in found if text is not None), None)
+
+
+def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
     if numbers.budget < 1:
         return f"the budget is {numbers.budget:g} tokens"
     if policy.sketch is not None and key_dim and numbers.sketch_dims > key_dim:
@@ -293,6 +298,5 @@ def refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
 
 def _protects(policy: Policy, scope: str, numbers: Numbers) -> float:
     """How many tokens `keep first` or `keep last` protects."""
-    inputs = Scope(0, 0, numbers.inputs, numbers.params)
     keeps = [keep.count for keep in policy.keeps if keep.scope == scope and keep.count is not None]
-    return max([0.0, *(floored(evaluate_number(count, inputs)) for count in keeps)])
+    return max([0.0, *(floored(numbers.value(count)) for count in keeps)])

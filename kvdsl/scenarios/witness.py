@@ -61,15 +61,21 @@ class Witness:
 
 @dataclass(frozen=True)
 class Search:
-    """What came of looking for a witness: one, or None after so many texts were tried."""
+    """What came of looking for a witness: one, or None after so many texts were tried; `why_not` says why none was."""
 
     witness: Witness | None
     tried: int
+    why_not: str = ""
 
 
 def find_witness(a: Variant, b: Variant, seed: int = 0) -> Search:
-    """Looks for the first text, from small to large, that tells them apart."""
+    """Looks for the first text, from small to large, that tells them apart.
+
+    None is tried of a policy that reads tensors of files, which have the sizes of a model.
+    """
     whole = [policy for one in (a, b) if (policy := one({})) is not None]
+    if any(policy.tensors for policy in whole):
+        return Search(None, 0, "tensors of files have the sizes of a model, not of small texts")
     form, random, tried = Form(whole), np.random.default_rng(seed), 0
     for size, settings in _choices(whole):
         policies = a(settings), b(settings)
@@ -131,7 +137,7 @@ class _Run:
     def _prompt(self) -> bool:
         text, part = self.text, slice(0, self.text.prompt)
         layer, heads = self.state.prompt(text.prompt), self.state.heads
-        if refusal(self.policy, layer.machines[0].numbers, DIMS) is not None:
+        if refusal(self.policy, layer, DIMS) is not None:
             return False
         given = {name: values[:, part] for name, values in text.given.items()}
         if text.attend is None:

@@ -47,7 +47,8 @@ class Checker:
         self._define()
         self.params.check()
         parts = Statements(self.flat, self.params, self.expressions, self._scope_at, self.sink).check()
-        Combinations(self.flat, self.params, parts, self.sink).check()
+        inside = [number.part for number in self.expressions.bounded]
+        Combinations(self.flat, self.params, parts, self.sink, self._tensors(), inside).check()
         read = self._read(parts)
         self._unused(read)
         if not self.sink.failed():
@@ -93,6 +94,9 @@ class Checker:
         if module not in self.scopes:
             self.scopes[module] = Scope(self.own, module_scope(module, self.prelude, self.sink))
         return self.scopes[module]
+
+    def _tensors(self) -> list[ir.Tensor]:
+        return [one.tensor for one in self.own.values() if isinstance(one, TensorName)]
 
     def _scope_at(self, placed: Placed) -> Scope:
         return self.scope(placed.module)
@@ -172,9 +176,7 @@ class Checker:
             stem=self.flat.module.file.stem,
             doc="" if doc is None else clean_docstring(doc.text),
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
-            tensors=tuple(
-                one.tensor for one in self.own.values() if isinstance(one, TensorName) and one.tensor.name in read
-            ),
+            tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
             given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
             keeps=tuple(keep for keep in keeps if keep != nothing),
             select=_built(ir.Select, "select", parts),

@@ -5,32 +5,44 @@ What is missing is reported only where it cannot be among what has an error.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
-from kvdsl.ir.nodes import Input, Reduce
+from kvdsl.ir.nodes import Input, Reduce, Tensor
 from kvdsl.ir.visitors import walk
+from kvdsl.sema.needs import READS_TENSORS
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
-from kvdsl.sema.statements import COUNTS, Parts
+from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
 from kvdsl.sema.statics import Part
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import A_STATEMENT, ANYTHING
+
+_OF_ALL_HEADS = ("pages", "sketch.count", "sketch.every", "block", "prefill_block", "across")
+"""Numbers of the IR that the KV heads of a layer have in common."""
 
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
 
 
 @dataclass
 class Combinations:
-    """Checks a policy's statements against each other."""
+    """Checks a policy's statements against each other.
+
+    Attributes:
+        tensors: those of the policy.
+        inside: the numbers inside of expressions: of how many queries, how many neighbours.
+    """
 
     flat: FlatPolicy
     params: Params
     parts: Parts
     sink: Sink
+    tensors: Sequence[Tensor] = ()
+    inside: Sequence[Part] = ()
 
     def check(self) -> None:
         """Checks them all."""
@@ -38,6 +50,7 @@ class Combinations:
         self._phases()
         self._across()
         self._victims()
+        self._heads()
         self._positions()
         self._reads()
 
@@ -124,10 +137,41 @@ class Combinations:
             self._refuse(codes.SHARED, "prefill", message, help, "victims")
         counts = [self.parts.exprs[name] for name in ("budget", *COUNTS) if name in self.parts.exprs]
         for part in [*counts, *(keep.count for keep in self.parts.keeps if keep.count is not None)]:
-            if "layer" in self.params.inputs_of(part.expr):
-                message = f"layers with the same victims keep equally many tokens, but `{part.span.quoted()}` reads `layer`"
+            for name in sorted(self.params.inputs_of(part.expr) & {"layer", *self._by_layer()}):
+                message = f"layers with the same victims keep equally many tokens, but `{part.span.quoted()}` reads `{name}`"
                 labels = [Label(self._span("victims"), "because of this")]
                 self.sink.report(codes.SHARED, part.span, message, "write `victims shared by heads`", labels)
+
+    def _by_layer(self) -> set[str]:
+        return {tensor.name for tensor in self.tensors if "layers" in tensor.axes}
+
+    def _heads(self) -> None:
+        """Reports numbers that differ between the KV heads of a layer where these have to have the same."""
+        differing = {tensor.name for tensor in self.tensors if "heads" in tensor.axes}
+        differs = {name for name, part in self.parts.exprs.items() if self.params.inputs_of(part.expr) & differing}
+        if "budget" in differs:
+            differing.add("budget")
+        keeps = [keep.count for keep in self.parts.keeps if keep.count is not None]
+        together = [self.parts.exprs[name] for name in PER_HEAD if name in self.parts.exprs] + keeps
+        common = [part for name, part in self.parts.exprs.items() if name in _OF_ALL_HEADS] + [*self.inside]
+        if "across" in self.parts.exprs:
+            self._alike(together, differing, codes.ACROSS, "heads that share a budget have equal shares", "budget")
+        if not self._is("victims", "nobody"):
+            self._alike(together, differing, codes.SHARED, "heads with the same victims keep equally many tokens", "victims")
+        for part in common:
+            self._alike([part], differing, codes.NOT_HERE, "this is one number for all KV heads of a layer")
+
+    def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
+        """Reports the first number that reads what differs between heads; `other` is the statement that forbids it."""
+        for part in parts:
+            for name in sorted(self.params.inputs_of(part.expr) & differing):
+                message = f"{rule}, but `{part.span.quoted()}` reads `{name}`, which differs between them"
+                labels = [] if other is None else [Label(self._span(other), "because of this")]
+                help = {"budget": "leave out `across heads`", "victims": "leave out `victims`"}.get(
+                    other or "", READS_TENSORS
+                )
+                self.sink.report(code, part.span, message, help, labels)
+                return
 
     # -- positions ---------------------------------------------------------------------------------------------------
 

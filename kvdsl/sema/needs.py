@@ -12,12 +12,18 @@ from kvdsl.ir.visitors import walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
+READS_TENSORS = "`budget`, the counts of `keep` and `select`, and what ranks tokens may differ between KV heads"
+
 Report = Callable[..., None]
 """Takes a code, a place, a message, and perhaps a help, as `Sink.report` does."""
 
 
-def is_fixed(value: Value, span: Span, what: str, report: Report) -> bool:
-    """Whether a value is a single number that is known once the prompt is; reports if not."""
+def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: bool = False) -> bool:
+    """Whether a value is a single number that is known once the prompt is; reports if not.
+
+    Args:
+        per_head: whether each KV head may have one of its own, which tensors tell.
+    """
     text, help = span.quoted(), f"it can read params, {listed(FIXED, 'and')}"
     if value.axes:
         message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
@@ -28,9 +34,9 @@ def is_fixed(value: Value, span: Span, what: str, report: Report) -> bool:
             message = f"{what} cannot depend on what is cached, as `{text}` does"
             report(codes.NOT_HERE, span, message, help)
             return False
-        if isinstance(part, TensorRef):
+        if isinstance(part, TensorRef) and not per_head:
             message = f"{what} is one number for all KV heads of a layer, but `{part.name}` has one for each"
-            report(codes.NOT_HERE, span, message, f"{help}; a tensor is read by what ranks tokens, `score` for example")
+            report(codes.NOT_HERE, span, message, f"{help}; {READS_TENSORS}")
             return False
         if isinstance(part, Input) and part.name not in FIXED:
             message = f"`{part.name}` changes from step to step, so {what} cannot read it"

@@ -36,7 +36,7 @@ class Params:
     Attributes:
         evaluate: checks an expression of a statement.
         checked: those without errors.
-        inputs: what each of them reads (`budget`, `prompt`), itself or by other params.
+        inputs: what each of them reads (`budget`, `prompt`, tensors), itself or by other params.
     """
 
     flat: FlatPolicy
@@ -57,7 +57,7 @@ class Params:
     def _check(self, name: str, statement: syn.Param, placed: Placed, earlier: set[str]) -> None:
         span = statement.value.span
         value = self.evaluate(statement.value, placed)
-        if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink.report):
+        if value is not None and not is_fixed(value, span, f"the default of `{name}`", self.sink.report, per_head=True):
             value = None
         low, high = self._range(statement, placed)
         written = None
@@ -88,10 +88,10 @@ class Params:
         return None
 
     def inputs_of(self, expr: ir.Expr) -> frozenset[str]:
-        """The inputs that an expression reads, itself or by the defaults of params."""
+        """The inputs and tensors that an expression reads, itself or by the defaults of params."""
         found: set[str] = set()
         for part in walk(expr):
-            if isinstance(part, ir.Input):
+            if isinstance(part, (ir.Input, ir.TensorRef)):
                 found.add(part.name)
             elif isinstance(part, ir.ParamRef):
                 found |= self.inputs.get(part.name, frozenset())

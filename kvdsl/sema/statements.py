@@ -35,6 +35,9 @@ WORDS = {
 """What the statements that hold a word can say, the default first."""
 
 COUNTS = ("trigger", "slack", "max_drop")
+PER_HEAD = ("budget", *COUNTS, "select.count")
+"""The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
+
 MAX_HEAD_SIZE = 256
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
@@ -134,14 +137,14 @@ class Statements:
 
     def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
         """A number for a field of the IR, and its bounds."""
-        part = self._part(node, placed, what)
+        part = self._part(node, placed, what, per_head=name in PER_HEAD)
         if part is not None:
             self.parts.exprs[name] = part
             self.parts.bounded.append(Bounded(what, part, low, high, counts=name in COUNTS))
 
-    def _part(self, node: syn.Expr, placed: Placed, what: str) -> Part | None:
+    def _part(self, node: syn.Expr, placed: Placed, what: str, *, per_head: bool = False) -> Part | None:
         value = self.expressions.check(node, self.scope(placed))
-        is_number = value is not None and is_fixed(value, node.span, what, self.sink.report)
+        is_number = value is not None and is_fixed(value, node.span, what, self.sink.report, per_head=per_head)
         return Part(value.expr, node.span) if value is not None and is_number else None
 
     def _range(self, name: str, what: str, range_: syn.Range, placed: Placed) -> None:
@@ -206,7 +209,7 @@ class Statements:
             self.parts.exprs["budget"] = Part(value.expr, checked.span if is_param and checked is not None else span)
 
     def _is_budget(self, value: Value, span: Span) -> bool:
-        if not is_fixed(value, span, "the budget", self.sink.report):
+        if not is_fixed(value, span, "the budget", self.sink.report, per_head=True):
             return False
         if "budget" in self.params.inputs_of(value.expr):
             has_param = "budget" in self.flat.names
@@ -255,7 +258,7 @@ class Statements:
         scope = cast(Literal["first", "last", "top", "where"], statement.scope)
         count = by = None
         if statement.count is not None:
-            count = self._part(statement.count, placed, f"the count of `keep {scope}`")
+            count = self._part(statement.count, placed, f"the count of `keep {scope}`", per_head=True)
         if statement.by is not None:
             by = self._keep_by(statement.by, placed, scope)
         if (statement.count is not None and count is None) or (statement.by is not None and by is None):

@@ -141,3 +141,11 @@ def test_where_none_is_found_that_is_said(capsys: Capture, monkeypatch: pytest.M
     assert (code, found["scenario"]) == (1, None)
     assert found["texts_tried"] > 0
     assert f"Of {found['texts_tried']} small texts" in run(capsys, "diff", a, b).out
+
+
+def test_of_tensors_of_files_no_text_is_tried(capsys: Capture) -> None:
+    tensor = 'tensor w [layers, heads] from "w.safetensors"'
+    a = write("one.kv", "param budget = 64", tensor, "score mean(attn) * w")
+    b = write("two.kv", tensor, "budget where(w > 0, 64, 32)", "score mean(attn)")
+    assert "No text was tried: tensors of files have the sizes of a model" in run(capsys, "diff", a, b).out
+    assert diff(capsys, a, b)[0]["texts_tried"] == 0

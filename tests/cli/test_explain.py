@@ -228,3 +228,38 @@ def test_html_of_a_code(capsys: Capture) -> None:
     assert page.open == []
     assert CODES["KV0301"].example in page.text
     assert CODES["KV0301"].title in page.text
+
+
+@pytest.mark.parametrize(
+    ("budget", "said", "budgets", "in_bytes"),
+    [
+        (
+            "where(w > 0.5, sinks + 60, 256)",
+            "sinks + 60 = 64 tokens or 256 tokens per KV head, as w tells",
+            [64, 256],
+            [33024, 132096],
+        ),
+        ("where(w > 0.5, 64, everything)", "64 tokens or every token per KV head, as w tells", [64, None], [33024, None]),
+        ("where(w > 0.9, 8, where(w > 0.5, 64, 64))", "8 tokens or 64 tokens per KV head", [8, 64], [4128, 33024]),
+        ("1000 * w", "1000 * w tokens per KV head, as w tells", [None], [None, None]),
+        ("small", "small tokens per KV head, as w tells", [None], [None, None]),
+    ],
+)
+def test_budgets_that_a_tensor_tells(
+    capsys: Capture, budget: str, said: str, budgets: list[int | None], in_bytes: list[int | None]
+) -> None:
+    tensor = 'tensor w [layers, heads] from "w.safetensors"'
+    text, data = explained(
+        capsys, f"{tensor}\n  param sinks = 4\n  param small = 9 * w + sinks\n  budget {budget}\n  score age * small"
+    )
+    assert said in text
+    assert [one["tokens"] for one in data["budgets"]] == budgets
+    assert data["bytes_per_head"] == in_bytes
+    known = [f"{size:,}" for size in in_bytes if size is not None]
+    assert all(f"{size} " in text for size in known) and "a KV head takes" in text
+
+
+def test_a_policy_whose_heads_keep_the_same_says_nothing_of_them(capsys: Capture) -> None:
+    text, data = explained(capsys, "param budget = 64\n  score sum(attn)")
+    assert data["budgets"] == [] and data["bytes_per_head"] is None
+    assert "a KV head takes" not in text

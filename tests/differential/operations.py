@@ -45,6 +45,13 @@ _READING = {
     "a reduction over queries": "param budget = 7\nscore mean(attn * head + layer_) + sum(attn > head * max(attn over slots))",
     "a reduction over queries and dims": "param budget = 7\nscore max(sum(q * vector * k over dims))",
     "a selection": "select top 5 by dot(q * direction, k) + head * position",
+    "a budget": "param big = 7\nbudget where(head > 0, big, prompt + 1 + layer_)\nscore sum(attn) * budget - age\nkeep last budget / 3\n"
+    "keep first 1 + (head > 0.5)",
+    "a budget of staged eviction": "param more = 3 * (head > 0)\nbudget 4 + more\nscore last(attn)\nkeep top 2 + (head > 0) by age\n"
+    "trigger overflow >= 1 + more\nslack more\nmax_drop 1 + more",
+    "a budget with a hard cap": "budget 4 + 3 * (head > 0)\nscore sum(attn)\nkeep first 1 + (head > 0)\nslack (head > 0.3)\ncap hard",
+    "the count of a selection": "select top 3 + 2 * (head > 0) by dot(q, k)",
+    "a count that a selection keeps": "select top 5 by dot(q, k)\nkeep last 1 + (head > 0)",
     "a sketch": "sketch top 3 dims by abs(direction) every 2 queries\nselect top 5 by dot(q, k over sketch)",
 }
 

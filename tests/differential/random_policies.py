@@ -95,6 +95,7 @@ class Maker:
         victims: who must agree on the victims, unless a budget is shared.
         fused: no statements without fused kernels.
         tensors: of files, which expressions may read. `given`: values from the caller, likewise.
+        by_head: the budget, where it differs between KV heads; numbers that do not have to be the same for all may read it.
     """
 
     pick: Callable[[Sequence[Any]], Any]
@@ -107,6 +108,7 @@ class Maker:
     fused: bool = False
     tensors: tuple[Tensor, ...] = ()
     given: tuple[Given, ...] = ()
+    by_head: tuple[Expr, ...] = ()
 
     def one_of(self, *options: Any) -> Any:
         return self.pick(options)
@@ -119,11 +121,11 @@ class Maker:
     def literal(self) -> Expr:
         return Number(value=self.one_of(*LITERALS))
 
-    def fixed_number(self, depth: int = 2) -> Expr:
-        """What is known once the prompt is: literals, params, the budget, the prompt, the layer."""
+    def fixed_number(self, depth: int = 2, own: tuple[Expr, ...] = ()) -> Expr:
+        """What is known once the prompt is: literals, params, the budget, the prompt, the layer, and what each head has of its `own`."""
         if depth == 0 or not self.rarely():
-            return self.literal() if self.one_of(True, False) else self.one_of(*self.fixed)
-        left, right = self.fixed_number(depth - 1), self.fixed_number(depth - 1)
+            return self.literal() if self.one_of(True, False) else self.one_of(*self.fixed, *own)
+        left, right = self.fixed_number(depth - 1, own), self.fixed_number(depth - 1, own)
         shape = self.one_of("+", "*", "-", "/", "max", "min", "floor", "where")
         if shape in ("max", "min"):
             return Call(function=shape, args=(left, right))
@@ -133,11 +135,11 @@ class Maker:
             return Call(function="where", args=(Binary(op="<", left=Input(name="layers"), right=right), left, right))
         return self.binary(shape, left, right)
 
-    def count(self, most: float, least: float = 0) -> Expr:
+    def count(self, most: float, least: float = 0, own: tuple[Expr, ...] = ()) -> Expr:
         """A number between two others, whatever the prompt and the layer are."""
         if self.one_of(True, True, False):
             return Number(value=float(self.pick(range(int(least), int(most) + 1))))
-        free = self.fixed_number()
+        free = self.fixed_number(own=own)
         value = value_of(fold_expression(free), self.known)
         if value is not None and least <= value <= most:
             return free
@@ -190,7 +192,8 @@ class Maker:
 
     def leaf(self, place: Place) -> Expr:
         """Something without operands; with dims or queries around it, something that has them, mostly."""
-        number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*self.fixed), lambda: Input(name="live")]
+        fixed = (*self.fixed, *self.by_head)
+        number: list[Callable[[], Expr]] = [self.literal, lambda: self.one_of(*fixed), lambda: Input(name="live")]
         slot: list[Callable[[], Expr]] = [lambda: Input(name="position"), lambda: Input(name="age")]
         number += [lambda: self.tensor(dims=False)] if any("dims" not in one.axes for one in self.tensors) else []
         slot += [lambda: GivenRef(name=self.one_of(*(one.name for one in self.given)))] if self.given else []
@@ -319,9 +322,9 @@ class Maker:
         for _ in range(self.one_of(0, 1, 1, 2, 3)):
             scope = self.one_of("last", "top", "first", "where") if evicts else self.one_of("last", "first")
             if scope in sizes:
-                made.append(Keep(scope=scope, count=self.count(sizes[scope])))
+                made.append(Keep(scope=scope, count=self.count(sizes[scope], own=self.by_head)))
             elif scope == "top":
-                made.append(Keep(scope="top", count=self.count(room), by=self.value(KEEP)))
+                made.append(Keep(scope="top", count=self.count(room, own=self.by_head), by=self.value(KEEP)))
             else:
                 made.append(Keep(scope="where", by=self.condition(KEEP)))
         if not any(keep.scope == "last" for keep in made) and self.one_of(True, True, False):
@@ -334,9 +337,9 @@ class Maker:
         made["when"] = self.one_of("both", "both", "both", "both", "prefill", "decode")
         if made["when"] != "prefill":
             if self.rarely():
-                made |= {name: self.count(4) for name in ("trigger", "slack", "max_drop")}
+                made |= {name: self.count(4, own=self.by_head) for name in ("trigger", "slack", "max_drop")}
             made["cap"] = "soft" if self.fused else self.one_of("soft", "soft", "soft", "hard")
-        elif not self.fused and self.one_of(True, False):
+        elif not self.fused and not self.by_head and self.one_of(True, False):
             made["across"] = self.one_of(NOTHING, Number(value=0.2), Number(value=0.5), ONE)
         if made["when"] != "decode" and self.victims != "layers" and self.rarely():
             made |= {"prefill": "blocks", "prefill_block": self.count(6, 1)}
@@ -396,7 +399,11 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     room = 4.0
     if evicts:
         made["budget"], room = _budget(maker, made["params"])
-        maker.fixed.append(Input(name="budget"))
+        told = _by_head(maker, made["budget"]) if maker.victims == "own" else None
+        if told is None:
+            maker.fixed.append(Input(name="budget"))
+        else:
+            made["budget"], room, maker.by_head = told, min(room, 4.0), (Input(name="budget"),)
     made["keeps"] = maker.keeps(room, evicts=evicts) if evicts or selects else ()
     if evicts:
         made |= maker.eviction(room, compact=compact)
@@ -437,6 +444,17 @@ def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
         wider = maker.call(maker.one_of("max", "min"), budget, Number(value=6))
         budget = maker.one_of(wider, Binary(op="+", left=budget, right=maker.fixed[1]))
     return budget, 4.0 if smallest is None else min(smallest, 6.0)
+
+
+def _by_head(maker: Maker, budget: Expr) -> Expr | None:
+    """The budget for some KV heads, and another for the others, as a tensor tells; None where none is read."""
+    numbers = [TensorRef(name=one.name, dims=False) for one in maker.tensors if "dims" not in one.axes]
+    if not numbers or maker.one_of(True, False):
+        return None
+    other = maker.one_of(Number(value=4.0), Number(value=12.0), Input(name="prompt"), Input(name="everything"))
+    least = Call(function="max", args=(other, Number(value=4.0)))
+    condition = Binary(op=">", left=maker.one_of(*numbers), right=NOTHING)
+    return Call(function="where", args=(condition, budget, least))
 
 
 @st.composite

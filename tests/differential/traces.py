@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.interp import Call, Head, Layer, resolve
+from kvdsl.interp import Call, Head, Layer, resolve_heads
 from kvdsl.interp.rotation import Rope as ExactRope
 from kvdsl.ir.nodes import Policy
 from kvdsl.loading import class_in_memory
@@ -266,8 +266,10 @@ class Run:
         if self.sinks is not None:
             sinks = list(self.sinks.double().numpy().reshape(trace.kv_heads, -1))
         calls = [Call(trace.head_dim**-0.5, trace.softcap, trace.window, own, _ropes(trace)[1]) for own in sinks]
+        shape = {"heads": trace.kv_heads, "head_offset": HEAD_OFFSET, "tensors": self.tensors}
         numbers = [
-            resolve(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected) for layer in trace.layers
+            resolve_heads(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected, **shape)
+            for layer in trace.layers
         ]
         return Layer(self.policy, numbers, calls * len(numbers), trace.kv_heads, HEAD_OFFSET, trace.seed, self.tensors)
 

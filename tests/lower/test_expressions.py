@@ -87,7 +87,7 @@ def test_printed_numbers_mean_what_the_interpreter_says(expr: Expr) -> None:
     with np.errstate(all="ignore"):
         expected = evaluate_number(expr, Scope(0, 0, {}, values))
     tensors = {name: torch.tensor([value], dtype=torch.float64) for name, value in values.items()}
-    text = NumberPrinter("P[{0!r}]", {}).value(_no_constants(expr)).text
+    text = NumberPrinter("P[{0!r}]", {}, "").value(_no_constants(expr)).text
     got = float(eval(text, {"torch": torch, "P": tensors | {"one": torch.ones(1, dtype=torch.float64)}}))
     assert got == expected or (math.isnan(got) and math.isnan(expected)), text
 

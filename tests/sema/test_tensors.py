@@ -17,6 +17,8 @@ from kvdsl.syntax.formatter import format_source
 HEAD = 'kv 1\n\npolicy P {\n  "A test."\n  param budget = 8\n'
 FILTER = 'tensor filter [layers, heads, dims] from "filter.safetensors"'
 SCORE = "score -dot(filter, k)"
+W = 'tensor w [layers, heads] from "f.safetensors"'
+BY_HEAD = "budget where(w > 0.5, 384, prompt)"
 
 
 def checked(folder: Path, *lines: str) -> Analysis:
@@ -93,14 +95,41 @@ def test_a_text_has_no_folder() -> None:
         ((FILTER, FILTER, SCORE), "KV0206", "defined twice"),
         (('tensor k [dims] from "f.safetensors"', "score position"), "KV0210", "built-in"),
         (('tensor double [layers] from "f.safetensors"', "score double"), "KV0111", "keyword of C++"),
-        (('tensor w [layers, heads] from "f.safetensors"', "budget where(w > 0.5, 384, prompt)", "score w"), "KV0308",
-         "the budget is one number for all KV heads of a layer, but `w` has one for each"),
-        (('tensor w [layers, heads] from "f.safetensors"', "score w", "keep last w"), "KV0308", "one number for all KV heads"),
+        ((W, "score w", "select top 9 by dot(q, k)", "pages w"), "KV0308", "one number for all KV heads of a layer, but `w` has one"),
+        ((W, BY_HEAD, "score sum(attn over last budget queries)"), "KV0308",
+         "this is one number for all KV heads of a layer, but `budget` reads `budget`, which differs between them"),
+        ((W, BY_HEAD, "score position", "prefill blocks of budget / 2"), "KV0308", "`budget / 2` reads `budget`, which differs"),
+        ((W, "param n = 4 * w", BY_HEAD, "score max_pool(sum(attn), n)"), "KV0308", "`n` reads `w`, which differs"),
+        ((W, "score position", "layers w.."), "KV0308", "one number for all KV heads"),
+        ((W, "param n = 4 * w", "score position", "layers n.."), "KV0308", "the range of `layers` cannot depend on `w`"),
+        ((W, f"{BY_HEAD} across heads", "score position", "when prefill"), "KV0412", "heads that share a budget have equal shares"),
+        ((W, BY_HEAD, "score position", "victims shared by heads"), "KV0419", "heads with the same victims keep equally many tokens"),
+        ((W, "score position", "keep first 4 * w", "victims shared by heads"), "KV0419", "but `4 * w` reads `w`, which differs"),
+        (('tensor w [layers] from "f.safetensors"', BY_HEAD, "score position", "victims shared by layers"), "KV0419",
+         "layers with the same victims keep equally many tokens, but `where(w > 0.5, 384, prompt)` reads `w`"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_with_a_tensor(tmp_path: Path, lines: tuple[str, ...], code: str, text: str) -> None:
     found = errors(tmp_path, *lines)
     assert any(one.code == code and text in one.message for one in found), [(one.code, one.message) for one in found]
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        (BY_HEAD, "score position", "keep last budget / 4"),
+        ("param small = 4 + w", "budget small", "score budget * position", "keep first w", "keep top small by k_norm"),
+        (BY_HEAD, "score position", "trigger overflow >= 1 + w", "max_drop 2 * w", "slack w"),
+        ("score position", "select top 8 + w by dot(q, k)"),
+    ],
+)
+def test_numbers_that_a_head_has_by_itself(tmp_path: Path, lines: tuple[str, ...]) -> None:
+    assert errors(tmp_path, W, "let k_norm = norm2(k)", *lines) == []
+
+
+def test_a_number_of_a_layer_is_one_for_all_its_heads(tmp_path: Path) -> None:
+    layers = 'tensor w [layers] from "f.safetensors"'
+    assert errors(tmp_path, layers, BY_HEAD, "score sum(attn)", "victims shared by heads", "prefill blocks of budget") == []
 
 
 def test_a_near_name_is_shown(tmp_path: Path) -> None:

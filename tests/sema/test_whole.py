@@ -126,7 +126,11 @@ def test_counts_do_not_depend_on_what_is_cached() -> None:
     expect_in("keep last age", "KV0302", message, "age")
     message = "`live` changes from step to step, so the count of `keep first` cannot read it"
     expect_in(
-        "keep first live / 2", "KV0308", message, "live / 2", "it can read params, `budget`, `prompt`, `layer` and `layers`"
+        "keep first live / 2",
+        "KV0308",
+        message,
+        "live / 2",
+        "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`",
     )
     found = only(body("param budget = 8", "score age", "slack max(age over slots)"), "KV0308")
     assert found.message == "`slack` cannot depend on what is cached, as `max(age over slots)` does"

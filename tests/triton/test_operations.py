@@ -17,7 +17,7 @@ from .interpreter import with_kernels
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
 OPERATIONS = dict(all_operations())
-FAST = ("std over slots", "ema over queries", "var over the last N queries")
+FAST = ("std over slots", "ema over queries", "var over the last N queries", "a tensor in a budget")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS]
 
 

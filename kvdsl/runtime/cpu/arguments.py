@@ -18,7 +18,7 @@ class DecodeArgs(ctypes.Structure):
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (
-            "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row",
+            "batch", "kv_heads", "group", "key_dim", "value_dim", "slots", "tokens", "params_per_row", "params_per_head",
             "window", "layer", "head_offset", "threads", "rope_pairs", "rope_offset", "rope_interleaved",
             "sketch_width", "pages", "block_size", "blocks",
         )),
@@ -40,6 +40,11 @@ class PromptArgs(ctypes.Structure):
 def address(tensor: Tensor | None) -> int | None:
     """Where a tensor lies; nowhere if there is none, or an empty one."""
     return None if tensor is None or tensor.numel() == 0 else tensor.data_ptr()
+
+
+def strides_of(numbers: Tensor) -> dict[str, int]:
+    """How far a row's and a KV head's numbers lie apart in a policy's table, contiguous [batch, (kv_heads,) numbers]."""
+    return {"params_per_row": numbers.stride(0), "params_per_head": numbers.stride(1) if numbers.dim() == 3 else 0}
 
 
 def point(args: ctypes.Structure, **tensors: Tensor | None) -> None:

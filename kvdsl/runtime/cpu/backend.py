@@ -14,7 +14,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, point
+from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, point, strides_of
 from kvdsl.runtime.cpu.step import Step
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
@@ -139,7 +139,7 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
     ring_rows, lse, newest = state.ring_rows(), lse.contiguous(), prompt.position.contiguous()
     args = DecodeArgs(
         batch=len(position), kv_heads=prompt.heads, group=prompt.group, key_dim=key.shape[-1], value_dim=value.shape[-1],
-        slots=prompt.slots, tokens=prompt.tokens, params_per_row=numbers.shape[-1], window=call.window or 0, layer=state.layer,
+        slots=prompt.slots, tokens=prompt.tokens, **strides_of(numbers), window=call.window or 0, layer=state.layer,
         head_offset=state.head_offset, threads=torch.get_num_threads(), seed=state.seed & 0xFFFFFFFF, scale=call.scaling,
         softcap=call.softcap or 0.0,
     )  # fmt: skip

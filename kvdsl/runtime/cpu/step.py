@@ -13,7 +13,7 @@ from torch import Tensor
 
 from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point
+from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point, strides_of
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.flat import Flat
@@ -111,7 +111,7 @@ def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
     keys, values = state.layout.key_pool, state.layout.value_pool
     args = DecodeArgs(
         batch=batch, kv_heads=kv_heads, key_dim=keys.shape[-1], value_dim=values.shape[-1], slots=slots,
-        params_per_row=state.numbers.shape[-1], layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
+        **strides_of(state.numbers), layer=state.layer, head_offset=state.head_offset, seed=state.seed & 0xFFFFFFFF,
     )  # fmt: skip
     point(
         args, keys=keys, values=values, position=state.position, state=state.columns, ring_rows=ring_rows,

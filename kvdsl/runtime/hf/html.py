@@ -53,9 +53,9 @@ def _most(layer: SlotLayer) -> str:
     """What each KV head of the layer is allowed once it has settled, as the numbers of the first row have it."""
     if "capacity" not in layer.state.spec.numbers:
         return "every token"
-    named = layer.state.settings.named(layer.state.numbers)
-    capacity = float(named["capacity"][0])
-    return "every token" if capacity == float("inf") else f"{capacity:,.0f} tokens"
+    capacity = layer.state.settings.named(layer.state.numbers)["capacity"][0]
+    least, most = ("every token" if x.isinf() else f"{float(x):,.0f} tokens" for x in (capacity.min(), capacity.max()))
+    return least if least == most else f"{least} to {most}"
 
 
 def _strip(layer: SlotLayer) -> str:

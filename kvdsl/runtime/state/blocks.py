@@ -133,6 +133,7 @@ def _most_blocks(state: SlotState, size: int) -> Tensor:
     slots = state.slots
     live = state.position >= 0
     behind_last = (live * torch.arange(1, slots + 1, device=live.device)).amax((1, 2))
-    most = state.settings.most_while_attending(state.numbers).floor().clamp(max=slots).long()
+    by_head = state.settings.most_while_attending(state.numbers).view(len(live), -1)
+    most = by_head.amax(1).floor().clamp(max=slots).long()
     needed = torch.stack([most, behind_last, live.sum(-1).amax(1) + 1]).amax(0).clamp(max=slots)
     return -(-needed // size)

@@ -4,6 +4,8 @@ Under a budget that the heads of a layer share (`budget B across heads`), some k
 at the end of the prompt, each head gets room for what it has kept and for the tokens to come, of which all heads get as many; what
 was evicted is freed and not masked. Nothing moves until that room is used up, and then everything at once.
 
+Where a tensor tells what each head keeps, a head gets room for its own budget, also while decoding.
+
 There are as many slots for every head as the longest one has.
 """
 
@@ -23,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class Flat(Layout):
-    """Keys and values of heads that differ in length; of policies that evict in the prompt only.
+    """Keys and values of heads that differ in length; of policies that evict in the prompt only, or by a budget of each head's own.
 
     Tensors:
         key_pool [rows, key_dim], value_pool [rows, value_dim].
@@ -49,19 +51,24 @@ class Flat(Layout):
     def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         keys, values = (kept[name] if order is None else taken(name, kept[name], order) for name in ("keys", "values"))
         held = (state.position >= 0)[..., : keys.shape[2]]
-        self._fill(state.position, keys[held], values[held])
+        self._fill(state, keys[held], values[held], 0)
 
     def grow(self, state: SlotState, held: Tensor) -> None:
         at = self.places(held)
-        self._fill(state.position, self.key_pool[at], self.value_pool[at])
+        self._fill(state, self.key_pool[at], self.value_pool[at], self.room)
 
-    def _fill(self, position: Tensor, keys: Tensor, values: Tensor) -> None:
-        """Fresh pools with the live tokens, head by head [any, dim]; every head gets as many free slots as the longest one has."""
-        slots = position.shape[2]
-        used = ((position >= 0) * torch.arange(1, slots + 1, device=position.device)).amax(2)
-        room = used + (slots - used.max())
+    def _fill(self, state: SlotState, keys: Tensor, values: Tensor, least: Tensor | int) -> None:
+        """Fresh pools with the live tokens, head by head [any, dim].
+
+        Every head gets as many free slots as the longest one has, but no more than its budget fills, and `least` slots in all.
+        """
+        position, slots, live = state.position, state.slots, state.position >= 0
+        used = (live * torch.arange(1, slots + 1, device=position.device)).amax(2)
+        most = state.most_by_head().to(used.device).expand_as(used)
+        own = torch.stack([most, used.double(), live.sum(2) + 1.0]).amax(0).clamp(max=slots).long()
+        room = torch.where(most.isfinite(), own, used + (slots - used.max())).clamp(min=least)
         ends = room.flatten().cumsum(0)
         self.first_rows = (ends - room.flatten()).view_as(room)
-        self.key_pool, self.value_pool = (allocated(live, (int(ends[-1]), live.shape[1]), 0) for live in (keys, values))
-        at = self.places(position >= 0)
+        self.key_pool, self.value_pool = (allocated(held, (int(ends[-1]), held.shape[1]), 0) for held in (keys, values))
+        at = self.places(live)
         self.key_pool[at], self.value_pool[at] = keys, values

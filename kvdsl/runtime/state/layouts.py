@@ -21,4 +21,5 @@ def _layout(spec: PolicySpec) -> Layout:
     if "block" in spec.numbers:
         return Blocks()
     kept_beside = spec.compact or spec.selects
-    return Flat() if spec.across and spec.when == "prefill" and not kept_beside else SlotAfterSlot()
+    lengths_differ = (spec.across and spec.when == "prefill") or spec.heads_differ
+    return Flat() if lengths_differ and not kept_beside else SlotAfterSlot()

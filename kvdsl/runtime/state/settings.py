@@ -23,7 +23,11 @@ _LONG = 2.0**30
 class Settings(Linked):
     """What a policy's `resolve` says for one layer.
 
-    A table of numbers is float64 [batch, len(spec.numbers)], a row of the batch each.
+    A table of numbers is float64 [batch, len(spec.numbers)], a row of the batch each; where the heads' numbers differ, [batch, kv_heads,
+    len(spec.numbers)].
+
+    Attributes:
+        heads: which of the layer's KV heads it is for: all that there are, until keys tell.
     """
 
     LINKS = ("spec",)
@@ -33,9 +37,10 @@ class Settings(Linked):
         self.given = dict(given)
         self.layer = layer
         self.layers = layers
+        self.heads = slice(None)
 
     def resolve(self, prompt: Tensor) -> Tensor:
-        """The numbers for rows with prompts of these lengths, [batch].
+        """The table for rows with prompts of these lengths, [batch].
 
         Raises:
             KvdslError: if the static keeps protect more tokens than the budget holds.
@@ -46,7 +51,7 @@ class Settings(Linked):
         except TooManyKeptError as error:
             raise self._where_and_how_many(error, prompt) from None
         if not self.spec.numbers:
-            return given.prompt.new_zeros(len(prompt), 0)
+            return given.prompt.new_zeros(*given.prompt.shape, 0)
         return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
 
     def tried(self, prompt: float) -> Tensor | None:
@@ -66,17 +71,21 @@ class Settings(Linked):
             self.resolve(torch.full((1,), _LONG))
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The columns of a table of numbers by name, [batch] each."""
+        """The columns of a table of numbers by name, [batch] each, or [batch, kv_heads]."""
         return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
 
     def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The same, [batch, 1, 1] each: with room for heads and slots."""
-        return {name: value.view(-1, 1, 1) for name, value in self.named(numbers).items()}
+        """The same, [batch, kv_heads or 1, 1] each: with room for heads and slots."""
+        return {name: value.reshape(len(value), -1, 1) for name, value in self.named(numbers).items()}
+
+    def of_rows(self, numbers: Tensor, name: str) -> Tensor:
+        """A number that all KV heads have in common: [batch]."""
+        return self.named(numbers if numbers.dim() == 2 else numbers[:, 0])[name]
 
     # -- how many slots that takes -------------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:
-        """Tokens that a KV head of each row of a policy that evicts holds at most, once it has settled after its prompt: [batch]."""
+        """Tokens that a KV head of a policy that evicts holds at most, once it has settled after its prompt: [batch(, kv_heads)]."""
         named = self.named(numbers)
         capacity = named["capacity"]
         none = torch.zeros_like(capacity)
@@ -92,7 +101,7 @@ class Settings(Linked):
         return trigger is not None and bool((trigger == 0).any())
 
     def bounded_by(self) -> Tensor | None:
-        """Tokens that a KV head holds at most while decoding after the shortest prompt that is served, [1].
+        """Tokens that a KV head holds at most while decoding after the shortest prompt that is served, [1] or [1, kv_heads].
 
         None for a policy that may come to hold more after a longer prompt than any number of slots.
         """
@@ -106,7 +115,12 @@ class Settings(Linked):
     # -- errors --------------------------------------------------------------------------------------------------------
 
     def _given(self, prompt: Tensor, layer: int, values: Mapping[str, float | None]) -> Given:
-        return Given(self.spec.name, values, prompt, layer, self.layers)
+        if self.spec.tensors is None:
+            return Given(self.spec.name, values, prompt, layer, self.layers)
+        tensors = self.spec.tensors.numbers(layer, self.heads)
+        if self.spec.heads_differ:
+            prompt = prompt[:, None].expand(-1, max(len(one) for one in tensors.values()))
+        return Given(self.spec.name, values, prompt, layer, self.layers, tensors)
 
     def _where_and_how_many(self, error: TooManyKeptError, prompt: Tensor) -> KvdslError:
         """The error with the layer, if other layers have room, and the smallest budget with which all have, if there is one."""

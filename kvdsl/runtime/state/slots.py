@@ -50,7 +50,7 @@ class SlotState(Linked):
         position [batch, kv_heads, N] int32: the token's place in the row's text, padding excluded; -1 is a free slot.
         columns [rows, batch, kv_heads, N] float32: the policy's state columns, a row each, and behind them every ring's rows.
         seen [batch] int32: the row's tokens so far, padding excluded: the position of its next token.
-        numbers [batch, len(spec.numbers)] float64: the policy's numbers per row.
+        numbers [batch, len(spec.numbers)] float64: the policy's numbers per row; [batch, kv_heads, len(spec.numbers)] where heads differ.
     A policy that sketches has two more:
         sketch [batch, kv_heads, D] int32: the dims that it looks at, ascending; -1 where a row has fewer than D.
         prompt [batch] int32: the row's tokens up to its last prompt's end, padding excluded.
@@ -190,7 +190,7 @@ class SlotState(Linked):
     # -- numbers -------------------------------------------------------------------------------------------------------
 
     def resolve_after(self, seen: Tensor) -> Tensor:
-        """The policy's numbers after a forward of a prompt, float64 [batch, len(spec.numbers)]: the prompt is all of a row's text so far.
+        """The policy's table of numbers after a forward of a prompt: the prompt is all of a row's text so far.
 
         Args:
             seen: int32 [batch], the rows' tokens, the new ones included; a row to which none came keeps its numbers.
@@ -199,7 +199,8 @@ class SlotState(Linked):
             KvdslError: as `resolve` does.
         """
         numbers = self.settings.resolve(seen.clamp(min=self.expected))
-        return torch.where((seen > self.seen)[:, None], numbers, self.numbers) if self.allocated else numbers
+        came = (seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)) if self.allocated else None
+        return numbers if came is None else torch.where(came, numbers, self.numbers)
 
     # -- constants -----------------------------------------------------------------------------------------------------
 
@@ -223,6 +224,7 @@ class SlotState(Linked):
             "dims": key.shape[3],
         }
         self.constants = self.spec.tensors.rows(self.layer, sizes, heads).to(key.device)
+        self.settings.heads = heads
 
     def constants_of(self, heads: slice = slice(None)) -> dict[str, Tensor]:
         """What the policy's tensors have for some of the KV heads, by name: float32 [heads, key_dim] each."""
@@ -297,7 +299,7 @@ class SlotState(Linked):
         """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
         if self.bounded and self.spec.when == "prefill":
             numbers = numbers.clone()
-            numbers[:, self.spec.numbers.index("capacity")] = torch.inf
+            numbers[..., self.spec.numbers.index("capacity")] = torch.inf
         named = self.settings.named(numbers)
         self.evicts = self.bounded and bool(named["capacity"].isfinite().any())
         self.selects = self.spec.selects and bool(named["select"].isfinite().any())
@@ -310,9 +312,22 @@ class SlotState(Linked):
         """
         if not self.evicts or (not self.spec.hard_cap and self.settings.never_settles(numbers)):
             return None
-        most = _whole(float(self.settings.most_while_attending(numbers).max()))
+        most = float(self.settings.most_while_attending(numbers).max())
+        if most == torch.inf:  # some heads keep everything
+            return None
+        most = _whole(most)
         most = max(most, self.filled if self.spec.hard_cap else self.filled + 1)
         return most if device.type == "cpu" else _multiple(most, _ALIGNED)
+
+    def most_by_head(self) -> Tensor:
+        """Tokens that each KV head holds at most while decoding, once what a prompt left has settled: [batch, kv_heads or 1], or inf."""
+        bounded = self.evicts and (self.spec.hard_cap or not self.settings.never_settles(self.numbers))
+        most = (
+            self.settings.most_while_attending(self.numbers)
+            if bounded
+            else torch.full_like(self.seen, torch.inf, dtype=torch.float64)
+        )
+        return most.view(len(most), -1)
 
     def _first_slots(self, device: torch.device) -> int:
         """Slots to allocate at the end of a prompt.

@@ -81,9 +81,9 @@ class Step:
 
 def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, Tensor]]:
     """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
-    numbers, rings = state.settings.named(state.numbers), state.rings(state.columns)
-    rows = torch.arange(len(seen), device=seen.device)
-    return [(rings[name], seen.long() % numbers[size].long(), rows) for name, size in state.spec.rings]
+    rings, rows = state.rings(state.columns), torch.arange(len(seen), device=seen.device)
+    sizes = {size: state.settings.of_rows(state.numbers, size).long() for _, size in state.spec.rings}
+    return [(rings[name], seen.long() % sizes[size], rows) for name, size in state.spec.rings]
 
 
 class UndoLog:

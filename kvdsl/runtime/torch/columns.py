@@ -69,7 +69,7 @@ class Columns:
     def ring(self, name: str, x: Tensor) -> None:
         """Note what each query gave in its place, over what an older one gave."""
         ring, newest = self._view.rings[name], self._view.query_position[:, 0, :, 0]
-        size = self._view.number(rings.size_name(name)).view(-1, 1)
+        size = self._view.number(rings.size_name(name))[:, 0, 0]
         writer = rings.writers(len(ring), size, newest)[:, None, :, None].expand(-1, ring.shape[2], -1, ring.shape[3])
         seen = (writer >= 0) & self.visible.gather(2, writer.clamp(min=0))
         gave = x.float().expand(self.visible.shape).gather(2, writer.clamp(min=0))

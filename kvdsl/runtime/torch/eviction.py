@@ -32,7 +32,7 @@ class Held:
 
     Attributes:
         kept: `keys`, `values`, `position` and `columns` over slots; of a decode step under compact positions `rank` as well.
-        numbers: [batch, len(spec.numbers)] float64.
+        numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
         newest: int32 [batch], the position of the row's newest token.
         rows: bool [batch], the rows that may lose slots.
         evicts: whether any may, in this layer and phase.

@@ -50,7 +50,7 @@ def _in_blocks(
     state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
 ) -> Tensor:
     """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
-    size = state.settings.named(numbers)["prefill_block"].long()
+    size = state.settings.of_rows(numbers, "prefill_block").long()
     batch, query_heads, tokens, _ = call.query.shape
     kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
     for chosen, real in _blocks(new_position, seen_before(state, call), size):

@@ -28,7 +28,7 @@ class Prompt:
     Attributes:
         kept: what is cached, the new tokens included.
         position: int32 [batch, tokens], the new tokens' positions in their rows' texts, FREE for padding.
-        numbers: float64 [batch, len(spec.numbers)].
+        numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
     """
 
     state: SlotState
@@ -107,7 +107,8 @@ class Prompt:
         kept = {name: tensor[rows, heads, slots] for name, tensor in self.kept.items() if name != "columns"}
         kept["columns"] = self.kept["columns"][:, rows, heads, slots]
         query = self.call.query[rows, heads.start * self.group : heads.stop * self.group, tokens]
-        view = row_view(self.state, kept, query, self.position[rows, tokens], self.numbers[rows])
+        numbers = self.numbers[rows] if self.numbers.dim() == 2 else self.numbers[rows, heads]
+        view = row_view(self.state, kept, query, self.position[rows, tokens], numbers)
         view.live = self.live[rows, heads, tokens, None].float()
         seed, layer, first_head = view.random_key
         view.random_key = (seed, layer, first_head + heads.start)

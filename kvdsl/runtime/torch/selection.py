@@ -84,7 +84,7 @@ def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor
 
 def refresh(state: SlotState, row: View, real: Tensor) -> None:
     """Find the sketch anew in the rows (bool [batch]) whose token is a multiple of `every` queries after the prompt's last."""
-    every = state.settings.named(state.numbers)["sketch_every"].long()
+    every = state.settings.of_rows(state.numbers, "sketch_every").long()
     due = real & ((state.seen - state.prompt) % every == 0)
     found = sketched(state, row, state.numbers, state.sketch.shape[-1])
     state.sketch.copy_(torch.where(due.view(-1, 1, 1), found, state.sketch))

@@ -47,13 +47,13 @@ def first_query(prompt: Prompt) -> int:
     A ring holds what the newest queries gave, and `last` what the newest gave, which is the same for all slots unless a window
     hides it from some.
     """
-    spec, numbers = prompt.state.spec, prompt.state.settings.named(prompt.numbers)
+    spec, settings = prompt.state.spec, prompt.state.settings
     rules = set(spec.column_rules) - {"token"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0
-    wanted = torch.ones_like(prompt.numbers[:, 0] if prompt.numbers.shape[1] else prompt.position[:, 0].double())
+    wanted = torch.ones_like(prompt.position[:, 0], dtype=torch.float64)
     for _, size in spec.rings:
-        wanted = torch.maximum(wanted, numbers[size])
+        wanted = torch.maximum(wanted, settings.of_rows(prompt.numbers, size))
     newest = prompt.position.amax(1, keepdim=True)
     known = (prompt.position > newest - wanted[:, None]) & (prompt.position >= 0)
     return int(known.any(0).int().argmax())

@@ -40,7 +40,7 @@ class View:
         query_position: int32 [batch, 1, queries, 1], of each query's own token.
         live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
         window: queries see this many tokens, or None.
-        numbers: the policy's numbers, float32 [batch, 1, 1, 1] each.
+        numbers: the policy's numbers, float32 [batch, kv_heads or 1, 1, 1] each.
         columns: the state columns, float32 [batch, kv_heads, slots] each.
         query: [batch, kv_heads, group, queries, dim]; None in a settle.
         key, value: [batch, kv_heads, slots, dim].
@@ -107,6 +107,10 @@ class View:
         """What a tensor without dims has: [1, kv_heads, 1, 1]."""
         return self.constants[name][None, :, :1, None]
 
+    def of_head(self, name: str) -> Tensor:
+        """The same as a number that tokens are counted by: float64 [1, kv_heads, 1]."""
+        return self.constants[name][None, :, :1].double()
+
     def vector(self, name: str) -> Tensor:
         """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
         return self.constants[name][None, :, None, None]
@@ -117,7 +121,7 @@ class View:
 
     def ring(self, name: str, op: str) -> Tensor:
         """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
-        size = self.number(rings.size_name(name)).view(-1, 1, 1)
+        size = self.number(rings.size_name(name))[:, 0]  # which all heads have in common
         valid = rings.valid(
             len(self.rings[name]), size, self.query_position[:, :, 0], self.slot_position[:, :, 0], self.window
         )
@@ -316,7 +320,7 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         query_position=query_position[:, None, :, None],
         live=placed.sum(-1, keepdim=True).float(),
         window=state.window,
-        numbers={name: value.float().view(-1, 1, 1, 1) for name, value in state.settings.named(numbers).items()},
+        numbers={name: value.float().unsqueeze(-1) for name, value in state.settings.per_head(numbers).items()},
         columns=state.single_columns(kept["columns"]),
         key=kept["keys"],
         value=kept["values"],

@@ -42,8 +42,8 @@ class Usage:
             self._decides.add("evicts")
         if state.spec.selects:
             self._decides.add("selects")
-            count = state.settings.named(state.numbers)["select"]
-            self.skipped |= bool((live > count[:, None]).any())
+            count = state.settings.per_head(state.numbers)["select"][..., 0]
+            self.skipped |= bool((live > count).any())
 
     @property
     def note(self) -> str | None:

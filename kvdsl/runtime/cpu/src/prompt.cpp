@@ -244,7 +244,7 @@ class PromptUnit {
     query.column_stride = column_stride_;
     query.work = nullptr;
     query.work_stride = 0;
-    query.params = args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr;
+    query.params = params_of(args_, row_, head_);
     query.constant = constants_of(args_, head_);
     query.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
     query.attn = attn_ + lane * slot_stride_;

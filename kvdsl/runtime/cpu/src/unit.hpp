@@ -246,7 +246,7 @@ class Unit {
     return static_cast<const char*>(base) + size(row_ * stride[0] + head * stride[1] + t * stride[2]);
   }
 
-  const double* params() const { return args_.params ? args_.params + int64_t{row_} * args_.params_per_row : nullptr; }
+  const double* params() const { return params_of(args_, row_, head_); }
 
   void attend_to_all() {
     choosing_ = false;

@@ -31,7 +31,7 @@ struct DecodeArgs {
   const int32_t* ring_rows;  // [rings] the row of `state` with which each ring begins; null when the policy has none
   int32_t* seen;      // [B] real tokens before this call, advanced by it
   const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
-  const double* params;  // [B, P] the policy's numbers, null when it has none
+  const double* params;  // [B, P] the policy's numbers, or [B, H, P] where heads differ; null when it has none
   const float* constants;  // [tensors, H, D] what the policy's files hold for the layer, null when it reads none
   const float* supplied;   // [values, B, H, T] what the caller gives of the new tokens, null where the policy asks for nothing
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
@@ -56,6 +56,7 @@ struct DecodeArgs {
   int32_t slots;
   int32_t tokens;
   int32_t params_per_row;
+  int32_t params_per_head;  // 0 where all heads have the same
   int32_t window;       // attend to this many newest tokens only, 0 = all
   int32_t layer;        // with head_offset + head, seed and position the key of random()
   int32_t head_offset;  // the first KV head's number in the whole model (tensor parallelism)
@@ -71,5 +72,10 @@ struct DecodeArgs {
   float scale;    // logit = scale * q.k
   float softcap;  // logit = softcap * tanh(logit / softcap), 0 = none
 };
+
+// The policy's numbers of a row and head, null when it has none.
+inline const double* params_of(const DecodeArgs& args, int row, int head) {
+  return args.params ? args.params + int64_t{row} * args.params_per_row + int64_t{head} * args.params_per_head : nullptr;
+}
 
 }  // namespace kvdsl
