@@ -11,7 +11,7 @@ from types import ModuleType
 from kvdsl.errors import KvdslError
 
 PACKAGE = "kvdsl_lab"
-COMMANDS = ("trace", "bench", "eval", "reproduce")
+COMMANDS = ("calibrate", "trace", "bench", "eval", "leaderboard", "search", "reproduce")
 """Commands that come with it: where it is not installed, they are told apart from misspelt ones."""
 INSTALL = "pip install 'kvdsl[lab]' (in a clone: pip install ./lab)"
 

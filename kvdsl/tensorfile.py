@@ -82,9 +82,13 @@ def _stored(stream: BinaryIO, path: Path, name: str, header: Mapping[str, Any], 
     return Stored(dtype, shape, stream.read(end - begin))
 
 
-def written(tensors: Mapping[str, Stored]) -> bytes:
-    """A file with these tensors; of the same ones always the same bytes."""
-    header: dict[str, Any] = {}
+def written(tensors: Mapping[str, Stored], notes: Mapping[str, str] | None = None) -> bytes:
+    """A file with these tensors; of the same ones always the same bytes.
+
+    Args:
+        notes: what readers may show and nobody needs.
+    """
+    header: dict[str, Any] = {"__metadata__": dict(sorted(notes.items()))} if notes else {}
     at = 0
     for name, stored in sorted(tensors.items()):
         header[name] = {"dtype": stored.dtype, "shape": list(stored.shape), "data_offsets": [at, at + len(stored.data)]}

@@ -1,6 +1,7 @@
 """What the laboratory adds to the command line: `kvdsl` finds this module by the entry point `kvdsl.commands`."""
 
 COMMANDS = {
+    "calibrate": "Write the tensors that a policy reads, from a model and a text.",
     "trace": "Show which tokens a policy kept, step by step, as a page.",
     "bench": "Measure how fast a policy runs.",
     "eval": "Measure what a policy costs in quality.",

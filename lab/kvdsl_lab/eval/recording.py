@@ -79,6 +79,11 @@ class _Recorder(TorchBackend):
 
 def record(model: Any, ids: Tensor, first: int = 0) -> list[Recording]:
     """The layers from `first` on that a policy would manage, of texts of equal length, [rows, length], in one forward."""
+    return [found for layer, found in recorded(model, ids).items() if layer >= first]
+
+
+def recorded(model: Any, ids: Tensor) -> dict[int, Recording]:
+    """The same by their numbers, in order."""
     full: Any = load("full")
     prepares = full(model, backend="torch")  # for as long as it is there
     recorder = _Recorder()
@@ -86,4 +91,4 @@ def record(model: Any, ids: Tensor, first: int = 0) -> list[Recording]:
     with torch.inference_mode():
         model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
     del prepares
-    return [found for layer, found in sorted(recorder.found.items()) if layer >= first]
+    return dict(sorted(recorder.found.items()))

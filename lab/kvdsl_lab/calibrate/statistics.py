@@ -1,0 +1,70 @@
+"""The statistics that there are, a row each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+
+from kvdsl_lab.calibrate import key_pca, q_filters, query_mean, retrieval_heads
+from kvdsl_lab.eval.recording import Recording
+
+
+def _as_it_is(found: Tensor) -> Tensor:
+    return found
+
+
+@dataclass(frozen=True)
+class Statistic:
+    """Something that a model's layers tell of a text.
+
+    Attributes:
+        name: as `--tensor NAME=STATISTIC` has it.
+        doc: one line.
+        names: of tensors that mean it, where nothing is said.
+        axes: over what it varies, in the order of what `whole` gives.
+        twice: whether the text is one that is read twice.
+        seen: what a layer's recording of a stretch adds; such parts can be added up.
+        result: from the sum of these to one layer's numbers, [kv_heads, ...].
+        whole: from all layers' numbers, [layers, kv_heads, ...], to what is written.
+    """
+
+    name: str
+    doc: str
+    names: tuple[str, ...]
+    axes: tuple[str, ...]
+    seen: Callable[[Recording], Any]
+    result: Callable[[Any], Tensor]
+    twice: bool = False
+    whole: Callable[[Tensor], Tensor] = _as_it_is
+
+
+_VECTOR, _NUMBER = ("layers", "heads", "dims"), ("layers", "heads")
+
+
+def _by_heads(sinks: int, recent: int) -> dict[str, Any]:
+    seen = partial(retrieval_heads.seen, sinks=sinks, recent=recent)
+    return {"axes": _NUMBER, "seen": seen, "result": retrieval_heads.result, "twice": True}
+
+
+def statistics(sinks: int = 16, recent: int = 64) -> dict[str, Statistic]:
+    """All of them, by name.
+
+    Args:
+        sinks, recent: what a streaming head sees.
+    """
+    heads = _by_heads(sinks, recent)
+    rows = (
+        Statistic("q-filters", "the direction along which queries lie (Q-Filters)", ("filter", "filters", "q_filter", "q_filters"), _VECTOR,
+                  q_filters.seen, q_filters.result),
+        Statistic("query-mean", "the mean query", ("query_mean", "centre", "center"), _VECTOR, query_mean.seen, query_mean.result),
+        Statistic("key-pca", "the first principal axis of the keys (Loki)", ("axis", "key_pca"), _VECTOR, key_pca.seen, key_pca.result),
+        Statistic("retrieval-heads", "how much a head suffers that sees sinks and recent tokens only, a rank from 0 to 1 (as DuoAttention)",
+                  ("retrieval", "retrieval_heads"), whole=retrieval_heads.ranks, **heads),
+        Statistic("streaming-heads", "1 less that: high where such a head does not suffer", ("streaming", "streaming_heads"),
+                  whole=lambda changes: 1 - retrieval_heads.ranks(changes), **heads),
+    )  # fmt: skip
+    return {row.name: row for row in rows}

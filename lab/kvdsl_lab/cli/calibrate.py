@@ -1,0 +1,122 @@
+"""`kvdsl calibrate`: the tensors that a policy reads, from a model that reads a text."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from kvdsl.cli import completion
+from kvdsl.cli.common import json_option
+from kvdsl.cli.options import dtype_option, model_option
+from kvdsl_lab.cli.measuring import Measured, text_option
+
+if TYPE_CHECKING:
+    from kvdsl_lab.calibrate.files import Files
+
+
+def _chosen(ctx: click.Context, param: click.Parameter, values: tuple[str, ...]) -> dict[str, str]:
+    chosen: dict[str, str] = {}
+    for text in values:
+        name, equals, statistic = (part.strip() for part in text.partition("="))
+        if not (name and equals and statistic):
+            raise click.BadParameter(f"`{text}` is not of the form NAME=STATISTIC, for example `--tensor filter=q-filters`")
+        chosen[name] = statistic
+    return chosen
+
+
+@click.command()
+@click.argument("policy", metavar="POLICY", shell_complete=completion.policies)
+@click.option("--tensor", "chosen", multiple=True, metavar="NAME=STATISTIC", callback=_chosen,
+              help="What a tensor of the policy is to hold, where its name does not say so; may be repeated.")  # fmt: skip
+@model_option
+@text_option
+@click.option("--tokens", type=click.IntRange(8), default=8192, show_default=True, help="Tokens of the text to read.")
+@click.option(
+    "--length", type=click.IntRange(8), default=1024, show_default=True, help="Tokens that the model reads at a time."
+)
+@click.option(
+    "--sinks", type=click.IntRange(0), default=16, show_default=True, help="First tokens that a streaming head sees."
+)
+@click.option("--recent", type=click.IntRange(1), default=64, show_default=True, help="Recent tokens that it sees.")
+@click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False),
+              help="Folder for the files [default: where the policy looks for them].")  # fmt: skip
+@click.option("--force", is_flag=True, help="Write files anew that are there already.")
+@click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+@dtype_option
+@json_option
+def command(
+    policy: str, chosen: dict[str, str], model: str | None, text: Path | None, tokens: int, length: int, sinks: int, recent: int,
+    out: Path | None, force: bool, threads: int | None, dtype: str | None, as_json: bool,
+) -> None:  # fmt: skip
+    """Write the tensors that a policy reads: a model reads a text under the full cache, and its queries and keys are looked at.
+
+    A `tensor` line says where its file lies and over what it varies; what it holds is said by its name, or by --tensor:
+
+    \b
+    q-filters        the direction along which a head's queries lie      filter, q_filter(s)
+    query-mean       the mean query                                      query_mean, centre
+    key-pca          the first principal axis of a head's keys           axis, key_pca
+    retrieval-heads  how much a head suffers that sees --sinks and       retrieval, retrieval_heads
+                     --recent tokens only: a rank from 0 to 1
+    streaming-heads  1 less that                                         streaming, streaming_heads
+
+    The first three read stretches of the text, evenly over it. The last two read each stretch's first half twice, and look at the
+    second time; they stand in for the gates that DuoAttention trains, and only approximate them. Vectors are rotated, as they are cached.
+
+    The numbers belong to the model: another one refuses them, unless it has the same layers, KV heads and dims. Calibrate on another text
+    than the one that you measure on.
+
+    \b
+    Examples:
+      kvdsl calibrate duo.kv --model smollm2 --text book.txt --tokens 8192
+      kvdsl calibrate mine.kv --tensor w=q-filters --model smollm2 -o smollm2/
+    """
+    from kvdsl.cli.progress import progress
+    from kvdsl.compiler import analyse, find_policy
+    from kvdsl_lab.calibrate import files, request, run
+    from kvdsl_lab.calibrate.statistics import statistics
+
+    found = analyse(find_policy(policy)).policy
+    wanted = request.wanted(found, chosen, statistics(sinks, recent))
+    there = files.files_of(wanted, out)
+    if not force:
+        files.check_absent(there)
+    begun, at = Measured(model, text, "auto", threads, dtype), time.perf_counter()
+    ids = begun.stretches(length, max(1, tokens // length))
+    asked = [one.statistic for one in wanted]
+    with progress("calibrate", run.steps(ids, asked)) as tick:
+        values = run.calibrate(begun.model, ids, asked, tick)
+    facts = {
+        "model": model or "reference", "text sha256": hashlib.sha256(begun.text.encode()).hexdigest()[:16],
+        "tokens": ids.numel(), "length": length,
+    }  # fmt: skip
+    if any(statistic.twice for statistic in asked):
+        facts |= {"sinks": sinks, "recent": recent}
+    files.write(there, values, {name: str(value) for name, value in facts.items()})
+    seconds = round(time.perf_counter() - at, 1)
+    result = {"policy": found.name, **facts, "seconds": seconds, "files": _as_data(there)}
+    if as_json:
+        begun.print_json(result)
+        return
+    for path, tensors in there.items():
+        for one in tensors:
+            click.echo(f"{path}: `{one.tensor.name}`, {one.statistic.doc}")
+    click.echo(
+        f"{ids.numel():,} tokens of the text in {seconds:g} s; `kvdsl compile` takes the numbers into the policy's package"
+    )
+
+
+def _as_data(there: Files) -> list[dict[str, Any]]:
+    return [
+        {
+            "path": str(path),
+            "tensors": [
+                {"name": one.tensor.name, "statistic": one.statistic.name, "axes": list(one.tensor.axes)} for one in tensors
+            ],
+        }
+        for path, tensors in there.items()
+    ]
