@@ -270,12 +270,13 @@ def _escaped(text: str) -> str:
 
 
 def policies_index(paths: Sequence[Path], title: str) -> str:
-    """Policies of one folder, each with its first sentence."""
+    """Policies of one folder, each with its year and its first sentence, which says where it is approximate."""
     lines = []
     for path in paths:
         policy = analyse(path).policy
-        lines.append((f"[{policy.name}]({path.stem}.md)", f"`{path.stem}`", _escaped(paragraphs(policy.doc)[0])))
-    return f"{MADE}# {title}\n\n{_table(('policy', 'name', 'what it does'), iter(lines))}"
+        year = fields(policy.doc).get("year", "–").split(",")[0]
+        lines.append((f"[{policy.name}]({path.stem}.md)", f"`{path.stem}`", year, _escaped(paragraphs(policy.doc)[0])))
+    return f"{MADE}# {title}\n\n{_table(('policy', 'name', 'year', 'what it does'), iter(lines))}"
 
 
 # -- reach -------------------------------------------------------------------------------------------------------------

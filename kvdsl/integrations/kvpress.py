@@ -39,8 +39,8 @@ class PolicyPress(BasePress):
 
     Args:
         policy: a shipped policy's name, or a .kv file.
-        compression_ratio: the share of tokens that leave, as kvpress counts; 0 leaves the policy's own budget if `settings` has one,
-            and otherwise means that nothing is pressed.
+        compression_ratio: the share of tokens that leave, as kvpress counts; 0 leaves the policy's own budget if `settings` has one, or
+            if it is none that could be set, and otherwise means that nothing is pressed.
         settings: the policy's params by name, as its cache's constructor takes them.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
         supplied: functions `f(module, hidden_states)` for what the policy asks its caller for, by name.
@@ -86,7 +86,7 @@ class PolicyPress(BasePress):
         kwargs: dict[str, Any],
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [batch, kv_heads, kept, dim] of what the policy keeps."""
-        if not self.compression_ratio and "budget" not in self.settings:
+        if not self.compression_ratio and "budget" in self._spec.params and "budget" not in self.settings:
             return keys, values
         _refuse_parts(hidden_states, keys)
         window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))

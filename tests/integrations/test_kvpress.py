@@ -21,14 +21,19 @@ TOKENS = 80
 IDS = torch.randperm(100, generator=torch.Generator().manual_seed(0))[None, :TOKENS]  # none twice: equal keys would tie
 
 
-@pytest.fixture
-def model() -> Any:
+def llama() -> Any:
+    """Three layers of four KV heads in groups of two, with random weights."""
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=100, hidden_size=64, intermediate_size=64, num_hidden_layers=3, num_attention_heads=8, num_key_value_heads=4,
         head_dim=8, max_position_embeddings=512, attn_implementation="sdpa", initializer_range=0.2,
     )  # fmt: skip
     return LlamaForCausalLM(config).eval()
+
+
+@pytest.fixture
+def model() -> Any:
+    return llama()
 
 
 def pressed(model: Any, press: Any, ids: torch.Tensor = IDS, **inputs: Any) -> DynamicCache:
