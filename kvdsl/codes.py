@@ -365,10 +365,10 @@ RANDOM = _code(
 )
 PAGE = _code(
     "KV0312",
-    "not known of a page",
-    "Of each page the minima and maxima of keys and values are known, or of what is computed from them and from numbers that "
-    "stay the same. Nothing else can be reduced `over page`.",
-    _policy("select top 64 by max(position over page)", "pages 16"),
+    "no value of a token alone",
+    "A reduction `over page` takes what every token of the page has whatever the query: keys and values, state that was reduced over "
+    "queries, positions. What varies over queries is reduced over queries first.",
+    _policy(_BUDGET, "pages 16", "score mean(attn over page)"),
 )
 POOL = _code(
     "KV0313",
@@ -524,7 +524,7 @@ NEVER_READ = _code(
 NO_PAGES = _code(
     "KV0416",
     "`over page` without pages",
-    "`over page` reads the minima and maxima of pages, and `pages N` says how many tokens a page has.",
+    "`over page` reads what pages have, and `pages N` says how many tokens a page has.",
     _policy("select top 64 by sum(q * max(k over page) over dims)"),
 )
 NO_SKETCH = _code(

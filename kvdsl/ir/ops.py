@@ -242,7 +242,7 @@ class ReductionRow:
     parts: Formula | None = None
 
 
-_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch")
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page")
 _ROOT: Formula = ("sqrt", ("var", "x"))
 _SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
 
@@ -262,8 +262,8 @@ REDUCTIONS = _table(
             columns=("max", ("-", ("/", ("squares", "x"), "count"), ("**", ("mean", "x"), 2)), 0),
             parts=("mean", _SQUARED_DISTANCE),
         ),
-        ReductionRow("max", "the largest", (*_EVERYWHERE, "page"), of_nothing=-math.inf),
-        ReductionRow("min", "the smallest", (*_EVERYWHERE, "page"), of_nothing=math.inf),
+        ReductionRow("max", "the largest", _EVERYWHERE, of_nothing=-math.inf),
+        ReductionRow("min", "the smallest", _EVERYWHERE, of_nothing=math.inf),
         ReductionRow("median", "the middle one, or the mean of the middle two", ("slots", "history")),
         ReductionRow("last", "what the newest query gives", ("queries",)),
         ReductionRow(

@@ -61,7 +61,7 @@ CAN = Target(
         "slots": (*_MASKED, "median"),
         "dims": _OVER_DIMS,
         "sketch": _MASKED,
-        "page": ("max", "min"),
+        "page": _MASKED,
     },
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
     operators=OPERATORS,

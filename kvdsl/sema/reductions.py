@@ -1,7 +1,4 @@
-"""What reductions and pools need of what they reduce.
-
-A page keeps minima and maxima of keys and values, found when a token is placed, so `over page` reads nothing else.
-"""
+"""What reductions and pools need of what they reduce."""
 
 from __future__ import annotations
 
@@ -10,9 +7,9 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Random, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.nodes import Axis, Random
+from kvdsl.ir.ops import PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.needs import Report
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -70,9 +67,6 @@ class Reductions:
         if over.range == "history":
             help = f"leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `{op}`"
             self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
-        elif over.range == "page" and len(ranges) > 1:
-            help = "write `min(... over page)` or `max(... over page)`"
-            self.report(codes.PAGE, node.span, f"of a page the smallest and the largest are known, but not the `{op}`", help)
         elif over.range == "queries":
             text = node.arguments[0].value.span.quoted()
             message = f"`{op}` of all queries cannot be kept up to date with one number per token"
@@ -93,11 +87,13 @@ class Reductions:
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
-        elif over.within == "page" and (other := _unknown_to_pages(body.expr)) is not None:
-            message = (
-                f"`over page` reads keys, values and numbers that stay the same, but `{span.quoted()}` has {other} in it"
-            )
-            self.report(codes.PAGE, span, message, "for example `max(k over page)`")
+        elif over.within == "page" and Axis.QUERY in body.axes:
+            message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
+            help = f"`{op}(sum({span.quoted()}) over page)`, say" if Axis.DIM not in body.axes else None
+            self.report(codes.PAGE, span, message, help)
+        elif over.within == "page" and any(isinstance(part, Random) for part in walk(body.expr)):
+            message = "`random()` has no value where pages are read"
+            self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         else:
             return True
         return False
@@ -150,19 +146,6 @@ def vector(node: syn.Call, body: Value) -> tuple[str, str]:
     message = f"of every token a number can be remembered, but no vector: `{text}` {extent(body.axes)}"
     inner = f"sum({text} over dims)" if Axis.SLOT in body.axes else f"dot({text}, k)"
     return message, f"reduce it over dims before: `{node.function.text}({', '.join([inner, *rest])})`"
-
-
-def _unknown_to_pages(expr: Expr) -> str | None:
-    """What an expression reads that a page cannot keep, in words."""
-    if isinstance(expr, Input) and expr.name not in ("k", "v", *FIXED):
-        return "the number of queries" if expr.name == "observed" else f"`{expr.name}`"
-    if isinstance(expr, Reduce) and (expr.axis is not Axis.DIM or expr.within != "all"):
-        return "a reduction over something else than dims"
-    if isinstance(expr, GivenRef):
-        return f"`{expr.name}`, which the caller gives"
-    if not isinstance(expr, (Input, Reduce, Number, ParamRef, TensorRef, Call, Binary)):
-        return "a random number" if isinstance(expr, Random) else "a pool"
-    return next((found for child in children(expr) if (found := _unknown_to_pages(child)) is not None), None)
 
 
 def _inner_reduction(node: syn.Expr) -> syn.Call | None:

@@ -26,7 +26,10 @@ _REDUCED = {
     "slots": (_EVICTS, "sum(attn > {op}(attn over slots)) + position * {op}(sum(attn) over slots)"),
     "dims": (_EVICTS, "{op}(k over dims) + sum({op}(q * k over dims))"),
     "sketch": ("sketch top 3 dims by abs(q) every 2 queries\nselect top 5 by {}", "{op}(q * k over sketch)"),
-    "page": ("pages 4\nselect top 8 by {}", "sum(q * {op}(k over page) over dims)"),
+    "page": (
+        "param budget = 7\npages 3\n{}",
+        "score {op}(sum(attn) over page) + age\nselect top 5 by sum(q * {op}(k over page) over dims)",
+    ),
 }
 """By what a reduction ranges over: where it stands, and what it is there."""
 

@@ -210,7 +210,7 @@ class Maker:
         return self.one_of(self.attention, self.attention, self.attention, lambda: Input(name="observed"), Random)()
 
     def vector(self, place: Place) -> Expr:
-        """With dims: keys, values and queries, or the extremes of a page."""
+        """With dims: keys, values and queries, or those of a page."""
         if self.pages and self.rarely():
             return self.over_page(Input(name=self.one_of("k", "v")))
         if any("dims" in one.axes for one in self.tensors) and self.rarely():
@@ -235,7 +235,11 @@ class Maker:
             axes.append("pool")
         if place.dims and self.one_of(True, True, False):
             return self.leaf(place)  # a reduction inside a reduction over dims: seldom
-        makers = {"queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool}
+        if self.pages:
+            axes.append("page")
+        makers = {
+            "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
+        }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
     def over_queries(self, place: Place) -> Expr:
@@ -282,6 +286,15 @@ class Maker:
             body = self.binary("*", Input(name="k" if sketched else self.one_of("v", "k")), body)
         op = self.one_of(*ops.reducing("sketch" if sketched else "dims"))
         return Reduce(op=op, axis=DIM, body=body, within="sketch" if sketched else "all")
+
+    def in_page(self, place: Place) -> Expr:
+        """A number of each slot's page: of what tokens have, whatever the query."""
+        if place.query:
+            body: Expr = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
+            return self.over_page(self.one_of(body, Input(name="age")))
+        body = self.value(place.deeper(dims=False, pools=False))
+        drawn = axes_of(body) == {SLOT} and not any(isinstance(part, Random) for part in walk(body))
+        return self.over_page(body if drawn else self.attention())
 
     def over_page(self, body: Expr) -> Expr:
         if self.rarely():
@@ -393,7 +406,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if maker.victims == "layers":
         maker.fixed.pop()  # a count cannot read the layer
     maker.logit = not selects
-    maker.pages = selects and not compact and maker.rarely()
+    maker.pages = (selects or not fused) and not compact and maker.rarely()
     sketches = selects and not compact and maker.one_of(True, False)
     made: dict[str, Any] = {"params": tuple(maker.params(evicts)), "group": maker.one_of("mean", "max", "sum")}
     room = 4.0
@@ -412,7 +425,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made["select"] = maker.select(room)
     if sketches and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(made["select"].by)):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
-    if maker.pages:
+    paged = any(isinstance(part, Reduce) and part.within == "page" for part in _nodes(made))
+    if maker.pages and (selects or paged):
         made["pages"] = maker.count(5, 1)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
@@ -425,12 +439,13 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
 
 def _reads(statements: dict[str, Any], one: Tensor | Given) -> bool:
     """Whether a statement reads a tensor, or a value from the caller."""
-    policy = Policy(name="P", stem="p", **statements)
-    return any(
-        isinstance(part, (TensorRef, GivenRef)) and part.name == one.name
-        for e in _all_expressions(policy)
-        for part in walk(e)
-    )
+    return any(isinstance(part, (TensorRef, GivenRef)) and part.name == one.name for part in _nodes(statements))
+
+
+def _nodes(statements: dict[str, Any]) -> Iterator[Expr]:
+    """Everything that is written in some statements."""
+    for expr in _all_expressions(Policy(name="P", stem="p", **statements)):
+        yield from walk(expr)
 
 
 def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:

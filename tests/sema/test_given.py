@@ -76,7 +76,6 @@ def test_who_extends_inherits_it_and_may_give_a_default(tmp_path: Path) -> None:
         (["given x", "given x", "score x"], "KV0206", "`x` is defined twice"),
         (["given x", "score sum(x)"], "KV0304", "`x` has no queries to reduce over: it is one number per slot"),
         (["given x", "keep last x", "score age"], "KV0302", "is a single number, but `x` has one number per slot"),
-        (["given x", "pages 4", "select top 9 by max(x over page)"], "KV0312", "`x`, which the caller gives"),
     ],
 )
 def test_what_is_wrong_is_said(lines: list[str], code: str, message: str) -> None:

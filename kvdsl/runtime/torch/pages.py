@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -24,12 +26,47 @@ def numbered(page: Tensor) -> Tensor:
     return torch.empty_like(page).scatter(-1, order, begins.cumsum(-1))
 
 
-def spread(op: str, x: Tensor, index: Tensor, dim: int) -> Tensor:
-    """Give every slot the `max` or `min` over the slots of its page.
+def spread(op: str, x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Give every slot what its page has: `op` of the page's visible slots.
 
     Args:
-        x: with the slots in dimension `dim`.
+        op: one of `SPREAD`.
+        x: with the slots in dimension `dim`; `visible` likewise.
         index: `numbered` pages, with axes where x has them.
     """
-    index = index.expand(x.shape)
-    return torch.zeros_like(x).scatter_reduce(dim, index, x, f"a{op}", include_self=False).gather(dim, index)
+    x, visible = torch.broadcast_tensors(x, visible)
+    return SPREAD[op](x, visible, index.expand(x.shape), dim)
+
+
+def _extreme(op: str, none: float) -> Spread:
+    def extreme(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
+        seen = torch.where(visible, x, none)
+        return torch.zeros_like(seen).scatter_reduce(dim, index, seen, f"a{op}", include_self=False).gather(dim, index)
+
+    return extreme
+
+
+def _sum(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
+    seen = torch.where(visible, x, 0.0)
+    return torch.zeros_like(seen).scatter_add(dim, index, seen).gather(dim, index)
+
+
+def _mean(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
+    return _sum(x, visible, index, dim) / _sum(visible.to(x.dtype), visible, index, dim)
+
+
+def _var(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
+    """In two passes: no cancellation."""
+    return _mean((x - _mean(x, visible, index, dim)) ** 2, visible, index, dim)
+
+
+Spread = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+SPREAD: dict[str, Spread] = {
+    "sum": _sum,
+    "mean": _mean,
+    "var": _var,
+    "std": lambda x, visible, index, dim: _var(x, visible, index, dim).sqrt(),
+    "max": _extreme("max", -torch.inf),
+    "min": _extreme("min", torch.inf),
+}
+"""The reductions over a page that `kvdsl/lower/torch.py` says there are."""

@@ -185,15 +185,14 @@ class View:
         return torch.einsum("bhgqs,bhsd->bhgqd" if grouped else "bhqs,bhsd->bhqd", seen, vector).unsqueeze(-2)
 
     def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
-        """Give every slot the smallest or largest value (`min`, `max`) of the slots of its page that the query sees."""
+        """Give every slot what its page has: `op`, one of `pages.SPREAD`, of the page's slots that the query sees."""
         index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
         visible = self.visible
         if grouped:
             index, visible = index.unsqueeze(2), visible.unsqueeze(2)
         if dims:
             index, visible = index.unsqueeze(-1), visible.unsqueeze(-1)
-        hidden = torch.where(visible, x.float(), -torch.inf if op == "max" else torch.inf)
-        return pages.spread(op, hidden, index, -2 if dims else -1)
+        return pages.spread(op, x.float(), visible, index, -2 if dims else -1)
 
     def over_sketch(self, op: str, x: Tensor) -> Tensor:
         """Reduce the last axis, of size dim or 1, over the sketch's dims only."""
