@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -11,6 +12,7 @@ from kvdsl.interp.head import Head
 from kvdsl.interp.layer import Layer
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.step import Step
+from kvdsl.interp.supplied import NOTHING, Supplied
 
 __all__ = ["Interpreter", "Step"]
 
@@ -30,16 +32,23 @@ class Interpreter(Operations):
             self.policy, self.numbers, self.call, heads=1, head_offset=self.head_index, seed=self.seed, tensors=self.tensors
         )
 
-    def prefill(self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike) -> Step:
+    def prefill(
+        self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Mapping[str, ArrayLike] = NOTHING
+    ) -> Step:
         """Tokens of a prompt, q [L, G, D], k [L, D], v [L, Dv]; each sees what was there and those before it.
 
         One settle, after the last token, or after those that end a block.
-        """
-        return self.layer.prefill([head], floats(q)[None], floats(k)[None], floats(v)[None])[0]
 
-    def decode(self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike) -> Step:
-        """One token after the prompt: q [G, D], k [D], v [Dv]."""
-        return self.layer.decode([head], floats(q)[None], floats(k)[None], floats(v)[None])[0]
+        Args:
+            supplied: what the caller gives of them, [L] by name.
+        """
+        return self.layer.prefill([head], floats(q)[None], floats(k)[None], floats(v)[None], _of_layer(supplied))[0]
+
+    def decode(
+        self, head: Head, q: ArrayLike, k: ArrayLike, v: ArrayLike, supplied: Mapping[str, ArrayLike] = NOTHING
+    ) -> Step:
+        """One token after the prompt: q [G, D], k [D], v [Dv]; `supplied` [1] by name."""
+        return self.layer.decode([head], floats(q)[None], floats(k)[None], floats(v)[None], _of_layer(supplied))[0]
 
     def observe_row(self, head: Head, attn: ArrayLike, k: ArrayLike | None = None, v: ArrayLike | None = None) -> Step:
         """One decoded token whose attention is given: attn [n + 1] over the slots and, last, the token itself."""
@@ -57,3 +66,8 @@ class Interpreter(Operations):
     def settle(self, head: Head) -> Step:
         """Evaluate score and keeps on the live slots, and evict if the trigger holds."""
         return self.layer.settle([head])[0]
+
+
+def _of_layer(supplied: Mapping[str, ArrayLike]) -> Supplied:
+    """What is given of a head's tokens, as of a layer of one head."""
+    return {name: floats(values)[None] for name, values in supplied.items()}

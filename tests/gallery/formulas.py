@@ -323,6 +323,15 @@ def paged_eviction(cache: Cache, page: int = 4) -> list[int]:
     return lowest(cache, cache.kept[:-page], score)
 
 
+def importance(token: int) -> float:
+    """What a caller says of a token, of whatever it likes."""
+    return math.sin(7 * token * token + 1)
+
+
+def least_important(window: int = 0) -> Leaves:
+    return lambda cache: lowest(cache, cache.kept[: len(cache.kept) - window], importance)
+
+
 def given(**params: float) -> dict[str, float]:
     return {"budget": 8, **params}
 
@@ -362,6 +371,8 @@ METHODS: dict[str, Method] = {
         lacache, 10, given=given(budget=10, sinks=1, stretch=8, width=2), layer=2, frequencies=FREQUENCIES, prompt=20
     ),
     "gkv": Method(gkv, given=given(window=2, decay=0.8)),
+    "kvzap": Method(least_important(3), given=given(window=3)),
+    "kvzap_once": Method(once(least_important())),
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }
 """The gallery's policies by stem, with the numbers that the test gives them."""

@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from kvdsl.interp import Call, Interpreter, resolve
-from tests.gallery.formulas import METHODS, keydiff
+from tests.gallery.formulas import METHODS, importance, keydiff
 from tests.interp.brute import Cache, Method
 from tests.interp.test_papers import DIM, compare, policy_of, trace
 
 
 @pytest.mark.parametrize("stem", METHODS)
 def test_formula(stem: str) -> None:
-    compare(policy_of(stem, "columns"), METHODS[stem], seed=5)
+    compare(policy_of(stem, "columns"), METHODS[stem], seed=5, supplied={"importance": importance})
 
 
 def test_keydiff_in_blocks() -> None:

@@ -15,11 +15,32 @@ class Counterpart:
         press: from the module kvpress and a compression ratio.
         settings: of the policy, from its budget; what is not named is by default.
         attention: what the press needs the model to compute it with.
+        supplied: from the press, what the policy asks its caller for.
     """
 
     press: Callable[[Any, float], Any]
     settings: Callable[[int], dict[str, float]] = field(default=lambda budget: {})
     attention: str = "sdpa"
+    supplied: Callable[[Any], dict[str, Callable[[Any, Any], Any]]] = field(default=lambda press: {})
+
+
+def _kvzap(kvpress: Any, ratio: float) -> Any:
+    """With networks of its own kind, of random weights: those that were trained lie on a hub."""
+    from kvpress.presses.kvzap_press import KVzapConfig, KVzapModel
+
+    class Press(kvpress.KVzapPress):  # type: ignore[misc]
+        def post_init_from_model(self, model: Any) -> None:
+            config = model.config
+            heads, layers = config.num_key_value_heads, config.num_hidden_layers
+            self.kvzap_model = KVzapModel(
+                KVzapConfig(input_dim=config.hidden_size, output_dim=heads, hidden_dim=16, n_modules=layers)
+            )
+
+    return Press(ratio)
+
+
+def _kvzap_says(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    return {"importance": lambda module, hidden: press.kvzap_model.layers[module.layer_idx](hidden).transpose(1, 2)}
 
 
 def _finch(kvpress: Any, ratio: float) -> Any:
@@ -38,6 +59,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
         lambda kvpress, ratio: kvpress.BlockPress(kvpress.KeyDiffPress(ratio), block_size=4), lambda budget: {"block": 4}
     ),
     "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
+    "kvzap_once": Counterpart(_kvzap, supplied=_kvzap_says),
     "finch": Counterpart(_finch, lambda budget: {"question": 12}),
     "snapkv_kvpress": Counterpart(
         lambda kvpress, ratio: kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5), lambda budget: {"window": 8}

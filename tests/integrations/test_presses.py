@@ -91,8 +91,10 @@ def read(request: pytest.FixtureRequest) -> Iterator[Read]:
 def test_the_same_tokens_stay(read: Read, policy: str, ratio: float) -> None:
     counterpart, budget = COUNTERPARTS[policy], int(TOKENS * (1 - ratio))
     read.model.set_attn_implementation(counterpart.attention)
-    theirs = read.kept(counterpart.press(kvpress, ratio))
-    ours = read.kept(PolicyPress(policy, settings={"budget": budget, **counterpart.settings(budget)}))
+    press = counterpart.press(kvpress, ratio)
+    theirs = read.kept(press)
+    settings = {"budget": budget, **counterpart.settings(budget)}
+    ours = read.kept(PolicyPress(policy, settings=settings, supplied=counterpart.supplied(press)))
     assert ours == theirs
     assert sum(len(head) for layer in ours for head in layer) == budget * sum(map(len, ours))
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import pytest
@@ -31,8 +33,14 @@ def trace(tokens: int, seed: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return 2 * random.normal(size=(tokens, GROUP, DIM)), k, v
 
 
-def compare(policy: Policy, method: Method, seed: int) -> None:
-    """Outputs, who left, who stays and who was attended to, after the prompt and after each token."""
+def compare(
+    policy: Policy, method: Method, seed: int, supplied: Mapping[str, Callable[[int], float]] = MappingProxyType({})
+) -> None:
+    """Outputs, who left, who stays and who was attended to, after the prompt and after each token.
+
+    Args:
+        supplied: what the caller gives of the token at a place in the text.
+    """
     q, k, v = trace(method.tokens, seed)
     query, key, rope = q, k, None
     if method.frequencies is not None:  # the model gives them rotated at their places in the text
@@ -44,10 +52,11 @@ def compare(policy: Policy, method: Method, seed: int) -> None:
     head, at = interpreter.empty(DIM, DIM), 0
     for out, gone, kept, chosen in method.run(q, k, v):
         if at == 0 and method.prompt > 0:
-            step = interpreter.prefill(head, query[: method.prompt], key[: method.prompt], v[: method.prompt])
+            given = {name: [f(token) for token in range(method.prompt)] for name, f in supplied.items()}
+            step = interpreter.prefill(head, query[: method.prompt], key[: method.prompt], v[: method.prompt], given)
             at = method.prompt
         else:
-            step = interpreter.decode(head, query[at], key[at], v[at])
+            step = interpreter.decode(head, query[at], key[at], v[at], {name: [f(at)] for name, f in supplied.items()})
             at += 1
         np.testing.assert_allclose(step.out, out, rtol=1e-9, atol=1e-12)
         assert step.evicted.tolist() == gone
