@@ -9,7 +9,7 @@ import math
 
 import numpy as np
 
-from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, draw, lowest, recent_total
+from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, by_sketch, draw, full, lowest, recent_total
 
 
 def once(leaves: Leaves) -> Leaves:
@@ -332,6 +332,44 @@ def least_important(window: int = 0) -> Leaves:
     return lambda cache: lowest(cache, cache.kept[: len(cache.kept) - window], importance)
 
 
+def arkvale(cache: Cache, token: int) -> list[int]:
+    """Four pages of 32, the first and those of the newest 32 among them, by the corner of their box along the query."""
+
+    def corner(keys: np.ndarray) -> float:
+        return float(sum(np.maximum(q * keys.min(axis=0), q * keys.max(axis=0)).sum() for q in cache.q[token]))
+
+    certain = {0, *(slot // 32 for slot in cache.kept[-32:])}
+    pages = {
+        page: cache.k[[slot for slot in cache.kept if slot // 32 == page]] for page in {slot // 32 for slot in cache.kept}
+    }
+    others = sorted(pages.keys() - certain, key=lambda page: corner(pages[page]), reverse=True)
+    chosen = certain | {*others[: 4 - len(certain)]}
+    return [slot for slot in cache.kept if slot // 32 in chosen]
+
+
+def best(cache: Cache, token: int) -> list[int]:
+    """Six, the newest among them, by their true scores."""
+    cache.sketch = list(range(cache.k.shape[1]))
+    return by_sketch(cache, token, 6, [token])
+
+
+def largest_dims(cache: Cache, token: int, dims: int = 2) -> list[int]:
+    """The largest |q|, the group's mean."""
+    size = np.abs(cache.q[token]).sum(axis=0)
+    return sorted(sorted(range(len(size)), key=lambda dim: (-size[dim], dim))[:dims])
+
+
+def double_sparsity(cache: Cache, token: int) -> list[int]:
+    if token == cache.method.prompt - 1:
+        cache.sketch = largest_dims(cache, token)
+    return by_sketch(cache, token, 6, [token])
+
+
+def sparq(cache: Cache, token: int) -> list[int]:
+    cache.sketch = largest_dims(cache, token)
+    return by_sketch(cache, token, 6, cache.kept[-2:])
+
+
 def given(**params: float) -> dict[str, float]:
     return {"budget": 8, **params}
 
@@ -373,6 +411,10 @@ METHODS: dict[str, Method] = {
     "gkv": Method(gkv, given=given(window=2, decay=0.8)),
     "kvzap": Method(least_important(3), given=given(window=3)),
     "kvzap_once": Method(once(least_important())),
+    "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=150, tokens=200, chosen=arkvale),
+    "oracle_topk": Method(full, math.inf, {"tokens": 6}, chosen=best),
+    "double_sparsity": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity),
+    "sparq": Method(full, math.inf, {"tokens": 6, "dims": 2, "recent": 2}, chosen=sparq),
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }
 """The gallery's policies by stem, with the numbers that the test gives them."""
