@@ -40,11 +40,11 @@ TENSORS = tuple(
 
 def _random(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Stored:
     numbers = random.standard_normal(shape)
-    if _DTYPES[name] == "BF16":
+    if _DTYPES.get(name, "F32") == "BF16":
         data = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
     else:
-        data = numbers.astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[_DTYPES[name]])
-    return Stored(_DTYPES[name], shape, data.tobytes())
+        data = numbers.astype({"F64": "<f8", "F32": "<f4", "F16": "<f2"}[_DTYPES.get(name, "F32")])
+    return Stored(_DTYPES.get(name, "F32"), shape, data.tobytes())
 
 
 (FOLDER / "tensors.safetensors").write_bytes(

@@ -370,6 +370,17 @@ def sparq(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, cache.kept[-2:])
 
 
+FILTER = np.array([0.5, -1.0, 2.0, 0.0, 0.25, -0.5])
+
+
+def q_filters(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept[:-1], lambda token: float(FILTER @ cache.k[token]))
+
+
+def streaming_head(cache: Cache, sinks: int = 2) -> list[int]:
+    return cache.kept[sinks:][: cache.excess]
+
+
 def given(**params: float) -> dict[str, float]:
     return {"budget": 8, **params}
 
@@ -415,6 +426,10 @@ METHODS: dict[str, Method] = {
     "oracle_topk": Method(full, math.inf, {"tokens": 6}, chosen=best),
     "double_sparsity": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity),
     "sparq": Method(full, math.inf, {"tokens": 6, "dims": 2, "recent": 2}, chosen=sparq),
+    "q_filters": Method(q_filters, tensors={"filter": FILTER[None, None]}),
+    "duo_attention": Method(
+        streaming_head, given={"share": 0.5, "sinks": 2, "recent": 6}, tensors={"retrieval": np.array([[0.5]])}
+    ),
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }
 """The gallery's policies by stem, with the numbers that the test gives them."""

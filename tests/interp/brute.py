@@ -86,6 +86,7 @@ class Method:
         layer, layers: where it runs.
         chosen: what a decoded token attends to, or None: everything.
         frequencies: of the rotary positions, counted inside of the cache, or None: as they arrive.
+        tensors: what the policy's files hold, for a model of one layer and KV head.
     """
 
     leaves: Leaves
@@ -97,6 +98,7 @@ class Method:
     layers: int = 4
     chosen: Callable[[Cache, int], list[int]] | None = None
     frequencies: tuple[float, ...] | None = None
+    tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def run(
         self, q: np.ndarray, k: np.ndarray, v: np.ndarray

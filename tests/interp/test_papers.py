@@ -47,8 +47,9 @@ def compare(
         rope = Rope(np.array(method.frequencies))
         key = np.stack([rotated(x, place, method.frequencies) for place, x in enumerate(k)])
         query = np.stack([[rotated(x, place, method.frequencies) for x in group] for place, group in enumerate(q)])
-    numbers = resolve(policy, method.given, prompt=method.prompt, layer=method.layer, layers=method.layers)
-    interpreter = Interpreter(policy, numbers, Call(scaling=DIM**-0.5, rope=rope))
+    where = {"prompt": method.prompt, "layer": method.layer, "layers": method.layers, "tensors": method.tensors}
+    numbers = resolve(policy, method.given, **where)
+    interpreter = Interpreter(policy, numbers, Call(scaling=DIM**-0.5, rope=rope), tensors=method.tensors)
     head, at = interpreter.empty(DIM, DIM), 0
     for out, gone, kept, chosen in method.run(q, k, v):
         if at == 0 and method.prompt > 0:

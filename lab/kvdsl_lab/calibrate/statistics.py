@@ -58,13 +58,25 @@ def statistics(sinks: int = 16, recent: int = 64) -> dict[str, Statistic]:
     """
     heads = _by_heads(sinks, recent)
     rows = (
-        Statistic("q-filters", "the direction along which queries lie (Q-Filters)", ("filter", "filters", "q_filter", "q_filters"), _VECTOR,
-                  q_filters.seen, q_filters.result),
-        Statistic("query-mean", "the mean query", ("query_mean", "centre", "center"), _VECTOR, query_mean.seen, query_mean.result),
-        Statistic("key-pca", "the first principal axis of the keys (Loki)", ("axis", "key_pca"), _VECTOR, key_pca.seen, key_pca.result),
-        Statistic("retrieval-heads", "how much a head suffers that sees sinks and recent tokens only, a rank from 0 to 1 (as DuoAttention)",
-                  ("retrieval", "retrieval_heads"), whole=retrieval_heads.ranks, **heads),
-        Statistic("streaming-heads", "1 less that: high where such a head does not suffer", ("streaming", "streaming_heads"),
-                  whole=lambda changes: 1 - retrieval_heads.ranks(changes), **heads),
+        Statistic(
+            "q-filters", "the direction along which queries lie (Q-Filters)",
+            ("filter", "filters", "q_filter", "q_filters"), _VECTOR, q_filters.seen, q_filters.result,
+        ),
+        Statistic(
+            "query-mean", "the mean query",
+            ("query_mean", "centre", "center"), _VECTOR, query_mean.seen, query_mean.result,
+        ),
+        Statistic(
+            "key-pca", "the first principal axis of the keys (Loki)",
+            ("axis", "key_pca"), _VECTOR, key_pca.seen, key_pca.result,
+        ),
+        Statistic(
+            "retrieval-heads", "how much a head changes that sees sinks and recent tokens only, as a rank (DuoAttention, approximately)",
+            ("retrieval", "retrieval_heads"), whole=retrieval_heads.ranks, **heads,
+        ),
+        Statistic(
+            "streaming-heads", "1 less the rank of retrieval-heads: high where a head needs sinks and recent tokens only",
+            ("streaming", "streaming_heads"), whole=lambda changes: 1 - retrieval_heads.ranks(changes), **heads,
+        ),
     )  # fmt: skip
     return {row.name: row for row in rows}

@@ -60,7 +60,7 @@ def command(
     q-filters        the direction along which a head's queries lie      filter, q_filter(s)
     query-mean       the mean query                                      query_mean, centre
     key-pca          the first principal axis of a head's keys           axis, key_pca
-    retrieval-heads  how much a head suffers that sees --sinks and       retrieval, retrieval_heads
+    retrieval-heads  how much a head changes that sees --sinks and       retrieval, retrieval_heads
                      --recent tokens only: a rank from 0 to 1
     streaming-heads  1 less that                                         streaming, streaming_heads
 
@@ -73,7 +73,7 @@ def command(
     \b
     Examples:
       kvdsl calibrate duo.kv --model smollm2 --text book.txt --tokens 8192
-      kvdsl calibrate mine.kv --tensor w=q-filters --model smollm2 -o smollm2/
+      kvdsl calibrate mine.kv --tensor w=q-filters --model smollm2 -o numbers/
     """
     from kvdsl.cli.progress import progress
     from kvdsl.compiler import analyse, find_policy
