@@ -143,6 +143,44 @@ def snapkv(cache: Cache, window: int = 4) -> list[int]:
     return lowest(cache, text, lambda token: sum(padded[text.index(token) :][:5]) / 5)
 
 
+def by_page(cache: Cache, size: int) -> dict[int, list[int]]:
+    """Of each token that is there, the tokens of its page that are."""
+    return {token: [other for other in cache.kept if other // size == token // size] for token in cache.kept}
+
+
+def cur(cache: Cache, sinks: int = 2, block: int = 4) -> list[int]:
+    """Shares in the squared lengths of a block, of keys and of values."""
+    pages = by_page(cache, block)
+
+    def share(vectors: np.ndarray, token: int) -> float:
+        return length(vectors[token]) ** 2 / sum(length(vectors[one]) ** 2 for one in pages[token])
+
+    return lowest(cache, cache.kept[sinks:], lambda token: share(cache.k, token) * share(cache.v, token))
+
+
+def chunkkv(cache: Cache, chunk: int = 5, window: int = 3) -> list[int]:
+    """Chunks by the mean of what the window asked of their tokens."""
+    pages = by_page(cache, chunk)
+
+    def score(token: int) -> float:
+        return sum(recent_total(cache, one, window) for one in pages[token]) / len(pages[token])
+
+    return lowest(cache, cache.kept[:-window], score)
+
+
+def moba(cache: Cache, token: int, page: int = 8, chosen: int = 3) -> list[int]:
+    """The newest token's page, and of the others the best by the group's queries and the mean key."""
+    pages = by_page(cache, page)
+
+    def gate(one: int) -> float:
+        mean = sum(cache.k[other] for other in pages[one]) / len(pages[one])
+        return float(sum(query @ mean for query in cache.q[token]))
+
+    newest = token // page
+    others = sorted({slot // page for slot in cache.kept} - {newest}, key=lambda one: gate(one * page), reverse=True)
+    return [slot for slot in cache.kept if slot // page in [newest, *others[: chosen - 1]]]
+
+
 # -- approximately -----------------------------------------------------------------------------------------------------
 
 
@@ -154,29 +192,6 @@ def expected_attention(cache: Cache, sinks: int = 2) -> list[int]:
         return math.exp(float(np.mean(found)) + float(np.var(found)) / 2) * length(cache.v[token])
 
     return lowest(cache, cache.kept[sinks:-1], score)
-
-
-def cur(cache: Cache, sinks: int = 2) -> list[int]:
-    """Squared lengths over the mean of those of the 17 around, of keys and of values."""
-    text = cache.kept[sinks:]
-
-    def share(vectors: np.ndarray, token: int) -> float:
-        place = text.index(token)
-        around = [length(vectors[one]) ** 2 for one in text[max(0, place - 8) : place + 9]]
-        return length(vectors[token]) ** 2 / (sum(around) / len(around))
-
-    return lowest(cache, text, lambda token: share(cache.k, token) * share(cache.v, token))
-
-
-def chunkkv(cache: Cache, chunk: int = 5, window: int = 3) -> list[int]:
-    text = cache.kept[:-window]
-
-    def score(token: int) -> float:
-        place = text.index(token)
-        around = text[max(0, place - chunk // 2) : place + chunk // 2 + 1]
-        return sum(recent_total(cache, one, window) for one in around) / len(around)
-
-    return lowest(cache, text, score)
 
 
 def criticalkv(cache: Cache, window: int = 2) -> list[int]:
@@ -242,9 +257,11 @@ def lazy_eviction(cache: Cache, window: int = 3) -> list[int]:
     return buffered(window, lambda one: lowest(one, one.kept[:-window], score))(cache)
 
 
-def raas(cache: Cache) -> list[int]:
+def raas(cache: Cache, page: int = 2) -> list[int]:
     text = [token for token in cache.kept[:-1] if token >= cache.method.prompt]
-    return lowest(cache, text, lambda token: max([token, *hits(cache, token)]))
+    stamps = {token: max([token, *hits(cache, token)]) for token in cache.kept}
+    pages = by_page(cache, page)
+    return lowest(cache, text, lambda token: max(stamps[one] for one in pages[token]))
 
 
 def cake(cache: Cache, window: int = 4, gamma: float = 20) -> list[int]:
@@ -314,13 +331,14 @@ def gkv(cache: Cache, window: int = 2, decay: float = 0.8) -> list[int]:
 
 
 def paged_eviction(cache: Cache, page: int = 4) -> list[int]:
-    """By the largest ratio of value to key in a token's page."""
+    """By the mean ratio of value to key in a token's page, as soon as a page is too much."""
     ratio = {token: length(cache.v[token]) / length(cache.k[token]) for token in cache.kept}
+    pages = by_page(cache, page)
 
     def score(token: int) -> float:
-        return max(ratio[other] for other in cache.kept if other // page == token // page)
+        return sum(ratio[other] for other in pages[token]) / len(pages[token])
 
-    return lowest(cache, cache.kept[:-page], score)
+    return buffered(page, lambda one: lowest(one, one.kept[:-page], score))(cache)
 
 
 def importance(token: int) -> float:
@@ -386,6 +404,7 @@ def given(**params: float) -> dict[str, float]:
 
 
 METHODS: dict[str, Method] = {
+    "moba": Method(full, math.inf, {"page": 8, "chosen": 3}, prompt=30, tokens=50, chosen=moba),
     "keydiff": Method(keydiff),
     "observed_once": Method(once(observed)),
     "finch": Method(once(finch), given=given(question=3), frequencies=FREQUENCIES),
@@ -403,14 +422,14 @@ METHODS: dict[str, Method] = {
     "random_once": Method(once(at_random)),
     "snapkv_kvpress": Method(once(snapkv), given=given(window=4), prompt=20),
     "expected_attention": Method(once(expected_attention), given=given(sinks=2)),
-    "cur": Method(once(cur), 12, given=given(budget=12, sinks=2), prompt=30),
+    "cur": Method(once(cur), 12, given=given(budget=12, sinks=2, block=4), prompt=30),
     "chunkkv": Method(once(chunkkv), given=given(chunk=5, window=3), prompt=20),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
     "prefill_decoding": Method(prefill_decoding, given=given(window=3, interval=2)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=2)),
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
     "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
-    "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA}),
+    "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
     "cake": Method(once(cake), given=given(window=4, gamma=20), prompt=16),
     "scope": Method(scope, 10, given=given(budget=10, text=5, window=2)),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),

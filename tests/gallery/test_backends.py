@@ -64,7 +64,7 @@ def test_cpp() -> None:
     """All that have kernels, in one unit: building each alone would take minutes."""
     files = {stem: package(small(stem), print_policy(small(stem))) for stem in STEMS}
     fused = [stem for stem in STEMS if "kernels_cpu.cpp" in files[stem]]
-    assert len(fused) >= 38
+    assert len(fused) >= 36
     specs = {stem: spec_of(small(stem), files[stem]) for stem in fused}
     for trace in TRACES:
         backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], trace.dtype) for stem in fused})

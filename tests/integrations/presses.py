@@ -61,6 +61,14 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
     "kvzap_once": Counterpart(_kvzap, supplied=_kvzap_says),
     "finch": Counterpart(_finch, lambda budget: {"question": 12}),
+    "cur": Counterpart(lambda kvpress, ratio: kvpress.CURPress(ratio)),
+    "chunkkv": Counterpart(
+        # Without pooling; a window of whole chunks, whose scores kvpress raises.
+        lambda kvpress, ratio: kvpress.ChunkKVPress(
+            kvpress.SnapKVPress(ratio, window_size=10, kernel_size=1), chunk_length=10
+        ),
+        lambda budget: {"chunk": 10, "window": 10},
+    ),
     "snapkv_kvpress": Counterpart(
         lambda kvpress, ratio: kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5), lambda budget: {"window": 8}
     ),
