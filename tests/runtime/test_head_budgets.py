@@ -19,6 +19,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf import KVCache
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.undo import UndoLog
 
 LAYERS, HEADS, DIMS = 3, 2, 16
 SINKS, RECENT = 2, 6
@@ -50,6 +51,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("duo")
     save_file({"streaming": STREAMING}, folder / "duo.safetensors")
     (folder / "duo.kv").write_text(POLICY)
+    (folder / "growing.kv").write_text(POLICY.replace("Duo", "Growing").replace("recent, prompt", "recent, everything"))
     (folder / "blocks.kv").write_text(POLICY.replace("Duo", "Blocks").replace("  score", "  storage blocks 4\n  score"))
     return folder / "duo.kv"
 
@@ -117,9 +119,7 @@ def test_a_head_takes_what_its_own_budget_needs(model: LlamaForCausalLM, policy:
 
 def test_a_head_may_keep_everything(model: LlamaForCausalLM, policy: Path) -> None:
     """Its layer grows; a layer whose heads all stream does not."""
-    path = policy.with_name("growing.kv")
-    path.write_text(POLICY.replace("Duo", "Growing").replace("recent, prompt", "recent, everything"))
-    cache = kvdsl.load(path)(model, backend="torch")
+    cache = kvdsl.load(policy.with_name("growing.kv"))(model, backend="torch")
     read(model, cache, tokens(40))
     for step in range(30):
         read(model, cache, tokens(1, seed=step))
@@ -169,3 +169,64 @@ def test_a_process_reads_the_budgets_of_its_heads(policy: Path) -> None:
         assert state.numbers.shape == (1, 1, len(spec.numbers))
         held.append(int((state.position >= 0).sum()))
     assert held == [20, SINKS + RECENT]
+
+
+class Run:
+    """A layer whose first head is large, after a prompt of two rows, one of them padded."""
+
+    def __init__(self, policy: Path, backend: str) -> None:
+        spec = kvdsl.load(policy).spec
+        self.state = slot_state(spec, dict.fromkeys(spec.params), layer=0, layers=LAYERS)
+        self.backend = choose(spec, backend, torch.device("cpu"), torch.float32)
+        self.out = [self.backend.prefill(self.state, self.call(40, 0, torch.arange(40) >= torch.tensor([[0], [13]])))]
+
+    def call(self, tokens: int, seed: int, real: Tensor | None = None) -> AttentionCall:
+        make = torch.Generator().manual_seed(seed)
+        key, value = torch.randn(2, 2, HEADS, tokens, DIMS, generator=make)
+        query = torch.randn(2, HEADS * 2, tokens, DIMS, generator=make)
+        return AttentionCall(query, key, value, real, 0.25)
+
+    def steps(self, *seeds: int) -> None:
+        for seed in seeds:
+            real = torch.tensor([[True], [seed % 5 != 0]])
+            self.out.append(self.backend.decode(self.state, self.call(1, seed, real)))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["duo", "growing", "blocks"])
+def test_steps_that_are_taken_back(policy: Path, name: str, backend: str) -> None:
+    """Also where the arrays grow meanwhile."""
+    ours, never = (Run(policy.with_name(f"{name}.kv"), backend) for _ in range(2))
+    for run in (ours, never):
+        run.steps(1, 2)
+    log = UndoLog(60)
+    for seed in range(3, 53):
+        log.note(ours.state)
+        ours.steps(seed)
+    log.take_back(ours.state, 50)
+    del ours.out[3:]
+    for run in (ours, never):
+        run.steps(*range(60, 75))
+    slots = never.state.slots
+    live = never.state.position >= 0
+    assert torch.equal(ours.state.position[..., :slots], never.state.position)
+    assert torch.equal(ours.state.keys[:, :, :slots][live], never.state.keys[live])
+    assert all(torch.equal(*outs) for outs in zip(ours.out, never.out, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_compiled_step_is_an_eager_one(model: LlamaForCausalLM, policy: Path, backend: str) -> None:
+    torch._dynamo.reset()
+    ours, theirs = (kvdsl.load(policy)(model, backend=backend) for _ in range(2))
+    compiled = torch.compile(model.forward, fullgraph=True, dynamic=False, backend="eager")
+    for cache in (ours, theirs):
+        read(model, cache, tokens(40))
+    for step in range(6):
+        ids = tokens(1, seed=step)
+        with torch.no_grad():
+            found = compiled(ids, past_key_values=ours).logits
+            torch.testing.assert_close(found, model(ids, past_key_values=theirs).logits)
+    for layer in range(LAYERS):
+        assert torch.equal(ours.positions(layer), theirs.positions(layer))
+    torch._dynamo.reset()
