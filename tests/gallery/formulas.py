@@ -388,6 +388,17 @@ def sparq(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, cache.kept[-2:])
 
 
+def headkv(cache: Cache, window: int = 4) -> list[int]:
+    """The largest of seven neighbours before the window, by what the window's queries gave."""
+    text = cache.kept[:-window]
+
+    def score(token: int) -> float:
+        place = text.index(token)
+        return max(recent_total(cache, one, window) for one in text[max(0, place - 3) : place + 4])
+
+    return lowest(cache, text, score)
+
+
 FILTER = np.array([0.5, -1.0, 2.0, 0.0, 0.25, -0.5])
 
 
@@ -448,6 +459,12 @@ METHODS: dict[str, Method] = {
     "q_filters": Method(q_filters, tensors={"filter": FILTER[None, None]}),
     "duo_attention": Method(
         streaming_head, given={"share": 0.5, "sinks": 2, "recent": 6}, tensors={"retrieval": np.array([[0.5]])}
+    ),
+    "moa": Method(
+        streaming_head, given={"sinks": 2}, prompt=16, tensors={"start": np.array([[2.5]]), "growth": np.array([[0.25]])}
+    ),
+    "headkv": Method(
+        once(headkv), given={"average": 10, "pool": 0.5, "window": 4}, prompt=20, tensors={"importance": np.array([[0.7]])}
     ),
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }
