@@ -303,9 +303,10 @@ def reach_page() -> str:
     """Which published methods the language says exactly, nearly, or not, counted from the policies' own headers."""
     policies = list(_reached())
     exact = _by_method(one for one in policies if one.found.exact)
-    near = {name: of for name, of in _by_method(policies).items() if name not in exact}
+    near = _by_method(one for one in policies if not one.found.exact)
     data = json.loads(MISSING.read_text(encoding="utf-8"))
     missing = [row for row in data["methods"] if row["method"] not in exact.keys() | near.keys()]
+    nearly = near.keys() - exact.keys()
     presses = {press for one in policies for press in one.found.presses}
     exactly = {press for one in policies if one.found.exact for press in one.found.presses}
     known = presses | {row["kvpress"] for row in missing if "kvpress" in row}
@@ -313,8 +314,8 @@ def reach_page() -> str:
     ideas = ((f"`{key}`", text) for key, text in data["ideas"].items() if any(key in row["missing"] for row in missing))
     return "\n".join([
         MADE + "# What the language reaches\n",
-        f"Of {len(exact) + len(near) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
-        f"come with kvdsl are **{len(exact)} exactly**, **{len(near)} approximately**, and {len(missing)} not. Of the {len(known)} "
+        f"Of {len(exact) + len(nearly) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
+        f"come with kvdsl are **{len(exact)} exactly**, **{len(nearly)} approximately**, and {len(missing)} not. Of the {len(known)} "
         f"presses of kvpress that is {len(exactly)}, {len(presses - exactly)} and {len(known - presses)}. Of the {len(policies)} "
         f"policies here, {kernels} have kernels in C++ and in Triton; all of them run on torch.\n",
         "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "

@@ -41,7 +41,7 @@ def completed(line: str) -> list[str]:
         ("c", [name for name in commands() if name.startswith("c")]),
         ("run roco", ["roco", "roco_easykv", "roco_sparcas"]),
         ("run mi", ["mine.kv"]),
-        ("run mo", ["moba", "morphkv", "more/"]),
+        ("run mor", ["morphkv", "more/"]),
         ("run more/", ["more/other.kv"]),
         ("run --policy stream", ["streaming_llm", "streaming_llm_once"]),
         ("compile h2o mi", ["mine.kv"]),

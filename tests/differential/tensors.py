@@ -31,6 +31,8 @@ _AXES = {
     "head": ("layers", "heads"),
     "layer_": ("layers",),
 }
+_SHARES = {"kept": (0.2, 0.9)}
+"""What a budget reads as a share: numbers between two."""
 _DTYPES = {"vector": "F32", "direction": "BF16", "head": "F64", "layer_": "F16"}
 TENSORS = tuple(
     Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
@@ -39,7 +41,7 @@ TENSORS = tuple(
 
 
 def _random(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Stored:
-    numbers = random.standard_normal(shape)
+    numbers = random.uniform(*_SHARES[name], shape) if name in _SHARES else random.standard_normal(shape)
     if _DTYPES.get(name, "F32") == "BF16":
         data = (numbers.astype("<f4").view("<u4") >> 16).astype("<u2")
     else:

@@ -104,6 +104,10 @@ def gumbel(cache: Cache, token: int) -> float:
     return -math.log(-math.log(draw(0, cache.method.layer, 0, token, cache.newest)))
 
 
+def lu_kv(cache: Cache) -> list[int]:
+    return lowest(cache, cache.kept[3:-2], lambda token: -length(cache.k[token]))
+
+
 def nacl(cache: Cache, proxies: int = 3, drawn: int = 2) -> list[int]:
     """The proxies and the best by what they ask stay; the rest of the budget is drawn."""
     text = sorted(cache.kept[:-proxies], key=lambda token: (recent_total(cache, token, proxies), token))
@@ -377,7 +381,15 @@ def largest_dims(cache: Cache, token: int, dims: int = 2) -> list[int]:
     return sorted(sorted(range(len(size)), key=lambda dim: (-size[dim], dim))[:dims])
 
 
+CHANNELS = np.array([0.0, 1, 0, 0, 1, 1])
+
+
 def double_sparsity(cache: Cache, token: int) -> list[int]:
+    cache.sketch = np.flatnonzero(CHANNELS).tolist()
+    return by_sketch(cache, token, 6, [token])
+
+
+def double_sparsity_prompt(cache: Cache, token: int) -> list[int]:
     if token == cache.method.prompt - 1:
         cache.sketch = largest_dims(cache, token)
     return by_sketch(cache, token, 6, [token])
@@ -454,7 +466,13 @@ METHODS: dict[str, Method] = {
     "kvzap_once": Method(once(least_important())),
     "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=150, tokens=200, chosen=arkvale),
     "oracle_topk": Method(full, math.inf, {"tokens": 6}, chosen=best),
-    "double_sparsity": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity),
+    "double_sparsity": Method(
+        full, math.inf, {"tokens": 6}, chosen=double_sparsity, tensors={"channels": CHANNELS[None, None]}
+    ),
+    "double_sparsity_prompt": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity_prompt),
+    "lu_kv": Method(once(lu_kv), 15, {"sinks": 3, "window": 2}, prompt=20, tensors={"kept": np.array([[0.75]])}),
+    "kvp": Method(least_important()),
+    "lookahead_kv": Method(once(least_important())),
     "sparq": Method(full, math.inf, {"tokens": 6, "dims": 2, "recent": 2}, chosen=sparq),
     "q_filters": Method(q_filters, tensors={"filter": FILTER[None, None]}),
     "duo_attention": Method(
@@ -469,3 +487,9 @@ METHODS: dict[str, Method] = {
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }
 """The gallery's policies by stem, with the numbers that the test gives them."""
+
+IN_BLOCKS: dict[str, Method] = {
+    "keydiff_blocks": Method(keydiff, given=given(block=4), prompt=24, tokens=24),
+    "locret": Method(least_important(2), given=given(chunk=4, stabilizers=2), prompt=24, tokens=24),
+}
+"""Those that evict while a prompt is read, after every fourth token."""

@@ -13,7 +13,7 @@ from kvdsl.provenance import provenance
 from kvdsl.scenarios.run import run_scenario
 from kvdsl.shipped import all_policies, gallery_policies, shipped_policies, stems_by_name
 from tests.cli.harness import run
-from tests.gallery.formulas import METHODS
+from tests.gallery.formulas import IN_BLOCKS, METHODS
 from tests.integrations.presses import COUNTERPARTS, OTHERS
 
 STEMS = [path.stem for path in gallery_policies()]
@@ -59,7 +59,7 @@ def test_was_checked_as_it_says() -> None:
         for check in found.checks:
             told[check].add(path.stem)
         assert found.presses or "kvpress" not in found.checks
-    assert told["formula"] == METHODS.keys() | {"keydiff_blocks"}
+    assert told["formula"] == METHODS.keys() | IN_BLOCKS.keys()
     assert told["kvpress"] == COUNTERPARTS.keys() | set(OTHERS)
 
 

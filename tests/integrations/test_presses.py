@@ -8,8 +8,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -21,8 +23,10 @@ from transformers import DynamicCache  # noqa: E402
 
 import kvdsl  # noqa: E402
 from kvdsl.assets import book_text  # noqa: E402
+from kvdsl.compiler import analyse, find_policy  # noqa: E402
 from kvdsl.errors import KvdslError  # noqa: E402
 from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
+from kvdsl.tensorfile import Stored, written  # noqa: E402
 from tests.integrations.presses import COUNTERPARTS  # noqa: E402
 from tests.integrations.test_kvpress import IDS, TOKENS, llama, pressed  # noqa: E402
 
@@ -105,6 +109,71 @@ def test_a_ratio_for_each_layer(read: Read) -> None:
     theirs = read.kept(kvpress.PerLayerCompressionPress(kvpress.KnormPress(), ratios))
     assert read.kept(PolicyPress("per_layer", settings={"lower": 0.75, "upper": 0.25})) == theirs
     assert [len(layer[0]) for layer in theirs] == [60 if ratio == 0.25 else 20 for ratio in ratios]
+
+
+# -- with tensors of files ---------------------------------------------------------------------------------------------
+
+
+def with_tensor(folder: Path, policy: str, name: str, values: np.ndarray, *statements: str) -> Path:
+    """A policy that extends one of the gallery by a tensor for the model [layers, heads] or [layers, heads, dims], as a file."""
+    stored = Stored("F32", values.shape, values.astype("<f4").tobytes())
+    (folder / "mine.safetensors").write_bytes(written({name: stored}))
+    axes = ", ".join(("layers", "heads", "dims")[: values.ndim])
+    parent = analyse(find_policy(policy)).policy.name
+    lines = (f'override tensor {name} [{axes}] from "mine.safetensors"', *statements)
+    body = "".join(f"  {line}\n" for line in lines)
+    file = folder / "mine.kv"
+    file.write_text(f'kv 1\nimport {policy}\n\npolicy Mine extends {parent} {{\n  "With the model\'s numbers."\n{body}}}\n')
+    return file
+
+
+def heads_of(read: Read) -> tuple[int, int]:
+    return len(read.values), read.values[0].shape[1]
+
+
+def test_a_rate_for_each_head(read: Read, tmp_path: Path) -> None:
+    """Rates of eighths, so that nothing has to be rounded."""
+    kept = np.random.default_rng(0).integers(1, 8, heads_of(read)) / 8
+    press = kvpress.LUKVPress(kvpress.KnormPress(), compression_ratio=0.5)
+    press._budget_curves = np.tile(1 - kept, (99, 1, 1))
+    theirs = read.kept(press)
+    assert read.kept(PolicyPress(with_tensor(tmp_path, "lu_kv", "kept", kept))) == theirs
+    assert [[len(head) for head in layer] for layer in theirs] == (kept * TOKENS).astype(int).tolist()
+
+
+@pytest.mark.parametrize("streaming", [0.25, 0.5, 0.75])
+def test_heads_that_stream(read: Read, tmp_path: Path, streaming: float) -> None:
+    layers, heads = heads_of(read)
+    ranks = np.random.default_rng(1).permutation(layers * heads).reshape(layers, heads)
+
+    class Press(kvpress.DuoAttentionPress):  # type: ignore[misc]
+        @staticmethod
+        def load_attention_pattern(model: Any) -> tuple[int, int, np.ndarray]:
+            return 4, 16, ranks / ranks.size
+
+    theirs = read.kept(Press(head_compression_ratio=streaming))
+    file = with_tensor(tmp_path, "duo_attention", "retrieval", (ranks + 0.5) / ranks.size)
+    settings = {"share": 1 - round(streaming * ranks.size) / ranks.size, "sinks": 4, "recent": 16}
+    assert read.kept(PolicyPress(file, settings=settings)) == theirs
+    assert {len(head) for layer in theirs for head in layer} == {20, TOKENS}
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_a_filter_for_each_head(read: Read, tmp_path: Path, ratio: float) -> None:
+    """The published filters point the other way."""
+    filters = np.random.default_rng(2).normal(size=(*heads_of(read), read.values[0].shape[-1]))
+
+    class Press(kvpress.QFilterPress):  # type: ignore[misc]
+        @staticmethod
+        def load_q_filters(name: str) -> torch.Tensor:
+            return torch.tensor(-filters, dtype=torch.float32)
+
+    theirs = read.kept(Press(ratio))
+    file = with_tensor(tmp_path, "q_filters", "filter", filters, "keep last 0", "when prefill")
+    assert read.kept(PolicyPress(file, compression_ratio=ratio)) == theirs
+
+
+# -- while decoding ----------------------------------------------------------------------------------------------------
 
 
 def test_an_interval_of_decoding(read: Read) -> None:
