@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from typing import TypeVar
 
 from lsprotocol import types as lsp
 
@@ -21,6 +22,7 @@ from kvdsl.syntax.parser import Place
 from kvdsl.tensorfile import AXES
 
 _Kind = lsp.CompletionItemKind
+Named = TypeVar("Named", syn.Param, syn.Given)
 _FIXED = {"budget", "trigger", "slack", "max_drop", "pages", "layers", "param", "storage", "prefill"}
 """Statements that hold numbers which are fixed when the prompt is known."""
 _LOOKS_BACK = {"attn", "logit"}
@@ -89,7 +91,11 @@ def _names(document: Document, here: Ahead, offset: int) -> Iterator[lsp.Complet
     elif first == "tensor" and "[" in words and "]" not in words:
         yield from (_item(axis, _Kind.EnumMember) for axis in AXES if axis not in words)
     elif first == "set" and last == "set":
-        yield from _settable(document, offset)
+        yield from (
+            _item(one.name.text, _Kind.Property, one.value.span.quoted()) for one in _of_test(syn.Param, document, offset)
+        )
+    elif last == "given" and here.place in (Place.TEST, Place.PROMPT):
+        yield from (_item(one.name.text, _Kind.Property) for one in _of_test(syn.Given, document, offset))
     elif first in WORDS and here.name and not here.expression:
         yield from (_item(word, _Kind.EnumMember) for word in WORDS[first])
     elif here.expression and here.place in (Place.POLICY, Place.FILE) and words:
@@ -124,23 +130,23 @@ def _known_policies(document: Document) -> Iterator[lsp.CompletionItem]:
         )
 
 
-def _settable(document: Document, offset: int) -> Iterator[lsp.CompletionItem]:
-    """The params of the policy that the test at an offset uses."""
+def _of_test(kind: type[Named], document: Document, offset: int) -> Iterator[Named]:
+    """What the policy that the test at an offset uses defines: its params, its given values."""
     if document.module is None:
         return
     tests = [test for test in document.module.syntax.tests if test.span.start <= offset]
     used = [step.policy.text for test in tests[-1:] for step in test.steps if isinstance(step, syn.Use)]
     for policy, module in document.module.policies():
         if policy.name.text in used:
-            yield from (_item(one.name.text, _Kind.Property, one.value.span.quoted()) for one in _params(policy, module))
+            yield from _defined(kind, policy, module)
 
 
-def _params(policy: syn.Policy, module: Module) -> Iterable[syn.Param]:
-    """A policy's params, as it has them: what it overrides is not what it inherits."""
-    found: dict[str, syn.Param] = {}
+def _defined(kind: type[Named], policy: syn.Policy, module: Module) -> Iterable[Named]:
+    """A policy's params, or given values, as it has them: what it overrides is not what it inherits."""
+    found: dict[str, Named] = {}
     for one, _ in ancestry(policy, module):
         for statement in one.statements:
-            if isinstance(statement, syn.Param):
+            if isinstance(statement, kind):
                 found.setdefault(statement.name.text, statement)
     return found.values()
 
@@ -154,12 +160,14 @@ def _readable(document: Document, words: list[str]) -> Iterator[lsp.CompletionIt
     module = document.module
     if module is not None:
         for policy in module.syntax.policies:
-            for param in _params(policy, module):
+            for param in _defined(syn.Param, policy, module):
                 yield _item(param.name.text, _Kind.Property, param.span.quoted())
+            for given in _defined(syn.Given, policy, module) if not fixed else ():
+                yield _item(given.name.text, _Kind.Property, given.span.quoted())
             for statement in policy.statements:
                 if isinstance(statement, syn.Let):
                     yield _let(statement)
-                elif isinstance(statement, (syn.Tensor, syn.Given)) and not fixed:
+                elif isinstance(statement, syn.Tensor) and not fixed:
                     yield _item(statement.name.text, _Kind.Property, statement.span.quoted())
     for name in sorted(NAMED_INPUTS - NAMED_FUNCTIONS):
         row = INPUTS[name]

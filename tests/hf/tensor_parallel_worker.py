@@ -12,14 +12,23 @@ from transformers import AutoModelForCausalLM
 
 from tests.hf import policies, zoo
 
+LEARNED = "kvzap_once"
+NAMES = (*policies.EVICTING, LEARNED)
+
+
+def importance(module: torch.nn.Module, hidden: torch.Tensor) -> torch.Tensor:
+    """Of all four KV heads, wherever they are."""
+    return torch.stack([(factor * hidden).sin().sum(-1) for factor in (1, 2, 3, 4)], 1)
+
 
 def results(model: Any) -> dict[str, Any]:
     """Per policy: the tokens, and the kept positions per layer, row and local KV head."""
     found = {}
     rows = zoo.prompt(2, 30, seed=4)
     inputs = zoo.left_padded([rows[0], rows[1, :17]])
-    for name in policies.EVICTING:
-        cache = policies.make(name, model, budget=12, seed=11)
+    for name in NAMES:
+        more = {"importance": importance} if name == LEARNED else {}
+        cache = policies.make(name, model, budget=12, seed=11, **more)
         tokens, _ = zoo.greedy(model, inputs, 16, past_key_values=cache)
         kept = [cache.positions(layer).sort(-1).values.tolist() for layer in cache.managed]
         found[name] = {"tokens": tokens.tolist(), "kept": kept}

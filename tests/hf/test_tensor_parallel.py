@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.hf import policies, zoo
-from tests.hf.tensor_parallel_worker import results
+from tests.hf import zoo
+from tests.hf.tensor_parallel_worker import NAMES, results
 
 RANKS = 2
 ROOT = Path(__file__).parents[2]
@@ -31,7 +31,7 @@ def test_two_processes_equal_one(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     alone = results(model)
     ranks = [json.loads((tmp_path / f"rank{rank}.json").read_text()) for rank in range(RANKS)]
-    for name in policies.EVICTING:
+    for name in NAMES:
         for rank in ranks:
             assert rank[name]["tokens"] == alone[name]["tokens"], name
         for layer, expected in enumerate(alone[name]["kept"]):

@@ -14,11 +14,13 @@ from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.hover import hover
 from kvdsl.lsp.tokens import LEGEND, semantic_tokens
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, form, grammar_rules, meaning, parameters
-from kvdsl.shipped import shipped_policies
+from kvdsl.shipped import gallery_policies, shipped_policies
 from kvdsl.syntax.parser import keywords
 
 FILES = sorted(shipped_policies()[0].parent.glob("*.kv"))
+LEARNED = [path for path in sorted(gallery_policies()[0].parent.glob("kvzap*.kv")) if "once" not in path.stem]
 ONE_OF_EACH = [path for path in FILES if path.stem in ("pyramidkv", "quest", "sparcas_test", "lazy_streaming", "roco_test")]
+ONE_OF_EACH += LEARNED
 
 
 def read(path: Path) -> Document:
@@ -44,7 +46,7 @@ def test_what_stands_there_would_have_been_offered(path: Path) -> None:
         assert word in offered, whole.text[max(0, start - 60) : start]
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
+@pytest.mark.parametrize("path", [*FILES, *LEARNED], ids=lambda path: path.stem)
 def test_every_word_is_explained_and_coloured(path: Path) -> None:
     document = read(path)
     data = semantic_tokens(document).data
@@ -92,7 +94,7 @@ def test_every_keyword_is_offered_somewhere() -> None:
         policy + "victims shared ", policy + "trigger ", policy + "select ", policy + "select top 3 by q ", policy + "score ",
         policy + "select top 3 by q in ", policy + "sketch top 3 ", policy + "sketch top 3 dims ", policy + "prefill blocks ",
         policy + "sketch top 3 dims by q ", policy + "sketch top 3 dims by q every 3 ", policy + "score mean(attn ",
-        policy + "tensor x [dims] ",
+        policy + "tensor x [dims] ", policy + "given x ",
         policy + "score mean(attn over ", policy + "score mean(attn over last 3 ", test + " ", test + " at ", test + " at layer 3 ",
         test + "\n", test + "\nexpect ", test + "\nattend ", test + "\nattend 1 ", test + "\ntoken ", test + "\nprompt {\n",
         test + "\nexpect kept ", test + "\n3 ", test + "\ntoken query 3 ", test + "\nattend -",
