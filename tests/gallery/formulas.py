@@ -207,6 +207,15 @@ def criticalkv(cache: Cache, window: int = 2) -> list[int]:
     )
 
 
+def criticalkv_projected(cache: Cache, window: int = 2) -> list[int]:
+    """Half of the budget, the window in it, by attention; then by attention times what the caller says."""
+    text = sorted(cache.kept[:-window], key=lambda token: (mean_asked(cache, token, window), token))
+    first = int(cache.method.budget) // 2 - window
+    return lowest(
+        cache, text[: len(text) - first], lambda token: (mean_asked(cache, token, window) + 1e-4) * importance(token)
+    )
+
+
 def prefill_decoding(cache: Cache, window: int = 3, interval: int = 2) -> list[int]:
     if cache.newest < cache.method.prompt:
         return lowest(cache, cache.kept[:-window], lambda token: recent_total(cache, token, window))
@@ -472,6 +481,8 @@ METHODS: dict[str, Method] = {
     "double_sparsity_prompt": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity_prompt),
     "lu_kv": Method(once(lu_kv), 15, {"sinks": 3, "window": 2}, prompt=20, tensors={"kept": np.array([[0.75]])}),
     "kvp": Method(least_important()),
+    "criticalkv_projected": Method(once(criticalkv_projected), given=given(window=2), prompt=16),
+    "lkv": Method(once(least_important()), 15, {}, prompt=20, tensors={"kept": np.array([[0.75]])}),
     "lookahead_kv": Method(once(least_important())),
     "sparq": Method(full, math.inf, {"tokens": 6, "dims": 2, "recent": 2}, chosen=sparq),
     "q_filters": Method(q_filters, tensors={"filter": FILTER[None, None]}),

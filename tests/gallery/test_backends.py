@@ -26,6 +26,8 @@ SMALL: dict[str, dict[str, float]] = {
     "double_sparsity": {"tokens": 6, "dims": 2},
     "keydiff_blocks": {"budget": 8, "block": 4},
     "locret": {"budget": 8, "chunk": 4, "stabilizers": 2},
+    "fast_kvzip": {"budget": 8, "sinks": 2, "window": 2},
+    "kvzip": {"budget": 8, "sinks": 2},
     "lava": {"budget": 8, "window": 3},
     "lm_infinite": {"budget": 8, "sinks": 2},
     "moba": {"page": 4, "chosen": 2},

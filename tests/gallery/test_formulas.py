@@ -13,7 +13,8 @@ from tests.interp.test_papers import DIM, compare, policy_of, trace
 
 @pytest.mark.parametrize("stem", METHODS)
 def test_formula(stem: str) -> None:
-    compare(policy_of(stem, "columns"), METHODS[stem], seed=5, supplied={"importance": importance})
+    policy = policy_of(stem, "columns")
+    compare(policy, METHODS[stem], seed=5, supplied={one.name: importance for one in policy.given})
 
 
 @pytest.mark.parametrize("stem", IN_BLOCKS)

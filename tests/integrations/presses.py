@@ -43,6 +43,21 @@ def _kvzap_says(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
     return {"importance": lambda module, hidden: press.kvzap_model.layers[module.layer_idx](hidden).transpose(1, 2)}
 
 
+def _criticalkv(kvpress: Any, ratio: float) -> Any:
+    """Without pooling."""
+    return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio, window_size=8, kernel_size=1))
+
+
+def _projected(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
+    """Norms behind the output projection, as kvpress finds them."""
+
+    def norms(module: Any, hidden: Any) -> Any:
+        values = module.v_proj(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
+        return press.vwl1norm(values, module)
+
+    return {"projected": norms}
+
+
 def _finch(kvpress: Any, ratio: float) -> Any:
     press = kvpress.FinchPress(compression_ratio=ratio)
     press.window_size, press.delimiter_token_id = 12, -1  # the window is given, so that no token has to stand before it
@@ -59,6 +74,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
         lambda kvpress, ratio: kvpress.BlockPress(kvpress.KeyDiffPress(ratio), block_size=4), lambda budget: {"block": 4}
     ),
     "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
+    "criticalkv_projected": Counterpart(_criticalkv, lambda budget: {"window": 8}, supplied=_projected),
     "kvzap_once": Counterpart(_kvzap, supplied=_kvzap_says),
     "finch": Counterpart(_finch, lambda budget: {"question": 12}),
     "cur": Counterpart(lambda kvpress, ratio: kvpress.CURPress(ratio)),
