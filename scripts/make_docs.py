@@ -127,8 +127,9 @@ A value belongs to its token: it is rounded to float32 and kept, 4 bytes a slot,
 blocks or alone, until it leaves; beams take it along, `crop` takes it back, and `cache.state(layer)["given_importance"]` shows it. What
 is given for padding is not looked at. Infinities are allowed, and a NaN ranks lowest, as everywhere. A query head has none of its own:
 one value serves a KV head's group. Under tensor parallelism a process may give its own KV heads' values or those of all. A pickled cache
-has no functions: `cache.attach(model, importance=f)`. A compiled model is served outside of its graphs. A test brings it with the token:
-`attend 0.5, 0.5 given importance 0.9`. Commands that run a model by themselves refuse a policy whose values have no default.
+has no functions: `cache.attach(model, importance=f)`. In a compiled step functions are part of the graph, and what is given beforehand is
+not. A test brings it with the token: `attend 0.5, 0.5 given importance 0.9`. Commands that run a model by themselves refuse a policy
+whose values have no default.
 """
 
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`

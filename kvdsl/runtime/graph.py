@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _operators = torch.library.Library("kvdsl", "FRAGMENT")
 _operators.define(
-    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor(a!)[] changed, "
+    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor? supplied, Tensor(a!)[] changed, "
     "Tensor(b!)[] work, Tensor[] read, *, str[] workspace, str rope, float scaling, float softcap, int window, int layer, "
     "int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects) -> Tensor"
 )
@@ -49,7 +49,7 @@ def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[
     held = state.tensors()
     changed, read = [held[name] for name in _changed(state)], [held[name] for name in _read(state)]
     work = [] if state.workspace is None else list(state.workspace.tensors.values())
-    return backend.served, call.query, call.key, call.value, call.real, call.sinks, changed, work, read
+    return backend.served, call.query, call.key, call.value, call.real, call.sinks, call.supplied, changed, work, read
 
 
 def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
@@ -90,7 +90,7 @@ def enlist(backend: Backend, spec: PolicySpec, dtype: torch.dtype) -> str:
 
 
 def _decode(
-    served: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, sinks: Tensor | None,
+    served: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, sinks: Tensor | None, supplied: Tensor | None,
     changed: Sequence[Tensor], work: Sequence[Tensor], read: Sequence[Tensor], *, workspace: Sequence[str], rope: str,
     scaling: float, softcap: float, window: int, layer: int, head_offset: int, seed: int, ring_sizes: Sequence[int],
     evicts: bool, selects: bool,
@@ -100,7 +100,7 @@ def _decode(
     tensors = {**dict(zip(_changed(state), changed, strict=True)), **dict(zip(_read(state), read, strict=True))}
     state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), evicts=evicts, selects=selects)
     turns = Rope.named(rope) if rope else None
-    call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns)
+    call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns, supplied)
     if work:
         cast("Working", backend).work_in(state, call, dict(zip(workspace, work, strict=True)))
     return backend.decode(state, call)

@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
 from tests.hf import zoo
+from tests.hf.test_compile import assert_same_slots, decode, whole
 
 BUDGET, HEADS = 6, 2
 LEARNED = f"param budget = {BUDGET}\ngiven importance\nscore importance"
@@ -315,16 +317,34 @@ def test_a_cache_hears_its_own_forwards_only_and_leaves_the_model_as_it_was() ->
     assert hooks == [len(module._forward_pre_hooks) for module in model.modules()]
 
 
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("torch", marks=pytest.mark.slow)])
+def test_functions_are_part_of_a_compiled_step(backend: str) -> None:
+    """One graph without breaks, which serves a later cache, too."""
+    model = zoo.model("llama")
+    torch._dynamo.reset()
+    counters.clear()
+    caches = [cache_class()(model, importance=importance, backend=backend) for _ in range(3)]
+    tokens = [decode(model, run, cache, 8) for run, cache in zip((model, whole(model), whole(model)), caches, strict=True)]
+    assert counters["stats"]["unique_graphs"] == 1
+    assert all(cache.is_compileable for cache in caches)
+    for ours, said in zip(caches[1:], tokens[1:], strict=True):
+        assert torch.equal(said, tokens[0])
+        assert_same_slots(ours, caches[0])
+
+
 @pytest.mark.slow
-def test_a_compiled_model_is_served_outside_of_graphs() -> None:
-    model, ids = zoo.model("llama"), zoo.prompt(1, 12)
-    compiled, found = torch.compile(model), []
-    for run in (model, compiled):
-        cache = cache_class()(model, importance=importance, backend="torch")
-        assert not cache.is_compileable
-        feed(run, cache, ids, [9, 1, 1, 1])
-        found.append(cache.positions(1))
-    assert torch.equal(*found)
+def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
+    model, cache = zoo.model("llama"), cache_class()(zoo.model("llama"), backend="torch")
+    torch._dynamo.reset()
+    assert not cache.is_compileable
+    step = torch.compile(model.forward, dynamic=False, backend="eager")
+    values = given(11, heads=1)
+    for begin, end, run in ((0, 9, model), (9, 10, step), (10, 11, step)):
+        for layer in cache.managed:
+            cache.give(layer, importance=values[..., begin:end])
+        with torch.no_grad():
+            run(zoo.prompt(1, 11)[:, begin:end], past_key_values=cache)
+    assert held(cache, 1, 0, 0) == stays(values[0, 0], [9, 10, 11])
 
 
 @pytest.mark.slow

@@ -175,7 +175,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         if not torch.compiler.is_compiling():
             out = self.attend_eagerly(module, call, positions)
         elif self._fits_a_graph(call):
-            out = self._attend_in_a_graph(call)
+            out = self._attend_in_a_graph(module, call)
         else:
             out = _outside_of_graphs(self, module, call, positions)
         return refusing(out, call)
@@ -184,9 +184,10 @@ class SlotLayer(Linked, CacheLayerMixin):
         """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
         self._check_text(positions, call.real, call.query.shape[2])
+        if self.length == 0:
+            self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:
-            offset = self.head_offset(call.key.shape[1])
-            call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key, offset))
+            call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key))
         # Under autocast the rotation leaves queries and keys in float32; and what is cached keeps its dtype.
         wanted = call.value.dtype
         call = call.cast(self.state.dtype if self.state.allocated else wanted)
@@ -207,9 +208,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         return out
 
     def _read_prompt(self, call: AttentionCall) -> Tensor:
-        batch, heads, tokens, _ = call.key.shape
+        batch, _, tokens, _ = call.key.shape
         if self.length == 0:
-            self.state.head_offset = self.head_offset(heads)
             self.batch_size = batch
             self.is_initialized = True
             self.backend = self._choose(call.key.device, call.key.dtype)
@@ -235,7 +235,7 @@ class SlotLayer(Linked, CacheLayerMixin):
     @property
     def is_compileable(self) -> bool:  # type: ignore[override]
         """Whether `torch.compile` can trace a decoded token: once the prompt is there, the slots are as many as they ever will be."""
-        if self._has_rate_of_one or self.state.spec.supplied:
+        if self._has_rate_of_one or not self._supplying.by_functions(self.state.spec):
             return False
         return self.log is None and self.state.stays_fixed()  # transformers 4.57 refuses to guess ahead with graphs
 
@@ -247,14 +247,16 @@ class SlotLayer(Linked, CacheLayerMixin):
         state = self.state
         if not state.allocated or not state.stays_fixed() or self.log is not None or call.key.shape[2] != 1:
             return False
-        if self._has_rate_of_one or state.spec.supplied:
+        if self._has_rate_of_one or not self._supplying.by_functions(state.spec):
             return False
         return call.key.device == state.position.device and call.key.shape[0] == self.batch_size
 
-    def _attend_in_a_graph(self, call: AttentionCall) -> Tensor:
+    def _attend_in_a_graph(self, module: nn.Module, call: AttentionCall) -> Tensor:
         """`attend` for one token, by operations on tensors alone: nothing that differs from step to step is a number of Python."""
         assert self.backend is not None
         with torch.no_grad():
+            if self.state.spec.supplied:
+                call = call._replace(supplied=self._supplying.of_forward(self.state, module, call.key))
             out = step(self.backend, self.state, call.cast(self.state.dtype)).to(call.value.dtype)
             self._sync.add(self, 1)
         self._sync.ahead = True

@@ -1,7 +1,7 @@
 """What the caller gives of each token: by functions of what an attention module is given, or beforehand.
 
-Attention sees queries, keys and values only. So while a cache with functions lives, a hook runs before every module of the model that
-knows its layer, and notes what that is given if it comes with this cache; the attention that follows takes it.
+Attention sees queries, keys and values only. So while a model has a cache with functions, a hook runs before every module of it that
+knows its layer, and tells the cache that comes along what the module is given; the attention that follows takes it.
 """
 
 from __future__ import annotations
@@ -12,10 +12,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.binding import lock
 from kvdsl.runtime.linked import Linked
-from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
 
@@ -64,7 +67,16 @@ class Supplying(Linked):
         self._given.clear()
         self._heard = None
 
-    def of_forward(self, state: SlotState, module: nn.Module, key: Tensor, head_offset: int) -> Tensor:
+    def by_functions(self, spec: PolicySpec) -> bool:
+        """Whether functions and defaults say all that a policy asks for, and nothing was given beforehand."""
+        said = (name in self.functions or default is not None for name, default in spec.supplied)
+        return not self._given and all(said)
+
+    def hear(self, module: nn.Module, hidden: Tensor | None) -> None:
+        """A module of the model was given these hidden states."""
+        self._heard = None if hidden is None else (module, hidden)
+
+    def of_forward(self, state: SlotState, module: nn.Module, key: Tensor) -> Tensor:
         """What is given of a forward's tokens, as in `AttentionCall.supplied`.
 
         Raises:
@@ -81,29 +93,50 @@ class Supplying(Linked):
                     )
                 with torch.no_grad():
                     values[name] = function(module, heard[1])
-        with plain_tensors():
-            return in_rows(state.spec, values, key, layer=state.layer, head_offset=head_offset, processes=state.processes)
+        with torch.no_grad():
+            return in_rows(
+                state.spec, values, key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
+            )
 
-    # -- listening -----------------------------------------------------------------------------------------------------
-
-    def listen(self, cache: Any, model: nn.Module) -> None:
+    def listen(self, cache: Cache, model: nn.Module) -> None:
         """Hear what the model's attention modules are given together with this cache, as long as that lives."""
-        if not self.functions:
-            return
-        here, this = weakref.ref(self), weakref.ref(cache)
-
-        @torch.compiler.disable(reason="what a function gives of tokens is found outside of graphs")  # type: ignore[untyped-decorator]
-        def hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            supplying, own = here(), this()
-            if supplying is not None and own is not None and any(given is own for given in (*args, *kwargs.values())):
-                hidden = kwargs.get("hidden_states", args[0] if args else None)
-                supplying._heard = None if hidden is None else (module, hidden)
-
-        layers = [module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)]
-        handles = [module.register_forward_pre_hook(hear, with_kwargs=True) for module in layers]
-        weakref.finalize(cache, _remove, handles).atexit = False
+        if self.functions:
+            ears = _ears.setdefault(model, _Ears())
+            ears.enter(model)
+            weakref.finalize(cache, ears.leave).atexit = False
 
 
-def _remove(handles: list[Any]) -> None:
-    for handle in handles:
-        handle.remove()
+class _Ears:
+    """The hooks of a model, while any cache of it has functions: the same for all, so that a graph of one cache serves the next."""
+
+    def __init__(self) -> None:
+        self._caches = 0
+        self._handles: list[RemovableHandle] = []
+
+    def enter(self, model: nn.Module) -> None:
+        """One more cache."""
+        with lock:
+            self._caches += 1
+            if self._caches == 1:
+                layers = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
+                self._handles = [module.register_forward_pre_hook(_hear, with_kwargs=True) for module in layers]
+
+    def leave(self) -> None:
+        """One cache less."""
+        with lock:
+            self._caches -= 1
+            if self._caches == 0:
+                for handle in self._handles:
+                    handle.remove()
+
+
+_ears: weakref.WeakKeyDictionary[nn.Module, _Ears] = weakref.WeakKeyDictionary()
+
+
+def _hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Note what a module is given together with a cache that has functions. Traced by `torch.compile` as everything else."""
+    for given in (*args, *kwargs.values()):
+        if isinstance(given, Cache):
+            supplying: Supplying | None = getattr(given, "_supplying", None)
+            if supplying is not None and supplying.functions:
+                supplying.hear(module, kwargs.get("hidden_states", args[0] if args else None))
