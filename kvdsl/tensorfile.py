@@ -117,5 +117,5 @@ def check_sizes(name: str, axes: Sequence[str], shape: Sequence[int], sizes: Map
         wanted = [sizes.get(axis, size) for axis, size in zip(axes, shape, strict=True)]
         raise KvdslError(
             f"`{name}` in `{where}` is {list(shape)} over [{', '.join(axes)}], but this model needs {wanted}: make the file for the "
-            f"model that you run"
+            f"model that you run (`kvdsl calibrate` makes some)"
         )

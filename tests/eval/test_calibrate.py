@@ -197,6 +197,13 @@ def test_what_is_written_is_what_the_policy_reads(
     assert (tmp_path / "elsewhere" / "made" / "duo.safetensors").exists()
 
 
+def test_the_file_of_a_shipped_policy_stays_as_it_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["calibrate", "duo_attention", "--force"]) == 2
+    told = capsys.readouterr().err
+    assert "comes with kvdsl, for the policy's own tests: write a policy that extends DuoAttention" in told
+    assert 'override tensor retrieval [layers, heads] from "mine.safetensors"' in told
+
+
 def test_a_malformed_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "h2o", "--tensor", "filter"]) == 2
     assert "`filter` is not of the form NAME=STATISTIC" in capsys.readouterr().err

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.files import write_whole
+from kvdsl.ir.nodes import Policy
+from kvdsl.shipped import all_policies
 from kvdsl.tensorfile import Stored, written
 from kvdsl_lab.calibrate.request import Wanted
 
@@ -22,6 +24,18 @@ def files_of(wanted: Iterable[Wanted], folder: Path | None) -> Files:
         path = Path(one.tensor.path) if folder is None else folder / one.tensor.file
         found[path] = (*found.get(path, ()), one)
     return found
+
+
+def check_own(policy: Policy, files: Files) -> None:
+    """Raise KvdslError if one of them belongs to a shipped policy: its tests read it."""
+    shipped = {path.parent.resolve() for path in all_policies()}
+    for path, (one, *_) in files.items():
+        if path.parent.resolve() in shipped:
+            line = f'override tensor {one.tensor.name} [{", ".join(one.tensor.axes)}] from "mine.safetensors"'
+            raise KvdslError(
+                f"{path} comes with kvdsl, for the policy's own tests: write a policy that extends {policy.name} and says `{line}`, and "
+                f"calibrate that; or name another folder by `-o`"
+            )
 
 
 def check_absent(files: Files) -> None:

@@ -83,6 +83,7 @@ def command(
     found = analyse(find_policy(policy)).policy
     wanted = request.wanted(found, chosen, statistics(sinks, recent))
     there = files.files_of(wanted, out)
+    files.check_own(found, there)
     if not force:
         files.check_absent(there)
     begun, at = Measured(model, text, "auto", threads, dtype), time.perf_counter()
