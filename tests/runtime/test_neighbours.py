@@ -54,11 +54,13 @@ def test_pools(text: tuple[list[int], list[float], list[bool]], op: str, size: f
 @settings(max_examples=300, deadline=None)
 @given(texts(), st.sampled_from(["max", "min"]), st.integers(1, 6))
 def test_pages(text: tuple[list[int], list[float], list[bool]], op: str, size: int) -> None:
-    position, values, _ = text
+    position, values, visible = text
     page = pages.page_of(torch.tensor([[position]]), torch.tensor([[[size]]]))
-    got = pages.spread(op, torch.tensor([[values]]), pages.numbered(page), -1)[0, 0].tolist()
+    got = pages.spread(op, torch.tensor([[values]]), torch.tensor([[visible]]), pages.numbered(page), -1)[0, 0].tolist()
     for slot, place in enumerate(position):
-        mates = [values[other] for other, its in enumerate(position) if its // size == place // size]
+        if not visible[slot]:  # what it has means nothing
+            continue
+        mates = [values[other] for other, its in enumerate(position) if its // size == place // size and visible[other]]
         expected = math.nan if any(map(math.isnan, mates)) else (max if op == "max" else min)(mates)
         assert same([got[slot]], [expected])
 
