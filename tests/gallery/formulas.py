@@ -6,6 +6,7 @@ Nothing in here knows the language or the interpreter. What is approximate is wr
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import numpy as np
 
@@ -172,17 +173,22 @@ def chunkkv(cache: Cache, chunk: int = 5, window: int = 3) -> list[int]:
     return lowest(cache, cache.kept[:-window], score)
 
 
-def moba(cache: Cache, token: int, page: int = 8, chosen: int = 3) -> list[int]:
-    """The newest token's page, and of the others the best by the group's queries and the mean key."""
-    pages = by_page(cache, page)
+def mean_keys(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callable[[Cache, int], list[int]]:
+    """The pages of the first and the newest tokens, and of the others the best by the group's queries and the mean key."""
 
-    def gate(one: int) -> float:
-        mean = sum(cache.k[other] for other in pages[one]) / len(pages[one])
-        return float(sum(query @ mean for query in cache.q[token]))
+    def choose(cache: Cache, token: int) -> list[int]:
+        pages = by_page(cache, page)
 
-    newest = token // page
-    others = sorted({slot // page for slot in cache.kept} - {newest}, key=lambda one: gate(one * page), reverse=True)
-    return [slot for slot in cache.kept if slot // page in [newest, *others[: chosen - 1]]]
+        def gate(one: int) -> float:
+            mean = sum(cache.k[other] for other in pages[one * page]) / len(pages[one * page])
+            return float(sum(query @ mean for query in cache.q[token]))
+
+        certain = {slot // page for slot in cache.kept[:sinks] + cache.kept[-recent:]}
+        others = sorted({slot // page for slot in cache.kept} - certain, key=gate, reverse=True)
+        taken = certain | {*others[: max(0, chosen - len(certain))]}
+        return [slot for slot in cache.kept if slot // page in taken]
+
+    return choose
 
 
 # -- approximately -----------------------------------------------------------------------------------------------------
@@ -436,7 +442,16 @@ def given(**params: float) -> dict[str, float]:
 
 
 METHODS: dict[str, Method] = {
-    "moba": Method(full, math.inf, {"page": 8, "chosen": 3}, prompt=30, tokens=50, chosen=moba),
+    "moba": Method(full, math.inf, {"page": 8, "chosen": 3}, prompt=30, tokens=50, chosen=mean_keys(8, 3)),
+    "infllm": Method(
+        full,
+        math.inf,
+        {"block": 8, "blocks": 2, "sinks": 8, "recent": 8},
+        prompt=50,
+        tokens=70,
+        chosen=mean_keys(8, 4, 8, 8),
+    ),
+    "shadowkv": Method(full, math.inf, {"chunk": 4, "tokens": 16}, prompt=30, tokens=50, chosen=mean_keys(4, 4, 0, 4)),
     "keydiff": Method(keydiff),
     "observed_once": Method(once(observed)),
     "finch": Method(once(finch), given=given(question=3), frequencies=FREQUENCIES),
