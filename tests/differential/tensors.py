@@ -31,7 +31,7 @@ _AXES = {
     "head": ("layers", "heads"),
     "layer_": ("layers",),
 }
-_SHARES = {"kept": (0.2, 0.9)}
+_SHARES = {"kept": (0.2, 0.9), "share": (0.5, 1.5)}
 """What a budget reads as a share: numbers between two."""
 _DTYPES = {"vector": "F32", "direction": "BF16", "head": "F64", "layer_": "F16"}
 TENSORS = tuple(

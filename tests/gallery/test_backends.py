@@ -28,6 +28,8 @@ SMALL: dict[str, dict[str, float]] = {
     "locret": {"budget": 8, "chunk": 4, "stabilizers": 2},
     "fast_kvzip": {"budget": 8, "sinks": 2, "window": 2},
     "kvzip": {"budget": 8, "sinks": 2},
+    "layer_budgets": {"budget": 40},
+    "dense_then_topk": {"tokens": 6, "sinks": 2, "recent": 2, "dense": 1},
     "lava": {"budget": 8, "window": 3},
     "lm_infinite": {"budget": 8, "sinks": 2},
     "moba": {"page": 4, "chosen": 2},
