@@ -47,7 +47,7 @@ function kv({ keywords, functions, inputs }) {
         return null;
       }
       const naming = state.naming;
-      state.naming = /^(policy|extends|param|let|tensor)$/.test(word[0]);
+      state.naming = /^(policy|extends|param|let|tensor|given)$/.test(word[0]);
       if (naming) return "variableName.definition";
       if (functions.includes(word[0]) && stream.peek() === "(") return "variableName.standard";
       const begins = /^\s*(override\s+)?$/.test(stream.string.slice(0, stream.start));

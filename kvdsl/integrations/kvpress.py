@@ -61,6 +61,12 @@ class PolicyPress(BasePress):
         prompts.refuse(self._spec)
         for name in self.supplied:
             refuse_unknown(self._spec, name)
+        for name, default in self._spec.supplied:
+            if default is None and name not in self.supplied:
+                raise KvdslError(
+                    f"{self._spec.name} needs `{name}` from its caller: give a function, `supplied={{'{name}': f}}`, where "
+                    f"`f(module, hidden_states)` returns a tensor [batch, KV heads or 1, tokens]"
+                )
         unknown = sorted(set(self.settings) - set(self._spec.params))
         if unknown:
             known = ", ".join(self._spec.params) or "no params"

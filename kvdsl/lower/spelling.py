@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-_TAKEN = frozenset({"torch", "given", "Number", "Column", "Ring", "math_errhandling"})
+_TAKEN = frozenset({"torch", "given", "Number", "Column", "Ring", "Tensor", "Given", "math_errhandling"})
 _NUMBERS = frozenset({"capacity", "trigger", "slack", "max_drop", "floor", "select", "page"})
 _NUMBERS |= {"sketch_dims", "sketch_every", "prefill_block", "block"}
 _SIZE = "size_"

@@ -42,7 +42,7 @@ def problem(name: str, kind: str) -> str | None:
         name
     ):  # a let and its arguments are put in, so that their names are printed nowhere
         return f"`{name}` is a keyword of Python, where {_BECOMES[kind]}"
-    if kind in ("param", "unit", "tensor") and name in _CPP:
+    if kind in ("param", "unit", "tensor", "given") and name in _CPP:
         return f"`{name}` is a keyword of C++, where {_BECOMES[kind]}"
     if kind in ("param", "given") and name in _RESERVED:
         return f"`{name}` is a name that every cache class has itself"

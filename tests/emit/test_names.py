@@ -25,6 +25,7 @@ NUMBERS = "budget prompt floor select page sketch sketch_dims sketch_every prefi
 NAMES = sorted(set(f"{KEYWORDS} {MACROS} {CPP} {PYTHON} {NUMBERS}".split()))
 INCLUDES = re.compile(r"^#include .*$", re.MULTILINE)
 KINDS = ("policy", "param", "selecting param")
+OWN = (*KINDS, "given")
 
 
 def made(name: str, statement: str) -> dict[str, str] | None:
@@ -70,7 +71,7 @@ def check_python(text: str) -> None:
 
 
 @pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
-@pytest.mark.parametrize("kind", ["policy", "param"])
+@pytest.mark.parametrize("kind", ["policy", "param", "given"])
 def test_accepted_names_work_in_cpp(kind: str, tmp_path: Path) -> None:
     packages = {name: made_as(kind, name) for name in NAMES}
     accepted = {name: files["kernels_cpu.cpp"] for name, files in packages.items() if files is not None}
@@ -96,10 +97,17 @@ param {name} = 3
 """
 
 
+GIVEN = """\
+given {name}
+  score max(k * {name} over dims) + mean(attn * {name}) - {name}
+"""
+
+
 def made_as(kind: str, name: str) -> dict[str, str] | None:
     if kind == "policy":
         return made(name, "score mean(attn)")
-    return made("Mine", (EVICTING if kind == "param" else SELECTING).format(name=name))
+    statements = {"param": EVICTING, "selecting param": SELECTING, "given": GIVEN}
+    return made("Mine", statements[kind].format(name=name))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -107,7 +115,7 @@ def test_numbers_of_the_runtime_are_names_that_a_param_may_have(kind: str) -> No
     assert all(made_as(kind, name) for name in ("main", "select", "page", "sketch_dims", "prefill_block", "size_attn_ring"))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", OWN)
 @pytest.mark.parametrize("name", NAMES)
 def test_accepted_names_work_in_python(kind: str, name: str) -> None:
     for file, text in (made_as(kind, name) or {}).items():

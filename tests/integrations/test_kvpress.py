@@ -92,6 +92,8 @@ def test_in_kvpress_own_pipeline() -> None:
     ("settings", "message"),
     [
         ({"policy": "full"}, "evicts nothing while a prompt is read"),
+        ({"policy": "kvzap"}, "KVzap needs `importance` from its caller: give a function, `supplied={'importance': f}`"),
+        ({"policy": "h2o", "supplied": {"importance": len}}, "H2O has no `importance` that could be given"),
         ({"policy": "h2o", "settings": {"budgets": 3}}, "H2O has no `budgets`; it has budget, recent"),
     ],
 )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.refusals import refuse_policy
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
@@ -91,3 +92,8 @@ def test_a_policy_whose_values_have_defaults_runs_by_itself(tmp_path: Path, caps
     policy.write_text('kv 1\n\npolicy Mine {\n  "A test."\n  param budget = 40\n  given x = 0\n  score mean(attn) + x\n}\n')
     result = run(capsys, "run", str(policy), "--max-new-tokens", "2", "--backend", "torch", "--json")
     assert result.json()["new_tokens"] == 2
+
+
+def test_vllms_pages_hold_none() -> None:
+    with pytest.raises(KvdslError, match="P asks its caller for `x`, which is not served in vLLM's pages"):
+        refuse_policy(SlotState(spec("given x = 0", "score x"), {}))

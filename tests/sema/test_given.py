@@ -73,6 +73,7 @@ def test_who_extends_inherits_it_and_may_give_a_default(tmp_path: Path) -> None:
         (["given attn", "score attn"], "KV0210", "`attn` is a built-in input and cannot be redefined"),
         (["given model", "score model"], "KV0111", "`model` is a name that every cache class has itself"),
         (["given lambda", "score lambda"], "KV0111", "`lambda` is a keyword of Python, where the value becomes an argument"),
+        (["given double", "score double"], "KV0111", "`double` is a keyword of C++, where the value becomes an argument"),
         (["given x", "given x", "score x"], "KV0206", "`x` is defined twice"),
         (["given x", "score sum(x)"], "KV0304", "`x` has no queries to reduce over: it is one number per slot"),
         (["given x", "keep last x", "score age"], "KV0302", "is a single number, but `x` has one number per slot"),

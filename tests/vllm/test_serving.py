@@ -147,6 +147,7 @@ def test_several_answers_to_one_prompt(served: tuple[str, LLM]) -> None:
         ({"policy": "h2o", "budget": 0.25}, {}, "a rate of each prompt"),
         ({"policy": "full"}, {}, "keeps everything"),
         ({"policy": "snapkv", "budget": 64}, {}, "evicts in `prefill` only"),
+        ({"policy": "kvzap", "budget": 256}, {}, "asks its caller for `importance`"),
         ({"policy": "h2o", "budgt": 64}, {}, "has no param `budgt`"),
         ({"policy": "h2o", "budget": "64"}, {}, "params are numbers"),
         ({"budget": 64}, {}, "names no policy"),
