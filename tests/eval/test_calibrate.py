@@ -12,7 +12,7 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.cli import main
-from kvdsl.compiler import analyse
+from kvdsl.compiler import analyse, find_policy
 from kvdsl.errors import KvdslError
 from kvdsl_lab.calibrate import retrieval_heads
 from kvdsl_lab.calibrate.request import wanted
@@ -21,7 +21,8 @@ from kvdsl_lab.calibrate.statistics import statistics
 from kvdsl_lab.eval.recording import Recording, record
 
 SINKS, RECENT = 2, 5
-KNOWN = statistics(SINKS, RECENT)
+CHANNELS = 3
+KNOWN = statistics(SINKS, RECENT, CHANNELS)
 POLICY = """kv 1
 
 policy Mine {{
@@ -85,6 +86,17 @@ def test_an_axis_of_keys_is_the_first_of_their_principal_ones(model, ids: Tensor
             torch.testing.assert_close(axes[layer, head].double(), direction, rtol=1e-3, atol=1e-4)
 
 
+def test_heavy_channels_are_those_of_the_largest_products_over_all_pairs(model, ids: Tensor) -> None:
+    channels = found(model, ids, "heavy-channels")
+    for layer, parts in enumerate(recordings(model, ids)):
+        query = torch.cat([part.query[0] for part in parts], 2).flatten(1, 2).double()
+        keys = torch.cat([part.key[0] for part in parts], 1).double()
+        for head in range(len(keys)):
+            products = (query[head][:, None] * keys[head]).abs().mean((0, 1))
+            assert set(channels[layer, head].nonzero()[:, 0].tolist()) == set(products.topk(CHANNELS).indices.tolist())
+            assert channels[layer, head].sum() == CHANNELS
+
+
 def test_a_head_retrieves_as_its_output_changes_without_the_middle(model, ids: Tensor) -> None:
     ranks = found(model, ids, "retrieval-heads")
     changes = torch.zeros(ranks.shape, dtype=torch.float64)
@@ -104,6 +116,9 @@ def test_a_head_retrieves_as_its_output_changes_without_the_middle(model, ids: T
     for place, index in enumerate(changes.flatten().argsort().tolist()):
         assert ranks.flatten()[index] == pytest.approx((place + 0.5) / changes.numel())
     torch.testing.assert_close(found(model, ids, "streaming-heads"), 1 - ranks)
+    torch.testing.assert_close(
+        found(model, ids, "head-importance"), (changes / changes.mean()).float(), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_a_head_that_sees_all_there_is_does_not_change(model, ids: Tensor) -> None:
@@ -141,6 +156,16 @@ def test_a_name_says_what_it_means_unless_something_is_chosen(tmp_path: Path) ->
     assert asks(tmp_path, FILTER.format("filter"), "score dot(filter, k)", chosen=chosen) == {"filter": "key-pca"}
     line = 'tensor streaming [heads, layers] from "duo.safetensors"'
     assert asks(tmp_path, line, "score position * streaming") == {"streaming": "streaming-heads"}
+
+
+@pytest.mark.parametrize(
+    ("stem", "statistic"),
+    [("duo_attention", "retrieval-heads"), ("q_filters", "q-filters"), ("double_sparsity", "heavy-channels"),
+     ("headkv", "head-importance")],
+)  # fmt: skip
+def test_shipped_policies_ask_for_what_there_is(stem: str, statistic: str) -> None:
+    (one,) = wanted(analyse(find_policy(stem)).policy, {}, KNOWN)
+    assert one.statistic.name == statistic
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvdsl_lab.calibrate import key_pca, q_filters, query_mean, retrieval_heads
+from kvdsl_lab.calibrate import heavy_channels, key_pca, q_filters, query_mean, retrieval_heads
 from kvdsl_lab.eval.recording import Recording
 
 
@@ -50,11 +50,12 @@ def _by_heads(sinks: int, recent: int) -> dict[str, Any]:
     return {"axes": _NUMBER, "seen": seen, "result": retrieval_heads.result, "twice": True}
 
 
-def statistics(sinks: int = 16, recent: int = 64) -> dict[str, Statistic]:
+def statistics(sinks: int = 16, recent: int = 64, channels: int = 16) -> dict[str, Statistic]:
     """All of them, by name.
 
     Args:
         sinks, recent: what a streaming head sees.
+        channels: how many heavy channels a KV head has.
     """
     heads = _by_heads(sinks, recent)
     rows = (
@@ -71,12 +72,20 @@ def statistics(sinks: int = 16, recent: int = 64) -> dict[str, Statistic]:
             ("axis", "key_pca"), _VECTOR, key_pca.seen, key_pca.result,
         ),
         Statistic(
+            "heavy-channels", "1 for the dims that weigh most in products of queries and keys, else 0 (Double Sparsity)",
+            ("channels", "heavy_channels"), _VECTOR, heavy_channels.seen, partial(heavy_channels.result, channels=channels),
+        ),
+        Statistic(
             "retrieval-heads", "how much a head changes that sees sinks and recent tokens only, as a rank (DuoAttention, approximately)",
             ("retrieval", "retrieval_heads"), whole=retrieval_heads.ranks, **heads,
         ),
         Statistic(
             "streaming-heads", "1 less the rank of retrieval-heads: high where a head needs sinks and recent tokens only",
             ("streaming", "streaming_heads"), whole=lambda changes: 1 - retrieval_heads.ranks(changes), **heads,
+        ),
+        Statistic(
+            "head-importance", "how much a head changes that sees sinks and recent tokens only, 1 on average (HeadKV, approximately)",
+            ("importance", "head_importance"), whole=lambda changes: changes / changes.mean(), **heads,
         ),
     )  # fmt: skip
     return {row.name: row for row in rows}

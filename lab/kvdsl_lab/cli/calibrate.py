@@ -42,6 +42,7 @@ def _chosen(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
     "--sinks", type=click.IntRange(0), default=16, show_default=True, help="First tokens that a streaming head sees."
 )
 @click.option("--recent", type=click.IntRange(1), default=64, show_default=True, help="Recent tokens that it sees.")
+@click.option("--channels", type=click.IntRange(1), default=16, show_default=True, help="Heavy channels of a KV head.")
 @click.option("-o", "--out", type=click.Path(path_type=Path, file_okay=False),
               help="Folder for the files [default: where the policy looks for them].")  # fmt: skip
 @click.option("--force", is_flag=True, help="Write files anew that are there already.")
@@ -50,7 +51,7 @@ def _chosen(ctx: click.Context, param: click.Parameter, values: tuple[str, ...])
 @json_option
 def command(
     policy: str, chosen: dict[str, str], model: str | None, text: Path | None, tokens: int, length: int, sinks: int, recent: int,
-    out: Path | None, force: bool, threads: int | None, dtype: str | None, as_json: bool,
+    channels: int, out: Path | None, force: bool, threads: int | None, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Write the tensors that a policy reads: a model reads a text under the full cache, and its queries and keys are looked at.
 
@@ -60,12 +61,16 @@ def command(
     q-filters        the direction along which a head's queries lie      filter, q_filter(s)
     query-mean       the mean query                                      query_mean, centre
     key-pca          the first principal axis of a head's keys           axis, key_pca
+    heavy-channels   1 for the --channels dims that weigh most in        channels
+                     products of queries and keys, else 0
     retrieval-heads  how much a head changes that sees --sinks and       retrieval, retrieval_heads
                      --recent tokens only: a rank from 0 to 1
     streaming-heads  1 less that                                         streaming, streaming_heads
+    head-importance  the same change, over the mean of all heads         importance
 
-    The first three read stretches of the text, evenly over it. The last two read each stretch's first half twice, and look at the
-    second time; they stand in for the gates that DuoAttention trains, and only approximate them. Vectors are rotated, as they are cached.
+    The first four read stretches of the text, evenly over it. The last three read each stretch's first half twice, and look at the second
+    time; they stand in for the gates that DuoAttention trains and the scores that HeadKV finds with questions, and only
+    approximate them. Vectors are rotated, as they are cached.
 
     The numbers belong to the model: another one refuses them, unless it has the same layers, KV heads and dims. Calibrate on another text
     than the one that you measure on.
@@ -81,7 +86,7 @@ def command(
     from kvdsl_lab.calibrate.statistics import statistics
 
     found = analyse(find_policy(policy)).policy
-    wanted = request.wanted(found, chosen, statistics(sinks, recent))
+    wanted = request.wanted(found, chosen, statistics(sinks, recent, channels))
     there = files.files_of(wanted, out)
     files.check_own(found, there)
     if not force:
@@ -97,6 +102,8 @@ def command(
     }  # fmt: skip
     if any(statistic.twice for statistic in asked):
         facts |= {"sinks": sinks, "recent": recent}
+    if any(statistic.name == "heavy-channels" for statistic in asked):
+        facts |= {"channels": channels}
     files.write(there, values, {name: str(value) for name, value in facts.items()})
     seconds = round(time.perf_counter() - at, 1)
     result = {"policy": found.name, **facts, "seconds": seconds, "files": _as_data(there)}
