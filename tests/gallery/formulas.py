@@ -226,7 +226,7 @@ def criticalkv_projected(cache: Cache, window: int = 2) -> list[int]:
 def prefill_decoding(cache: Cache, window: int = 3, interval: int = 2) -> list[int]:
     if cache.newest < cache.method.prompt:
         return lowest(cache, cache.kept[:-window], lambda token: recent_total(cache, token, window))
-    return buffered(interval, lambda one: lowest(one, one.kept[:-1], lambda token: -length(one.k[token])))(cache)
+    return buffered(interval, shortest)(cache)
 
 
 def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 2) -> list[int]:

@@ -5,7 +5,7 @@ Once with random weights, and once with SmolLM2 where that is on the machine (`k
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -176,14 +176,32 @@ def test_a_filter_for_each_head(read: Read, tmp_path: Path, ratio: float) -> Non
 # -- while decoding ----------------------------------------------------------------------------------------------------
 
 
-def test_an_interval_of_decoding(read: Read) -> None:
-    """60 tokens are read one by one behind a prompt of 20, which is the target; both prune at every eighth."""
-    prompt, tokens = read.ids[:, :20], read.ids[0, 20:]
-    press = kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=8, target_size=20)
-    theirs, ours = DynamicCache(), kvdsl.load("knorm_decoding")(read.model, budget=20, interval=8)
-    with torch.no_grad(), press(read.model):
+INTERVALS: dict[str, tuple[Callable[[], Any], int, dict[str, float]]] = {
+    "knorm_decoding": (
+        lambda: kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=8, target_size=20),
+        20,
+        {"budget": 20, "interval": 8},
+    ),
+    "prefill_decoding": (
+        lambda: kvpress.PrefillDecodingPress(
+            kvpress.SnapKVPress(0.5, window_size=8, kernel_size=1),
+            kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=4, target_size=20),
+        ),
+        40,
+        {"budget": 20, "interval": 4, "window": 8},
+    ),
+}
+"""By the policy's stem: the press, how long the prompt is, and the policy's params. The other tokens are read one by one."""
+
+
+@pytest.mark.parametrize("policy", INTERVALS)
+def test_an_interval_of_decoding(read: Read, policy: str) -> None:
+    made, length, settings = INTERVALS[policy]
+    prompt, tokens = read.ids[:, :length], read.ids[0, length:]
+    theirs, ours = DynamicCache(), kvdsl.load(policy)(read.model, **settings)  # type: ignore[arg-type]
+    with torch.no_grad(), made()(read.model):
         read.model(prompt, past_key_values=theirs)
-        for at, token in enumerate(tokens, 20):
+        for at, token in enumerate(tokens, length):
             read.model(token[None, None], past_key_values=theirs, position_ids=torch.tensor([[at]]))
     sizes = []
     with torch.no_grad():
@@ -191,8 +209,9 @@ def test_an_interval_of_decoding(read: Read) -> None:
         for token in tokens:
             read.model(token[None, None], past_key_values=ours)
             sizes.append(int((ours.positions(0)[0, 0] >= 0).sum()))
-    kvdsl.load("knorm_decoding").release(read.model)
-    assert max(sizes) == 27 and sizes.count(20) == len(tokens) // 8
+    kvdsl.load(policy).release(read.model)
+    interval = settings["interval"]
+    assert max(sizes) == 19 + interval and sizes.count(20) == len(tokens) // interval
     for index, other in enumerate(theirs.layers):
         state = ours._state(index)
         for head, live in enumerate(state.position[0] >= 0):
