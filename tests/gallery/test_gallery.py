@@ -35,7 +35,9 @@ def test_is_clean_short_and_says_where_it_comes_from(path: Path) -> None:
     assert len([line for line in statements.split("{")[1].split("\n") if re.match(r"\s*\w", line)]) <= 12
     found = provenance(path.stem, analysis.policy.doc)
     assert found is not None
-    assert analysis.policy.doc.startswith("Approximately") != found.exact
+    summary = " ".join(analysis.policy.doc.split("\n\n")[0].split())
+    assert summary.startswith("Approximately") != found.exact
+    assert found.how is None or f"({found.how}): " in summary, "the first sentence says how it differs"
     assert analysis.policy.doc.split("\n\n")[0].endswith(".")
 
 
