@@ -95,7 +95,7 @@ class Maker:
         victims: who must agree on the victims, unless a budget is shared.
         fused: no statements without fused kernels.
         tensors: of files, which expressions may read. `given`: values from the caller, likewise.
-        by_head: the budget, where it differs between KV heads; numbers that do not have to be the same for all may read it.
+        by_head: the budget, where it differs between KV heads, and what tells it; numbers that need not be the same for all may read these.
     """
 
     pick: Callable[[Sequence[Any]], Any]
@@ -416,7 +416,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         if told is None:
             maker.fixed.append(Input(name="budget"))
         else:
-            made["budget"], room, maker.by_head = told, min(room, 4.0), (Input(name="budget"),)
+            made["budget"], room, maker.by_head = told, min(room, 4.0), (Input(name="budget"), *_by_head_numbers(maker))
     made["keeps"] = maker.keeps(room, evicts=evicts) if evicts or selects else ()
     if evicts:
         made |= maker.eviction(room, compact=compact)
@@ -463,13 +463,17 @@ def _budget(maker: Maker, params: Sequence[Param]) -> tuple[Expr, float]:
 
 def _by_head(maker: Maker, budget: Expr) -> Expr | None:
     """The budget for some KV heads, and another for the others, as a tensor tells; None where none is read."""
-    numbers = [TensorRef(name=one.name, dims=False) for one in maker.tensors if "dims" not in one.axes]
+    numbers = _by_head_numbers(maker)
     if not numbers or maker.one_of(True, False):
         return None
     other = maker.one_of(Number(value=4.0), Number(value=12.0), Input(name="prompt"), Input(name="everything"))
     least = Call(function="max", args=(other, Number(value=4.0)))
     condition = Binary(op=">", left=maker.one_of(*numbers), right=NOTHING)
     return Call(function="where", args=(condition, budget, least))
+
+
+def _by_head_numbers(maker: Maker) -> list[Expr]:
+    return [TensorRef(name=one.name, dims=False) for one in maker.tensors if "dims" not in one.axes]
 
 
 @st.composite
