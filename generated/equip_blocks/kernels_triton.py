@@ -141,7 +141,7 @@ def settle(
         tl.store(work + i, sum_attn, mask=inside)
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
-    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, leaving, (), 0, BLOCK)
     tl.debug_barrier()
     evicting.close_gaps(position, rank, gaps, slots, BLOCK)
 

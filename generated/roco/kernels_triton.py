@@ -134,7 +134,7 @@ def settle(
         tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
         tl.store(kept + i, pos >= last, mask=inside)
     tl.debug_barrier()
-    evicting.evict(position, work, kept, slots, now, leaving, (ops.count(number_protect),), 1, BLOCK)
+    evicting.evict(position, work, kept, slots, leaving, (ops.count(number_protect),), 1, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

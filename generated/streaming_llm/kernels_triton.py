@@ -114,6 +114,6 @@ def settle(
         tl.store(work + i, pos.to(tl.float32), mask=inside)
         tl.store(kept + i, (pos <= first) | (pos >= last), mask=inside)
     tl.debug_barrier()
-    evicting.evict(position, work, kept, slots, now, leaving, (), 0, BLOCK)
+    evicting.evict(position, work, kept, slots, leaving, (), 0, BLOCK)
     tl.debug_barrier()
     evicting.close_gaps(position, rank, gaps, slots, BLOCK)

@@ -116,6 +116,11 @@ LAZY = {
         "trigger overflow >= 3\ncap hard"
     ),
     "heads agree, compact": "param budget = 8\nvictims shared by heads\nscore sum(attn)\npositions compact\ntrigger overflow >= 2",
+    # of protected tokens the newest that is there stays longest, not the row's newest, which may have left
+    "room among the protected": "param budget = 8\nscore age\nkeep where age > 3\nkeep last 0\ncap hard",
+    "heads agree on room among the protected": (
+        "param budget = 8\nscore age\nkeep where age > 3\nkeep last 0\ncap hard\nvictims shared by heads"
+    ),
     "random": "param budget = 8\nscore random() + age / 100 + where(budget > 4 and age > 30, 5, 0)",
 }
 NAMES = [name for name, (text, _) in STATEMENTS.items() if not any(

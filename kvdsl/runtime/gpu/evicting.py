@@ -12,6 +12,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import ops
 
 UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
+NOBODY = tl.constexpr(-1)  # in the place of the token that is the last to leave, where protected ones do not leave
 TRIES = tl.constexpr(8)
 
 
@@ -111,7 +112,6 @@ def evict(
     scores,  # [1 + TOPS, N] float32: what the slots are ranked by, and what each `keep top` ranks them by
     kept,  # [N] int8: 1 where protected already
     slots,
-    newest,
     leaving,
     tops,  # how many each `keep top` protects
     TOPS: tl.constexpr,
@@ -120,10 +120,11 @@ def evict(
     """Free the `leaving` slots that leave first."""
     done = 0
     if leaving == 1:
-        done = _evict_one(position, scores, kept, slots, newest, tops, TOPS, BLOCK)
+        done = _evict_one(position, scores, kept, slots, tops, TOPS, BLOCK)
     if done == 0:
         for t in tl.static_range(TOPS):
-            _protect_top(position, scores + (1 + t) * slots, kept, slots, newest, tops[t], BLOCK)
+            _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], BLOCK)
+        newest = _newest_held(position, slots, BLOCK)  # not the row's newest token, if that has left before
         for members in range(2):  # UNPROTECTED, then PROTECTED
             free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, BLOCK)
             _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
@@ -131,20 +132,30 @@ def evict(
 
 
 @triton.jit
-def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+def _newest_held(position, slots, BLOCK: tl.constexpr):
+    """The position of the newest token that is there."""
+    found = tl.full([BLOCK], -1, tl.int32)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        found = tl.maximum(found, tl.load(position + i, mask=i < slots, other=-1))
+    return tl.max(found, 0)
+
+
+@triton.jit
+def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
     """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
     protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1.
     """
     done, tries = 0, 0
     while (tries < TRIES) & (done == 0):
-        slot = _lowest(position, scores, kept, slots, newest, BLOCK)
+        slot = _lowest(position, scores, kept, slots, BLOCK)
         leaves = slot >= 0
         own = tl.maximum(slot, 0)
         pos = tl.load(position + own)
         for t in tl.static_range(TOPS):
             top = scores + (1 + t) * slots
             bar = _key(tl.load(top + own), pos)
-            leaves = leaves & (_above(position, top, kept, slots, newest, bar, EVERYTHING, BLOCK) >= tops[t])
+            leaves = leaves & (_above(position, top, kept, slots, NOBODY, bar, EVERYTHING, BLOCK) >= tops[t])
         if leaves:
             tl.store(position + own, -1)
         elif slot >= 0:
@@ -156,24 +167,24 @@ def _evict_one(position, scores, kept, slots, newest, tops, TOPS: tl.constexpr, 
 
 
 @triton.jit
-def _lowest(position, scores, kept, slots, newest, BLOCK: tl.constexpr):
+def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
     """The slot that leaves first of those that are not protected; -1 if all are."""
     lowest = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64)
     where = tl.full([BLOCK], -1, tl.int32)
     for start in range(0, slots, BLOCK):
-        i, key = _keys(position, scores, kept, start, slots, newest, UNPROTECTED, BLOCK)
+        i, key = _keys(position, scores, kept, start, slots, NOBODY, UNPROTECTED, BLOCK)
         lower = (key != ops.BELOW_ALL) & (key < lowest)
         lowest, where = tl.where(lower, key, lowest), tl.where(lower, i, where)
     return tl.max(tl.where(lowest == tl.min(lowest, 0), where, -1), 0)
 
 
 @triton.jit
-def _protect_top(position, top, kept, slots, newest, n, BLOCK: tl.constexpr):
+def _protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
     """Protect the n slots that rank highest."""
-    live = _above(position, top, kept, slots, newest, ops.BELOW_ALL, EVERYTHING, BLOCK)
-    bar = _cut(position, top, kept, slots, newest, tl.minimum(n, live), EVERYTHING, BLOCK)
+    live = _above(position, top, kept, slots, NOBODY, ops.BELOW_ALL, EVERYTHING, BLOCK)
+    bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), EVERYTHING, BLOCK)
     for start in range(0, slots, BLOCK):
-        i, key = _keys(position, top, kept, start, slots, newest, EVERYTHING, BLOCK)
+        i, key = _keys(position, top, kept, start, slots, NOBODY, EVERYTHING, BLOCK)
         tl.store(kept + i, 1, mask=key > bar)
     tl.debug_barrier()
 
