@@ -13,7 +13,7 @@ from kvdsl_lab.search.evolve import Evolution, Found
 from kvdsl_lab.search.moves import numbers
 from kvdsl_lab.search.report import in_words
 from kvdsl_lab.search.run import seeds
-from kvdsl_lab.search.space import Bounds
+from kvdsl_lab.search.space import Bounds, without_parts
 from kvdsl_lab.search.store import Store
 
 FACTS = {"model": "stub", "seed": 0}
@@ -72,6 +72,21 @@ def test_it_goes_on_where_it_was(tmp_path: Path) -> None:
 def test_without_time_it_has_the_seeds(tmp_path: Path) -> None:
     found, _ = search(tmp_path / "a", 300, until=time.monotonic() - 1)
     assert sorted(found.seeds) == ["h2o", "tova", "vatp_h2o"] and len(found.population) == 3
+
+
+def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: Path) -> None:
+    judge = Stub()
+    with Store(tmp_path / "a", FACTS) as store:
+        found = Evolution(judge, store, Bounds(), 0, None, 200)
+        found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
+        finalists = found.finalists(3)
+        seeded = {one.key for one in found.seeds.values()}
+        assert 1 <= len(finalists) <= 3 and not seeded & {one.key for one in finalists}
+        assert finalists[0].error <= found.population[0].error * 1.002
+        for one in finalists:
+            for simpler in without_parts(one.policy).values():
+                told = found.judged(simpler, "test", [], 1)
+                assert told is None or told.error > one.error * 1.002, "it could be simpler"
 
 
 def test_a_front(tmp_path: Path) -> None:

@@ -38,6 +38,7 @@ def policy(*lines: str) -> Policy:
         ("score sum(attn)\ngroup sum", "score sum(attn)"),
         ("score sum(attn > 2 * mean(attn over slots))\ngroup sum", "score sum(attn > 2 * mean(attn over slots))"),
         ("score sum(attn)\nkeep top budget / 2 by sum(attn)", "score sum(attn)\nkeep last 1"),
+        ("score sum(attn)\nkeep first 4.7", "score sum(attn)\nkeep first 4"),
         ("score sum(attn)\nkeep last budget / 4", "score sum(attn)\nkeep last 0.25 * budget"),
     ],
 )

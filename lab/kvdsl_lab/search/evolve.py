@@ -19,7 +19,7 @@ import numpy as np
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl_lab.search import moves
-from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of
+from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, without_parts
 from kvdsl_lab.search.store import Store
 
 GENERATION = 16
@@ -29,6 +29,8 @@ POPULATION = 24
 """Policies that may have children."""
 TUNE_EVERY = 4
 """Generations between two in which a policy's numbers are tuned."""
+SPARED = 0.002
+"""Of its error, for which a finalist may become simpler."""
 TUNED_FOR, TUNE_STEP = 4, 0.4
 """Generations of CMA-ES, and its first step, in natural logarithms of the numbers."""
 
@@ -134,6 +136,23 @@ class Evolution:
         """One more policy, judged whatever the time; None if it is not let in."""
         one = self._admitted(policy, move, parents, again=True)
         return None if one is None else self._judged(one, rung, always=True)
+
+    def finalists(self, count: int) -> list[Found]:
+        """The best of each number of bytes of state, the best first, then the next best; no seeds, and without what they do not need."""
+        seeds = {one.key for one in self.seeds.values()}
+        found = [one for one in self.population if one.key not in seeds]
+        firsts = {one.size.state_bytes: one for one in reversed(found)}
+        ordered = sorted(firsts.values(), key=lambda one: one.error) + found
+        simplest = {one.policy: one for one in map(self._simplest, dict.fromkeys(ordered[: 2 * count]))}
+        return [one for one in simplest.values() if one.key not in seeds][:count]
+
+    def _simplest(self, one: Found) -> Found:
+        """The policy without every part that can be left out at next to no cost."""
+        for policy in without_parts(one.policy).values():
+            simpler = self.judged(policy, "simplified", [one.key], len(self.judge.rungs) - 1)
+            if simpler is not None and simpler.error <= one.error * (1 + SPARED):
+                return self._simplest(simpler)
+        return one
 
     # -- a generation --------------------------------------------------------------------------------------------------
 

@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.files import write_whole
-from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Policy
+from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_expression, print_keep, print_policy
 from kvdsl.ir.visitors import with_policy
 from kvdsl_lab.search.evolve import Found
@@ -61,26 +60,6 @@ def in_words(policy: Policy) -> str:
     if policy.group != "mean":
         parts.append(f"group {policy.group}")
     return " · ".join(parts)
-
-
-# -- ablation ----------------------------------------------------------------------------------------------------------
-
-
-def ablations(policy: Policy) -> dict[str, Policy]:
-    """The policy without each of its `keep` lines, and with each operand of its score in the score's place."""
-    from kvdsl.ir.visitors import children
-    from kvdsl_lab.search.space import canonical
-
-    found = {
-        f"without `{print_keep(keep)}`": with_policy(policy, keeps=tuple(one for one in policy.keeps if one is not keep))
-        for keep in policy.keeps
-    }
-    if policy.group != "mean":
-        found["with `group mean`"] = with_policy(policy, group="mean")
-    assert policy.score is not None
-    for part in (part for part in children(policy.score) if axes_of(part) == {Axis.SLOT}):
-        found[f"with `score {print_expression(part)}`"] = with_policy(policy, score=part)
-    return {what: canonical(one) for what, one in found.items()}
 
 
 # -- pages -------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from kvdsl_lab.search import report
 from kvdsl_lab.search.evolve import Evolution, Found
 from kvdsl_lab.search.judge import Judge, Rung, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
-from kvdsl_lab.search.space import Bounds, seed_of
+from kvdsl_lab.search.space import Bounds, seed_of, without_parts
 from kvdsl_lab.search.store import Store
 
 TEXT_PER_BUDGET = 4
@@ -135,8 +135,7 @@ class Run:
         """
         plan, evolution = self._plan, self._evolution
         seeded = dict(sorted(evolution.seeds.items(), key=lambda named: named[1].error))
-        known = {one.key for one in seeded.values()}
-        best = [one for one in evolution.population if one.key not in known][:finalists]
+        best = evolution.finalists(finalists)
         named = {report.name_of(number + 1): one for number, one in enumerate(best)}
         proven = list(self._proven(seeded, named, until, tell)) if best else []
         ablations = self._ablations(best[0]) if best else []
@@ -179,7 +178,7 @@ class Run:
     def _ablations(self, best: Found) -> list[Result]:
         """What the judge says of the best without its parts."""
         last, found = len(self._judge.rungs) - 1, [{"what": "whole", "error": round(best.error, 6)}]
-        for what, policy in report.ablations(best.policy).items():
+        for what, policy in without_parts(best.policy).items():
             one = self._evolution.judged(policy, "ablation", [best.key], last)
             if one is not None:
                 found.append({"what": what, "error": round(one.error, 6)})

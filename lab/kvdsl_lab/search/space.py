@@ -8,13 +8,15 @@ where scores lie within a rounding error; the search does not.
 from __future__ import annotations
 
 import hashlib
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param, ParamRef, Policy, Random, Reduce
 from kvdsl.ir.ops import COMPARISONS, LOGICAL
-from kvdsl.ir.printer import print_expression, print_policy
-from kvdsl.ir.visitors import expressions, rewrite, walk, with_policy
+from kvdsl.ir.printer import print_expression, print_keep, print_policy
+from kvdsl.ir.visitors import children, expressions, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold, fold_expression
 
 BUDGET = Input(name="budget")
@@ -91,7 +93,7 @@ def canonical(policy: Policy) -> Policy:
     keeps = [
         keep.model_copy(
             update={
-                "count": None if keep.count is None else ordered(keep.count),
+                "count": None if keep.count is None else _whole(ordered(keep.count)),
                 "by": None if keep.by is None else ranked(keep.by),
             }
         )
@@ -99,6 +101,11 @@ def canonical(policy: Policy) -> Policy:
     ]
     told = {_line(keep): keep for keep in keeps if keep.count != ZERO and not (keep.scope == "top" and keep.by == score)}
     return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
+
+
+def _whole(count: Expr) -> Expr:
+    """A count that is a number is rounded down by what reads it."""
+    return Number(value=float(math.floor(count.value))) if isinstance(count, Number) else count
 
 
 def _line(keep: Keep) -> str:
@@ -222,6 +229,20 @@ def nonnegative(expr: Expr) -> bool:
             return True
         return expr.op not in ("-", "**", "%") and nonnegative(expr.left) and nonnegative(expr.right)
     return False
+
+
+def without_parts(policy: Policy) -> dict[str, Policy]:
+    """The policy without each of its `keep` lines, with the plain group, and with each operand of its score in the score's place."""
+    found = {
+        f"without `{print_keep(keep)}`": with_policy(policy, keeps=tuple(one for one in policy.keeps if one is not keep))
+        for keep in policy.keeps
+    }
+    if policy.group != "mean":
+        found["with `group mean`"] = with_policy(policy, group="mean")
+    assert policy.score is not None
+    for part in (part for part in children(policy.score) if axes_of(part) == {Axis.SLOT}):
+        found[f"with `score {print_expression(part)}`"] = with_policy(policy, score=part)
+    return {what: canonical(one) for what, one in found.items()}
 
 
 def key(policy: Policy) -> str:
