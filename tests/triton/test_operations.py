@@ -6,8 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from kvdsl.ir.printer import print_policy
+from kvdsl.runtime.gpu import ops
 from kvdsl.runtime.gpu.backend import TritonBackend
 from tests.differential.operations import TRACE, all_operations
 from tests.differential.traces import run_policy
@@ -15,6 +18,25 @@ from tests.differential.traces import run_policy
 from .interpreter import with_kernels
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
+
+
+@triton.jit
+def _tanh(x, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, ops.tanh(tl.load(x + i)))
+
+
+def test_tanh_is_right_to_five_units_in_the_last_place() -> None:
+    x = torch.cat([torch.linspace(0, 1, 2048), torch.logspace(-30, 1.5, 2048)])
+    x = torch.cat([x, -x])
+    out = torch.empty_like(x)
+    _tanh[(1,)](x, out, N=len(x))
+    exact = x.double().tanh()
+    assert float(((out - exact).abs() / exact.abs().clamp(min=1e-300)).max()) <= 5 * 2**-24
+    ends = torch.tensor([float("inf"), -float("inf"), float("nan"), 0.0])
+    _tanh[(1,)](ends, out, N=4)
+    assert out[:2].tolist() == [1, -1] and out[2].isnan() and out[3] == 0
+
 
 OPERATIONS = dict(all_operations())
 FAST = ("std over slots", "ema over queries", "var over the last N queries", "a tensor in a budget")

@@ -20,7 +20,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import layout, rotate
+from kvdsl.runtime.gpu import layout, ops, rotate
 
 
 @triton.jit
@@ -171,9 +171,9 @@ def attend(
 
 @triton.jit
 def _capped(logit, softcap):
-    """The capped logit, softcap * tanh(logit / softcap), by exp alone: 1 - 2 / (exp(2x) + 1)."""
+    """The capped logit, softcap * tanh(logit / softcap)."""
     if softcap > 0:
-        logit = softcap * (1 - 2 / (tl.exp(2 * logit / softcap) + 1))
+        logit = softcap * ops.tanh(logit / softcap)
     return logit
 
 

@@ -80,7 +80,7 @@ def weights(
         q = tl.load(rows + g * query_head, mask=asked[:, None] & (d < D), other=0.0).to(k.dtype)
         x = tl.dot(k, tl.trans(q), input_precision="ieee") * scaling
         if CAPPED:
-            x = softcap * (1 - 2 / (tl.exp(2 * x / softcap) + 1))  # tanh, by exp alone
+            x = softcap * ops.tanh(x / softcap)
         if LOGIT:
             logit = ops.maximum(logit, x) if HOW == "max" else logit + x
         if ATTN:
