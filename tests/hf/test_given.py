@@ -164,13 +164,12 @@ def test_tokens_that_are_taken_back_are_given_anew() -> None:
 
 def test_guesses_are_asked_for_like_other_tokens() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 6).repeat(1, 3)
-    found = []
-    for options in ({}, {"prompt_lookup_num_tokens": 4}):
-        cache = cache_class()(model, importance=importance, backend="torch")
-        if options:
-            cache.activate_past_recording()
-        found.append(zoo.greedy(model, zoo.plain(ids), 12, past_key_values=cache, **options)[0])
-    assert torch.equal(*found)
+    looked_up, plain = (cache_class()(model, importance=importance, backend="torch") for _ in range(2))
+    looked_up.activate_past_recording()
+    # The end of the text is a token that never comes, without which transformers 4.57 looks nothing up; it may go a few tokens too far.
+    options = {"prompt_lookup_num_tokens": 4, "eos_token_id": zoo.VOCAB + 1}
+    found = zoo.greedy(model, zoo.plain(ids), 12, past_key_values=looked_up, **options)[0]
+    assert torch.equal(found, zoo.greedy(model, zoo.plain(ids), found.shape[1], past_key_values=plain)[0])
 
 
 # -- beforehand --------------------------------------------------------------------------------------------------------

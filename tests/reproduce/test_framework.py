@@ -76,12 +76,27 @@ def test_a_killed_run_loses_one_cell(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         reproduce(killed.paper, Setup(), tmp_path, HEAD)
     left = json.loads((tmp_path / "made.json").read_text())
-    assert not left["finished"] and left["experiments"][0]["findings"] == [] and left["experiments"][1]["rows"] == []
+    assert not left["finished"] and len(left["experiments"][0]["findings"]) == 1, (
+        "what is complete is held against its claims"
+    )
+    assert left["experiments"][1]["rows"] == left["experiments"][1]["findings"] == []
     again = Made()
     result = reproduce(again.paper, Setup(), tmp_path, HEAD)
     assert again.ran == ["two 16", "two 32", "two 64"]
     whole = reproduce(Made().paper, Setup(), tmp_path / "elsewhere", HEAD)
     assert [one["rows"] for one in result["experiments"]] == [one["rows"] for one in whole["experiments"]]
+
+
+def test_some_experiments_only(tmp_path: Path) -> None:
+    made = Made()
+    part = reproduce(made.paper, Setup(), tmp_path, HEAD, only=["figure2"])
+    assert made.ran == ALL[3:] and not part["finished"] and count(made.paper, Setup(), ["figure2"]) == 3
+    assert "Table 1" not in tables.markdown(made.paper, part) and "Figure 2" in tables.latex(made.paper, part)
+    plots.draw_all(made.paper, part, tmp_path)
+    whole = reproduce(made.paper, Setup(), tmp_path, HEAD)
+    assert made.ran == ALL[3:] + ALL[:3] and whole["finished"]
+    with pytest.raises(KvdslError, match="made has no experiment `figure3`; it has table1, figure2"):
+        reproduce(made.paper, Setup(), tmp_path, HEAD, only=["figure3"])
 
 
 def test_a_complete_run_measures_nothing_again_unless_asked(tmp_path: Path) -> None:

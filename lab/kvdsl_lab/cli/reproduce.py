@@ -11,6 +11,7 @@ import click
 
 from kvdsl.cli.common import FORMAT_VERSION, json_option
 from kvdsl.cli.options import BACKENDS, dtype_option, model_option, refuse_triton
+from kvdsl_lab.cli.measuring import names
 from kvdsl_lab.reproduce import PAPERS
 
 _LIST = "\n".join(f"  {name:<9}{line}" for name, line in PAPERS.items())
@@ -29,6 +30,7 @@ was, and one that is complete only draws its tables anew, unless it is asked to 
 Examples:
   kvdsl reproduce sparcas --quick
   kvdsl reproduce sparcas --model path/to/model --out results/mine
+  kvdsl reproduce roco --model smollm2 --only figure5,table2 --out results/smollm2
 """
 
 
@@ -40,6 +42,7 @@ Examples:
               help="What the model reads [default: the book that ships with kvdsl].")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
               help="Folder for the results.")  # fmt: skip
+@click.option("--only", metavar="A,B", help="Experiments to run [default: all; an unknown name lists them].")
 @click.option("--fresh", is_flag=True, help="Measure everything anew, whatever was measured before.")
 @click.option("--no-plots", is_flag=True, help="Tables only; needs no matplotlib.")
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
@@ -49,7 +52,7 @@ Examples:
 @dtype_option
 @json_option
 def command(
-    paper: str, quick: bool, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str,
+    paper: str, quick: bool, model: str | None, text: Path | None, out: Path, only: str | None, fresh: bool, no_plots: bool, backend: str,
     threads: int | None, repeats: int | None, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """See `_HELP`, which lists the papers."""
@@ -69,8 +72,9 @@ def command(
     wanted = load_paper(paper)
     setup = Setup(quick, model, dtype, text, backend, seed, repeats or (3 if quick else 11))
     head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=setup.dtype_name, seed=seed)}
-    with stages(paper, count(wanted, setup)) as tick:
-        result = reproduce(wanted, setup, out, head, fresh=fresh, drawn=not no_plots, tick=tick)
+    chosen = names(only or "")
+    with stages(paper, count(wanted, setup, chosen)) as tick:
+        result = reproduce(wanted, setup, out, head, only=chosen, fresh=fresh, drawn=not no_plots, tick=tick)
     write_whole(out / f"{paper}.md", tables.markdown(wanted, result))
     write_whole(out / f"{paper}.tex", tables.latex(wanted, result))
     if not no_plots:
@@ -87,4 +91,5 @@ def _tell(result: Mapping[str, Any], out: Path, paper: str) -> None:
     for experiment in result["experiments"]:
         for one in experiment["findings"]:
             click.echo(f"{experiment['source']}: {words[one['holds']]}: {one['claim']} ({one['measured']})")
-    click.echo(f"{len(result['experiments'])} tables and figures, {result['seconds']:.0f} s: {out / paper}.md, .tex, .json")
+    measured = sum(bool(experiment["rows"]) for experiment in result["experiments"])
+    click.echo(f"{measured} tables and figures, {result['seconds']:.0f} s: {out / paper}.md, .tex, .json")

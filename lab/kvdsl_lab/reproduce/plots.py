@@ -33,7 +33,7 @@ def check_installed() -> None:
 def draw_all(paper: Paper, result: Mapping[str, Any], out: Path) -> None:
     """Every figure of a result, where the result says that it lies."""
     for experiment, part in zip(paper.experiments, result["experiments"], strict=True):
-        if experiment.plot is not None:
+        if experiment.plot is not None and part["figures"]:
             draw(experiment.plot, part["rows"], [out / name for name in part["figures"]])
 
 

@@ -6,7 +6,8 @@
      "experiments": [{"name", "title", "source", "says", "rows": [...], "cells": [{"name", "rows": 6, "seconds": 3.2}],
                       "findings": [{"claim", "holds", "measured"}], "figures": ["sparcas/table2a.png", ...]}]}
 
-Cells say how many of the rows are theirs, in order. Another setup or environment makes another result: the old one is kept beside it.
+Cells say how many of the rows are theirs, in order. An experiment's claims are held against its rows as soon as it is complete. Another
+setup or environment makes another result: the old one is kept beside it.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +50,7 @@ def reproduce(
     out: Path,
     head: Mapping[str, Any],
     *,
+    only: Collection[str] = (),
     fresh: bool = False,
     drawn: bool = True,
     tick: Callable[[str], None] = lambda name: None,
@@ -57,18 +59,20 @@ def reproduce(
 
     Args:
         head: what the result begins with: its format's version and the environment.
+        only: names of experiments to run; what was measured of the others stays. None: all of them.
         fresh: forget what was measured before.
         drawn: whether the result names figures, which `plots.draw_all` then draws.
         tick: told the name of every cell before it begins.
 
     Raises:
-        KvdslError: if a result of before cannot be read.
+        KvdslError: if a result of before cannot be read, or there is no such experiment.
     """
+    chosen = experiments(paper, only)
     path = out / f"{paper.name}.json"
     head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts(paper.reads_text)}
     done = _earlier(path, head, fresh)
     out.mkdir(parents=True, exist_ok=True)
-    for experiment, cell in ((one, cell) for one in paper.experiments for cell in one.cells(setup)):
+    for experiment, cell in ((one, cell) for one in chosen for cell in one.cells(setup)):
         tick(f"{experiment.source}: {cell.name}")
         if (experiment.name, cell.name) in done:
             continue
@@ -81,9 +85,22 @@ def reproduce(
     return result
 
 
-def count(paper: Paper, setup: Setup) -> int:
+def experiments(paper: Paper, only: Collection[str]) -> list[Experiment]:
+    """Those with these names, or all.
+
+    Raises:
+        KvdslError: for a name that none has.
+    """
+    names = [one.name for one in paper.experiments]
+    unknown = [name for name in only if name not in names]
+    if unknown:
+        raise KvdslError(f"{paper.name} has no experiment `{unknown[0]}`; it has {', '.join(names)}")
+    return [one for one in paper.experiments if not only or one.name in only]
+
+
+def count(paper: Paper, setup: Setup, only: Collection[str] = ()) -> int:
     """How many cells there are."""
-    return sum(1 for one in paper.experiments for _ in one.cells(setup))
+    return sum(1 for one in experiments(paper, only) for _ in one.cells(setup))
 
 
 # -- the result --------------------------------------------------------------------------------------------------------
@@ -95,22 +112,20 @@ def _result(paper: Paper, setup: Setup, head: Mapping[str, Any], done: Done, dra
     finished = None not in run
     return {
         **head, "finished": finished, "seconds": round(sum(cell.seconds for cell in run if cell is not None), 1),
-        "experiments": [_part(one, names[one.name], done, paper.name, finished, drawn) for one in paper.experiments],
+        "experiments": [_part(one, names[one.name], done, paper.name, drawn) for one in paper.experiments],
     }  # fmt: skip
 
 
-def _part(
-    experiment: Experiment, cells: Sequence[str], done: Done, paper: str, finished: bool, drawn: bool
-) -> dict[str, Any]:  # fmt: skip
-    """One experiment as far as it has come; what it finds, when all is measured."""
+def _part(experiment: Experiment, cells: Sequence[str], done: Done, paper: str, drawn: bool) -> dict[str, Any]:
+    """One experiment as far as it has come; what it finds, and its figures, when all of it is measured."""
     run = {name: done[experiment.name, name] for name in cells if (experiment.name, name) in done}
-    rows = [row for cell in run.values() for row in cell.rows]
+    rows, complete = [row for cell in run.values() for row in cell.rows], len(run) == len(cells)
     stem = f"{paper}/{experiment.name}"
     return {
         "name": experiment.name, "title": experiment.title, "source": experiment.source, "says": experiment.says, "rows": rows,
         "cells": [{"name": name, "rows": len(cell.rows), "seconds": cell.seconds} for name, cell in run.items()],
-        "findings": [asdict(one) for one in experiment.findings(rows)] if finished else [],
-        "figures": [f"{stem}.png", f"{stem}.svg"] if drawn and experiment.plot else [],
+        "findings": [asdict(one) for one in experiment.findings(rows)] if complete else [],
+        "figures": [f"{stem}.png", f"{stem}.svg"] if drawn and complete and experiment.plot else [],
     }  # fmt: skip
 
 

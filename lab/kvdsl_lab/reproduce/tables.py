@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from kvdsl_lab.eval.usage import notes, without_usage
-from kvdsl_lab.reproduce.experiment import Paper, Row
+from kvdsl_lab.reproduce.experiment import Experiment, Paper, Row
 
 _VERDICTS = {True: "holds", False: "does not hold", None: "open"}
 
@@ -64,13 +64,20 @@ def _made_with(result: Mapping[str, Any]) -> str:
     ))  # fmt: skip
 
 
+def _measured(paper: Paper, result: Mapping[str, Any]) -> Iterator[tuple[Experiment, Mapping[str, Any]]]:
+    """The experiments of which there are rows."""
+    for experiment, part in zip(paper.experiments, result["experiments"], strict=True):
+        if part["rows"]:
+            yield experiment, part
+
+
 # -- Markdown ----------------------------------------------------------------------------------------------------------
 
 
 def markdown(paper: Paper, result: Mapping[str, Any]) -> str:
     """The whole result."""
     parts = [f"# {paper.title}", f"`kvdsl reproduce {paper.name}`: {_made_with(result)}."]
-    for experiment, part in zip(paper.experiments, result["experiments"], strict=True):
+    for experiment, part in _measured(paper, result):
         parts.append(f"## {part['source']}: {part['title']}")
         if part["says"]:
             parts.append(f"The paper: {part['says']}")
@@ -111,7 +118,7 @@ def _piped(text: str) -> str:
 def latex(paper: Paper, result: Mapping[str, Any]) -> str:
     """A table environment for every experiment; needs `\\usepackage{booktabs}`."""
     parts = [f"% {paper.title}", f"% {_made_with(result)}", "% needs \\usepackage{booktabs}"]
-    for experiment, part in zip(paper.experiments, result["experiments"], strict=True):
+    for experiment, part in _measured(paper, result):
         parts += ["", *_latex_table(paper.name, part, experiment.table([without_usage(row) for row in part["rows"]]))]
         parts += [f"% {note}" for note in _notes(part["rows"])]
     return "\n".join(parts) + "\n"
