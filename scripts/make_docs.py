@@ -372,12 +372,15 @@ def _missing_row(row: dict[str, Any]) -> tuple[str, ...]:
 # -- the papers' results -------------------------------------------------------------------------------------------------
 
 REPRODUCED = ROOT / "results"
+REAL = "smollm2"
+"""The model, and the folder in `results`, of what was measured a second time."""
 RESULTS = """# Results
 
-What the five papers claim, held against what was measured on a small model that was trained on old books and ships with kvdsl. It
-copies and recalls, and has attention sinks, but what separates policies on a model of 7 billion parameters need not separate them
-here, and the other way round. So this page says what holds *of this model*;
-`kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
+What the five papers claim, held against what was measured. All of it on the *reference model*, which is small, was trained on old books and
+ships with kvdsl: it copies and recalls, and has attention sinks. Some of it also on *SmolLM2* (135 million parameters, trained on 2
+trillion tokens), a language model that people use: where a table has a column for it, empty cells were not measured. What separates
+policies on a model of 7 billion parameters need not separate them on either, and the other way round: `kvdsl reproduce PAPER --model FOLDER`
+says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
 decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; nobody has
@@ -387,28 +390,54 @@ HOLDS = {True: "yes", False: "**no**", None: "open"}
 
 
 def results_page() -> str:
-    """For every paper that was reproduced at full size: its claims, and what was measured."""
-    found = [json.loads(path.read_text(encoding="utf-8")) for path in sorted(REPRODUCED.glob("*.json"))]
-    return "\n".join([MADE + RESULTS] + [_results(one) for one in found if one["finished"]])
+    """For every paper that was reproduced at full size: its claims, and what was measured, on one model or two."""
+    parts = [MADE + RESULTS]
+    for path in sorted(REPRODUCED.glob("*.json")):
+        again = REPRODUCED / REAL / path.name
+        found = [json.loads(one.read_text(encoding="utf-8")) for one in (path, again) if one.exists()]
+        told = [one for one in found if any(experiment["findings"] for experiment in one["experiments"])]
+        if told:
+            parts.append(_results(told))
+    return "\n".join(parts)
 
 
-def _results(found: dict[str, Any]) -> str:
-    where, model = found["environment"], found["setup"].get("model", "shapes alone")
-    notes = DOCS / "notes" / "results" / f"{found['paper']}.md"
-    claims = (
-        (experiment["source"], _escaped(one["claim"]), HOLDS[one["holds"]], _escaped(one["measured"]))
-        for experiment in found["experiments"]
-        for one in experiment["findings"]
-    )
+def _results(found: list[dict[str, Any]]) -> str:
+    """One paper: what its runs found, beside each other."""
+    paper, models = found[0]["paper"], ["reference model", "SmolLM2"] if len(found) > 1 else []
+    notes = DOCS / "notes" / "results" / f"{paper}.md"
+    heads = [title for model in models for title in (model, "measured")] or ["holds", "measured"]
     parts = [
-        f"## {found['title']}\n",
-        f"`kvdsl reproduce {found['paper']} --threads {where['threads']}`: "
-        f"{found['seconds'] / 60:.0f} minutes on {where['cpu']} (torch {where['torch']}, transformers {where['transformers']}, "
-        f"{where['dtype']}, seed {found['setup']['seed']}), {model}; the tables and figures are in `results/{found['paper']}.md`.\n",
-        _table(("where", "claim", "holds", "measured"), claims),
+        f"## {found[0]['title']}\n",
+        *(_said_by(one) for one in found),
+        _table(("where", "claim", *heads), _claims(found)),
         *([notes.read_text(encoding="utf-8")] if notes.exists() else []),
     ]
     return "\n".join(parts)
+
+
+def _said_by(found: dict[str, Any]) -> str:
+    """What a run was made with."""
+    where, setup = found["environment"], found["setup"]
+    folder, asked = (f"results/{REAL}", f" --model {REAL}") if setup.get("model") == REAL else ("results", "")
+    if not found["finished"]:
+        asked += f" --only {','.join(one['name'] for one in found['experiments'] if one['findings'])}"
+    return (
+        f"`kvdsl reproduce {found['paper']}{asked} --threads {where['threads']}`: {found['seconds'] / 60:.0f} minutes on {where['cpu']} "
+        f"(torch {where['torch']}, transformers {where['transformers']}, {where['dtype'] or 'float32'}, seed {setup['seed']}), "
+        f"{setup.get('model', 'shapes alone')}; the tables and figures are in `{folder}/{found['paper']}.md`.\n"
+    )
+
+
+def _claims(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
+    """A row for each claim: what each run says of it; nothing where it says nothing."""
+    told: dict[tuple[str, str], dict[int, tuple[str, str]]] = {}
+    for run, one in enumerate(found):
+        for experiment in one["experiments"]:
+            for finding in experiment["findings"]:
+                claim = (experiment["source"], _escaped(finding["claim"]))
+                told.setdefault(claim, {})[run] = HOLDS[finding["holds"]], _escaped(finding["measured"])
+    for claim, by_run in told.items():
+        yield (*claim, *(text for run in range(len(found)) for text in by_run.get(run, ("", ""))))
 
 
 # -- all pages ---------------------------------------------------------------------------------------------------------
