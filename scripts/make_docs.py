@@ -379,8 +379,8 @@ RESULTS = """# Results
 What the five papers claim, held against what was measured. All of it on the *reference model*, which is small, was trained on old books and
 ships with kvdsl: it copies and recalls, and has attention sinks. Some of it also on *SmolLM2* (135 million parameters, trained on 2
 trillion tokens), a language model that people use: where a table has a column for it, empty cells were not measured. What separates
-policies on a model of 7 billion parameters need not separate them on either, and the other way round: `kvdsl reproduce PAPER --model FOLDER`
-says it of yours ([how](howto/reproduce.md)).
+policies on a model of 7 billion parameters need not separate them on either, and the other way round:
+`kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
 decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; nobody has
