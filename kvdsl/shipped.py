@@ -17,17 +17,19 @@ from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
+_SHELVES = (("policies",), ("policies", "gallery"))
+_STEM = re.compile(r"[a-z][a-z0-9_]*")
 _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
 
 def shipped_policies() -> list[Path]:
     """The files of the short list, by file name."""
-    return _policies_in(resource("policies"))
+    return _policies_in(resource(*_SHELVES[0]))
 
 
 def gallery_policies() -> list[Path]:
     """The files of the gallery, by file name."""
-    return _policies_in(resource("policies", "gallery"))
+    return _policies_in(resource(*_SHELVES[1]))
 
 
 def all_policies() -> list[Path]:
@@ -40,8 +42,16 @@ def _policies_in(folder: Path) -> list[Path]:
 
 
 def shipped_policy(stem: str) -> Path | None:
-    """The file of the one with this stem, or None."""
-    return next((path for path in all_policies() if path.stem == stem), None)
+    """The file of the one with this stem, or None. No folder is listed: a source may name thousands."""
+    if _STEM.fullmatch(stem) is None or stem.endswith("_test"):
+        return None
+    paths = (resource(*shelf) / f"{stem}.kv" for shelf in _SHELVES)
+    return next((path for path in paths if path.is_file()), None)
+
+
+def is_shipped_like_a_file(path: Path) -> bool:
+    """Whether it is a file of the short list, which could once be imported as if it lay beside the source."""
+    return path.parent == resource(*_SHELVES[0])
 
 
 def policy_name(text: str) -> str | None:

@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
-from kvdsl.shipped import all_policies, shipped_policies, shipped_policy, stems_by_name
+from kvdsl.shipped import all_policies, is_shipped_like_a_file, shipped_policy, stems_by_name
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
@@ -144,7 +144,7 @@ class Loader:
             return None
         folder = Path() if importer.path is None else importer.path.parent
         path, shown = folder / name, str(Path(importer.name).parent / name)
-        if shipped is None or shipped not in shipped_policies() or "/" in name:
+        if shipped is None or not is_shipped_like_a_file(shipped) or "/" in name:
             return path, shown, None if shipped is None else new
         if not _exists(path):
             message = f"there is no file `{shown}`: the shipped policy of that name is taken"
