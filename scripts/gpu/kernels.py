@@ -38,7 +38,7 @@ SELECTED = {"tokens": 512.0, "dims": 16.0}
 """What a policy that selects is timed with: the T and D of the CPU's figures."""
 MEMORY_SHARE = 0.35
 """Of the free memory, for the caches of a graph; the other half of them is the baseline's."""
-PROMPT_LIMIT = 2**31
+PROMPT_LIMIT = 2**37
 """Query heads × tokens² up to which columns come from a prompt; beyond, from steps on random keys."""
 
 
@@ -145,7 +145,7 @@ def _layers(shape: Shape, setting: Setting) -> int:
 
 def _after_a_prompt(spec: PolicySpec, shape: Shape, setting: Setting, tokens: list[Token]) -> tuple[Any, SlotState]:
     """A full cache whose columns are what a prompt left, and a few steps behind it."""
-    if not spec.reads_attention or shape.batch * shape.kv_heads * shape.group * shape.live**2 > PROMPT_LIMIT * 64:
+    if not spec.reads_attention or shape.batch * shape.kv_heads * shape.group * shape.live**2 > PROMPT_LIMIT:
         backend, state, _ = prepared(setting, spec, shape)
         return backend, state
     state = slot_state(spec, {"budget": shape.live - 1})

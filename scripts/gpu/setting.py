@@ -154,7 +154,7 @@ def cache_class(name: str) -> Any:
 
 def module_of(stage: str) -> Any:
     """The module of a stage, whose `run(setting, lines)` gives an exit code."""
-    return importlib.import_module(f"scripts.gpu.{'ahead' if stage == 'compile' else stage}")
+    return importlib.import_module(f"scripts.gpu.{stage}")
 
 
 @dataclass

@@ -16,8 +16,10 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
+from kvdsl.loading import class_in_memory, load
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
 
@@ -56,18 +58,8 @@ def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
     layers = [one.before(tokens) for one in record(model, ids)]
     query, key, value = (torch.cat([getattr(layer.call, name) for layer in layers]) for name in ("query", "key", "value"))
     call = layers[0].call._replace(query=query, key=key, value=value, rope=None)
-    if call.sinks is None and call.window is None and call.softcap is None:
-        out = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=call.scaling, enable_gqa=True
-        )
-        return Recorded(call, out.transpose(1, 2).contiguous())
-    return Recorded(call, _run(_full(), call, None, 1))
-
-
-def _full() -> Any:
-    from kvdsl.loading import load
-
-    return load("full").spec
+    with torch.no_grad():
+        return Recorded(call, TorchBackend().prefill(_state(load("full").spec, None), call))
 
 
 @dataclass(frozen=True)
@@ -96,8 +88,6 @@ class Judge:
         The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over the tokens behind
         the prompt; of that the root, and the mean over the layers. Infinite where the policy protects more than the budget holds.
         """
-        from kvdsl.loading import class_in_memory
-
         spec = class_in_memory(policy).spec
         try:
             return [self._error(spec, self._texts[rung], budget) for budget in self.budgets]
@@ -106,19 +96,21 @@ class Judge:
 
     def _error(self, spec: Any, text: Recorded, budget: int) -> float:
         with torch.no_grad():  # the state outlives a forward, as in a cache
-            found, wanted = _run(spec, text.call, budget, budget), text.out[:, budget:]
+            found, wanted = _run(spec, text.call, budget), text.out[:, budget:]
             distance = (found[:, budget:] - wanted).square().sum((1, 2, 3))
             error = float((distance / wanted.square().sum((1, 2, 3))).sqrt().mean())
         return error if error == error else float("inf")
 
 
-def _run(spec: Any, call: AttentionCall, budget: int | None, prompt: int) -> Tensor:
-    """The outputs of a policy, [rows, tokens, query_heads, dim]: a prompt, then token by token."""
-    given = {} if budget is None else {"budget": float(budget)}
-    state = slot_state(spec, given, layer=0, layers=1, head_offset=0, seed=0)
-    backend = TorchBackend()
+def _state(spec: Any, budget: int | None) -> SlotState:
+    return slot_state(spec, {} if budget is None else {"budget": float(budget)}, layer=0, layers=1, head_offset=0, seed=0)
+
+
+def _run(spec: Any, call: AttentionCall, budget: int) -> Tensor:
+    """The outputs of a policy, [rows, tokens, query_heads, dim]: a prompt as long as its budget, then token by token."""
+    state, backend = _state(spec, budget), TorchBackend()
     first, rest = (
         call._replace(query=call.query[:, :, part], key=call.key[:, :, part], value=call.value[:, :, part])
-        for part in (slice(prompt), slice(prompt, None))
+        for part in (slice(budget), slice(budget, None))
     )
     return torch.cat([backend.prefill(state, first), backend.decode(state, rest)], 1)

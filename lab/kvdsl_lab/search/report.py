@@ -112,7 +112,7 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
         "",
         f"The loss of {result['stretches']} stretches of {result['tokens']} tokens that the judge has not seen, token by token, behind the "
         "first tokens that fill the budget. *behind*: the difference from the best seed, with the middle 95 % of bootstrap draws; "
-        "*better*: whether a paired test says so, at 2.5 % divided by the number of finalists.",
+        "*better*: whether a paired test says so, at 2.5 % divided by how often it is asked.",
         "",
     ]
     if agreement is not None:

@@ -8,7 +8,7 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import replace
 from multiprocessing import get_context
 
-from scripts.gpu.setting import Lines, Setting, cache_class, half, prepared
+from scripts.gpu.setting import Lines, Setting, Shape, cache_class, half, prepared
 
 MOST = 16
 """Processes: each has a context of half a gigabyte on the GPU."""
@@ -41,8 +41,8 @@ def run(setting: Setting, lines: Lines) -> int:
     return 1 if failed else 0
 
 
-def _compiled(job: tuple[Setting, str, object]) -> float:
+def _compiled(job: tuple[Setting, str, Shape]) -> float:
     setting, name, shape = job
     begun, spec = time.perf_counter(), cache_class(name).spec
-    prepared(setting, spec, shape, **half(spec, shape))  # type: ignore[arg-type]
+    prepared(setting, spec, shape, **half(spec, shape))
     return time.perf_counter() - begun
