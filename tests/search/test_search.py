@@ -24,7 +24,7 @@ def text() -> Recorded:
 
 
 def test_a_judge(text: Recorded) -> None:
-    judge = Judge(text, (12, 24, 47), (Rung(48, 1),))
+    judge = Judge(text, (12, 24, 47), (Rung(48, 99),))
     errors = {name: judge.errors(seeds()[name], 0) for name in ("h2o", "random")}
     for found in errors.values():
         assert found == sorted(found, reverse=True), "more tokens, less error"
@@ -44,7 +44,7 @@ def test_the_error_by_hand(text: Recorded) -> None:
     out = torch.einsum("bhgqk,bhkd->bqhgd", logit.masked_fill(~seen, -torch.inf).softmax(-1), call.value).flatten(2, 3)
     distance, size = ((x[:, budget:] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
     wanted = float((distance / size).sqrt().mean())
-    assert Judge(text, (budget,), (Rung(tokens, 1),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
+    assert Judge(text, (budget,), (Rung(tokens, 99),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
 
 
 def test_agreement() -> None:

@@ -40,10 +40,12 @@ class Recorded:
         """The text's length."""
         return int(self.call.key.shape[2])
 
-    def part(self, tokens: int, every: int) -> Recorded:
-        """The text's beginning, and every `every`-th row."""
-        query, key, value = (x[::every, :, :tokens] for x in self.call[:3])
-        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[::every, :tokens])
+    def part(self, tokens: int, rows: int) -> Recorded:
+        """The texts' beginnings, and at most so many rows, spread evenly over layers and texts."""
+        there = len(self.out)
+        chosen = torch.linspace(0, there - 1, min(rows, there)).round().long()
+        query, key, value = (x[chosen, :, :tokens] for x in self.call[:3])
+        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[chosen, :tokens])
 
 
 def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
@@ -64,10 +66,10 @@ def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
 
 @dataclass(frozen=True)
 class Rung:
-    """How long a text a policy is judged on, and on which of its layers; later rungs cost more and say more."""
+    """On how many tokens a policy is judged, and on how many layers of texts; later rungs cost more and say more."""
 
     tokens: int
-    every: int
+    rows: int
 
 
 class Judge:
@@ -80,7 +82,7 @@ class Judge:
 
     def __init__(self, text: Recorded, budgets: Sequence[int], rungs: Sequence[Rung]) -> None:
         self.budgets, self.rungs = tuple(budgets), tuple(rungs)
-        self._texts = [text.part(rung.tokens, rung.every) for rung in rungs]
+        self._texts = [text.part(rung.tokens, rung.rows) for rung in rungs]
 
     def errors(self, policy: Policy, rung: int) -> list[float]:
         """The error at each budget, 0 (that of the full cache) upwards.

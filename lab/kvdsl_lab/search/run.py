@@ -24,10 +24,12 @@ from kvdsl_lab.search.space import Bounds, seed_of, without_parts
 from kvdsl_lab.search.store import Store
 
 TEXT_PER_BUDGET = 4
-"""How much longer than the largest budget the texts are; the cheapest rung reads half of it, and every fourth layer."""
+"""How much longer than the largest budget the texts are; the cheapest rung reads half of it."""
 
 JUDGED = 3
 """Stretches that are judged on."""
+ROWS = (12, 36)
+"""Layers of stretches that are judged on, on the cheapest rung and on the last."""
 
 Tell = Callable[[str], None]
 Result = dict[str, Any]
@@ -113,7 +115,7 @@ class Run:
     def __init__(self, plan: Plan, material: Material, out: Path, store: Store) -> None:
         self._plan, self._material, self._out, self._store = plan, material, out, store
         self._begun = time.monotonic()
-        rungs = (Rung(plan.tokens // 2, 4), Rung(plan.tokens, 1))
+        rungs = (Rung(plan.tokens // 2, ROWS[0]), Rung(plan.tokens, ROWS[1]))
         self._judge = Judge(recorded(material.model, material.ids[:JUDGED], plan.tokens), plan.budgets, rungs)
         self._evolution = Evolution(self._judge, store, plan.bounds, plan.seed)
 
