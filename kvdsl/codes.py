@@ -377,6 +377,13 @@ POOL = _code(
     "`score`, which is found when it is known what is protected, neither inside of a reduction nor of another pool.",
     _policy(_BUDGET, "score sum(max_pool(attn, 7))"),
 )
+RANK = _code(
+    "KV0320",
+    "nothing to rank by",
+    "`rank(x)` is a slot's place in the order of x, so x is one number per slot; in a reduction over queries or in a `select` it may vary "
+    "over queries as well.",
+    _policy(_BUDGET, "score rank(budget)"),
+)
 SELECT_AXES = _code(
     "KV0314",
     "not one number per slot or dim",

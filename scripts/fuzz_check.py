@@ -53,6 +53,7 @@ NASTY = [b"(", b")", b"{", b"}", b"\n", b";", b'"', b"'", b'"""', b"#", b"-", b"
 NAMES = [
     "attn", "logit", "q", "k", "v", "position", "age", "budget", "live", "prompt", "layer", "layers", "everything", "queries", "slots",
     "dims", "page", "sketch", "heads", "sum", "mean", "std", "max", "min", "last", "count", "ema", "max_pool", "dot", "norm1", "where",
+    "rank",
     "random", "first", "hard", "compact", "cached", "blocks", "of", "whole", "decode", "prefill", "a", "b", "P", "H2O",
 ]  # fmt: skip
 NUMBERS = ["0", "1", "2", "3", "0.5", "7", "512", "1e3", ".25", "2.", "1e-300", "1e999"]

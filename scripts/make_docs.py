@@ -132,6 +132,16 @@ not. A test brings it with the token: `attend 0.5, 0.5 given importance 0.9`. Co
 whose values have no default.
 """
 
+RANKS = """`rank(x)` is a slot's place in the order of `x`: how many of the others have less. The lowest has 0, a NaN is below every
+number, −0 equals +0, and of equals the older has the lower rank, so no two ranks are the same: `rank(sum(attn)) >= live - 64` holds for 64
+slots. It orders the live slots of its KV head, those that are protected among them; inside a reduction over queries, and in a `select`,
+those that the query sees. `rank(x over page)` orders the slots of the slot's page (`pages 64`), as many as are still there; what it orders
+by does not vary over queries. What reads `q` is ranked for each query head. Padding is no slot. In a prompt that is settled in blocks,
+ranks are those among what is there at the block's end. Nothing is remembered for it, so chats, beams, and steps that are taken back need
+nothing of it. A rank tells neighbours apart whose `x` differ in the last bit, so where `x` comes from attention two backends may rank such
+a pair the other way round. So one press after another is written: `score where(rank(a) >= live - first, b, -1)`.
+"""
+
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`
 value, is found once, when it is placed, and is the same on every backend to the bit: inputs are doubles, so that the product of two is
 exact; every operation is rounded by itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to
@@ -190,6 +200,8 @@ def language_reference() -> str:
         _table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
         _table(("", "meaning"), _functions()),
+        "### Ranks\n",
+        RANKS,
         "## What is equal on every backend\n",
         EQUAL,
         "## The prelude\n",

@@ -29,6 +29,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Pool,
     Random,
+    Rank,
     Reduce,
     RingRef,
     TensorRef,
@@ -114,6 +115,8 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return _FUNCTIONS[expr.function](*(_value(arg, scope) for arg in expr.args))
     if isinstance(expr, Binary):
         return _OPERATORS[expr.op](_value(expr.left, scope), _value(expr.right, scope))
+    if isinstance(expr, Rank):
+        return _rank(expr, scope)
     if isinstance(expr, Pool):
         return _pool(expr, scope)
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
@@ -182,6 +185,17 @@ def _folded_in_half(x: Array) -> Array:
     return x
 
 
+def _rank(expr: Rank, scope: Scope) -> Array:
+    """How many slots, of all or of its page, come before each in the order in which slots rank."""
+    body, position = evaluate_slots(expr.body, scope), scope.inputs["position"][:, 0]
+    pages = page_of(position, scope.page) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
+    ranks = np.zeros(scope.slots)
+    for page in set(pages):
+        own = np.flatnonzero(pages == page)
+        ranks[own[ascending(body[own], position[own])]] = np.arange(len(own))
+    return per_slot(ranks)
+
+
 def _pool(expr: Pool, scope: Scope) -> Array:
     """Each unprotected slot with its neighbours among these, in the order of the text; a protected one by itself."""
     if scope.unprotected is None:
@@ -195,6 +209,12 @@ def _pool(expr: Pool, scope: Scope) -> Array:
         near = in_order[max(place - radius, 0) : place + radius + 1]
         pooled[slot] = fold(expr.op, body[near], axis=0)[0]
     return per_slot(pooled)
+
+
+def ascending(x: Array, position: Array | Indices) -> Indices:
+    """Indices from lowest to highest: NaN below everything, -0 equal to +0, of equals the older first."""
+    is_number = ~np.isnan(x)
+    return np.lexsort((position, np.where(is_number, x, 0), is_number)).astype(np.int64)
 
 
 def page_of(position: Array | Indices, page: float) -> Indices:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array, Indices, Mask, at_least_one, page_of
-from kvdsl.interp.settle import ascending
+from kvdsl.interp.evaluate import Array, Indices, Mask, ascending, at_least_one, page_of
 
 
 def sketch_dims(by: Array, count: float) -> Indices:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_number, evaluate_slots, floored
+from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, ascending, evaluate_number, evaluate_slots, floored
 from kvdsl.interp.numbers import Numbers
 from kvdsl.ir.nodes import Keep
 
@@ -68,12 +68,6 @@ def victims_across(heads: Sequence[tuple[Array, Mask, Indices]], numbers: Number
             willing.append((int(reluctant[slot]), *worth, int(position[slot]), head, int(slot)))
     gone = sorted(willing)[: int(max(0, min(excess, len(willing))))]
     return [np.array([slot for *_, owner, slot in gone if owner == head], dtype=np.int64) for head in range(len(heads))]
-
-
-def ascending(x: Array, position: Indices) -> Indices:
-    """Indices from lowest to highest: NaN below everything, -0 equal to +0, of equals the older first."""
-    is_number = ~np.isnan(x)
-    return np.lexsort((position, np.where(is_number, x, 0), is_number)).astype(np.int64)
 
 
 def protected(keeps: Iterable[Keep], scope: Scope, position: Indices) -> Mask:

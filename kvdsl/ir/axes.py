@@ -2,7 +2,21 @@
 
 from __future__ import annotations
 
-from kvdsl.ir.nodes import Axis, Binary, Call, ColumnRef, Expr, GivenRef, Input, Pool, Random, Reduce, RingRef, TensorRef
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    ColumnRef,
+    Expr,
+    GivenRef,
+    Input,
+    Pool,
+    Random,
+    Rank,
+    Reduce,
+    RingRef,
+    TensorRef,
+)
 from kvdsl.ir.ops import INPUTS
 
 
@@ -18,6 +32,8 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return frozenset().union(*(axes_of(arg) for arg in expr.args))
     if isinstance(expr, Binary):
         return axes_of(expr.left) | axes_of(expr.right)
+    if isinstance(expr, Rank):
+        return axes_of(expr.body)
     if isinstance(expr, Reduce):
         inner = axes_of(expr.body)
         if expr.within == "page":  # every slot has the value of its page

@@ -48,7 +48,8 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Pool | ColumnRef | RingRef"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Rank | Pool"
+        " | ColumnRef | RingRef"
     )
 else:
     Expr = Annotated[Any, _ByKind]
@@ -163,6 +164,18 @@ class Reduce(Node):
         return ops.range_of(self.axis, self.within, last=self.last is not None)
 
 
+class Rank(Node):
+    """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
+
+    Of the slots that the query sees (inside a reduction over queries, or in a selection), or of the live slots; within a page of
+    those of the slot's page.
+    """
+
+    kind: Literal["rank"] = "rank"
+    body: Expr
+    within: Literal["all", "page"] = "all"
+
+
 class Pool(Node):
     """At every unprotected slot the largest (or mean) `body` of the unprotected slots at most size // 2 places before or behind.
 
@@ -191,7 +204,7 @@ class RingRef(Node):
     op: ReduceOp
 
 
-EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Random, Call, Binary, Reduce, Pool, ColumnRef, RingRef)
+EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Random, Call, Binary, Reduce, Rank, Pool, ColumnRef, RingRef)
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
 

@@ -343,6 +343,11 @@ FORMS = _table(
     [
         FormRow("count", "count()", INPUTS["observed"].doc),
         FormRow("dot", "dot(q, k)", "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only"),
+        FormRow(
+            "rank",
+            "rank(x)",
+            "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x over page)` in its page",
+        ),
         FormRow("random", "random()", "a number in [0, 1) per slot, the same on every backend"),
     ]
 )

@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Policy,
     Pool,
     Random,
+    Rank,
     Reduce,
     RingRef,
     Select,
@@ -65,6 +66,8 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Reduce):
         decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
         return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+    if isinstance(expr, Rank):
+        return f"rank({_text(expr.body, _OR)}{'' if expr.within == 'all' else f' over {expr.within}'})", _ATOM
     if isinstance(expr, Pool):
         return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
     if isinstance(expr, RingRef):

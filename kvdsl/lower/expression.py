@@ -21,6 +21,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Pool,
     Random,
+    Rank,
     Reduce,
     RingRef,
     TensorRef,
@@ -150,6 +151,7 @@ class Target:
     Attributes:
         reduces: the reductions, by what they range over; over queries these are the rules of columns.
         functions, operators, pools: as the language has them.
+        ranks: whether slots can be ranked inside of an expression.
         tensors: whether tensors of files are read. `given`: whether what the caller gives is.
     """
 
@@ -157,6 +159,7 @@ class Target:
     functions: Iterable[str]
     operators: Iterable[str]
     pools: Iterable[str] = ()
+    ranks: bool = False
     tensors: bool = False
     given: bool = False
 
@@ -181,6 +184,8 @@ class Target:
             missing = expr.op
         elif isinstance(expr, Pool) and expr.op not in self.pools:
             missing = f"{expr.op}_pool"
+        elif isinstance(expr, Rank) and not self.ranks:
+            missing = "rank"
         elif isinstance(expr, TensorRef) and not self.tensors:
             raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
         elif isinstance(expr, GivenRef) and not self.given:
@@ -226,6 +231,8 @@ class Printer(ABC):
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
+        if isinstance(expr, Rank):
+            return self.rank(expr)
         if isinstance(expr, Pool):
             return self.pool(expr)
         below_zero = isinstance(expr, Number) and expr.value < 0
@@ -262,6 +269,10 @@ class Printer(ABC):
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> Fragment: ...
+
+    def rank(self, expr: Rank) -> Fragment:
+        """A place in the order of a value."""
+        raise NotLowerable("`rank`")
 
     def pool(self, expr: Pool) -> Fragment:
         """A value pooled along the text."""

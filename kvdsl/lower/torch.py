@@ -21,6 +21,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Rank,
     Reduce,
     RingRef,
     TensorRef,
@@ -66,6 +67,7 @@ CAN = Target(
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
     operators=OPERATORS,
     pools=("max", "mean"),
+    ranks=True,
     tensors=True,
     given=True,
 )
@@ -277,6 +279,13 @@ class TensorPrinter(_TorchPrinter):
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
         flag = ", dims=True" if dims else ""
         return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
+
+    def rank(self, expr: Rank) -> Fragment:
+        grouped = self._grouped and expr.within == "all"
+        inside = self._inside(grouped=grouped, dims=False)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
+        call = "rank_in_page({})" if expr.within == "page" else f"rank({{}}{', grouped=True' if grouped else ''})"
+        return fragment(f"{self._view}.{call}{lifted}", inside.value(expr.body))
 
     def pool(self, expr: Pool) -> Fragment:
         return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))

@@ -27,6 +27,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Policy,
+    Rank,
     Reduce,
     RingRef,
     TensorRef,
@@ -151,6 +152,8 @@ def _words(expr: Expr) -> str:
         return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")
     if isinstance(expr, Reduce):
         return f"{expr.op}_{_words(expr.body)}"
+    if isinstance(expr, Rank):
+        return f"rank_{_words(expr.body)}"
     if isinstance(expr, Call):
         return "_".join([expr.function, *map(_words, expr.args)])
     if isinstance(expr, Binary):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
-from kvdsl.ir.nodes import Input, Reduce, Tensor
+from kvdsl.ir.nodes import Input, Rank, Reduce, Tensor
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.needs import READS_TENSORS
 from kvdsl.sema.params import Params
@@ -228,4 +228,4 @@ def _reads_input(part: Part, name: str) -> bool:
 
 
 def _reads_within(part: Part, within: str) -> bool:
-    return any(isinstance(one, Reduce) and one.within == within for one in walk(part.expr))
+    return any(isinstance(one, (Rank, Reduce)) and one.within == within for one in walk(part.expr))

@@ -312,6 +312,8 @@ class Expressions:
             return self._without_arguments(node)
         if name == "dot":
             return self._dot(node, scope)
+        if name == "rank":
+            return self._rank(node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -415,6 +417,15 @@ class Expressions:
             return None
         left, right = (arg for arg in args if arg is not None)
         return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
+
+    def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`rank(x)`, `rank(x over page)`."""
+        if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
+            self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", "for example `rank(sum(attn))`")
+            return None
+        over = self._over(node.arguments[0].over, scope, Over(Axis.SLOT))
+        body = self.check(node.arguments[0].value, scope)
+        return None if over is None or body is None else self.reductions.rank(node, over, body)
 
     def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""

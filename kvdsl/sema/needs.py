@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
-from kvdsl.ir.nodes import Axis, Input, Random, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Input, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -84,8 +84,8 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     if _looks_back(value, span, what, sink):
         return False
     for part in walk(value.expr):
-        if isinstance(part, Random) or (isinstance(part, Reduce) and part.within == "page"):
-            name = "over page" if isinstance(part, Reduce) else "random()"
+        if isinstance(part, Random) or (isinstance(part, (Rank, Reduce)) and part.within == "page"):
+            name = "over page" if isinstance(part, (Rank, Reduce)) else "random()"
             sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
             return False
     if Axis.DIM in value.axes and Axis.SLOT not in value.axes:

@@ -13,6 +13,7 @@ from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.needs import Report
 from kvdsl.sema.values import Value, axes_in_words, extent
+from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
 Within = Literal["all", "page", "sketch"]
@@ -88,15 +89,32 @@ class Reductions:
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.within == "page" and Axis.QUERY in body.axes:
-            message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
-            help = f"`{op}(sum({span.quoted()}) over page)`, say" if Axis.DIM not in body.axes else None
-            self.report(codes.PAGE, span, message, help)
+            self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)")
         elif over.within == "page" and any(isinstance(part, Random) for part in walk(body.expr)):
             message = "`random()` has no value where pages are read"
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         else:
             return True
         return False
+
+    def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
+        """`rank(x)` or `rank(x over page)`."""
+        text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span
+        if over.axis is not Axis.SLOT:
+            self.report(
+                codes.ARGUMENTS,
+                node.span,
+                "`rank` is a place among slots, or among those of a page",
+                f"write `rank({text})`",
+            )
+        elif Axis.SLOT not in body.axes or Axis.DIM in body.axes:
+            help = f"reduce it over dims: `rank(sum({text} over dims))`" if {Axis.SLOT, Axis.DIM} <= body.axes else None
+            self.report(codes.RANK, span, f"`rank` orders slots by one number each, but `{text}` {extent(body.axes)}", help)
+        elif over.within == "page" and Axis.QUERY in body.axes:
+            self._page_of_query(span, body, f"rank(sum({text}) over page)")
+        else:
+            return values.rank(body, "page" if over.within == "page" else "all")
+        return None
 
     def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
         """`max_pool(x, n)` or `mean_pool(x, n)`."""
@@ -110,6 +128,10 @@ class Reductions:
         else:
             return values.pool(op, body, size)
         return None
+
+    def _page_of_query(self, span: Span, body: Value, instead: str) -> None:
+        message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
+        self.report(codes.PAGE, span, message, f"`{instead}`, say" if Axis.DIM not in body.axes else None)
 
     def _pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")

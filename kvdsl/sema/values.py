@@ -16,6 +16,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Pool,
     Random,
+    Rank,
     Reduce,
     Tensor,
     TensorRef,
@@ -113,6 +114,11 @@ def reduce(
         observes=body.observes or axis is Axis.QUERY,
         sketched=body.sketched or within == "sketch",
     )
+
+
+def rank(body: Value, within: Literal["all", "page"]) -> Value:
+    """A place in an order."""
+    return _combined(Rank(body=body.expr, within=within), (body,), condition=False, constant=None)
 
 
 def pool(op: Literal["max", "mean"], body: Value, size: Value) -> Value:

@@ -43,6 +43,7 @@ FUNCTIONS = dict([
     *_same("write `ema(x, decay)`", "ewma moving_average"),
     *_same("write `max_pool(x, n)` or `mean_pool(x, n)`", "maxpool avgpool avg_pool pool smooth"),
     *_same("write `keep top n by x`", "topk top_k"),
+    *_same("write `rank(x)`, the place in the order of x", "argsort rankdata order"),
     *_same("write `live`, the tokens that are cached, or `prompt`, the length of the prompt", "len length"),
     *_same("write `sum(x > t)`: a condition counts as 0 or 1", "count_if countif"),
     *_same(CHOICE, "if ifelse select choose"),

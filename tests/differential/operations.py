@@ -103,6 +103,22 @@ def pool(name: str) -> Policy:
     return policy(_EVICTS.format(f"{name}(sum(attn), 3)"))
 
 
+_RANKED = {
+    "all": "param budget = 7\nscore rank(sum(attn)) + rank(random()) / 20\nkeep where rank(-norm2(k)) < 2",
+    "a query": "param budget = 7\nscore sum(rank(attn)) + sum(attn * rank(dot(q, k) + v_norm))\nlet v_norm = norm1(v)",
+    "a selection": "select top 5 by rank(dot(q, k)) - rank(norm2(v)) + sum(rank(dot(q, k)) * k over dims)",
+    "page": "param budget = 7\npages 3\nscore rank(sum(attn) over page) + age / 100",
+    "a page of a selection": "pages 3\nselect top 5 by dot(q, k) * rank(norm2(v) over page) + sum(q * rank(age over page) over dims)",
+}
+"""Where slots can be ranked."""
+
+
+def ranks() -> Iterator[tuple[str, Policy]]:
+    """Ranks, at every place where they can stand."""
+    for place, text in _RANKED.items():
+        yield f"rank in {place}", policy(text)
+
+
 def all_operations() -> Iterator[tuple[str, Policy]]:
     """Every operation at every place, by what it is called in messages."""
     for op, row in ops.REDUCTIONS.items():
@@ -111,6 +127,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, function(name)) for name in ops.FUNCTIONS)
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
+    yield from ranks()
     yield from tensors()
     yield from given()
 

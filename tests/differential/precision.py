@@ -13,7 +13,7 @@ import numpy as np
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Pool, Random, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Pool, Random, Rank, Reduce, TensorRef
 
 from .ranges import (
     FUNCTIONS,
@@ -31,6 +31,7 @@ from .ranges import (
     fold,
     joined,
     multiply,
+    rank,
     rounded,
     square,
     tanh,
@@ -84,6 +85,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
     if isinstance(expr, Reduce):
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
+    if isinstance(expr, Rank):
+        return _rank(expr, scope)
     return _pool(expr, scope) if isinstance(expr, Pool) else scope.recall(expr)
 
 
@@ -103,6 +106,17 @@ def _over_dims(expr: Reduce, scope: Scope) -> Range:
     size = dims if Axis.DIM in axes_of(expr.body) else scope.dims
     body = body.map(lambda x: np.broadcast_to(x, (rows, size)))
     return fold(expr.op, body if expr.within == "all" else body[:, scope.numbers.sketch], 1)
+
+
+def _rank(expr: Rank, scope: Scope) -> Range:
+    body, position = bounds_of_slots(expr.body, scope), scope.inputs["position"].lo[:, 0].astype(np.int64)
+    pages = page_of(position, scope.numbers.page) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
+    made = exactly(np.zeros(scope.slots))
+    for page in set(pages):
+        own = pages == page
+        found = rank(body[own], position[own])
+        made.lo[own], made.hi[own] = found.lo, found.hi
+    return made.map(lambda x: x[:, None])
 
 
 def _pool(expr: Pool, scope: Scope) -> Range:

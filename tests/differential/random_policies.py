@@ -34,6 +34,7 @@ from kvdsl.ir.nodes import (
     Policy,
     Pool,
     Random,
+    Rank,
     Reduce,
     Select,
     Sketch,
@@ -237,8 +238,11 @@ class Maker:
             return self.leaf(place)  # a reduction inside a reduction over dims: seldom
         if self.pages:
             axes.append("page")
+        if not self.fused and self.rarely():
+            axes.append("rank")
         makers = {
             "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
+            "rank": self.rank,
         }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
@@ -300,6 +304,14 @@ class Maker:
         if self.rarely():
             body = self.binary("*", self.call("abs", body), self.one_of(*self.fixed))
         return Reduce(op=self.one_of(*ops.reducing("page")), axis=SLOT, body=body, within="page")
+
+    def rank(self, place: Place) -> Expr:
+        """A place in an order, perhaps within the page."""
+        body = self.value(place.deeper(dims=False))
+        if SLOT not in axes_of(body):
+            body = self.binary("*", self.slot_value(place), body)
+        paged = self.pages and QUERY not in axes_of(body) and self.one_of(True, False)
+        return Rank(body=body, within="page" if paged else "all")
 
     def pool(self, place: Place) -> Expr:
         body = self.value(place.deeper(pools=False))
@@ -425,7 +437,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made["select"] = maker.select(room)
     if sketches and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(made["select"].by)):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
-    paged = any(isinstance(part, Reduce) and part.within == "page" for part in _nodes(made))
+    paged = any(isinstance(part, (Rank, Reduce)) and part.within == "page" for part in _nodes(made))
     if maker.pages and (selects or paged):
         made["pages"] = maker.count(5, 1)
     if not fused and maker.rarely():
@@ -554,6 +566,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Rank, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

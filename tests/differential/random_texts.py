@@ -18,7 +18,7 @@ def random_score(draw: Random, depth: int = 4) -> str:
     """An expression; many are none that a score may be."""
     if depth == 0 or draw.random() < 0.15:
         return draw.choice([*_INPUTS, "count()", "random()"])
-    shape = draw.choice(["reduce"] * 5 + ["operator"] * 3 + ["function", "dot", "norm", "pool"])
+    shape = draw.choice(["reduce"] * 5 + ["operator"] * 3 + ["function", "dot", "norm", "pool", "rank"])
     inner = [random_score(draw, depth - 1) for _ in range(3)]
     if shape == "reduce":
         row = draw.choice(list(ops.REDUCTIONS.values()))
@@ -29,6 +29,8 @@ def random_score(draw: Random, depth: int = 4) -> str:
     if shape == "function":
         name, count = draw.choice(list(ops.ELEMENTWISE.items()))
         return f"{name}({', '.join(inner[:count])})"
+    if shape == "rank":
+        return f"rank({inner[0]})"
     if shape == "pool":
         return f"{draw.choice(list(ops.POOLS))}({inner[0]}, 3)"
     return f"dot({inner[0]}, {inner[1]})" if shape == "dot" else f"{draw.choice(['norm1', 'norm2', 'norminf'])}({inner[0]})"

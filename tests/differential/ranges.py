@@ -389,6 +389,15 @@ def may_precede(x: Range, tie: NDArray[np.int64]) -> Mask:
     return below | (nan & ~x.never[None]) | (nan & x.nan[None] & older)
 
 
+def rank(by: Range, tie: NDArray[np.int64]) -> Range:
+    """[n]: how many rank lower, at least and at most."""
+    maybe = may_precede(by, tie)
+    np.fill_diagonal(maybe, False)
+    return Range(
+        (maybe & ~maybe.T).sum(0).astype(np.float64), maybe.sum(0).astype(np.float64), np.zeros(len(tie), dtype=bool)
+    )
+
+
 def in_top(by: Range, count: float, tie: NDArray[np.int64]) -> tuple[Mask, Mask]:
     """Which, [n], may be among the `count` that rank highest, and which are for certain."""
     maybe = may_precede(by, tie)

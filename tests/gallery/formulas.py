@@ -174,6 +174,26 @@ def chunkkv(cache: Cache, chunk: int = 5, window: int = 3) -> list[int]:
     return lowest(cache, cache.kept[:-window], score)
 
 
+def knorm_chunks(cache: Cache, kept: float = 0.5, chunk: int = 5) -> list[int]:
+    """Of every five tokens, and of those that are left over, the longer half leaves."""
+    gone = []
+    for first in range(0, len(cache.kept), chunk):
+        own = cache.kept[first : first + chunk]
+        gone += sorted(own, key=lambda token: length(cache.k[token]))[max(1, int(len(own) * kept)) :]
+    return sorted(gone)
+
+
+def knorm_then_keydiff(cache: Cache, first: float = 0.6, second: float = 0.5) -> list[int]:
+    """The longest keys leave, then of the others those that are most like the mean of the others."""
+    left = sorted(cache.kept, key=lambda token: length(cache.k[token]))[: int(first * len(cache.kept))]
+    unit = {token: cache.k[token] / length(cache.k[token]) for token in left}
+    anchor = sum(unit.values()) / len(unit)
+    unlike = sorted(left, key=lambda token: float(unit[token] @ anchor))[: int(second * len(left))]
+    return sorted(set(cache.kept) - set(left)) + sorted(
+        set(left) - set(unlike), key=lambda token: -float(unit[token] @ anchor)
+    )
+
+
 def mean_keys(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callable[[Cache, int], list[int]]:
     """The pages of the first and the newest tokens, and of the others the best by the group's queries and the mean key."""
 
@@ -480,6 +500,8 @@ METHODS: dict[str, Method] = {
     "expected_attention": Method(once(expected_attention), given=given(sinks=2)),
     "cur": Method(once(cur), 12, given=given(budget=12, sinks=2, block=4), prompt=30),
     "chunkkv": Method(once(chunkkv), given=given(chunk=5, window=3), prompt=20),
+    "knorm_chunks": Method(once(knorm_chunks), 11, {"kept": 0.5, "chunk": 5}, prompt=23),
+    "knorm_then_keydiff": Method(once(knorm_then_keydiff), 7, {"first": 0.6, "second": 0.5}, prompt=24),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
     "prefill_decoding": Method(prefill_decoding, given=given(window=3, interval=2)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=2)),

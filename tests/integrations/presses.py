@@ -99,5 +99,14 @@ COUNTERPARTS: dict[str, Counterpart] = {
 }
 """By the policy's stem; what a ratio alone says. The other presses have tests of their own in `test_presses.py`."""
 
-OTHERS = ("per_layer", "knorm_decoding", "prefill_decoding", "lu_kv", "duo_attention", "q_filters")
+OTHERS = (
+    "knorm_chunks",
+    "knorm_then_keydiff",
+    "per_layer",
+    "knorm_decoding",
+    "prefill_decoding",
+    "lu_kv",
+    "duo_attention",
+    "q_filters",
+)
 """Those that are compared there otherwise."""

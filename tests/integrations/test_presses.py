@@ -111,6 +111,21 @@ def test_a_ratio_for_each_layer(read: Read) -> None:
     assert [len(layer[0]) for layer in theirs] == [60 if ratio == 0.25 else 20 for ratio in ratios]
 
 
+@pytest.mark.parametrize("chunk", [20, 30])
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_chunk_by_chunk(read: Read, ratio: float, chunk: int) -> None:
+    """Also where a shorter chunk is left over."""
+    theirs = read.kept(kvpress.ChunkPress(kvpress.KnormPress(ratio), chunk_length=chunk))
+    assert read.kept(PolicyPress("knorm_chunks", settings={"kept": 1 - ratio, "chunk": chunk})) == theirs
+
+
+@pytest.mark.parametrize(("first", "second"), [(0.25, 0.5), (0.5, 0.25), (0.75, 0.75)])
+def test_one_press_after_another(read: Read, first: float, second: float) -> None:
+    theirs = read.kept(kvpress.ComposedPress([kvpress.KnormPress(first), kvpress.KeyDiffPress(second)]))
+    settings = {"first": 1 - first, "second": 1 - second}
+    assert read.kept(PolicyPress("knorm_then_keydiff", settings=settings)) == theirs
+
+
 # -- with tensors of files ---------------------------------------------------------------------------------------------
 
 

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Reduce
+from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Rank, Reduce
 from kvdsl.ir.printer import print_expression
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
@@ -45,6 +45,16 @@ def test_pages() -> None:
     assert print_expression(checked) == "max(sum(q * min(k over page) over dims) over queries)"
     within = Reduce(op="min", axis=Axis.SLOT, body=Input(name="k"), within="page")
     assert axes_of(within) == {Axis.SLOT, Axis.DIM}
+
+
+def test_ranks() -> None:
+    assert score("rank(sum(attn))") == Rank(body=Reduce(op="sum", axis=Axis.QUERY, body=ATTN))
+    assert score("rank(age over slots)") == score("rank(age)")
+    checked = score("rank(age over page) + sum(attn * rank(attn + dot(q, k)))", "pages 8")
+    assert print_expression(checked) == "rank(age over page) + sum(attn * rank(attn + sum(q * k over dims)))"
+    assert axes_of(checked) == {Axis.SLOT}
+    message = "`over page` needs to know how long a page is"
+    assert only(body("param budget = 8", "score rank(age over page)"), "KV0416").message == message
 
 
 def test_dot_takes_its_dims_with_its_last_argument() -> None:
@@ -122,6 +132,20 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "`over page` takes what a token has whatever the query, but `q * k` has one number per query, slot and dim", "q * k", None),
         ("max(random() over page)", "KV0311", "`random()` has no value where pages are read", "random()",
          "draw it outside of the reduction"),
+        ("rank(attn over queries)", "KV0306", "`rank` is a place among slots, or among those of a page",
+         "rank(attn over queries)", "write `rank(attn)`"),
+        ("rank(age, 3)", "KV0306", "`rank` orders by exactly one value", "rank(age, 3)", "for example `rank(sum(attn))`"),
+        ("rank(budget)", "KV0320", "`rank` orders slots by one number each, but `budget` is a single number", "budget", None),
+        ("rank(k)", "KV0320", "`rank` orders slots by one number each, but `k` has one number per slot and dim", "k",
+         "reduce it over dims: `rank(sum(k over dims))`"),
+        ("sum(rank(dot(q, q)))", "KV0320", "`rank` orders slots by one number each, but `dot(q, q)` has one number per query",
+         "dot(q, q)", None),
+        ("sum(rank(attn over page))", "KV0312",
+         "`over page` takes what a token has whatever the query, but `attn` has one number per query and slot",
+         "attn", "`rank(sum(attn) over page)`, say"),
+        ("mean(rank(max_pool(age, 3)) over slots)", "KV0313", "a pool cannot stand inside a reduction, as `mean(...)` is one",
+         "mean(rank(max_pool(age, 3)) over slots)", "pool the score as a whole"),
+        ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(x)`, the place in the order of x"),
         ("median(age over page)", "KV0306", "`median` reduces over slots and the last N queries only", "median(age over page)", None),
     ],
 )  # fmt: skip

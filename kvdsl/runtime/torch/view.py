@@ -18,6 +18,7 @@ from torch import Tensor
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import neighbours, pages, rings
 from kvdsl.runtime.torch.rounding import sqrt
+from kvdsl.runtime.torch.settle import grade
 
 
 class Weights(Protocol):
@@ -194,6 +195,22 @@ class View:
             index, visible = index.unsqueeze(-1), visible.unsqueeze(-1)
         return pages.spread(op, x.float(), visible, index, -2 if dims else -1)
 
+    def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
+        """How many of the slots that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
+        position, visible = self.slot_position, self.visible
+        if grouped:
+            position, visible = position.unsqueeze(2), visible.unsqueeze(2)
+        return _standing(x, position, visible).float()
+
+    def rank_in_page(self, x: Tensor) -> Tensor:
+        """The same among those of the slot's page, [batch, kv_heads, queries, slots]."""
+        index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
+        standing = _standing(x, self.slot_position, self.visible)
+        order = standing.argsort(-1)
+        by_page = order.gather(-1, index.expand(standing.shape).gather(-1, order).argsort(dim=-1, stable=True))
+        place = by_page.argsort(-1)
+        return (place - pages.spread("min", place, self.visible, index, -1)).float()
+
     def over_sketch(self, op: str, x: Tensor) -> Tensor:
         """Reduce the last axis, of size dim or 1, over the sketch's dims only."""
         chosen, valid = self._sketched(x.float())
@@ -237,6 +254,12 @@ class View:
         seed, layer, first_head = self.random_key
         heads = torch.arange(self.slot_position.shape[1], device=self.slot_position.device).view(1, -1, 1, 1) + first_head
         return counter_random(seed, layer, heads, self.slot_position.long(), self.query_position.long())
+
+
+def _standing(x: Tensor, position: Tensor, visible: Tensor) -> Tensor:
+    """Each one's place in the order in which slots rank, int64; what is not visible comes last."""
+    key = torch.where(visible, grade(x, position), torch.iinfo(torch.int64).max)
+    return key.argsort(dim=-1).argsort(-1)
 
 
 def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
