@@ -359,9 +359,9 @@ OPTION = _code(
 )
 RANDOM = _code(
     "KV0311",
-    "random number inside a reduction over queries",
-    "`random()` is drawn once per slot when tokens are evicted; there is none for each query.",
-    _policy(_BUDGET, "score sum(attn * random())"),
+    "random number where pages are read",
+    "What a page has is the same whoever asks, but `random()` is drawn anew by every query and at every settle.",
+    _policy(_BUDGET, "pages 16", "score max(random() over page)"),
 )
 PAGE = _code(
     "KV0312",

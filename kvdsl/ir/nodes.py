@@ -117,7 +117,10 @@ class Input(Node):
 
 
 class Random(Node):
-    """A counter-based random number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position)."""
+    """A counter-based random number in [0, 1) per slot, keyed by (seed, layer, KV head, position, newest position).
+
+    Inside a reduction over queries the newest position is the query's own, so that each query draws for each slot.
+    """
 
     kind: Literal["random"] = "random"
 

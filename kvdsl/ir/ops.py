@@ -348,7 +348,11 @@ FORMS = _table(
             "rank(x)",
             "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x over page)` in its page",
         ),
-        FormRow("random", "random()", "a number in [0, 1) per slot, the same on every backend"),
+        FormRow(
+            "random",
+            "random()",
+            "a number in [0, 1) per slot, of every query anew inside a reduction over queries; the same on every backend",
+        ),
     ]
 )
 

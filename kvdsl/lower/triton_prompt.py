@@ -89,6 +89,7 @@ def _kernel(policy: Policy, numbers: tuple[str, ...], loops: list[Pass], written
         "numbers": bool(used),
         "constants": bool(constants),
         "live_slots": "live" in inputs,
+        "seed": "random_key" in names_of(uses, "helper"),
     }
     names = {column.name for column in touched}
     return PromptKernel(

@@ -83,9 +83,6 @@ class Reductions:
             self._nested(node, op)
         elif over.axis not in body.axes:
             self._no_axis(node, over.axis, body)
-        elif over.axis is Axis.QUERY and any(isinstance(part, Random) for part in walk(body.expr)):
-            message = "`random()` has no value for a single query"
-            self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.within == "page" and Axis.QUERY in body.axes:

@@ -103,6 +103,21 @@ def pool(name: str) -> Policy:
     return policy(_EVICTS.format(f"{name}(sum(attn), 3)"))
 
 
+_DRAWN = {
+    "a score": "param budget = 7\nscore random() + age / 100",
+    "a query": "param budget = 7\nscore sum(attn * random()) + max(attn + random() over last 3 queries)",
+    "a sum of a query": "param budget = 7\nscore sum(attn > mean(attn * random() over slots)) + ema(attn ** random(), 0.5)",
+    "a query's vectors": "param budget = 7\nscore sum(dot(q, k) * random())",
+}
+"""Where random numbers can be drawn."""
+
+
+def draws() -> Iterator[tuple[str, Policy]]:
+    """Random numbers, at every place where they can stand."""
+    for place, text in _DRAWN.items():
+        yield f"random in {place}", policy(text)
+
+
 _RANKED = {
     "all": "param budget = 7\nscore rank(sum(attn)) + rank(random()) / 20\nkeep where rank(-norm2(k)) < 2",
     "a query": "param budget = 7\nscore sum(rank(attn)) + sum(attn * rank(dot(q, k) + v_norm))\nlet v_norm = norm1(v)",
@@ -128,6 +143,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
     yield from ranks()
+    yield from draws()
     yield from tensors()
     yield from given()
 

@@ -64,7 +64,7 @@ class Place:
     """What an expression may read where it stands.
 
     Attributes:
-        query: it is evaluated for one query: q has a value, `random()` and what is over queries have none.
+        query: it is evaluated for one query: q has a value, what is over queries has none.
         attends: that query has attended, so attn and logit have values as well.
         dims: it stands in a reduction over dims; `sketched`: over the sketch's.
         pools: it may pool: a score, outside of reductions and pools.
@@ -204,6 +204,8 @@ class Maker:
         """What only this place has."""
         if place.dims:
             return self.vector(place)
+        if place.query and place.attends and self.one_of(*[False] * 7, True):
+            return Random()
         if place.query and place.attends:
             return Input(name=self.one_of("attn", "attn", "logit") if self.logit else "attn")
         if place.query:

@@ -264,11 +264,12 @@ def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 2) -> lis
 
 
 def keyformer(cache: Cache, recent: int = 3, generated: int = 10) -> list[int]:
-    """The sum over queries of a softmax over all that the query saw, at the query's own temperature."""
+    """The sum over queries of a softmax over all that the query saw, with Gumbel noise, at the query's own temperature."""
     by_query: dict[int, dict[int, float]] = {}
     for token, row in cache.rows.items():
         for query, logit in zip(row, logits(cache, token), strict=True):
-            by_query.setdefault(query, {})[token] = logit
+            noise = -math.log(-math.log(max(draw(0, cache.method.layer, 0, token, query), 1e-8)))
+            by_query.setdefault(query, {})[token] = logit + noise
 
     def softmax(query: int, token: int) -> float:
         told = max(0, query + 1 - cache.method.prompt)

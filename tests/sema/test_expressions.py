@@ -207,13 +207,6 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
         ("age + log(0)", "KV0408", "`log(0)` has no finite value", "log(0)", None),
         ("age + 1e300 * 1e300", "KV0408", "`1e300 * 1e300` has no finite value", "1e300 * 1e300", None),
         (
-            "sum(attn * random())",
-            "KV0311",
-            "`random()` has no value for a single query",
-            "attn * random()",
-            "draw it outside of the reduction",
-        ),
-        (
             "dot(age, age)",
             "KV0304",
             "`dot` multiplies and sums over dims, but neither of its arguments has any",

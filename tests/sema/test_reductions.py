@@ -96,8 +96,6 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "leave the reduction out"),
         ("ema(random(), 0.5)", "KV0304", "`random()` has no queries to reduce over: it is one number per slot", "random()",
          "leave the reduction out"),
-        ("sum(random() * attn over last 3 queries)", "KV0311", "`random()` has no value for a single query",
-         "random() * attn", "draw it outside of the reduction"),
         ("sum(attn over last live queries)", "KV0308",
          "`live` changes from step to step, so the N of `over last N queries` cannot read it", "live",
          "it can read params, `budget`, `prompt`, `layer`, `layers` and `everything`"),

@@ -23,7 +23,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import launch, on
+from kvdsl.runtime.gpu.launch import launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.sizes import (
@@ -140,7 +140,7 @@ class TritonBackend:
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
-            "seed": _signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
+            "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
@@ -189,11 +189,6 @@ def _first_rows(state: SlotState) -> Tensor:
 
 def _sizes(call: AttentionCall) -> Sizes:
     return Sizes(call.query.shape[1] // call.key.shape[1], call.key.shape[-1], call.value.shape[-1], call.key.element_size())
-
-
-def _signed(word: int) -> int:
-    """The low 32 bits as a signed number."""
-    return (word + 2**31) % 2**32 - 2**31
 
 
 def interpreted() -> bool:

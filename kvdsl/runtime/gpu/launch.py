@@ -22,3 +22,8 @@ def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], opt
     if torch.version.hip:
         options = {name: value for name, value in options.items() if name not in _OF_NVIDIA}
     kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
+
+
+def signed(word: int) -> int:
+    """The low 32 bits as a signed number: a seed, as kernels take it."""
+    return (word + 2**31) % 2**32 - 2**31

@@ -12,7 +12,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime.gpu.launch import launch
+from kvdsl.runtime.gpu.launch import launch, signed
 from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
 from kvdsl.runtime.torch import dense, statistics
 from kvdsl.runtime.torch.attention import in_rows
@@ -36,6 +36,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         "constants": prompt.state.constants if prompt.state.spec.tensors is not None else None,
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,
+        "seed": signed(prompt.state.seed), "layer": prompt.state.layer, "first_head": prompt.state.head_offset,
         "CAPPED": prompt.call.softcap is not None, "DOT": tl.float32 if prompt.turns else dot,
         **_texts(prompt, first), **_strides("query", query, "token"), **_strides("key", keys, "slot"),
     }  # fmt: skip
