@@ -351,12 +351,27 @@ def buzz(cache: Cache, sinks: int = 1, recent: int = 2, cell: int = 3) -> list[i
     return sorted(text, key=lambda token: (score(token), token))[: cache.excess]
 
 
-def lacache(cache: Cache, sinks: int = 1, stretch: int = 8, width: int = 2) -> list[int]:
-    """In layer 2 of 4 the rung begins in the middle of every stretch."""
-    text = [token for token in cache.kept if token >= sinks][:-2]
-    return sorted(text, key=lambda token: (token % stretch in range(stretch // 2, stretch // 2 + width), token))[
-        : cache.excess
-    ]
+def lacache(cache: Cache, sinks: int = 2, layers: int = 4, span: int = 1, overlap: int = 0) -> list[int]:
+    """As its code goes on where it stopped: from the cursor on, as many rungs as have to be, of each `after` tokens from the layer's offset
+    on; what the cache holds where no rung fits before its end begins anew behind the sinks.
+    """
+    before = 1 + math.ceil((layers - span) / (span - overlap))
+    after = math.ceil(span / (span - overlap))
+    drop = before - after
+    full = int(cache.method.budget) + drop - 1
+    if len(cache.kept) <= full:
+        return []
+    cursor = cache.sketch[0] if cache.sketch else sinks  # where the last time ended
+    if (full - layers - cursor) // after < 1:
+        cursor = sinks
+    rungs = math.ceil((len(cache.kept) - full) / drop)
+    assert rungs <= (full - layers - cursor) // after, "one sweep is enough"
+    stay = set()
+    for rung in range(rungs):
+        first = cursor + before * rung + cache.method.layer % (drop + 1)
+        stay |= {*cache.kept[first : first + after]}
+    cache.sketch = [cursor + rungs * after]
+    return [token for token in cache.kept[cursor : cursor + before * rungs] if token not in stay]
 
 
 def gkv(cache: Cache, window: int = 2, decay: float = 0.8) -> list[int]:
@@ -515,7 +530,7 @@ METHODS: dict[str, Method] = {
     "vase": Method(vase, given=given(large=2, window=3)),
     "buzz": Method(buzz, given=given(sinks=1, recent=2, cell=3)),
     "lacache": Method(
-        lacache, 10, given=given(budget=10, sinks=1, stretch=8, width=2), layer=2, frequencies=FREQUENCIES, prompt=20
+        lacache, 12, given(budget=12, sinks=2, rung=4, drop=3), prompt=20, tokens=80, layer=2, frequencies=FREQUENCIES
     ),
     "gkv": Method(gkv, given=given(window=2, decay=0.8)),
     "kvzap": Method(least_important(3), given=given(window=3)),
