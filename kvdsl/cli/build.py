@@ -28,18 +28,29 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
               help="Numbers of a key, and of a value, on GPUs; a multiple of 16.")  # fmt: skip
 @click.option("--dtype", type=click.Choice(["bf16", "fp16", "fp32"]), default="bf16", show_default=True,
               help="Of the model, on GPUs.")  # fmt: skip
+@click.option("--report", is_flag=True, help="Say what the GPUs' machine code does in its loops, with estimated times.")
+@click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="With --report: rows of a step.")
+@click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="With --report: KV heads of a row.")
+@click.option("--slots", type=click.IntRange(1), default=4096, show_default=True, help="With --report: slots of a KV head.")
 @json_option
-def command(names: tuple[str, ...], targets: str, group: int, head_dim: int, dtype: str, as_json: bool) -> None:
+def command(
+    names: tuple[str, ...], targets: str, group: int, head_dim: int, dtype: str, report: bool, as_json: bool, **step: int
+) -> None:
     """Compile the kernels of policies ahead of time; no GPU is needed.
 
     A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
     GPU kernels are compiled for one shape of a model; others are compiled when they first run.
+
+    With --report, of every innermost loop: instructions a slot (in a prompt's kernels a score), loads by their bits, products of
+    matrices, barriers, and the least time that a step takes to issue the loop's instructions on that GPU, and to read what it asks
+    for. Times are estimates from machine code, without latencies: they tell one kernel from another, not how fast it is.
 
     \b
     Examples:
       kvdsl build roco
       kvdsl build roco --group 3 --head-dim 64 --dtype fp32 --target cuda:90
       kvdsl build h2o tova --target cuda:90,cpu --json
+      kvdsl build roco --target cuda:90 --report --batch 1 --slots 32768
     """
     from kvdsl.loading import load
 
@@ -47,23 +58,25 @@ def command(names: tuple[str, ...], targets: str, group: int, head_dim: int, dty
         raise click.BadParameter("is a multiple of 16", param_hint="'--head-dim'")
     wanted = [target.strip() for target in targets.split(",") if target.strip()]
     shape = {"group": group, "head_dim": head_dim, "dtype": dtype}
-    rows = [row for name in names for row in _build(load(name).spec, wanted, shape)]
+    rows = [row for name in names for row in _build(load(name).spec, wanted, shape, step if report else None)]
     if as_json:
         print_json({"rows": [asdict(row) for row in rows]})
     else:
         _show(rows)
+        _show_loops(rows)
 
 
-def _build(spec: PolicySpec, targets: list[str], shape: dict[str, Any]) -> Iterator[Row]:
+def _build(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dict[str, int] | None) -> Iterator[Row]:
     try:
         from kvdsl.runtime.gpu.build import Shape, build, parse_target
+        from kvdsl.runtime.gpu.report import Step
     except ImportError as error:
         raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
     gpus = {target: parse_target(target) for target in targets if target != "cpu"}
     if gpus:
         if not spec.triton_source.exists():
             raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
-        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape))
+        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Step(**step))
     if "cpu" in targets:
         yield _cpu(spec)
 
@@ -93,3 +106,34 @@ def _show(rows: list[Row]) -> None:
         cells = ["" if number is None else f"{number:,}" for number in numbers]
         table.add_row(row.policy, row.kernel, row.target, *cells, f"{row.ms:,.0f}")
     Console(highlight=False).print(table)
+
+
+def _show_loops(rows: list[Row]) -> None:
+    """A table of what --report found; nothing without it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    reported = [(row, loop) for row in rows if row.taken is not None for loop in row.taken.loops]
+    if not reported:
+        return
+    table = Table(box=None, pad_edge=False)
+    for name in ("policy", "kernel", "target"):
+        table.add_column(name)
+    for name in ("programs", "buffers"):
+        table.add_column(name, justify="right")
+    table.add_column("loop", overflow="fold")
+    for name in ("instructions", "loads", "products", "barriers", "issue µs", "read µs"):
+        table.add_column(name, justify="right")
+    for row, loop in reported:
+        assert row.taken is not None
+        name = loop.loop if loop.times == 1 else f"{loop.loop} ({loop.times} alike)"
+        times = ["" if us is None else f"{us:.2f}" for us in (loop.issue_us, loop.read_us)]
+        table.add_row(
+            row.policy, row.kernel, row.target, str(row.taken.programs), " ".join(row.taken.buffers), name,
+            f"{loop.per_slot:.2f}", loop.loads, str(loop.products), str(loop.barriers), *times,
+        )  # fmt: skip
+    console = Console(highlight=False)
+    console.print(
+        "\nInnermost loops; programs: of a multiprocessor; times are estimates from the machine code, without latencies\n"
+    )
+    console.print(table)

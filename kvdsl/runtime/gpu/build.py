@@ -21,6 +21,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.layout import give_back, take
+from kvdsl.runtime.gpu.report import Step, Taken, taken
 from kvdsl.runtime.gpu.sizes import (
     ATTEND_OPTIONS,
     CHOOSE_OPTIONS,
@@ -51,6 +52,9 @@ STRIDES = tuple(
     for dim in dims
 )
 """Of `observe`'s arguments; multiples of a head's size."""
+
+OF_STEPS = ("slots", "per_split", "width")
+"""Of the arguments of a step's kernels; multiples of 16, as blocks of slots and sketches here are."""
 
 OF_PROMPTS = ("over_slots", "observe")
 """Kernels whose slots are a prompt's tokens, however many; in a step they are a multiple of 16 (`kvdsl.runtime.state.slots`)."""
@@ -130,6 +134,7 @@ class Row:
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
+        taken: what the machine code says, if asked for.
     """
 
     policy: str
@@ -139,6 +144,7 @@ class Row:
     shared_bytes: int | None
     spills: int | None
     ms: float
+    taken: Taken | None = None
 
 
 def parse_target(text: str) -> GPUTarget:
@@ -155,12 +161,15 @@ def parse_target(text: str) -> GPUTarget:
     raise KvdslError(f"`{text}` is no target: name a GPU as cuda:90 or hip:gfx942, or cpu")
 
 
-def build(stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None) -> Iterator[Row]:
+def build(
+    stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None, step: Step | None = None
+) -> Iterator[Row]:
     """Compile a policy's kernels for every target.
 
     Args:
         stem: the policy's name for the report. source: its `kernels_triton.py`.
         shape: of the model; four query heads a KV head and heads of 128 in bfloat16 if None.
+        step: have a report of the machine code, with times estimated for such a step.
 
     Raises:
         KvdslError: in Triton's interpreter, which compiles nothing; or if Triton refuses a kernel.
@@ -170,7 +179,7 @@ def build(stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape |
     shape = shape or Shape()
     for kernel, function, constants, options in _wanted(kernels_of(source), shape):
         for name, target in targets.items():
-            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options)
+            yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options, step)
 
 
 def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
@@ -240,11 +249,13 @@ class _Kernel:
         return f"*{self.dtype}" if name in _OF_THE_MODEL else _TYPES[name]
 
 
-def _row(stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, options: dict[str, int]) -> Row:
+def _row(
+    stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, options: dict[str, int], step: Step | None
+) -> Row:
     begun = time.perf_counter()
     try:
         compiled = triton.compile(
-            what.source(STRIDES if kernel in OF_PROMPTS else ("slots",)),
+            what.source(STRIDES if kernel in OF_PROMPTS else OF_STEPS),
             target=target,
             options={**options, "enable_fp_fusion": False},
         )
@@ -252,7 +263,8 @@ def _row(stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, op
         raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {error}") from error
     ms = (time.perf_counter() - begun) * 1e3
     registers, spills = _nvidia(compiled) if target.backend == "cuda" else _amd(compiled)
-    return Row(stem, kernel, name, registers, compiled.metadata.shared, spills, round(ms, 1))
+    told = None if step is None else taken(kernel, compiled, registers, what.constants, step, name)
+    return Row(stem, kernel, name, registers, compiled.metadata.shared, spills, round(ms, 1), told)
 
 
 def _nvidia(compiled: Any) -> tuple[int, int]:
