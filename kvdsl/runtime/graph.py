@@ -28,7 +28,7 @@ _operators = torch.library.Library("kvdsl", "FRAGMENT")
 _operators.define(
     "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor? supplied, Tensor(a!)[] changed, "
     "Tensor(b!)[] work, Tensor[] read, *, str[] workspace, str rope, float scaling, float softcap, int window, int layer, "
-    "int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects) -> Tensor"
+    "int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects, bool even) -> Tensor"
 )
 
 
@@ -66,6 +66,7 @@ def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
         "ring_sizes": state.ring_sizes,
         "evicts": state.evicts,
         "selects": state.selects,
+        "even": state.even,
     }
 
 
@@ -93,12 +94,13 @@ def _decode(
     served: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, sinks: Tensor | None, supplied: Tensor | None,
     changed: Sequence[Tensor], work: Sequence[Tensor], read: Sequence[Tensor], *, workspace: Sequence[str], rope: str,
     scaling: float, softcap: float, window: int, layer: int, head_offset: int, seed: int, ring_sizes: Sequence[int],
-    evicts: bool, selects: bool,
+    evicts: bool, selects: bool, even: bool,
 ) -> Tensor:  # fmt: skip
     backend, spec = _served[served]
     state = slot_state(spec, {}, layer=layer, head_offset=head_offset, seed=seed)
     tensors = {**dict(zip(_changed(state), changed, strict=True)), **dict(zip(_read(state), read, strict=True))}
-    state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), evicts=evicts, selects=selects)
+    settled = {"evicts": evicts, "selects": selects, "even": even}
+    state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), **settled)
     turns = Rope.named(rope) if rope else None
     call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns, supplied)
     if work:

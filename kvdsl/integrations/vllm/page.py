@@ -47,7 +47,9 @@ class Page:
 
     def adopt(self, state: SlotState, block: Tensor) -> None:
         """Have the state's tensors be those in the block, which a prompt has filled."""
-        state.adopt(self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False)
+        state.adopt(
+            self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False, even=True
+        )
 
     def fill(self, block: Tensor, state: SlotState) -> None:
         """Copy into the block what a prompt has left in a state.

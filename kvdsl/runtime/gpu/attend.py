@@ -50,7 +50,6 @@ def attend(
     half_keys,  # [B, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
     angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
-    per_split,  # slots per split, a multiple of BLOCK
     scaling,
     softcap,  # 0: none
     window,  # queries see this many tokens; 2**30: all
@@ -64,6 +63,7 @@ def attend(
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
     SELECTS: tl.constexpr,
+    DENSE: tl.constexpr,  # whether slots lie one after another and free ones are few, as they are for a query without a window
     TURNS: tl.constexpr,
     HALVES: tl.constexpr,
     PAIRS: tl.constexpr,  # that turn, from dim OFFSET on
@@ -96,10 +96,8 @@ def attend(
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
-    rows = slots
-    if SELECTS:
-        rows = tl.load(found + pair)
-        per_split = tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK
+    rows = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot is never above its position
+    per_split = tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK
     first = split * per_split
     for start in range(first, tl.minimum(first + per_split, rows), BLOCK):
         i = start + lane
@@ -113,10 +111,12 @@ def attend(
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
-        at = layout.rows(i, visible, table, SIZE)
+        # Where nearly all slots are taken, free ones are read too: then no load waits for positions, and they are rounds ahead.
+        there = inside if DENSE else visible
+        at = layout.rows(i, there, table, SIZE)
         if TURNS:
-            by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=visible, other=0), visible, evicted)
-            k_first, k_second, k_other = rotate.parts(keys, at, visible, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
+            by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=there, other=0), visible, evicted)
+            k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
             halves = half_keys
             if HALVES:
                 halves += (pair * slots + i) * (2 * PAIRS)
@@ -138,7 +138,7 @@ def attend(
                 DOT,
             )
         else:
-            k = tl.load(keys + at[:, None] * D + d[None, :], mask=visible[:, None] & (d[None, :] < D), other=0.0)
+            k = tl.load(keys + at[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
             score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
         logit = _capped(score * scaling, softcap)
         logit = tl.where(visible[None, :], logit, float("-inf"))
@@ -146,7 +146,9 @@ def attend(
             place = (pair * G + g[:, None]) * slots + i[None, :]
             tl.store(logits + place, logit, mask=(g[:, None] < G) & inside[None, :])
         best, weight, acc, p = _fold(best, weight, acc, logit)
-        v = tl.load(values + at[:, None] * E + e[None, :], mask=visible[:, None] & (e[None, :] < E), other=0.0)
+        v = tl.load(values + at[:, None] * E + e[None, :], mask=there[:, None] & (e[None, :] < E), other=0.0)
+        if DENSE:  # what free slots hold may not be finite, which a weight of 0 does not undo
+            v = tl.where(visible[:, None], v, 0.0)
         acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
 
     if split == 0:  # the new token
@@ -161,7 +163,8 @@ def attend(
         acc += p * v.to(tl.float32)[None, :]
 
     if not SELECTS:
-        tl.store(first_free + pair * splits + split, tl.min(gap, 0))
+        nearest = tl.minimum(tl.min(gap, 0), tl.where((split == 0) & (now < slots), now, 2**31 - 1))
+        tl.store(first_free + pair * splits + split, nearest)
         tl.store(held + pair * splits + split, tl.sum(live, 0))
     mine = (pair * splits + split) * G + g
     tl.store(top + mine, best, mask=g < G)

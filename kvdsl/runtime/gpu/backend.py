@@ -42,6 +42,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.supplied import supplied_of
@@ -157,7 +158,8 @@ class TritonBackend:
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
             launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         halves = {"HALVES": state.spec.rope_cached and rope is not None}
-        launch(attend, (work.splits, heads, batch), arguments | halves | sizes.attend(rope), ATTEND_OPTIONS)
+        dense = {"DENSE": state.even and call.window is None and isinstance(layout, SlotAfterSlot)}
+        launch(attend, (work.splits, heads, batch), arguments | halves | dense | sizes.attend(rope), ATTEND_OPTIONS)
         if block_size:
             launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
         launch(self.kernels.settle, (heads, batch), arguments | sizes.settle(work.splits, work.width, rope), SETTLE_OPTIONS)

@@ -215,6 +215,7 @@ def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -
         "DOT": DTYPES[shape.dtype][0],
         "SINKS": False,
         "SELECTS": "SELECTS" in arguments,
+        "DENSE": block == 0 and "SELECTS" not in arguments,
     }
     constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
     absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())
@@ -260,7 +261,10 @@ def _row(
             options={**options, "enable_fp_fusion": False},
         )
     except Exception as error:
-        raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {error}") from error
+        said = error
+        while said.__cause__ is not None:  # what a function says that a kernel calls
+            said = said.__cause__  # type: ignore[assignment]
+        raise KvdslError(f"Triton {triton.__version__} cannot compile `{kernel}` of {stem} for {name}: {said}") from error
     ms = (time.perf_counter() - begun) * 1e3
     registers, spills = _nvidia(compiled) if target.backend == "cuda" else _amd(compiled)
     told = None if step is None else taken(kernel, compiled, registers, what.constants, step, name)

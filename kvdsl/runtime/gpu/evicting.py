@@ -14,6 +14,7 @@ from kvdsl.runtime.gpu import ops
 UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)  # which slots count
 NOBODY = tl.constexpr(-1)  # in the place of the token that is the last to leave, where protected ones do not leave
 TRIES = tl.constexpr(8)
+FLIP = tl.constexpr(-(2**31))  # of signed words makes such whose digits are in their order
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
 def _protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
     """Protect the n slots that rank highest."""
     live = _above(position, top, kept, slots, NOBODY, ops.BELOW_ALL, EVERYTHING, BLOCK)
-    bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), EVERYTHING, BLOCK)
+    bar = _cut(position, top, kept, slots, NOBODY, tl.minimum(n, live), live, EVERYTHING, BLOCK)
     for start in range(0, slots, BLOCK):
         i, key = _keys(position, top, kept, start, slots, NOBODY, EVERYTHING, BLOCK)
         tl.store(kept + i, 1, mask=key > bar)
@@ -193,7 +194,7 @@ def _protect_top(position, top, kept, slots, n, BLOCK: tl.constexpr):
 def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK: tl.constexpr):
     """Free the n lowest of so many slots."""
     if n > 0:
-        bar = _cut(position, scores, kept, slots, newest, free - n, members, BLOCK)
+        bar = _cut(position, scores, kept, slots, newest, free - n, free, members, BLOCK)
         tl.debug_barrier()
         for start in range(0, slots, BLOCK):
             i, key = _keys(position, scores, kept, start, slots, newest, members, BLOCK)
@@ -202,21 +203,42 @@ def _evict_lowest(position, scores, kept, slots, newest, n, free, members, BLOCK
 
 
 @triton.jit
-def _cut(position, x, kept, slots, newest, n, members, BLOCK: tl.constexpr):
-    """A key above which there are n slots, which are no more than there are: bit by bit, a count for each."""
-    low, high = (
-        tl.full([], ops.BELOW_ALL, tl.int64),
-        tl.full([], ops.ABOVE_ALL, tl.int64),
-    )  # at least n above, at most n above
-    found = 0  # above high
-    while found != n:
-        middle = (low & high) + ((low ^ high) >> 1)
-        above = _above(position, x, kept, slots, newest, middle, members, BLOCK)
-        if above > n:
-            low = middle
-        else:
-            high, found = middle, above
-    return high
+def _cut(position, x, kept, slots, newest, n, equals, members, BLOCK: tl.constexpr):
+    """A key above which there are n slots, of so many that count."""
+    wanted = tl.maximum(n, 1)
+    grade, wanted, equals = _nth(position, x, kept, slots, newest, 0, wanted, equals, members, False, BLOCK)
+    grade = tl.maximum(grade, ops.NAN_GRADE)
+    tie = 0
+    if wanted < equals:
+        tie, wanted, equals = _nth(position, x, kept, slots, newest, grade, wanted, equals, members, True, BLOCK)
+    return tl.where(n > 0, ((grade.to(tl.int64) << 32) | tie) - 1, ops.ABOVE_ALL)
+
+
+@triton.jit
+def _nth(position, x, kept, slots, newest, bar, n, equals, members, TIES: tl.constexpr, BLOCK: tl.constexpr):
+    """The n-th highest grade, of as many slots as count; with TIES the n-th highest position of those whose grade is `bar`. Digit by
+    digit: a histogram for each tells in which the n-th lies. When all that begin with the digits found so far are wanted, the rest
+    does not matter.
+
+    Returns:
+        a number that is reached by exactly those that are wanted, unless there are equals of the n-th; how many of its equals
+        are wanted; how many it has.
+    """
+    shift, digits = tl.full([], 32, tl.int32), tl.full([], 0, tl.uint32)
+    while (shift > 0) & (n < equals):
+        shift -= ops.DIGIT
+        counts = tl.zeros([ops.DIGITS], tl.int32)
+        for start in range(0, slots, BLOCK):
+            _, key = _keys(position, x, kept, start, slots, newest, members, BLOCK)
+            grade, tie = (key >> 32).to(tl.int32), key.to(tl.int32)
+            word = (tie if TIES else grade ^ FLIP).to(tl.uint32, bitcast=True)
+            counted = (key != ops.BELOW_ALL) & ((grade == bar) if TIES else True)
+            counts += ops.count_digits(word, counted, digits, shift)
+        digits, n, equals = ops.next_digit(counts, digits, n, equals)
+    least = (digits << (shift.to(tl.uint32) & 31)).to(tl.int32, bitcast=True)
+    if not TIES:
+        least = least ^ FLIP
+    return least, n, equals
 
 
 @triton.jit
@@ -235,11 +257,12 @@ def _keys(position, x, kept, start, slots, newest, members, BLOCK: tl.constexpr)
     ones count, of which it is the last to leave.
     """
     i = start + tl.arange(0, BLOCK)
-    pos = tl.load(position + i, mask=i < slots, other=-1)
+    inside = i < slots  # loads are wide where this alone decides; what free slots hold is not looked at
+    pos = tl.load(position + i, mask=inside, other=-1)
     counts = pos >= 0
-    key = _key(tl.load(x + i, mask=counts, other=0.0), pos)
+    key = _key(tl.load(x + i, mask=inside, other=0.0), pos)
     if members != EVERYTHING:
-        counts = counts & (tl.load(kept + i, mask=counts, other=0) == members)
+        counts = counts & (tl.load(kept + i, mask=inside, other=0) == members)
         key = tl.where((pos == newest) & (members == PROTECTED), ops.ABOVE_ALL, key)
     return i, tl.where(counts, key, ops.BELOW_ALL)
 

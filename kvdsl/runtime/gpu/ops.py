@@ -13,6 +13,10 @@ INT_MAX = tl.constexpr(2**31 - 1)
 NAN_GRADE = tl.constexpr(-(2**31) + 1)
 BELOW_ALL, ABOVE_ALL = tl.constexpr(-(2**63)), tl.constexpr(2**63 - 1)  # of grades with something below them to break ties
 
+DIGIT, DIGITS = tl.constexpr(8), tl.constexpr(256)  # bits of a digit, and how many digits there are
+COMBINED = tl.constexpr(4096)
+"""Numbers of splits' parts that are combined at a time: 8 a thread."""
+
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
@@ -34,25 +38,41 @@ def combine(
     SINKS: tl.constexpr,
 ):
     """The group's attention from what the splits found; gives the log-sum-exp of each query head's logits, [G_PAD]."""
-    group, s, e = tl.arange(0, G_PAD), tl.arange(0, S_PAD), tl.arange(0, E_PAD)
-    lse = tl.zeros([G_PAD], tl.float32)
-    for g in range(G):
-        at = (pair * splits + s) * G + g
-        tops = tl.load(top + at, mask=s < splits, other=float("-inf"))
-        highest = tl.max(tops, 0)
-        if SINKS:
-            sink = tl.load(sinks + head * G + g).to(tl.float32)
-            highest = tl.maximum(highest, sink)
-        base = tl.where(highest == float("-inf"), 0.0, highest)
-        share = tl.exp(tops - base)
-        weight = tl.sum(share * tl.load(total + at, mask=s < splits, other=0.0), 0)
-        if SINKS:
-            weight += tl.exp(sink - base)
-        parts = tl.load(part + at[:, None] * E + e[None, :], mask=(s[:, None] < splits) & (e[None, :] < E), other=0.0)
-        mixed = tl.sum(share[:, None] * parts, 0) / weight
-        tl.store(out + (pair * G + g) * E + e, mixed.to(out.dtype.element_ty), mask=e < E)
-        lse = tl.where(group == g, base + tl.log(weight), lse)
-    return lse
+    group = tl.arange(0, G_PAD)
+    tops, totals = _found(top, total, pair, tl.arange(0, S_PAD), group, splits, G)
+    highest = tl.max(tops, 0)
+    if SINKS:
+        sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.sum(tl.exp(tops - base[None, :]) * totals, 0)
+    if SINKS:
+        weight += tl.exp(sink - base)
+
+    # All heads' parts at once, so many splits at a time as registers hold: loads that wait for no barrier.
+    OF_A_SPLIT: tl.constexpr = G_PAD * E_PAD
+    MOST: tl.constexpr = COMBINED // OF_A_SPLIT if OF_A_SPLIT < COMBINED else 1
+    TOGETHER: tl.constexpr = MOST if MOST < S_PAD else S_PAD
+    g, e = group[None, :, None], tl.arange(0, E_PAD)[None, None, :]
+    mixed = tl.zeros([TOGETHER, G_PAD, E_PAD], tl.float32)
+    for start in range(0, splits, TOGETHER):
+        s = start + tl.arange(0, TOGETHER)
+        own, _ = _found(top, total, pair, s, group, splits, G)
+        share = tl.exp(own - base[None, :])[:, :, None]
+        at = ((pair * splits + s[:, None, None]) * G + g) * E + e
+        mixed += share * tl.load(part + at, mask=(s[:, None, None] < splits) & (g < G) & (e < E), other=0.0)
+    found = tl.sum(mixed, 0) / weight[:, None]
+    g, e = group[:, None], tl.arange(0, E_PAD)[None, :]
+    tl.store(out + (pair * G + g) * E + e, found.to(out.dtype.element_ty), mask=(g < G) & (e < E))
+    return base + tl.log(weight)
+
+
+@triton.jit
+def _found(top, total, pair, s, g, splits, G: tl.constexpr):
+    """The largest logits of splits s and the sums of their weights, [n, G_PAD]; -inf and 0 where there is no split or head."""
+    at = (pair * splits + s[:, None]) * G + g[None, :]
+    there = (s[:, None] < splits) & (g[None, :] < G)
+    return tl.load(top + at, mask=there, other=float("-inf")), tl.load(total + at, mask=there, other=0.0)
 
 
 @triton.jit
@@ -227,6 +247,31 @@ def grade(x):
     """Integers in the order of x: NaN lowest, -0 = +0."""
     bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)
     return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_GRADE)
+
+
+# -- the n-th highest of many words, digit by digit --------------------------------------------------------------------
+
+
+@triton.jit
+def count_digits(word, counted, digits, shift):
+    """How many words have which digit from bit `shift` on, [DIGITS]: of those that count and begin with the digits found so far.
+    The others are counted under 0, too.
+    """
+    counted = counted & (word >> shift >> DIGIT == digits)
+    return tl.histogram(tl.where(counted, ((word >> shift) & (DIGITS - 1)).to(tl.int32), 0), DIGITS)
+
+
+@triton.jit
+def next_digit(counts, digits, n, equals):
+    """The digits found so far and one more, of the n-th highest of `equals` words; which of its equals it is, and how many it has."""
+    digit = tl.arange(0, DIGITS)
+    counts -= tl.where(digit == 0, tl.sum(counts, 0) - equals, 0)
+    reached = tl.cumsum(counts, 0, reverse=True)
+    found = tl.sum((reached >= n).to(tl.int32), 0) - 1
+    own = digit == found
+    equals = tl.sum(tl.where(own, counts, 0), 0)
+    n -= tl.sum(tl.where(own, reached, 0), 0) - equals
+    return (digits << DIGIT) | found.to(tl.uint32), n, equals
 
 
 # -- reductions of a vector --------------------------------------------------------------------------------------------

@@ -20,7 +20,6 @@ from kvdsl.runtime.gpu import layout, ops
 
 UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades that no number has
 SIGN = tl.constexpr(-(2**31))
-DIGIT, DIGITS = tl.constexpr(4), tl.constexpr(16)  # bits of a digit, and how many digits there are
 
 # -- the sketch --------------------------------------------------------------------------------------------------------
 
@@ -52,7 +51,9 @@ def over_dims(x, dims):
 
 
 @triton.jit
-def sketched_keys(keys, sketch_keys, at, held, dims, j, width, anew, D: tl.constexpr, table=None, SIZE: tl.constexpr = 0):
+def sketched_keys(
+    keys, sketch_keys, at, filled, held, dims, j, width, anew, D: tl.constexpr, table=None, SIZE: tl.constexpr = 0
+):
     """The keys of these slots over the sketch's dims, [n, W_PAD]; gathered from the keys where the sketch is new."""
     there = held[:, None] & (dims >= 0)[None, :]
     compact = sketch_keys + at[:, None] * width + j[None, :]
@@ -60,8 +61,9 @@ def sketched_keys(keys, sketch_keys, at, held, dims, j, width, anew, D: tl.const
         rows = layout.rows(at, held, table, SIZE)
         k = tl.load(keys + rows[:, None] * D + dims[None, :], mask=there, other=0.0)
         tl.store(compact, k, mask=there)
-    else:
-        k = tl.load(compact, mask=there, other=0.0)
+    else:  # loads are wide where dims do not decide, and do not wait where tokens do not
+        k = tl.load(compact, mask=filled[:, None] & (j < width)[None, :], other=0.0)
+        k = tl.where(there, k, 0.0)
     return k
 
 
@@ -231,16 +233,16 @@ def choose_slots(
     """Choose as many slots as are wanted, or all that are protected if those are more."""
     seen, certain = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
     for start in range(0, slots + 1, BLOCK):
-        i, grade, pos = _units(position, grades, start, slots + 1, now, False, BLOCK)
+        i, grade, pos = _units(position, grades, start, slots, now, False, BLOCK)
         sure = (grade != UNSEEN) & ((pos <= first) | (pos >= last))
         tl.store(grades + i, CERTAIN, mask=sure)
         seen += (grade != UNSEEN).to(tl.int32)
         certain += sure.to(tl.int32)
     tl.debug_barrier()
-    bar, tie = _cut(position, grades, slots + 1, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
+    bar, tie = _cut(position, grades, slots, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
     count = 0
     for start in range(0, slots, BLOCK):
-        i, grade, pos = _units(position, grades, start, slots + 1, now, False, BLOCK)
+        i, grade, pos = _units(position, grades, start, slots, now, False, BLOCK)
         mine = _is_chosen(grade, pos, bar, tie) & (i < slots)
         tl.store(chosen + count + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
         if OBSERVED:
@@ -301,30 +303,34 @@ def _is_chosen(grade, tie, bar, bar_tie):
 
 
 @triton.jit
-def _units(position, grades, start, units, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of units, their grades, and of equals which is the newer: the position, or the page."""
+def _units(position, grades, start, places, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of units, of all pages or of all slots and the new token (`places` counts pages or slots); their grades, and of equals which is the newer: the position, or
+    the page. There are 16 grades more than slots: loads go up to a multiple of 16, which makes them wide.
+    """
     i = start + tl.arange(0, BLOCK)
-    grade = tl.load(grades + i, mask=i < units, other=UNSEEN)
+    units = places if PAGES else places + 1
+    grade = tl.load(grades + i, mask=i < tl.cdiv(units, 16) * 16, other=UNSEEN)
+    grade = tl.where(i < units, grade, UNSEEN)
     if PAGES:
         return i, grade, i
     else:
-        return i, grade, tl.load(position + i, mask=(grade != UNSEEN) & (i < units - 1), other=now)
+        return i, grade, tl.load(position + i, mask=i < places, other=now)
 
 
 @triton.jit
-def _cut(position, grades, units, now, wanted, seen, certain, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _cut(position, grades, places, now, wanted, seen, certain, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """The grade of the last unit that is chosen, and the tie that those of its grade must reach."""
     wanted = tl.minimum(tl.maximum(tl.maximum(wanted, 1), certain), seen)
-    bar, wanted, equals = _nth(position, grades, units, now, 0, wanted, seen, False, PAGES, BLOCK)
+    bar, wanted, equals = _nth(position, grades, places, now, 0, wanted, seen, False, PAGES, BLOCK)
     bar = tl.maximum(bar, UNSEEN + 1)
     tie = 0
     if wanted < equals:
-        tie, wanted, equals = _nth(position, grades, units, now, bar, wanted, equals, True, PAGES, BLOCK)
+        tie, wanted, equals = _nth(position, grades, places, now, bar, wanted, equals, True, PAGES, BLOCK)
     return bar, tie
 
 
 @triton.jit
-def _nth(position, grades, units, now, bar, n, equals, TIES: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _nth(position, grades, places, now, bar, n, equals, TIES: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """The n-th highest grade; with TIES the n-th highest tie of those of grade `bar`. Digit by digit: a histogram for each tells
     in which the n-th lies. When all that begin with the digits found so far are wanted, the rest does not matter.
 
@@ -337,22 +343,14 @@ def _nth(position, grades, units, now, bar, n, equals, TIES: tl.constexpr, PAGES
     """
     shift, digits = tl.full([], 32, tl.int32), tl.full([], 0, tl.uint32)
     while (shift > 0) & (n < equals):
-        shift -= DIGIT
-        counts = tl.zeros([DIGITS], tl.int32)
-        for start in range(0, units, BLOCK):
-            _, grade, tie = _units(position, grades, start, units, now, PAGES, BLOCK)
+        shift -= ops.DIGIT
+        counts = tl.zeros([ops.DIGITS], tl.int32)
+        for start in range(0, places if PAGES else places + 1, BLOCK):
+            _, grade, tie = _units(position, grades, start, places, now, PAGES, BLOCK)
             word = (tie if TIES else grade ^ SIGN).to(tl.uint32, bitcast=True)
             counted = (grade == bar) if TIES else (grade != UNSEEN)
-            counted = counted & (word >> shift >> DIGIT == digits)
-            counts += tl.histogram(tl.where(counted, ((word >> shift) & (DIGITS - 1)).to(tl.int32), 0), DIGITS)
-        digit = tl.arange(0, DIGITS)
-        counts -= tl.where(digit == 0, tl.sum(counts, 0) - equals, 0)  # what does not count was counted there
-        reached = tl.cumsum(counts, 0, reverse=True)
-        found = tl.sum((reached >= n).to(tl.int32), 0) - 1
-        own = digit == found
-        equals = tl.sum(tl.where(own, counts, 0), 0)
-        n -= tl.sum(tl.where(own, reached, 0), 0) - equals
-        digits = (digits << DIGIT) | found.to(tl.uint32)
+            counts += ops.count_digits(word, counted, digits, shift)
+        digits, n, equals = ops.next_digit(counts, digits, n, equals)
     least = (digits << (shift.to(tl.uint32) & 31)).to(tl.int32, bitcast=True)
     if not TIES:
         least = least ^ SIGN

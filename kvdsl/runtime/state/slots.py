@@ -73,6 +73,7 @@ class SlotState(Linked):
         declared: every tensor, the layout's among them, by name.
         evicts: whether a decoded token may make others leave.
         selects: whether a decoded token attends to a selection only.
+        even: whether every head of every row comes to fill its slots, all but a few: kernels then read them without asking which.
         ring_sizes: rows of each ring.
         window: how many tokens a query of this layer sees, or None.
         processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
@@ -140,7 +141,14 @@ class SlotState(Linked):
         self.spec = self.settings.spec = spec
 
     def adopt(
-        self, tensors: Mapping[str, Tensor], *, window: int | None, ring_sizes: tuple[int, ...], evicts: bool, selects: bool
+        self,
+        tensors: Mapping[str, Tensor],
+        *,
+        window: int | None,
+        ring_sizes: tuple[int, ...],
+        evicts: bool,
+        selects: bool,
+        even: bool,
     ) -> None:
         """Serve what another state of the same policy has cached, which is allocated and does not grow.
 
@@ -149,7 +157,7 @@ class SlotState(Linked):
         """
         for name, tensor in tensors.items():
             setattr(self if name in self._own else self.layout, name, tensor)
-        self.window, self.ring_sizes, self.evicts, self.selects = window, ring_sizes, evicts, selects
+        self.window, self.ring_sizes, self.evicts, self.selects, self.even = window, ring_sizes, evicts, selects, even
         self.allocated = True
 
     def reset(self) -> None:
@@ -159,6 +167,7 @@ class SlotState(Linked):
         self.limit: int | None = None
         self.evicts = False
         self.selects = False
+        self.even = False
         self.window = None
         self.ring_sizes = ()
         self.workspace: Any = None
@@ -287,6 +296,7 @@ class SlotState(Linked):
         if self.spec.sketches:
             self.prompt = holding(self.prompt, torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
+        self.even = self._is_even()
         order = text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
         self.layout.lay_out(self, kept, order)
@@ -318,6 +328,12 @@ class SlotState(Linked):
         most = _whole(most)
         most = max(most, self.filled if self.spec.hard_cap else self.filled + 1)
         return most if device.type == "cpu" else _multiple(most, _ALIGNED)
+
+    def _is_even(self) -> bool:
+        """Whether every head of every row comes to fill its slots, all but a few."""
+        if self.spec.across or self.limit is None:
+            return not self.spec.across
+        return _whole(float(self.most_by_head().min())) >= self.limit - _ALIGNED
 
     def most_by_head(self) -> Tensor:
         """Tokens that each KV head holds at most while decoding, once what a prompt left has settled: [batch, kv_heads or 1], or inf."""
