@@ -304,8 +304,9 @@ def _is_chosen(grade, tie, bar, bar_tie):
 
 @triton.jit
 def _units(position, grades, start, places, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of units, of all pages or of all slots and the new token (`places` counts pages or slots); their grades, and of equals which is the newer: the position, or
-    the page. There are 16 grades more than slots: loads go up to a multiple of 16, which makes them wide.
+    """A block of units, of all pages or of all slots and the new token (`places` are the pages or the slots); their grades, and of
+    equals which is the newer: the position, or the page. There are 16 grades more than slots: loads go up to a multiple of 16,
+    which makes them wide.
     """
     i = start + tl.arange(0, BLOCK)
     units = places if PAGES else places + 1

@@ -16,10 +16,10 @@ _SETTLE_ELEMENTS = 8192
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
 
-_KEY_BYTES = 1 << 14
+_KEY_BYTES = 1 << 15
 """Of keys that an `observe` program holds all the time: it reads every query, so many slots should share that."""
 
-_QUERY_BYTES = 1 << 13
+_QUERY_BYTES = 1 << 14
 """Of the queries of one head that it has in flight in a stage."""
 
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
