@@ -500,6 +500,13 @@ PHASE = _code(
     "blocks` has none.",
     _policy(_BUDGET, "score sum(attn)", "when prefill", "slack 4", "max_drop 8"),
 )
+MEASURED = _code(
+    "KV0440",
+    "what a budget that reads the data does not go with",
+    """A budget that reads what is cached, or `seen`, is found at every settle, for each KV head by itself. So nothing else can read
+    `budget` then, heads cannot share it, and room cannot be made before a token is placed.""",
+    _policy("budget 0.5 * seen at most 512", "score sum(attn)", "keep last budget / 4"),
+)
 ACROSS = _code(
     "KV0412",
     "budget across heads where heads cannot share it",

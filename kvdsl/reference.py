@@ -22,7 +22,10 @@ STATEMENTS = {
         "",
     ),
     "given": ("a number of each token and KV head that the caller gives; without a default, always", ""),
-    "budget": ("tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt` and tensors", ""),
+    "budget": (
+        "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached",
+        "",
+    ),
     "score": ("one number per slot; the lowest leaves first", ""),
     "keep_first": ("the first tokens may not leave", ""),
     "keep_last": ("the last tokens may not leave; `keep last 0` removes the default", "`keep last 1`"),

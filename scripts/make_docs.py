@@ -113,9 +113,9 @@ layers, KV heads and dims of the test.
 """
 
 GIVEN = """`given importance` names a number of each token and KV head that the caller gives, one of a learned model, say; `given
-importance = 0` has a default for forwards in which nothing is given. Expressions read it as they read `position`: `score importance *
-mean(attn)`, `keep where importance > 0.9`, `select top 512 by dot(q, k) * importance`. It is no number that a budget or a count could
-read. A policy that extends another may give it a default: `override given importance = 0`.
+importance = 0` has a default for forwards in which nothing is given. Expressions read it as they read `position`: `score importance
+* mean(attn)`, `keep where importance > 0.9`, `select top 512 by dot(q, k) * importance`. A budget reads it by a reduction over
+slots. A policy that extends another may give it a default: `override given importance = 0`.
 
 The caller gives it by a function, `LearnedCache(model, importance=f)`: `f(module, hidden_states)` is asked in each layer that the policy
 manages, at each forward, with the attention module and what that is given, [batch, tokens, hidden size], in most models behind the
@@ -140,6 +140,37 @@ by does not vary over queries. What reads `q` is ranked for each query head. Pad
 ranks are those among what is there at the block's end. Nothing is remembered for it, so chats, beams, and steps that are taken back need
 nothing of it. A rank tells neighbours apart whose `x` differ in the last bit, so where `x` comes from attention two backends may rank such
 a pair the other way round. So one press after another is written: `score where(rank(a) >= live - first, b, -1)`.
+"""
+
+COUNTS = """A budget may read what is cached: `budget sum(importance >= tau or age < 128 over slots)` keeps what reaches a
+threshold, and the last 128 tokens. It is a single number, made of `live`, `seen` (the row's tokens so far), params and the like,
+of reductions over slots, and of `enough(x, p)`: the fewest tokens, the highest `x` first, whose `x` come to the share `p` of the
+sum over all; `enough(x, p, y)` takes them in the order of `y`, the highest first. What is reduced over slots may be reduced over
+queries before: `budget enough(sum(attn), 0.95)`. Such a budget is found at every settle, from the slots before anyone leaves, for
+each KV head by itself, with the group's query heads reduced as everywhere; so in a prompt in blocks after each block, in a chat
+after every turn's prompt, and after every decoded token. It is floored, and 1 at least, which is what a NaN counts as. `trigger`,
+`slack` and `max_drop` go by what it is then, and outside of `layers` everything stays. Where it comes to less than `keep`
+protects, protected tokens leave too, the lowest-scored first. What it counts is what its row and KV head hold: padding is not
+counted.
+
+`at most` is the bound: `budget 0.5 * seen at most 4096`. It reads what any other budget may, and memory is bounded by it. Without
+it a cache grows with what stays: once it is full, it has room for a quarter more than it holds, and it never shrinks. (Of a
+budget that does not read the data, `at most` is a `min`.) Nothing else may read `budget` then, because it is not known before:
+`keep last budget / 4` is an error, and so are `across heads`, `cap hard` and `victims shared by layers`. Under `victims shared by
+heads` what is found of the slots, each reduction and each `enough`, is averaged over the KV heads of the layer before the budget
+is made of it, as scores are.
+
+How many tokens `select` takes may read the data likewise, for each query: `select top enough(p, 0.95) by p`. What reads `q` is
+found per query head and then reduced by `group`, and floored after that. What `keep first` and `keep last` protect is always
+selected, and counts; `keep last 0` removes the default. With pages the count is divided by the tokens of a page. Under beams,
+padding and tensor parallelism every row and head counts for itself. Tokens are taken back (`crop`) by what was noted of their
+steps, or not at all.
+
+Counts are float64: of reductions and `enough` the values are float32, their sums float64 in any order. Equal values are taken
+from the newest on, a NaN comes last, and a sum with a NaN in it is never enough. A threshold that lies within float32's rounding
+of what is compared with it may be decided either way, as between two scores. torch serves these policies; C++ and Triton refuse
+them, and `explain` says so, but for a budget under `when prefill`, which only prompts need. `enough` and `seen` are for these
+counts alone.
 """
 
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`
@@ -192,6 +223,8 @@ def language_reference() -> str:
         TENSORS,
         "## Values from the caller\n",
         GIVEN,
+        "## Counts that read the data\n",
+        COUNTS,
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -51,7 +51,8 @@ module.exports = grammar({
     given: ($) => seq("given", field("name", $.identifier), optional(seq("=", $._expression))),
 
     // what to evict
-    budget: ($) => seq("budget", $._expression, optional($.across)),
+    budget: ($) => seq("budget", $._expression, optional($.at_most), optional($.across)),
+    at_most: ($) => seq("at", "most", $._expression),
     across: ($) => seq("across", "heads", optional(seq("floor", $._expression))),
     score: ($) => seq("score", $._expression),
     keep_first: ($) => seq("keep", "first", $._expression),

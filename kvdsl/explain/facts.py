@@ -10,7 +10,7 @@ from kvdsl.compiler import plan_of
 from kvdsl.explain import DTYPES
 from kvdsl.ir.nodes import Call, Column, ColumnRef, Expr, Input, Number, ParamRef, Policy, RingRef, TensorRef
 from kvdsl.ir.ops import INPUTS
-from kvdsl.ir.printer import print_expression, print_keep, print_select, print_sketch
+from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.plan import PackagePlan
 from kvdsl.passes.columns import add_columns
@@ -144,6 +144,8 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
 
 def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
     """What ranks or marks tokens and dims: each expression with its statement, as `explain` names it."""
+    if policy.measured is not None:
+        yield "budget", policy.measured
     if policy.score is not None:
         yield "score", policy.score
     for keep in policy.keeps:
@@ -151,6 +153,8 @@ def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
             yield f"keep {keep.scope}", keep.by
     if policy.select is not None:
         yield "select", policy.select.by
+        if policy.select.measured is not None:
+            yield "select", policy.select.measured
     if policy.sketch is not None:
         yield "sketch", policy.sketch.by
 
@@ -266,6 +270,8 @@ def _stays_whole(policy: Policy, values: dict[str, float]) -> bool:
 
 def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     trigger = value_of(policy.trigger, values)
+    if policy.measured is not None and policy.budget == Input(name="everything") and policy.when != "prefill":
+        return Peak("decode", "as many slots as ever stayed: the budget has no `at most`", None)
     if policy.when == "prefill" or (trigger is not None and int(trigger) == 0 and policy.cap == "soft"):
         return Peak("decode", "every token that is generated stays", None)
     slack = value_of(policy.slack, values)
@@ -297,7 +303,7 @@ def as_data(found: Facts) -> dict[str, Any]:
         "name": policy.name,
         "stem": policy.stem,
         "doc": policy.doc,
-        "budget": _printed(policy.budget),
+        "budget": None if policy.budget is None else print_budget(policy),
         "score": _printed(policy.score),
         "keeps": [print_keep(keep) for keep in policy.keeps],
         "select": None if policy.select is None else print_select(policy.select),

@@ -48,6 +48,10 @@ def _keeps(found: Facts) -> Iterator[str]:
     if found.budgets:
         told = " and ".join(tensors_of(policy.budget, policy))
         yield f"{' or '.join(map(_budget, found.budgets))} per KV head, as {told} tells, once it has made room"
+    elif policy.measured is not None:
+        yield f"{print_expression(policy.measured)} tokens per KV head, counted anew whenever it makes room"
+        bound = "no bound: the cache grows with what stays" if policy.budget == Input(name="everything") else None
+        yield bound or f"at most {_count(policy.budget, policy)}"
     else:
         yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
     if policy.across is not None:
@@ -112,7 +116,7 @@ def _selects(policy: Policy) -> Iterator[str]:
         return
     unit = "" if policy.pages is None else f", as whole pages of {_count(policy.pages, policy)}"
     yield (
-        f"attends to {_count(policy.select.count, policy)} tokens{unit}: what is protected, and those with the highest "
+        f"attends to {_selected(policy)} tokens{unit}: what is protected, and those with the highest "
         f"{print_expression(policy.select.by)}; a prompt attends to all"
     )
     layers = LayerRange(low=policy.select.low, high=policy.select.high)
@@ -123,6 +127,13 @@ def _selects(policy: Policy) -> Iterator[str]:
             f"the sketch is the {_count(policy.sketch.count, policy)} dims with the highest {print_expression(policy.sketch.by)}, "
             f"found anew every {_count(policy.sketch.every, policy)} generated tokens"
         )
+
+
+def _selected(policy: Policy) -> str:
+    assert policy.select is not None
+    if policy.select.measured is not None:
+        return f"{print_expression(policy.select.measured)}, counted for each query,"
+    return _count(policy.select.count, policy)
 
 
 def _when(policy: Policy) -> Iterator[str]:

@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Axis,
     Binary,
     ColumnRef,
+    Enough,
     Expr,
     GivenRef,
     Input,
@@ -119,6 +120,8 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return _rank(expr, scope)
     if isinstance(expr, Pool):
         return _pool(expr, scope)
+    if isinstance(expr, Enough):
+        return _enough(expr, scope)
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
     return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
@@ -194,6 +197,15 @@ def _rank(expr: Rank, scope: Scope) -> Array:
         own = np.flatnonzero(pages == page)
         ranks[own[ascending(body[own], position[own])]] = np.arange(len(own))
     return per_slot(ranks)
+
+
+def _enough(expr: Enough, scope: Scope) -> Array:
+    """How many slots it takes, the highest first, until their values come to a share of the sum over all."""
+    body, by = (evaluate_slots(part, scope) for part in (expr.body, expr.by))
+    highest_first = ascending(by, scope.inputs["position"][:, 0].astype(np.int64))[::-1]
+    sums = np.cumsum(body[highest_first])
+    reached = np.flatnonzero(sums >= evaluate_number(expr.share, scope) * sums[-1:])
+    return number(float(reached[0] + 1 if len(reached) else scope.slots))
 
 
 def _pool(expr: Pool, scope: Scope) -> Array:

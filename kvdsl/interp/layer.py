@@ -14,6 +14,7 @@ from numpy.typing import ArrayLike
 from kvdsl.interp.attention import Call
 from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_slots
 from kvdsl.interp.head import Head
+from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
 from kvdsl.interp.settle import overflow, room, union, victims, victims_across, worths
@@ -187,7 +188,10 @@ class Layer:
         places = [head.position for head in heads]
         by, shields = self._protect(scopes, places)
         scores = self._scores(scopes, places, shields)
-        gone = [np.zeros(0, dtype=np.int64)] * len(heads) if scores is None else self._gone(scores, shields, places, leaving)
+        gone = [np.zeros(0, dtype=np.int64)] * len(heads)
+        if scores is not None:
+            numbers = measured(self.policy, [machine.numbers for machine in self.machines], scopes, self._together())
+            gone = self._gone(scores, shields, places, leaving, numbers)
         steps = []
         for index, head in enumerate(heads):
             score = None if scores is None else scores[index]
@@ -217,10 +221,14 @@ class Layer:
         return self._agreed([evaluate_slots(self.policy.score, scope) for scope in scopes], places, _mean)
 
     def _gone(
-        self, scores: Sequence[Array], shields: Sequence[Mask], places: Sequence[Indices], leaving: Leaving
+        self,
+        scores: Sequence[Array],
+        shields: Sequence[Mask],
+        places: Sequence[Indices],
+        leaving: Leaving,
+        numbers: Sequence[Numbers],
     ) -> list[Indices]:
         """Per head the victims."""
-        numbers = [machine.numbers for machine in self.machines]
         heads = list(zip(scores, shields, places, strict=True))
         if self.policy.across is None or leaving is nobody:
             return [victims(*head, leaving(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]

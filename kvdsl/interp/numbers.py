@@ -31,6 +31,7 @@ class Numbers:
         evicts: whether the layer is one of those where the policy evicts.
         floor: the slots that a head keeps whatever the layer's other heads hold, under a budget across heads.
         select: the tokens that a decode query attends to, floored; inf attends to everything.
+        selects: whether the layer is one of those where queries select.
         page: the tokens of a page; 1 without pages.
         sketch_dims, sketch_every: the sketch's dims, and the decode queries from one sketch to the next.
         prefill_block: a prompt settles after each so many tokens of the row; inf: at the end of each forward.
@@ -47,6 +48,7 @@ class Numbers:
     evicts: bool = True
     floor: float = 0
     select: float = math.inf
+    selects: bool = False
     page: float = 1
     sketch_dims: float = 1
     sketch_every: float = 1
@@ -123,6 +125,7 @@ def resolve(
         evicts=evicts is None or is_within(evicts.low, evicts.high),
         floor=counted(value(policy.across, 0) * budget) if policy.across is not None else 0,
         select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
+        selects=selects,
         page=at_least_one(value(policy.pages, 1)),
         sketch_dims=at_least_one(value(sketch.count, 1) if sketch is not None else 1),
         sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),

@@ -10,7 +10,18 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group
-from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate, evaluate_slots, number, per_slot
+from kvdsl.interp.evaluate import (
+    Array,
+    Indices,
+    Mask,
+    Scope,
+    at_least_one,
+    evaluate,
+    evaluate_number,
+    evaluate_slots,
+    number,
+    per_slot,
+)
 from kvdsl.interp.head import Head
 from kvdsl.interp.memory import Columns, History, Moment
 from kvdsl.interp.numbers import Numbers
@@ -173,8 +184,20 @@ class Operations:
         places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
         shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q)
-        mask[seen] = selected(by[seen], head.position[seen], shield[seen], self.numbers.select, self.numbers.page)
+        count = self.selects_count(head, newest, q)
+        mask[seen] = selected(by[seen], head.position[seen], shield[seen], count, self.numbers.page)
         return mask
+
+    def selects_count(self, head: Head, newest: int, q: Array) -> float:
+        """To how many tokens the decode query at `newest` attends: a count that reads the data is that query's own."""
+        assert self.policy.select is not None
+        if self.policy.select.measured is None or not self.numbers.selects:
+            return self.numbers.select
+        scope = self.scope(head, self._seen(head, newest), newest)
+        found = self._per_query(
+            self.policy.select.measured, scope, q, lambda expr, at: np.array([evaluate_number(expr, at)])
+        )
+        return at_least_one(float(found[0]))
 
     def selects_by(self, head: Head, newest: int, q: Array) -> Array:
         """What the decode query at `newest` ranks the slots by, [n]; NaN where it does not see the slot."""
@@ -196,6 +219,7 @@ class Operations:
         inputs = {**self.numbers.inputs, "k": head.key[chosen], "v": head.value[chosen]}
         inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
         inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))
+        inputs["seen"] = number(float(newest + 1))
         return Scope(
             slots=len(chosen),
             dims=head.key.shape[1],

@@ -7,6 +7,7 @@ from kvdsl.ir.nodes import (
     Binary,
     Call,
     ColumnRef,
+    Enough,
     Expr,
     GivenRef,
     Input,
@@ -39,4 +40,6 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         if expr.within == "page":  # every slot has the value of its page
             return inner
         return (inner - {Axis.QUERY}) | {Axis.SLOT} if expr.axis is Axis.QUERY else inner - {expr.axis}
+    if isinstance(expr, Enough):
+        return (axes_of(expr.body) | axes_of(expr.by)) - {Axis.SLOT}
     return frozenset()

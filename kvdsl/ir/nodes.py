@@ -48,7 +48,7 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Rank | Pool"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Rank | Enough | Pool"
         " | ColumnRef | RingRef"
     )
 else:
@@ -179,6 +179,19 @@ class Rank(Node):
     within: Literal["all", "page"] = "all"
 
 
+class Enough(Node):
+    """How many slots it takes, the highest `by` first, until their `body` comes to `share` of the sum over all: one at least.
+
+    It ranges over the slots that a `Reduce` over slots would. Of equals the newer is first, a NaN last; where the sum is never
+    reached, which a NaN among the values makes so, it takes all slots. Only counts read it: a budget, and how many are selected.
+    """
+
+    kind: Literal["enough"] = "enough"
+    body: Expr
+    share: Expr
+    by: Expr
+
+
 class Pool(Node):
     """At every unprotected slot the largest (or mean) `body` of the unprotected slots at most size // 2 places before or behind.
 
@@ -207,7 +220,22 @@ class RingRef(Node):
     op: ReduceOp
 
 
-EXPRESSIONS = (Number, ParamRef, TensorRef, GivenRef, Input, Random, Call, Binary, Reduce, Rank, Pool, ColumnRef, RingRef)
+EXPRESSIONS = (
+    Number,
+    ParamRef,
+    TensorRef,
+    GivenRef,
+    Input,
+    Random,
+    Call,
+    Binary,
+    Reduce,
+    Rank,
+    Enough,
+    Pool,
+    ColumnRef,
+    RingRef,
+)
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
 
@@ -257,12 +285,15 @@ class Keep(Node):
 class Select(Node):
     """Attend to `count` tokens only, the top by `by` (axes query and slot), in layers `low` to `high`, ends included.
 
+    With `measured` it is that many, which each query finds out, and `count` what it cannot exceed.
+
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
     (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
     """
 
     count: Expr
     by: Expr
+    measured: Expr | None = None
     low: Expr | None = None
     high: Expr | None = None
 
@@ -305,6 +336,8 @@ class Policy(Node):
         stem: the file's stem: the package's and the command line's name.
         tensors, given: those that something reads.
         budget: tokens kept per KV head after a settle (the soft capacity C); None keeps everything.
+        measured: not None: the budget reads the data. It is found at every settle, from the slots before it, and `budget` is what it
+            cannot exceed. C is then the smaller of both, floored, and 1 at least.
         across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
         victims: who must agree on the victims: each head by itself, a layer's heads, or the heads of all layers.
@@ -328,6 +361,7 @@ class Policy(Node):
     tensors: tuple[Tensor, ...] = ()
     given: tuple[Given, ...] = ()
     budget: Expr | None = None
+    measured: Expr | None = None
     across: Expr | None = None
     score: Expr | None = None
     keeps: tuple[Keep, ...] = ()

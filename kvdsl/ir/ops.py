@@ -90,6 +90,11 @@ INPUTS = _table(
         InputRow("age", _SLOT, "newest position minus `position`"),
         InputRow("budget", _NONE, "the tokens that are kept", fixed=True),
         InputRow("live", _NONE, "the tokens that are cached, of each row"),
+        InputRow(
+            "seen",
+            _NONE,
+            "each row's tokens so far, padding not counted: a budget that reads it grows with the text",
+        ),
         InputRow("prompt", _NONE, "each row's tokens up to the end of its last prompt, padding not counted", fixed=True),
         InputRow("layer", _NONE, "the layer's number, from 0", fixed=True),
         InputRow("layers", _NONE, "how many there are", fixed=True),
@@ -347,6 +352,11 @@ FORMS = _table(
             "rank",
             "rank(x)",
             "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x over page)` in its page",
+        ),
+        FormRow(
+            "enough",
+            "enough(x, p)",
+            "the fewest tokens, the highest x first, whose x come to the share p of all; `enough(x, p, y)`: the highest y first",
         ),
         FormRow(
             "random",

@@ -10,6 +10,7 @@ from kvdsl.ir.nodes import (
     Binary,
     Call,
     ColumnRef,
+    Enough,
     Expr,
     Given,
     GivenRef,
@@ -68,6 +69,9 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
     if isinstance(expr, Rank):
         return f"rank({_text(expr.body, _OR)}{'' if expr.within == 'all' else f' over {expr.within}'})", _ATOM
+    if isinstance(expr, Enough):
+        order = () if expr.by == expr.body else (expr.by,)
+        return f"enough({', '.join(_text(part, _OR) for part in (expr.body, expr.share, *order))})", _ATOM
     if isinstance(expr, Pool):
         return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
     if isinstance(expr, RingRef):
@@ -114,8 +118,10 @@ def print_policy(policy: Policy) -> str:
     lines += [_param(param) for param in policy.params]
     lines += [print_tensor(tensor) for tensor in policy.tensors]
     lines += [print_given(given) for given in policy.given]
-    if policy.budget is not None and (policy.budget != ParamRef(name="budget") or policy.across is not None):
-        lines.append(f"budget {print_expression(policy.budget)}{_across(policy.across)}")
+    if policy.budget is not None and (
+        policy.budget != ParamRef(name="budget") or policy.across is not None or policy.measured
+    ):
+        lines.append(f"budget {print_budget(policy)}{_across(policy.across)}")
     if policy.score is not None:
         lines.append(f"score {print_expression(policy.score)}")
     lines += [print_keep(keep) for keep in policy.keeps]
@@ -146,6 +152,25 @@ def print_given(given: Given) -> str:
     return f"given {given.name}" + ("" if given.default is None else f" = {print_number(given.default)}")
 
 
+def print_budget(policy: Policy) -> str:
+    """What a policy with a budget keeps: `512`, or `0.5 * seen at most 4096`."""
+    assert policy.budget is not None
+    return _at_most(policy.measured, policy.budget)
+
+
+def print_count(select: Select) -> str:
+    """How many tokens a `select` attends to."""
+    return print_expression(select.count if select.measured is None else select.measured)
+
+
+def _at_most(measured: Expr | None, most: Expr) -> str:
+    """A number that reads the data, and its bound; or the bound alone."""
+    if measured is None:
+        return print_expression(most)
+    bound = "" if most == Input(name="everything") else f" at most {print_expression(most)}"
+    return print_expression(measured) + bound
+
+
 def print_keep(keep: Keep) -> str:
     """A `keep` statement."""
     parts = ["keep", keep.scope]
@@ -162,7 +187,7 @@ def print_select(select: Select) -> str:
     """A `select` statement."""
     layers = LayerRange(low=select.low, high=select.high)
     where = "" if layers == LayerRange() else f" in layers {print_range(layers)}"
-    return f"select top {print_expression(select.count)} by {print_expression(select.by)}{where}"
+    return f"select top {print_count(select)} by {print_expression(select.by)}{where}"
 
 
 def print_sketch(sketch: Sketch) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvdsl.ir.nodes import Binary, Call, Expr, Node, Policy, Pool, Rank, Reduce
+from kvdsl.ir.nodes import Binary, Call, Enough, Expr, Node, Policy, Pool, Rank, Reduce
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
@@ -24,6 +24,8 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return (expr.body, *(part for part in (expr.last, expr.decay) if part is not None))
     if isinstance(expr, Rank):
         return (expr.body,)
+    if isinstance(expr, Enough):
+        return (expr.body, expr.share, expr.by)
     if isinstance(expr, Pool):
         return (expr.body, expr.size)
     return ()
@@ -40,14 +42,16 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     if isinstance(expr, Binary):
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, (Reduce, Rank, Pool)):
+    if isinstance(expr, (Reduce, Rank, Enough, Pool)):
         parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
         return expr.model_copy(update=parts)
     return expr
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:
-    """Every expression that a settle evaluates: the score and what the keeps rank by."""
+    """Every expression that a settle evaluates: the budget that reads the data, the score and what the keeps rank by."""
+    if policy.measured is not None:
+        yield policy.measured
     if policy.score is not None:
         yield policy.score
     for keep in policy.keeps:

@@ -134,6 +134,8 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
     refused = {
+        "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
+        "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         # After a prompt nothing leaves, and nobody has to agree.
         f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",

@@ -14,6 +14,7 @@ from kvdsl.ir.nodes import (
     Call,
     Column,
     ColumnRef,
+    Enough,
     Expr,
     GivenRef,
     Input,
@@ -153,6 +154,7 @@ class Target:
         functions, operators, pools: as the language has them.
         ranks: whether slots can be ranked inside of an expression.
         tensors: whether tensors of files are read. `given`: whether what the caller gives is.
+        counts: whether numbers are counted that read the data.
     """
 
     reduces: Mapping[str, Iterable[str]]
@@ -162,6 +164,7 @@ class Target:
     ranks: bool = False
     tensors: bool = False
     given: bool = False
+    counts: bool = False
 
     def knows(self, expr: Reduce) -> bool:
         """Whether there is code for a reduction as it stands."""
@@ -182,6 +185,8 @@ class Target:
             missing = expr.function
         elif isinstance(expr, Binary) and expr.op not in self.operators:
             missing = expr.op
+        elif isinstance(expr, Enough) and not self.counts:
+            missing = "enough"
         elif isinstance(expr, Pool) and expr.op not in self.pools:
             missing = f"{expr.op}_pool"
         elif isinstance(expr, Rank) and not self.ranks:
@@ -233,6 +238,8 @@ class Printer(ABC):
             return self.reduce(expr)
         if isinstance(expr, Rank):
             return self.rank(expr)
+        if isinstance(expr, Enough):
+            return self.enough(expr)
         if isinstance(expr, Pool):
             return self.pool(expr)
         below_zero = isinstance(expr, Number) and expr.value < 0
@@ -273,6 +280,10 @@ class Printer(ABC):
     def rank(self, expr: Rank) -> Fragment:
         """A place in the order of a value."""
         raise NotLowerable("`rank`")
+
+    def enough(self, expr: Enough) -> Fragment:
+        """How many slots are enough."""
+        raise NotLowerable("`enough`")
 
     def pool(self, expr: Pool) -> Fragment:
         """A value pooled along the text."""

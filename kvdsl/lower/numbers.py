@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Expr, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef
+from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef
 from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import Fragment, fragment, literal, names_of, reads, texts, uses_of
@@ -203,8 +203,18 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
     for keep in policy.keeps:
         yield from (expr for expr in (keep.count, keep.by) if expr is not None)
     yield from (part.by for part in (policy.select, policy.sketch) if part is not None)
+    if policy.select is not None and policy.select.measured is not None:
+        yield from (policy.select.measured, *_ends(policy.select))
+    if policy.measured is not None:
+        yield from (policy.measured, *_ends(policy.layers))
     if policy.score is not None:
         yield policy.score
+
+
+def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:
+    """What says where a number that reads the data counts, and what kernels read for it."""
+    ends = [] if layers is None else [end for end in (layers.low, layers.high) if end is not None]
+    yield from [*ends, Input(name="layer")] if ends else []
 
 
 def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
-from kvdsl.ir.printer import print_expression, print_keep, print_number
+from kvdsl.ir.printer import print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import expressions, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
@@ -67,7 +67,7 @@ class PackagePlan:
         flags: names and values of what else `kvdsl.runtime.spec.PolicySpec` is told, where it is not the default.
         cpp: None where the policy has no C++ form; `cpp_refusal` says why. `triton`, `triton_refusal`: likewise;
             `triton_prompt`: None, too, where it observes nothing; `triton_words`: the sentences of both.
-        keeps_text, score_text, select_text, sketch_text: what the user wrote.
+        keeps_text, budget_text, count_text, score_text, select_text, sketch_text: what the user wrote.
     """
 
     name: str
@@ -95,6 +95,8 @@ class PackagePlan:
     triton_prompt: TritonPromptPlan | None
     triton_words: TritonWords | None
     keeps_text: tuple[str, ...]
+    budget_text: str
+    count_text: str
     score_text: str
     select_text: str
     sketch_text: str
@@ -142,6 +144,8 @@ def make_plan(policy: Policy) -> PackagePlan:
         triton_prompt=prompt,
         triton_words=None if triton is None else triton_words(triton, observes_prompts=prompt is not None),
         keeps_text=tuple(print_keep(keep) for keep in policy.keeps),
+        budget_text="" if policy.measured is None else print_expression(policy.measured),
+        count_text="" if policy.select is None else print_count(policy.select),
         score_text="" if policy.score is None else print_expression(policy.score),
         select_text="" if policy.select is None else print_expression(policy.select.by),
         sketch_text="" if policy.sketch is None else print_expression(policy.sketch.by),
@@ -168,7 +172,9 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "across": policy.across is not None,
         "heads_differ": heads_differ,
         "hard_cap": policy.cap == "hard",
+        "measures": policy.measured is not None,
         "selects": policy.select is not None,
+        "counts": policy.select is not None and policy.select.measured is not None,
         "sketches": policy.sketch is not None,
         "compact": policy.positions == "compact",
         "rope_cached": policy.rope == "cached",
@@ -182,6 +188,7 @@ def _tensors_of_values(policy: Policy) -> bool:
     """Whether a reduction over dims has dims of tensors beside those of values."""
     exprs = [*expressions(policy), *(column.body for column in policy.columns)]
     exprs += [part.by for part in (policy.select, policy.sketch) if part is not None]
+    exprs += [] if policy.select is None or policy.select.measured is None else [policy.select.measured]
     return any(
         isinstance(node, Reduce) and node.axis is Axis.DIM and reads(node.body, "v") and reads_vectors(node.body)
         for expr in exprs

@@ -13,10 +13,12 @@ from kvdsl.ir.nodes import (
     Call,
     Column,
     ColumnRef,
+    Enough,
     Expr,
     GivenRef,
     Input,
     Keep,
+    LayerRange,
     Number,
     ParamRef,
     Policy,
@@ -24,6 +26,7 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Select,
     TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
@@ -70,6 +73,7 @@ CAN = Target(
     ranks=True,
     tensors=True,
     given=True,
+    counts=True,
 )
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
@@ -156,6 +160,36 @@ class NumberPrinter(_TorchPrinter):
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
+
+
+class CountPrinter(NumberPrinter):
+    """A count that reads the data, float64 as all counts: what it finds of the slots is a number of each KV head.
+
+    Args:
+        view: the `View` of a settle, or of a query that selects.
+        grouped: whether it is found for each query head of a group.
+        agreed: whether a layer's heads agree, so that what is found is averaged over them.
+    """
+
+    def __init__(self, view: str, *, grouped: bool = False, agreed: bool = False) -> None:
+        room = ".unsqueeze(2)" if grouped else ""
+        number = f'{view}.exact("{{}}"){room}'
+        super().__init__(
+            number, {name: number.format(name) for name in (*FIXED, "live", "seen")}, f'{view}.scalar("{{}}"){room}.double()'
+        )
+        self._slots = TensorPrinter(view, grouped=grouped)
+        self._view, self._grouped, self._mean = view, grouped, ".mean(1, keepdim=True)" if agreed else ""
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if expr.axis is Axis.DIM:
+            return fragment(f"({{}}).double(){self._mean}", self._slots.value(expr))
+        flag = ", grouped=True" if self._grouped else ""
+        return fragment(f'{self._view}.counted("{expr.op}", {{}}{flag}){self._mean}', self._slots.value(expr.body))
+
+    def enough(self, expr: Enough) -> Fragment:
+        parts = [self._slots.value(expr.body), self(expr.share), self._slots.value(expr.by)]
+        flag = ", grouped=True" if self._grouped else ""
+        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}{flag}){self._mean}", *parts)
 
 
 class TokenPrinter(_TorchPrinter):
@@ -327,7 +361,9 @@ class TorchPlan:
     place: tuple[str, ...]
     protects: bool
     protect: tuple[str, ...]
+    budget: tuple[str, ...]
     score: tuple[str, ...]
+    count: tuple[str, ...]
     select: tuple[str, ...]
     sketch: tuple[str, ...]
 
@@ -346,7 +382,9 @@ def torch_plan(policy: Policy) -> TorchPlan:
     observe = [_observed(column, row) for column in folded]
     protect = [_torch_keep(keep, slots) for keep in policy.keeps]
     score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]
+    budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
     select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
+    count = [] if policy.select is None or policy.select.measured is None else [fragment("return {}", _count(policy.select))]
     dims = TensorPrinter("row", dims=True)
     sketch = [] if policy.sketch is None else [fragment("return {}", dims.body(policy.sketch.by))]
     evicts, selects = policy.budget is not None, policy.select is not None
@@ -355,15 +393,47 @@ def torch_plan(policy: Policy) -> TorchPlan:
     return TorchPlan(
         summary=evicted if evicts or not selects else attended,
         protected="What may not leave." if evicts else "What is always attended to.",
-        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *score, *select, *sketch),
+        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *budget, *score, *count, *select, *sketch),
         vectors=_VECTORS in uses_of(*observe),
         observe=(*_column_locals("row", observe), *texts(observe)),
         place=texts(place),
         protects=evicts or selects,
         protect=(*_column_locals("slots", protect), *texts(protect)),
+        budget=(*_column_locals("slots", budget), *texts(budget)),
         score=(*_column_locals("slots", score), *texts(score)),
+        count=(*_column_locals("row", count), *texts(count)),
         select=(*_column_locals("row", select), *texts(select)),
         sketch=(*_column_locals("row", sketch), *texts(sketch)),
+    )
+
+
+def _budget(policy: Policy) -> Fragment:
+    """What a budget that reads the data is, in the layers where the policy evicts; elsewhere it keeps everything."""
+    assert policy.measured is not None
+    made = CountPrinter("slots", agreed=policy.victims == "heads").value(policy.measured)
+    return _in_layers("slots", made, policy.layers)
+
+
+def _count(select: Select) -> Fragment:
+    """How many tokens a query selects; per query head where that reads q, then reduced over the group."""
+    assert select.measured is not None
+    made = CountPrinter("row", grouped=reads(select.measured, "q")).value(select.measured)
+    if reads(select.measured, "q"):
+        made = fragment("row.over_group({})", made)
+    return _in_layers("row", made, select)
+
+
+def _in_layers(view: str, count: Fragment, layers: LayerRange | Select | None) -> Fragment:
+    numbers = CountPrinter(view)
+    ends = (
+        {}
+        if layers is None
+        else {name: end for name, end in (("low", layers.low), ("high", layers.high)) if end is not None}
+    )
+    if not ends:
+        return count
+    return fragment(
+        f"{view}.in_layers({{}}, {', '.join(f'{name}={{}}' for name in ends)})", count, *map(numbers, ends.values())
     )
 
 

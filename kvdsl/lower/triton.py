@@ -215,6 +215,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the kernels do not know: a launch sees one layer."""
     refused = {
+        "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
+        "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
         "`victims shared by layers`": policy.victims == "layers",
     }

@@ -49,11 +49,16 @@ def add_columns(policy: Policy) -> Policy:
         keep if keep.by is None else Keep(scope=keep.scope, count=keep.count, by=table.lower(keep.by))
         for keep in policy.keeps
     )
-    select, sketch = (
-        None if one is None else one.model_copy(update={"by": table.with_given(one.by)})
-        for one in (policy.select, policy.sketch)
+    measured = None if policy.measured is None else table.lower(policy.measured)
+    select, sketch = policy.select, policy.sketch
+    if select is not None:
+        count = None if select.measured is None else table.with_given(select.measured)
+        select = select.model_copy(update={"by": table.with_given(select.by), "measured": count})
+    if sketch is not None:
+        sketch = sketch.model_copy(update={"by": table.with_given(sketch.by)})
+    return with_policy(
+        policy, measured=measured, score=score, keeps=keeps, select=select, sketch=sketch, columns=table.columns
     )
-    return with_policy(policy, score=score, keeps=keeps, select=select, sketch=sketch, columns=table.columns)
 
 
 class _Columns:

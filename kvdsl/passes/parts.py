@@ -35,7 +35,7 @@ def in_parts(policy: Policy, knows: Callable[[Reduce], bool]) -> Policy:
             return tuple(changed(name, one) for one in value)
         if isinstance(value, (Column, Keep, Select, Sketch)):
             return value.model_copy(update={name: changed(name, part) for name, part in value})
-        return _in_parts(value, knows) if name in ("score", "by", "body") and value is not None else value  # type: ignore[arg-type]
+        return _in_parts(value, knows) if name in ("measured", "score", "by", "body") and value is not None else value  # type: ignore[arg-type]
 
     return policy.model_copy(update={name: changed(name, value) for name, value in policy})
 

@@ -44,6 +44,8 @@ class PolicySpec:
         victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
         across: whether a layer's KV heads share one budget.
         heads_differ: whether the numbers of a layer's KV heads differ, because they read tensors; `resolve` gives [batch, kv_heads] each.
+        measures: whether the budget reads the data: `torch_kernels.budget` finds it at a settle, and it cannot exceed `capacity`.
+        counts: whether the number of selected tokens does: `torch_kernels.count`.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
@@ -73,6 +75,8 @@ class PolicySpec:
     victims: str = "own"
     across: bool = False
     heads_differ: bool = False
+    measures: bool = False
+    counts: bool = False
     hard_cap: bool = False
     selects: bool = False
     sketches: bool = False

@@ -169,7 +169,9 @@ class Checker:
         words: dict[str, Any] = dict(parts.words)
         words["victims"] = "own" if words["victims"] == "nobody" else words["victims"]
         fields: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
-        fields |= {name: parts.expr(name) for name in ("budget", "across", "score", "pages", "block", "prefill_block")}
+        fields |= {
+            name: parts.expr(name) for name in ("budget", "measured", "across", "score", "pages", "block", "prefill_block")
+        }
         return ir.Policy(
             edition=EDITION,
             name=self.flat.syntax.name.text,

@@ -47,6 +47,7 @@ class Combinations:
     def check(self) -> None:
         """Checks them all."""
         self._budget()
+        self._measured()
         self._phases()
         self._across()
         self._victims()
@@ -103,6 +104,28 @@ class Combinations:
         readers += [self.params.checked[name].span for name, inputs in self.params.inputs.items() if "budget" in inputs]
         for span in readers:
             self.sink.report(codes.NO_BUDGET, span, "the policy has no budget that could be read here", help)
+
+    def _measured(self) -> None:
+        """Reports what a budget that reads the data does not go with: its value is known in a settle only."""
+        if "measured" not in self.parts.exprs:
+            return
+        rule = "a budget that reads the data is found once tokens may leave"
+        if "across" in self.parts.exprs:
+            self._refuse(
+                codes.MEASURED, "budget", "a budget that heads share cannot read the data", "leave out `across heads`"
+            )
+        if self._is("cap", "hard"):
+            message = f"{rule}, but `cap hard` asks before a token is placed"
+            self._refuse(codes.MEASURED, "cap", message, "leave out `cap`, which is `soft` then", "budget")
+        if self._is("victims", "layers"):
+            message = f"{rule} in its own layer, so layers cannot agree on the victims"
+            self._refuse(codes.MEASURED, "victims", message, "write `victims shared by heads`", "budget")
+        for part in [*self.parts, *(Part(one.ir.default, one.span) for one in self.params.checked.values())]:
+            if "budget" in self.params.inputs_of(part.expr):
+                message = f"{rule}, so `{part.span.quoted()}` cannot read `budget`"
+                labels = [Label(self._span("budget"), "because of this")]
+                self.sink.report(codes.MEASURED, part.span, message, "write a number, or a param of another name", labels)
+                return
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -209,7 +232,8 @@ class Combinations:
 
     def _sketches(self) -> None:
         by = self.parts.exprs.get("select.by")
-        reads = by is not None and _reads_within(by, "sketch")
+        selecting = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
+        reads = any(_reads_within(part, "sketch") for part in selecting)
         if by is not None and reads and self._lacks("sketch"):
             message = "`over sketch` needs to know which dims to read"
             help = "add `sketch top 16 dims by abs(q) every 64 queries`, say"

@@ -314,6 +314,8 @@ class Expressions:
             return self._dot(node, scope)
         if name == "rank":
             return self._rank(node, scope)
+        if name == "enough":
+            return self._enough(node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -426,6 +428,19 @@ class Expressions:
         over = self._over(node.arguments[0].over, scope, Over(Axis.SLOT))
         body = self.check(node.arguments[0].value, scope)
         return None if over is None or body is None else self.reductions.rank(node, over, body)
+
+    def _enough(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`enough(x, p)`, and in another order `enough(x, p, y)`."""
+        if len(node.arguments) not in (2, 3):
+            message = "`enough` takes a value, a share, and perhaps an order"
+            self._report(codes.ARGUMENTS, node.span, message, "for example `enough(sum(attn), 0.95)`")
+            return None
+        if not self._plain("enough", node.arguments):
+            return None
+        body = self.check(node.arguments[0].value, scope)
+        share = self._fixed(node.arguments[1].value, scope, "the share of `enough`", 0, 1)
+        by = self.check(node.arguments[2].value, scope) if len(node.arguments) == 3 else body
+        return None if body is None or share is None or by is None else self.reductions.enough(node, body, share, by)
 
     def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
-from kvdsl.ir.nodes import Axis, Input, Random, Rank, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Enough, Expr, Input, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -45,6 +45,35 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
     return True
 
 
+def reads_data(expr: Expr) -> bool:
+    """Whether a number depends on what is cached, or on how much of the text was read."""
+    return any(
+        isinstance(part, (Reduce, Enough, Random)) or (isinstance(part, Input) and part.name not in FIXED)
+        for part in walk(expr)
+    )
+
+
+def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
+    """Whether a value that reads the data is a single number; reports if not."""
+    if not value.axes:
+        return True
+    text = span.quoted()
+    message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
+    help = f"count or add up the tokens: `sum({text} over slots)`" if value.axes == {Axis.SLOT} else None
+    report(codes.COUNT_AXES, span, message, help)
+    return False
+
+
+def of_counts(expr: Expr) -> str | None:
+    """What an expression reads that only a budget or a selection's count may; None if nothing."""
+    for part in walk(expr):
+        if isinstance(part, Enough):
+            return "enough(...)"
+        if part == Input(name="seen"):
+            return "seen"
+    return None
+
+
 def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
     """Whether a value has one number per slot, so that tokens can be ranked by it; reports if not."""
     if value.axes <= {Axis.SLOT}:
@@ -68,7 +97,7 @@ def _how_to_reduce(value: Value, text: str) -> str:
 def selects(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a query can rank slots by a value before it attends; reports if not."""
     what, text = "what `select` ranks by", span.quoted()
-    if _looks_back(value, span, what, sink):
+    if looks_back(value, span, what, sink):
         return False
     if Axis.SLOT in value.axes and Axis.DIM not in value.axes:
         return True
@@ -81,7 +110,7 @@ def selects(value: Value, span: Span, sink: Sink) -> bool:
 def sketches(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a query can rank dims by a value before it attends; reports if not."""
     what, text = "what `sketch` ranks by", span.quoted()
-    if _looks_back(value, span, what, sink):
+    if looks_back(value, span, what, sink):
         return False
     for part in walk(value.expr):
         if isinstance(part, Random) or (isinstance(part, (Rank, Reduce)) and part.within == "page"):
@@ -96,7 +125,7 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     return False
 
 
-def _looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
+def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
     """Whether a value needs what is known only once the query has attended; reports if it does."""
     if value.observes:
         message = f"{what} cannot be reduced over queries: it is found for each query by itself"

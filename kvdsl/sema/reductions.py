@@ -130,6 +130,20 @@ class Reductions:
         message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
         self.report(codes.PAGE, span, message, f"`{instead}`, say" if Axis.DIM not in body.axes else None)
 
+    def enough(self, node: syn.Call, body: Value, share: Value, by: Value) -> Value | None:
+        """`enough(x, p)`, or `enough(x, p, y)`."""
+        for value, argument in ((body, node.arguments[0]), (by, node.arguments[-1])):
+            span = argument.value.span
+            if value.pools:
+                self._pooled(node, "`enough(...)`")
+                return None
+            if Axis.SLOT not in value.axes or Axis.DIM in value.axes:
+                message = f"`enough` counts slots by a number of each, but `{span.quoted()}` {extent(value.axes)}"
+                help = f"reduce it over dims: `sum({span.quoted()} over dims)`" if Axis.DIM in value.axes else None
+                self.report(codes.REDUCTION, span, message, help)
+                return None
+        return values.enough(body, share, by)
+
     def _pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from kvdsl import codes
@@ -13,7 +13,7 @@ from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.expressions import Expressions
-from kvdsl.sema.needs import is_fixed, is_per_slot, selects, sketches
+from kvdsl.sema.needs import is_fixed, is_measured, is_per_slot, looks_back, of_counts, reads_data, selects, sketches
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, Scope
@@ -35,7 +35,7 @@ WORDS = {
 """What the statements that hold a word can say, the default first."""
 
 COUNTS = ("trigger", "slack", "max_drop")
-PER_HEAD = ("budget", *COUNTS, "select.count")
+PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 """The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
 
 MAX_HEAD_SIZE = 256
@@ -126,14 +126,17 @@ class Statements:
             message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
             self.sink.report(codes.SKETCH_READ, node.span, message, "write `over dims`")
             return None
+        counts = of_counts(value.expr)
+        if counts is not None:
+            message = f"{what} cannot read `{counts}`, which is for a budget and for how many tokens `select` takes"
+            help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
+            self.sink.report(codes.NOT_HERE, node.span, message, help)
+            return None
         return value
 
     def _orders_slots(self, value: Value, span: Span, what: str) -> bool:
         """Whether slots can be ranked by a value, and what it reduces over queries can be remembered; reports if not."""
-        vectors = [report for expr, report in self.expressions.vectors.items() if expr in walk(value.expr)]
-        for report in vectors[:1]:
-            report()
-        return not vectors and is_per_slot(value, span, what, self.sink)
+        return self._remembers_numbers(value) and is_per_slot(value, span, what, self.sink)
 
     def _number(self, name: str, node: syn.Expr, placed: Placed, what: str, low: float = 0, high: float = math.inf) -> None:
         """A number for a field of the IR, and its bounds."""
@@ -192,14 +195,17 @@ class Statements:
         """The tokens to keep: the `budget` statements from the base on, or else the param `budget`."""
         value = values.read_param("budget") if "budget" in self.flat.names else None
         span = self.flat.names["budget"].statement.span if value is not None else None
+        measured: Value | None = None
+        most: Part | None = None
         for placed in self.flat.settings.get("budget", []):
             statement = cast(syn.Budget, placed.statement)
             names: dict[str, Definition] = {} if value is None else {"budget": Bound(value)}
             span = statement.value.span
-            value = self.expressions.check(statement.value, Scope(names, self.scope(placed)))
-            if value is None or not self._is_budget(value, span):
+            found = self._bounded_budget(statement, Scope(names, self.scope(placed)))
+            if found is None:
                 self.flat.broken.add("budget")
                 return
+            measured, value, most = found
             self.parts.exprs.pop("across", None)
             if statement.across is not None:
                 self._across(statement.across, placed)
@@ -207,21 +213,61 @@ class Statements:
             checked = self.params.checked.get("budget")
             is_param = not self.flat.settings.get("budget")
             self.parts.exprs["budget"] = Part(value.expr, checked.span if is_param and checked is not None else span)
+            if measured is not None:
+                self.parts.exprs["measured"] = Part(measured.expr, span)
+                self.parts.exprs["budget"] = most or Part(ir.Input(name="everything"), span)
+
+    def _bounded_budget(self, statement: syn.Budget, scope: Scope) -> tuple[Value | None, Value, Part | None] | None:
+        """What a `budget` measures, if it reads the data; what it keeps; and its `at most`. None after a report."""
+        span = statement.value.span
+        value = self.expressions.check(statement.value, scope)
+        most = None if statement.most is None else self.expressions.check(statement.most, scope)
+        if value is None or (most is None) != (statement.most is None):
+            return None
+        measured = value if reads_data(value.expr) else None
+        if not (self._is_budget(value, span) if measured is None else self._is_measured(measured, span)):
+            return None
+        if most is None or statement.most is None:
+            return measured, value, None
+        if not self._is_budget(most, statement.most.span):
+            return None
+        return measured, values.call("min", value, most), Part(most.expr, statement.most.span)
+
+    def _is_measured(self, value: Value, span: Span) -> bool:
+        """Whether what reads the data can be a budget."""
+        if "budget" in self.params.inputs_of(value.expr):
+            self._is_cyclic(span)
+            return False
+        if value.sketched:
+            message = "the budget cannot read `over sketch`: a sketch is for the query that selects"
+            self.sink.report(codes.SKETCH_READ, span, message, "write `over dims`")
+            return False
+        return is_measured(value, span, "the budget", self.sink.report) and self._remembers_numbers(value)
+
+    def _remembers_numbers(self, value: Value) -> bool:
+        """Whether what a value reduces over queries can be remembered; reports if not."""
+        vectors = [report for expr, report in self.expressions.vectors.items() if expr in walk(value.expr)]
+        for report in vectors[:1]:
+            report()
+        return not vectors
 
     def _is_budget(self, value: Value, span: Span) -> bool:
         if not is_fixed(value, span, "the budget", self.sink.report, per_head=True):
             return False
         if "budget" in self.params.inputs_of(value.expr):
-            has_param = "budget" in self.flat.names
-            help = (
-                "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
-                if has_param
-                else None
-            )
-            help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
-            self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
+            self._is_cyclic(span)
             return False
         return True
+
+    def _is_cyclic(self, span: Span) -> None:
+        has_param = "budget" in self.flat.names
+        help = (
+            "in this line alone, `budget` is the param: write here what a `let` or another param says of it"
+            if has_param
+            else None
+        )
+        help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+        self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
 
     def _across(self, across: syn.Across, placed: Placed) -> None:
         if across.floor is None:
@@ -237,12 +283,28 @@ class Statements:
             self.flat.broken.add("score")
 
     def _select(self, statement: syn.Select, placed: Placed) -> None:
-        self._number("select.count", statement.count, placed, "the count of `select`", 1)
+        self._select_count(statement.count, placed)
         value = self._value(statement.by, placed, "what `select` ranks by")
         if value is not None and selects(value, statement.by.span, self.sink):
             self.parts.exprs["select.by"] = Part(value.expr, statement.by.span)
         if statement.range is not None:
             self._range("select", "`select`", statement.range, placed)
+
+    def _select_count(self, node: syn.Expr, placed: Placed) -> None:
+        """How many tokens are selected: a number, or what each query finds out."""
+        what = "the count of `select`"
+        value = self.expressions.check(node, self.scope(placed))
+        if value is None or not reads_data(value.expr):
+            self._number("select.count", node, placed, what, 1)
+        elif self._asks_ahead(value, node.span, what):
+            self.parts.exprs["select.measured"] = Part(value.expr, node.span)
+            self.parts.exprs["select.count"] = Part(ir.Input(name="everything"), node.span)
+
+    def _asks_ahead(self, value: Value, span: Span, what: str) -> bool:
+        """Whether a query can count by a value before it attends; reports if not."""
+        return not looks_back(value, span, what, self.sink) and is_measured(
+            replace(value, axes=value.axes - {ir.Axis.QUERY}), span, what, self.sink.report
+        )
 
     def _sketch(self, statement: syn.Sketch, placed: Placed) -> None:
         self._number("sketch.count", statement.count, placed, "the count of `sketch`", 1, MAX_HEAD_SIZE)

@@ -9,6 +9,7 @@ from kvdsl.ir.nodes import (
     Axis,
     Binary,
     Call,
+    Enough,
     Expr,
     GivenRef,
     Input,
@@ -119,6 +120,12 @@ def reduce(
 def rank(body: Value, within: Literal["all", "page"]) -> Value:
     """A place in an order."""
     return _combined(Rank(body=body.expr, within=within), (body,), condition=False, constant=None)
+
+
+def enough(body: Value, share: Value, by: Value) -> Value:
+    """How many slots it takes until their values come to a share of all."""
+    made = _combined(Enough(body=body.expr, share=share.expr, by=by.expr), (body, share, by), condition=False, constant=None)
+    return replace(made, axes=made.axes - {Axis.SLOT})
 
 
 def pool(op: Literal["max", "mean"], body: Value, size: Value) -> Value:

@@ -192,10 +192,11 @@ class Across:
 
 @dataclass(frozen=True)
 class Budget:
-    """`budget EXPR [across heads [floor RATE]]`."""
+    """`budget EXPR [at most EXPR] [across heads [floor RATE]]`."""
 
     span: Span
     value: Expr
+    most: Expr | None
     across: Across | None
     override: bool = False
     keyword: ClassVar[str] = "budget"

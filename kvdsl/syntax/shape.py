@@ -153,8 +153,8 @@ class _Shaper:
         """A statement that may stand once."""
         keyword, span, children = str(tree.data), self._span(tree), tree.children
         if keyword == "budget":
-            value, across = children
-            return syn.Budget(span, self._expr(value), self._across(across), override)
+            value, most, across = children
+            return syn.Budget(span, self._expr(value), self._at_most(most), self._across(across), override)
         if keyword == "select":
             count, by, range_ = children
             return syn.Select(span, self._expr(count), self._expr(by), self._optional_range(range_), override)
@@ -167,6 +167,9 @@ class _Shaper:
             number = self._expr(children[1]) if len(children) > 1 and children[1] is not None else None
             return syn.Setting(span, keyword, number, self._word(children[0]), override)
         return syn.Setting(span, keyword, self._expr(children[-1]), override=override)
+
+    def _at_most(self, child: Child) -> syn.Expr | None:
+        return self._expr(child.children[0]) if isinstance(child, Tree) else None
 
     def _across(self, child: Child) -> syn.Across | None:
         if not isinstance(child, Tree):

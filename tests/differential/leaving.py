@@ -120,7 +120,7 @@ def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:
 def _agreed(values: list[Range], shadows: Sequence[Shadow], agree: Callable[[Range], Range]) -> list[Range]:
     """What heads agree on, where they have to; they hold the same positions, perhaps in different slots."""
     agreed = list(values)
-    for group in _together(shadows):
+    for group in together(shadows):
         orders = [np.argsort(shadows[index].position) for index in group]
         shared = agree(stack([values[index][order] for index, order in zip(group, orders, strict=True)]))
         for index, order in zip(group, orders, strict=True):
@@ -128,7 +128,7 @@ def _agreed(values: list[Range], shadows: Sequence[Shadow], agree: Callable[[Ran
     return agreed
 
 
-def _together(shadows: Sequence[Shadow]) -> list[list[int]]:
+def together(shadows: Sequence[Shadow]) -> list[list[int]]:
     victims = shadows[0].policy.victims
     if victims == "own":
         return []

@@ -11,9 +11,24 @@ from dataclasses import dataclass
 import numpy as np
 
 from kvdsl.interp.evaluate import Scope as ExactScope
-from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
+from kvdsl.interp.evaluate import ascending, at_least_one, evaluate_number, page_of
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, GivenRef, Input, Number, ParamRef, Pool, Random, Rank, Reduce, TensorRef
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    Enough,
+    Expr,
+    GivenRef,
+    Input,
+    Number,
+    ParamRef,
+    Pool,
+    Random,
+    Rank,
+    Reduce,
+    TensorRef,
+)
 
 from .ranges import (
     FUNCTIONS,
@@ -87,6 +102,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
     if isinstance(expr, Rank):
         return _rank(expr, scope)
+    if isinstance(expr, Enough):
+        return _enough(expr, scope)
     return _pool(expr, scope) if isinstance(expr, Pool) else scope.recall(expr)
 
 
@@ -117,6 +134,28 @@ def _rank(expr: Rank, scope: Scope) -> Range:
         found = rank(body[own], position[own])
         made.lo[own], made.hi[own] = found.lo, found.hi
     return made.map(lambda x: x[:, None])
+
+
+def _enough(expr: Enough, scope: Scope) -> Range:
+    """How many slots it takes: the sum of the highest m lies between that of the highest m lower bounds and that of the upper ones."""
+    body, by = bounds_of_slots(expr.body, scope), bounds_of_slots(expr.by, scope)
+    share, slots = evaluate_number(expr.share, scope.numbers), scope.slots
+    if body.sharp.all() and by.sharp.all():
+        order = ascending(by.lo, scope.inputs["position"].lo[:, 0].astype(np.int64))[::-1]
+        sums = np.cumsum(body.lo[order])
+        return exactly([[_first(sums >= share * sums[-1:], slots)]])
+    if expr.by != expr.body or body.nan.any():
+        return Range(np.array([[1.0]]), np.array([[float(slots)]]), np.zeros((1, 1), dtype=bool))
+    low, high = (np.cumsum(np.sort(one)[::-1]) for one in (body.lo, body.hi))
+    slack = 1e-12 * np.abs(high).sum()  # sums of float64 in any order
+    least = _first(high + slack >= share * low[-1:] - slack, slots)
+    most = _first(low - slack >= share * high[-1:] + slack, slots)
+    return Range(np.array([[least]]), np.array([[most]]), np.zeros((1, 1), dtype=bool))
+
+
+def _first(holds: Mask, otherwise: int) -> float:
+    """How many there are up to the first that holds."""
+    return float(np.argmax(holds) + 1 if holds.any() else otherwise)
 
 
 def _pool(expr: Pool, scope: Scope) -> Range:

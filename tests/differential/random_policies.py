@@ -21,6 +21,7 @@ from kvdsl.ir.nodes import (
     Axis,
     Binary,
     Call,
+    Enough,
     Expr,
     Given,
     GivenRef,
@@ -96,6 +97,7 @@ class Maker:
         victims: who must agree on the victims, unless a budget is shared.
         fused: no statements without fused kernels.
         tensors: of files, which expressions may read. `given`: values from the caller, likewise.
+        measured: whether the budget reads the data, so that nothing else reads it.
         by_head: the budget, where it differs between KV heads, and what tells it; numbers that need not be the same for all may read these.
     """
 
@@ -110,6 +112,7 @@ class Maker:
     tensors: tuple[Tensor, ...] = ()
     given: tuple[Given, ...] = ()
     by_head: tuple[Expr, ...] = ()
+    measured: bool = False
 
     def one_of(self, *options: Any) -> Any:
         return self.pick(options)
@@ -365,8 +368,8 @@ class Maker:
         if made["when"] != "prefill":
             if self.rarely():
                 made |= {name: self.count(4, own=self.by_head) for name in ("trigger", "slack", "max_drop")}
-            made["cap"] = "soft" if self.fused else self.one_of("soft", "soft", "soft", "hard")
-        elif not self.fused and not self.by_head and self.one_of(True, False):
+            made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
+        elif not self.fused and not self.by_head and not self.measured and self.one_of(True, False):
             made["across"] = self.one_of(NOTHING, Number(value=0.2), Number(value=0.5), ONE)
         if made["when"] != "decode" and self.victims != "layers" and self.rarely():
             made |= {"prefill": "blocks", "prefill_block": self.count(6, 1)}
@@ -388,7 +391,41 @@ class Maker:
             by = self.binary("+", self.dot(SELECT), by)
         layers = self.layers() if self.rarely() else LayerRange()
         count = self.count(room + 6, room) if not self.rarely() else self.count(room, room)
+        if not self.fused and self.rarely():
+            measured = self.of_data(SELECT)
+            return Select(count=Input(name="everything"), by=by, measured=measured, low=layers.low, high=layers.high)
         return Select(count=count, by=by, low=layers.low, high=layers.high)
+
+    def of_data(self, place: Place) -> Expr:
+        """A count that reads the data."""
+        share = self.one_of(Number(value=0.5), Number(value=0.9), self.decay())
+        makers: list[Callable[[], Expr]] = [
+            lambda: Binary(
+                op="*", left=Number(value=self.one_of(0.5, 0.3, 0.7)), right=Input(name=self.one_of("seen", "live"))
+            ),
+            lambda: Reduce(op="sum", axis=SLOT, body=self.over_threshold(place)),
+            lambda: self.enough(place, share),
+            lambda: self.over_slots(place),
+        ]
+        made = self.one_of(*makers)()
+        if self.rarely():
+            other = self.one_of(*makers, lambda: self.one_of(*self.fixed))()
+            made = self.one_of(
+                Call(function=self.one_of("max", "min"), args=(made, other)), Binary(op="+", left=made, right=other)
+            )
+        return made
+
+    def over_threshold(self, place: Place) -> Expr:
+        """A condition on slots."""
+        made = self.condition(place.deeper())
+        return made if SLOT in axes_of(made) else Binary(op=">", left=self.slot_value(place), right=Number(value=0.1))
+
+    def enough(self, place: Place, share: Expr) -> Expr:
+        body, by = (
+            made if SLOT in axes_of(made) else self.binary("*", self.slot_value(place), made)
+            for made in (self.value(place.deeper()), self.value(place.deeper()))
+        )
+        return Enough(body=body, share=share, by=self.one_of(body, body, by))
 
     def sketch_by(self, depth: int = 2) -> Expr:
         """An expression over dims, and over queries perhaps."""
@@ -426,8 +463,12 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     room = 4.0
     if evicts:
         made["budget"], room = _budget(maker, made["params"])
-        told = _by_head(maker, made["budget"]) if maker.victims == "own" else None
-        if told is None:
+        maker.measured = not fused and maker.victims != "layers" and maker.one_of(*[False] * 5, True)
+        told = _by_head(maker, made["budget"]) if maker.victims == "own" and not maker.measured else None
+        if maker.measured:
+            made["measured"] = maker.of_data(KEEP)
+            made["budget"] = maker.one_of(made["budget"], Input(name="everything"))
+        elif told is None:
             maker.fixed.append(Input(name="budget"))
         else:
             made["budget"], room, maker.by_head = told, min(room, 4.0), (Input(name="budget"), *_by_head_numbers(maker))
@@ -437,7 +478,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if selects:
         maker.sketch = sketches
         made["select"] = maker.select(room)
-    if sketches and any(isinstance(part, Reduce) and part.within == "sketch" for part in walk(made["select"].by)):
+    if sketches and _looks_at_sketch(made["select"]):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
     paged = any(isinstance(part, (Rank, Reduce)) and part.within == "page" for part in _nodes(made))
     if maker.pages and (selects or paged):
@@ -449,6 +490,11 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
     return policy.model_copy(update={"keeps": kept})
+
+
+def _looks_at_sketch(select: Select) -> bool:
+    exprs = [select.by] if select.measured is None else [select.by, select.measured]
+    return any(isinstance(part, Reduce) and part.within == "sketch" for expr in exprs for part in walk(expr))
 
 
 def _reads(statements: dict[str, Any], one: Tensor | Given) -> bool:
@@ -506,6 +552,7 @@ def mixes_dims(policy: Policy) -> bool:
     if policy.sketch is not None:
         return True
     exprs = [*expressions(policy), *([] if policy.select is None else [policy.select.by])]
+    exprs += [] if policy.select is None or policy.select.measured is None else [policy.select.measured]
     return any(
         isinstance(part, Reduce) and part.axis is DIM and len({_vector(leaf) for leaf in walk(part.body)} - {""}) > 1
         for expr in exprs
@@ -568,6 +615,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Rank, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Rank, Enough, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

@@ -12,7 +12,8 @@ from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.ir.nodes import Expr
 from kvdsl.ir.visitors import walk
 
-from .leaving import Settle
+from .counts import Least, leaving
+from .leaving import Settle, together
 from .ranges import Range, choose, exactly, widened
 from .shadow import OutOfBounds, Shadow
 
@@ -176,7 +177,8 @@ class RowStep:
         """Evict as the interpreter did; whether nothing else was possible."""
         gone = [step.position[step.victims] for step in steps]
         masks = [np.isin(shadow.position, own) for shadow, own in zip(shadows, gone, strict=True)]
-        decided = not any(mask.any() for mask in masks) or Settle(shadows).decides(masks)
+        certain = shadows[0].policy.measured is None or all(least == most for least, most in self._leaving(shadows))
+        decided = certain and (not any(mask.any() for mask in masks) or Settle(shadows).decides(masks))
         for shadow, own in zip(shadows, gone, strict=True):
             shadow.drop(own)
         self.undecided |= not decided
@@ -221,6 +223,8 @@ class RowStep:
         for shadow, head, mine in zip(shadows, after, gone, strict=True):
             if not np.isin(head.position, shadow.position).all() or len(head.position) != (~mine).sum():
                 return "the backend holds tokens that it should not have"
+        if self.layer.policy.measured is not None:
+            return self._measured_problem(shadows, gone, expected)
         counts = [[int(mask.sum()) for mask in masks] for masks in (gone, expected)]
         if sum(counts[0]) != sum(counts[1]) or (counts[0] != counts[1] and self.layer.policy.across is None):
             return f"{counts[0]} tokens left the heads, not {counts[1]}"
@@ -232,6 +236,26 @@ class RowStep:
             left, should = ([sorted(s.position[own]) for s, own in zip(shadows, m, strict=True)] for m in (gone, expected))
             return f"{left} left, {should} should have"
         return None
+
+    def _measured_problem(self, shadows: Sequence[Shadow], gone: Sequence[Mask], expected: Sequence[Mask]) -> str | None:
+        """Where the budget reads the data, as many leave as that may come to; the interpreter's own number is among these."""
+        bounds = self._leaving(shadows)
+        for masks, whose in ((expected, "the interpreter"), (gone, "the backend")):
+            counts = [int(mask.sum()) for mask in masks]
+            if any(not least <= count <= most for count, (least, most) in zip(counts, bounds, strict=True)):
+                return f"{counts} tokens left the heads of {whose}, not {bounds}"
+        settle = Settle(shadows)
+        self.undecided |= any(least != most for least, most in bounds) or not settle.decides(expected)
+        return None if settle.allows(gone) else "other tokens left than could"
+
+    def _leaving(self, shadows: Sequence[Shadow]) -> list[Least]:
+        """How many tokens may leave each head at this settle, if any may in this phase."""
+        phase = "decode" if self.prompt else "prefill"
+        block = self.layer.machines[0].numbers.prefill_block
+        unfinished = self.prompt and self.layer.policy.prefill == "blocks" and shadows[0].seen % block != 0
+        if self.layer.policy.when == phase or unfinished:
+            return [(0.0, 0.0) for _ in shadows]
+        return leaving(shadows, together(shadows))
 
     def _column_problem(self, shadows: Sequence[Shadow], after: Sequence[Head]) -> str | None:
         for shadow, head, own in zip(shadows, after, self.heads, strict=True):

@@ -249,6 +249,7 @@ class Shadow:
         inputs |= {name: exactly(value).map(lambda x: x[:, None]) for name, value in per_slot.items()}
         inputs |= {"k": exactly(self.key[chosen]), "v": exactly(self.value[chosen])}
         inputs["live"] = exactly([[np.count_nonzero(self.position <= newest)]])
+        inputs["seen"] = exactly([[newest + 1]])
         for name, value in (("attn", prob), ("logit", logit)):
             if value is not None:
                 inputs[name] = over_group(value, self.policy.group).map(lambda x: x[:, None])
@@ -257,7 +258,7 @@ class Shadow:
             slots=len(position),
             dims=self.key.shape[1],
             inputs=inputs,
-            numbers=self._exact(live=inputs["live"].lo),
+            numbers=self._exact(live=inputs["live"].lo, seen=inputs["seen"].lo),
             recall=lambda leaf: self._recall(leaf, chosen, newest),
             random=lambda: uniform(machine.seed, self.numbers.layer, machine.head_index, position, newest)[:, None],
         )
@@ -312,7 +313,8 @@ class Shadow:
         """Whether another selection than the chosen slots, [n], is possible."""
         assert self.policy.select is not None
         visible = self._visible(newest)
-        if np.isinf(self.numbers.select):
+        measured = self.policy.select.measured if self.numbers.selects else None
+        if np.isinf(self.numbers.select) and measured is None:
             if (chosen != visible).any():
                 raise OutOfBounds("the interpreter's selection")
             return
@@ -324,7 +326,13 @@ class Shadow:
         unit_of = page_of(position, self.numbers.page)
         units = np.unique(unit_of)
         certain = np.array([pinned[unit_of == unit].any() for unit in units])
-        count = at_least_one(self.numbers.select / self.numbers.page) - certain.sum()
+        asked = self.numbers.select
+        if measured is not None:
+            asked, most = self._count(measured, self._scope(visible, newest), q)
+            if asked != most:
+                self.undecided = True
+                return
+        count = at_least_one(asked / self.numbers.page) - certain.sum()
         best = stack([highest(by[unit_of == unit]) for unit in units])
         others = ~certain
         could, does = in_top(best[others], count, units[others])
@@ -334,6 +342,15 @@ class Shadow:
         selected = np.concatenate([units[certain], units[others][does]])
         if (np.isin(unit_of, selected) != chosen[visible]).any():
             raise OutOfBounds("the interpreter's selection")
+
+    def _count(self, measured: Expr, scope: Scope, q: Array) -> tuple[float, float]:
+        """To how many tokens a query attends: at least, and at most."""
+        from .counts import value
+
+        found = self._per_query(measured, scope, q, lambda expr, at: value(expr, [at], at).map(lambda x: x.reshape(1)))
+        if found.nan.any():
+            return 1.0, np.inf
+        return at_least_one(float(found.lo[0])), at_least_one(float(found.hi[0]))
 
 
 # -- small things ------------------------------------------------------------------------------------------------------------

@@ -72,11 +72,48 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         PADDED,
     ),
     "hard cap, never triggered": ("param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 0", PADDED),
+    # how many, as the data say
+    "a share of the text": ("budget 0.3 * seen\nscore norm2(k)\nkeep first 1", PADDED),
+    "a share of the text, bounded": (
+        "budget 0.5 * seen at most 9\nscore sum(attn)\npositions compact",
+        replace(PADDED, rope="half"),
+    ),
+    "above a threshold": (
+        "budget sum(norm1(v) > 6 or age < 4 over slots) at most 10\nscore norm1(v)\nkeep last 4\nlayers 2..",
+        PADDED,
+    ),
+    "above a threshold of attention": (
+        "budget sum(mean(attn) > 0.1 over slots) + 2\nscore mean(attn)\nstorage blocks 4",
+        PADDED,
+    ),
+    "a threshold that heads share": (
+        "budget sum(norm1(v) > 6 over slots) + 2\nscore norm1(v)\nvictims shared by heads",
+        PADDED,
+    ),
+    "a share of the text in blocks": ("budget 0.5 * seen\nscore sum(attn)\nprefill blocks of 6", PADDED),
+    "counted after the prompt": ("budget sum(norm1(v) > 6 over slots)\nscore norm1(v)\nwhen prefill", PADDED),
+    "counted lazily": (
+        "budget 0.5 * live + 3\nscore norm1(v)\nwhen decode\ntrigger overflow >= 3\nslack 2\nmax_drop 2",
+        PADDED,
+    ),
+    "a number of vectors": ("budget sqrt(sum(mean(v over slots) ** 2 over dims)) * 10\nscore sum(attn)", PADDED),
+    "enough": ("budget enough(norm1(v), 0.6)\nscore norm1(v)", PADDED),
+    "enough attention": ("budget enough(sum(attn), 0.9) at most 12\nscore sum(attn)", PADDED),
+    "enough, from the newest on": ("budget enough(norm1(v), 0.6, position)\nscore position", PADDED),
     # what is attended to
     "select": ("param n = 5\nselect top n by dot(q, k)", PADDED),
     "select per group maximum": ("group max\nselect top 5 by dot(q, k) - age / 100\nkeep first 2", PADDED),
     "select of a part": ("param budget = 12\nscore mean(attn)\nkeep top 3 by std(attn)\nselect top 6 by dot(q, k)", PADDED),
     "select by values": ("select top 6 by norm2(v)\nkeep first 2", PADDED),
+    "select enough": ("select top enough(exp(dot(q, k) / 4), 0.8) by dot(q, k)\nkeep last 0", PADDED),
+    "select a share": ("group max\nselect top 0.3 * live by dot(q, k)", PADDED),
+    "select above a threshold": (
+        "param budget = 12\nscore sum(attn)\n"
+        "select top min(sum(dot(q, k) > 0 over slots), 0.4 * seen) by dot(q, k) in layers 1..2",
+        PADDED,
+    ),
+    "select above a threshold elsewhere": ("select top sum(dot(q, k) > 0 over slots) by dot(q, k) in layers 2..", PADDED),
+    "select pages above a threshold": ("pages 4\nselect top sum(dot(q, k) > 0 over slots) by dot(q, k)", PADDED),
     "select pages": (
         "pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
         PADDED,

@@ -115,10 +115,11 @@ def test_a_budget_by_layer_that_is_too_small_in_some() -> None:
     assert not check(body("param budget = 512", "budget budget / (1 + layer) * prompt", *lines[2:])).diagnostics
 
 
-@pytest.mark.parametrize("name", ["live", "age", "attn"])
-def test_a_budget_is_fixed(name: str) -> None:
+@pytest.mark.parametrize("name", ["age", "attn", "norm1(v)"])
+def test_a_budget_is_a_single_number(name: str) -> None:
     (found,) = check(body(f"budget {name}", "score age")).diagnostics
-    assert found.code == ("KV0308" if name == "live" else "KV0302")
+    assert found.code == "KV0302"
+    assert found.help == (None if name == "attn" else f"count or add up the tokens: `sum({name} over slots)`")
 
 
 def test_counts_do_not_depend_on_what_is_cached() -> None:

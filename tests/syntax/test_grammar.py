@@ -63,6 +63,8 @@ SHAPES: list[tuple[str, type]] = [
     ("keep top 3 by age", Keep),
     ("score age", Setting),
     ("budget 3", Budget),
+    ("budget 0.5 * seen at most 4096", Budget),
+    ("budget 3 at most 4 across heads", Budget),
     ("budget 3 across heads", Budget),
     ("budget 3 across heads floor 0.2", Budget),
     ("storage in_place", Setting),

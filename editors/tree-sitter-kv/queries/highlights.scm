@@ -4,7 +4,7 @@
 (string) @string
 (number) @number
 
-["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
+["across" "at" "attend" "attn" "budget" "by" "cap" "dims" "error" "every" "evicted" "expect" "extends" "first" "floor" "from" "given" "group" "heads" "import" "in" "keep" "kept" "key" "kv" "last" "layer" "layers" "let" "live" "max_drop" "most" "of" "over" "overflow" "override" "pages" "param" "policy" "positions" "prefill" "prompt" "protected" "queries" "query" "rest" "rope" "score" "select" "selected" "set" "shared" "sketch" "slack" "state" "storage" "tensor" "test" "times" "token" "top" "trigger" "use" "value" "victims" "when" "where"] @keyword
 ["and" "not" "or"] @keyword.operator
 ["!=" "%" "*" "**" "+" "-" ".." "<" "<=" "=" "==" ">" ">="] @operator
 ["(" ")" "[" "]" "{" "}"] @punctuation.bracket
@@ -28,10 +28,10 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|rank|sqrt|std|sum|var|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|rank|sqrt|std|sum|var|where)$"))
-((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|v)$"))
-((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|v)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|enough|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|rank|sqrt|std|sum|var|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|enough|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|random|rank|sqrt|std|sum|var|where)$"))
+((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
+((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
 
 (over (identifier) @constant.builtin)
 (cap (identifier) @constant.builtin)

@@ -82,6 +82,14 @@ class Settings(Linked):
         """A number that all KV heads have in common: [batch]."""
         return self.named(numbers if numbers.dim() == 2 else numbers[:, 0])[name]
 
+    def evicts(self, numbers: Tensor) -> bool:
+        """Whether tokens may leave some KV head of a policy that evicts: a budget that reads the data is not known before."""
+        return self.spec.measures or bool(self.named(numbers)["capacity"].isfinite().any())
+
+    def selects(self, numbers: Tensor) -> bool:
+        """Whether a query of a policy that selects may skip tokens."""
+        return self.spec.counts or bool(self.named(numbers)["select"].isfinite().any())
+
     # -- how many slots that takes -------------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:

@@ -307,12 +307,11 @@ class SlotState(Linked):
 
     def _after_prompt(self, numbers: Tensor) -> Tensor:
         """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
+        self.evicts = self.bounded and self.settings.evicts(numbers)
         if self.bounded and self.spec.when == "prefill":
-            numbers = numbers.clone()
+            self.evicts, numbers = False, numbers.clone()
             numbers[..., self.spec.numbers.index("capacity")] = torch.inf
-        named = self.settings.named(numbers)
-        self.evicts = self.bounded and bool(named["capacity"].isfinite().any())
-        self.selects = self.spec.selects and bool(named["select"].isfinite().any())
+        self.selects = self.spec.selects and self.settings.selects(numbers)
         return numbers
 
     def _limit(self, numbers: Tensor, device: torch.device) -> int | None:
@@ -361,6 +360,8 @@ class SlotState(Linked):
         if not self.grows:
             return
         self.filled += tokens
+        if self.spec.measures and self.filled > self.slots:  # what a budget that reads the data has made room for
+            self.filled = int((self.position >= 0).sum(-1).max()) + tokens
         if self.filled > self.slots:
             with plain_tensors():
                 self._extend(_grown(self.filled))
@@ -461,13 +462,20 @@ class SlotState(Linked):
         """Whether the first `left` of `length` tokens are what a text of them alone would have left.
 
         So it is where every row holds all its tokens, none of them padding, where no query leaves anything in those before it,
-        and where a prompt that ends there has the same numbers.
+        where the budget does not read them, and where a prompt that ends there has the same numbers.
 
         Args:
             prompt: tokens up to the last prompt's end.
         """
         spec = self.spec
-        if not self.allocated or not left or spec.sketches or spec.rings or set(spec.column_rules) - {"token"}:
+        if (
+            not self.allocated
+            or not left
+            or spec.sketches
+            or spec.measures
+            or spec.rings
+            or set(spec.column_rules) - {"token"}
+        ):
             return False
         if not bool((self.seen == length).all()) or not bool(((self.position >= 0).sum(-1) == length).all()):
             return False

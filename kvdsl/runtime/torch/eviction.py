@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from kvdsl.runtime.state.order import FREE, close_gaps
@@ -153,11 +154,21 @@ def _own_victims(held: Held, excess: Excess) -> Tensor:
     numbers = state.settings.per_head(held.numbers)
     state.spec.torch_kernels.protect(view, protection, numbers)
     view.protected = protection.mask
+    numbers = _measured(held, view, numbers)
     score = _score(held, view)
     if state.spec.across:
         over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
         return shared_order(score, protection, numbers["floor"]) < over * held.rows.view(-1, 1, 1)
     return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
+
+
+def _measured(held: Held, view: View, numbers: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The numbers, with the budget that there is at this settle where it reads the data, [batch, kv_heads, 1]: one token at least."""
+    if not held.state.spec.measures:
+        return numbers
+    found = held.state.spec.torch_kernels.budget(view).squeeze(-1)
+    tokens = torch.where(found >= 1, found.floor(), 1.0)  # a NaN is 1 as well, as of all counts
+    return {**numbers, "capacity": torch.minimum(numbers["capacity"], tokens)}
 
 
 def _score(held: Held, view: View) -> Tensor | float:
@@ -180,6 +191,7 @@ def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
     for held, view, protection in zip(layers, views, protections, strict=True):
         view.protected = protection.mask
         scores.append(_score(held, view))
+    tables = [_measured(held, view, numbers) for held, view, numbers in zip(layers, views, tables, strict=True)]
     score = mean_score(scores, [held.position for held in layers])
     return [
         eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)

@@ -68,7 +68,7 @@ def _in_blocks(
 
 def _evicts(state: SlotState, numbers: Tensor) -> bool:
     """Whether a prompt of this layer loses anything."""
-    return state.bounded and state.spec.when != "decode" and bool(state.settings.named(numbers)["capacity"].isfinite().any())
+    return state.bounded and state.spec.when != "decode" and state.settings.evicts(numbers)
 
 
 def _cached(state: SlotState) -> Kept | None:

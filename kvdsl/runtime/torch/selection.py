@@ -29,6 +29,9 @@ def selected(state: SlotState, row: View) -> Tensor:
     state.spec.torch_kernels.protect(slots, places, numbers)
     by = state.spec.torch_kernels.select(row).expand_as(row.visible)[:, :, 0]
     count = numbers["select"]
+    if state.spec.counts:
+        found = state.spec.torch_kernels.count(row).squeeze(-1)
+        count = torch.where(found >= 1, found.floor(), 1.0)
     if "page" not in numbers:
         return _top(_keys(by, position, seen, places.mask), count) & seen
     page = pages.page_of(position, numbers["page"])

@@ -41,7 +41,7 @@ class View:
         query_position: int32 [batch, 1, queries, 1], of each query's own token.
         live: float32 [batch, kv_heads, queries, 1], the live slots as each query found them.
         window: queries see this many tokens, or None.
-        numbers: the policy's numbers, float32 [batch, kv_heads or 1, 1, 1] each.
+        numbers: the policy's numbers, float32 [batch, kv_heads or 1, 1, 1] each. `doubles`: the same in float64, as counts read them.
         columns: the state columns, float32 [batch, kv_heads, slots] each.
         query: [batch, kv_heads, group, queries, dim]; None in a settle.
         key, value: [batch, kv_heads, slots, dim].
@@ -69,6 +69,7 @@ class View:
     rings: dict[str, Tensor] = field(default_factory=dict)
     constants: dict[str, Tensor] = field(default_factory=dict)
     sketch: Tensor | None = None
+    doubles: dict[str, Tensor] = field(default_factory=dict)
     protected: Tensor | None = None
     weights: Weights | None = None
 
@@ -95,6 +96,11 @@ class View:
         return (self.query_position - self.slot_position).float()
 
     @property
+    def seen(self) -> Tensor:
+        """How many tokens of the row there were when the query's had come: [batch, 1, queries, 1]."""
+        return (self.query_position + 1).float()
+
+    @property
     def observed(self) -> Tensor:
         """How many queries could see the slot, its own token's included."""
         seen = self.age + 1
@@ -103,6 +109,18 @@ class View:
     def number(self, name: str) -> Tensor:
         """One of the policy's numbers."""
         return self.numbers[name]
+
+    def exact(self, name: str) -> Tensor:
+        """One of the policy's numbers, or `live` or `seen`, where tokens are counted: float64 [batch, kv_heads or 1, 1 or queries, 1]."""
+        return self.doubles[name] if name in self.doubles else getattr(self, name).double()
+
+    def in_layers(self, count: Tensor, *, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
+        """The count in layers `low` to `high`, ends included; inf in the others."""
+        layer = self.exact("layer")
+        outside = torch.zeros_like(layer, dtype=torch.bool)
+        outside = outside if low is None else outside | (layer < low)
+        outside = outside if high is None else outside | (layer > high)
+        return torch.where(outside, torch.inf, count)
 
     def scalar(self, name: str) -> Tensor:
         """What a tensor without dims has: [1, kv_heads, 1, 1]."""
@@ -165,6 +183,23 @@ class View:
         visible = self.visible.unsqueeze(2) if grouped else self.visible
         visible = visible.unsqueeze(-1) if dims else visible
         return masked_reduce(op, x.float(), visible, -2 if dims else -1)
+
+    def counted(self, op: str, x: Tensor, *, grouped: bool = False) -> Tensor:
+        """`over_slots` in float64, for what tokens are counted by."""
+        return masked_reduce(op, x.double(), self.visible.unsqueeze(2) if grouped else self.visible, -1)
+
+    def enough(self, x: Tensor, share: Tensor | float, by: Tensor, *, grouped: bool = False) -> Tensor:
+        """How many slots it takes, the highest `by` first, until their x come to a share of the sum: float64, the slots' axis of size 1."""
+        visible = self.visible.unsqueeze(2) if grouped else self.visible
+        position = self.slot_position.unsqueeze(2) if grouped else self.slot_position
+        shape = torch.broadcast_shapes(x.shape, by.shape, visible.shape)
+        lowest = torch.iinfo(torch.int64).min
+        keys = torch.where(visible, grade(by.expand(shape), position.expand(shape)), lowest)
+        order = keys.argsort(-1, descending=True)  # unseen slots come last, and have nothing
+        sums = torch.where(visible, x.double(), 0.0).expand(shape).gather(-1, order).cumsum(-1)
+        short = ~(sums >= share * sums[..., -1:])
+        first = short.int().cummin(-1).values.sum(-1, keepdim=True) + 1
+        return torch.minimum(first, visible.sum(-1, keepdim=True)).double()
 
     def weighted_vs(self, weights: Tensor, *, grouped: bool = False) -> Tensor:
         """The sum over the slots that each query sees of the cached values, [batch, kv_heads, (group,) queries, 1, dim]."""
@@ -336,13 +371,15 @@ def slots_view(state: SlotState, kept: dict[str, Tensor], newest: Tensor, number
 def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, visible: Tensor, numbers: Tensor) -> View:
     age = query_position[:, None, :, None] - kept["position"][:, :, None, :]
     placed = (kept["position"][:, :, None, :] >= 0) & (age >= 0)
+    doubles = {name: value.unsqueeze(-1) for name, value in state.settings.per_head(numbers).items()}
     return View(
         visible=visible & (query_position >= 0)[:, None, :, None],
         slot_position=kept["position"].unsqueeze(2),
         query_position=query_position[:, None, :, None],
         live=placed.sum(-1, keepdim=True).float(),
         window=state.window,
-        numbers={name: value.float().unsqueeze(-1) for name, value in state.settings.per_head(numbers).items()},
+        numbers={name: value.float() for name, value in doubles.items()},
+        doubles=doubles,
         columns=state.single_columns(kept["columns"]),
         key=kept["keys"],
         value=kept["values"],
