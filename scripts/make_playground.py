@@ -40,7 +40,7 @@ def make(out: Path) -> None:
     install()
     shutil.rmtree(out, ignore_errors=True)
     out.mkdir(parents=True)
-    for name in ("index.html", "style.css"):
+    for name in ("index.html", "style.css", "recording.bin"):
         shutil.copy(SOURCE / name, out)
     bundle(out)
     (out / "pyodide").mkdir()
@@ -68,7 +68,7 @@ def bundle(out: Path) -> None:
         shutil.copy(name, BUILD)
     options = ("--bundle", "--minify", "--format=esm", "--target=es2022", "--log-level=warning", "--legal-comments=none")
     _run(
-        "node_modules/.bin/esbuild", "main.js", "worker.js", *options, "--external:./pyodide/pyodide.mjs", f"--outdir={out}",
+        "node_modules/.bin/esbuild", "main.js", "worker.js", "reader.js", *options, "--external:./pyodide/pyodide.mjs", f"--outdir={out}",
         cwd=BUILD,
     )  # fmt: skip
 
@@ -93,7 +93,8 @@ def _language() -> Iterator[tuple[str, bytes]]:
         for path in (ROOT / folder).rglob("*"):
             if path.is_file() and not path.stem.endswith("_test"):
                 yield f"kvdsl/_data/{path.relative_to(ROOT)}", path.read_bytes()
-    yield "page.py", (SOURCE / "page.py").read_bytes()
+    for path in (*SOURCE.glob("*.py"), SOURCE / "recording.json"):
+        yield path.name, path.read_bytes()
 
 
 def _pure() -> Iterator[tuple[str, bytes]]:

@@ -2,6 +2,8 @@
 
 import { ask, failed } from "./compiler.js";
 import { codeView, jump, policyEditor, setText, showProblems } from "./editor.js";
+import { decoded, encoded, link } from "./links.js";
+import * as stays from "./stays.js";
 
 const at = (id) => document.getElementById(id);
 const FIRST = "roco";
@@ -12,6 +14,7 @@ let language;
 let view;
 let timer;
 let checks = 0;
+let faulty = false;
 let text = "";
 const codes = {};
 
@@ -30,8 +33,10 @@ async function start() {
   at("share").addEventListener("click", share);
   at("format").addEventListener("click", format);
   addEventListener("hashchange", () => shared() !== undefined && setText(view, shared()));
+  stays.prepare(language.policies, link());
   tabs();
   await update();
+  if (link().get("view") === "stays") at("tab-stays").click();
 }
 
 /** Which of the shipped policies the text is. */
@@ -63,6 +68,7 @@ async function update() {
   const asked = text;
   const found = await ask("check", { text: asked });
   if (!found || asked !== text) return;
+  faulty = found.some((one) => one.severity === "error");
   showProblems(view, found);
   listProblems(found);
   document.body.dataset.checked = String(++checks);
@@ -110,10 +116,12 @@ function tabs() {
   }
 }
 
+const chosen = () => document.querySelector("[role=tab][aria-selected=true]").id.replace("tab-", "");
+
 async function showTab() {
-  const name = document.querySelector("[role=tab][aria-selected=true]").id.replace("tab-", "");
-  if (name === "explain") await explain();
-  else await generate(name);
+  if (chosen() === "explain") await explain();
+  else if (chosen() === "stays") stays.show(faulty ? null : text);
+  else await generate(chosen());
 }
 
 async function explain() {
@@ -147,22 +155,12 @@ function element(tag, className, content) {
 
 // -- links ------------------------------------------------------------------------------------------------------------
 
-/** The policy that the address carries behind its #; it is never sent to a server. */
-function shared() {
-  const found = /^#policy=(.+)$/.exec(location.hash);
-  if (!found) return undefined;
-  try {
-    const bytes = Uint8Array.from(atob(found[1].replaceAll("-", "+").replaceAll("_", "/")), (char) => char.charCodeAt(0));
-    return new TextDecoder("utf-8", { fatal: true }).decode(bytes);
-  } catch {
-    return undefined;
-  }
-}
+/** The policy that the address carries. */
+const shared = () => decoded(link().get("policy"));
 
 async function share() {
-  const bytes = new TextEncoder().encode(text);
-  const code = btoa(String.fromCharCode(...bytes)).replaceAll("+", "-").replaceAll("/", "_").replace(/=+$/, "");
-  history.replaceState(null, "", `#policy=${code}`);
+  const said = { policy: encoded(text), ...(chosen() === "stays" ? { view: "stays", ...stays.told() } : {}) };
+  history.replaceState(null, "", `#${new URLSearchParams(said)}`);
   try {
     await navigator.clipboard.writeText(location.href);
     at("shared").textContent = "The link is copied.";

@@ -3,18 +3,14 @@
 // A request is {id, ask, ...}, its answer {id, answer} or {id, error}. Only the newest request of a kind is worth an answer: those
 // that were overtaken while another one was worked on are answered with {id, overtaken: true}.
 
-import { loadPyodide } from "./pyodide/pyodide.mjs";
+import { startPython } from "./python.js";
 
 const waiting = [];
 let working = false;
 let page;
 
 const started = (async () => {
-  const python = await loadPyodide({ indexURL: new URL("pyodide/", import.meta.url).href });
-  const archive = await (await fetch(new URL("python.zip", import.meta.url))).arrayBuffer();
-  python.unpackArchive(archive, "zip", { extractDir: "/kvdsl" });
-  python.runPython("import os, sys; sys.path.insert(0, '/kvdsl'); os.environ['KVDSL_CACHE_DIR'] = '/kvdsl/cache'");
-  page = python.pyimport("page");
+  page = (await startPython()).pyimport("page");
 })();
 
 const asks = {

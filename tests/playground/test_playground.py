@@ -171,3 +171,36 @@ class TestVisit:
 
     def test_another_policy_can_be_chosen(self, seen: Any) -> None:
         assert "policy SnapKV" in seen["shipped"]
+
+    def test_which_tokens_stay_at_every_moment(self, seen: Any) -> None:
+        stays = seen["stays"]
+        assert "Rock Crystal" in stays["source"]
+        assert "32 of 320 tokens are there" in stays["window"]["said"]
+        assert (len(stays["window"]["there"]), stays["window"]["gone"]) == (32, 288)
+        assert (len(stays["earlier"]["there"]), stays["earlier"]["gone"]) == (32, 278)
+        assert stays["earlier"]["there"][10:] == stays["window"]["there"][:-10], "a window moves with the text"
+        assert stays["spoken"].startswith("310 of 320 tokens read")
+
+    def test_what_is_typed_is_run(self, seen: Any) -> None:
+        typed = seen["stays"]["typed"]
+        assert typed["name"] == "Typed"
+        assert len(typed["there"]) == 32
+        assert typed["there"][:-4] != seen["stays"]["earlier"]["there"][:-4]
+        assert typed["there"][-4:] == seen["stays"]["earlier"]["there"][-4:]
+
+    def test_another_policy_is_shown_beside_it(self, seen: Any) -> None:
+        stays = seen["stays"]
+        assert stays["beside"]["name"] == "H2O"
+        assert len(stays["beside"]["there"]) == 32
+        assert stays["beside"]["there"] != stays["typed"]["there"]
+
+    def test_a_link_carries_both_and_the_moment(self, seen: Any) -> None:
+        stays = seen["stays"]
+        assert stays["shared"]["mine"] == stays["typed"]
+        assert stays["shared"]["beside"] == stays["beside"]
+        assert stays["wide"] <= 390
+
+    def test_what_cannot_be_run_says_why(self, seen: Any) -> None:
+        assert seen["stays"]["wrong"] == "budget=: write name=number"
+        assert "has to give this policy `worth`" in seen["stays"]["refused"]["said"]
+        assert seen["stays"]["refused"]["there"] == []

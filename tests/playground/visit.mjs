@@ -50,6 +50,7 @@ seen.mended = { summary: await read(page, "#summary"), chosen: await page.$eval(
 // What is generated, by keyboard.
 seen.generated = {};
 await page.focus("#tab-explain");
+await page.keyboard.press("ArrowRight"); // past "which tokens stay"
 for (const name of ["cpp", "triton", "torch"]) {
   await page.keyboard.press("ArrowRight");
   seen.generated[name] = await page.waitForSelector(`#${name}:not([hidden]) .cm-line`).then(() => read(page, `#${name} .cm-content`));
@@ -65,6 +66,62 @@ await other.screenshot({ path: `${pictures}/playground_dark_narrow.png`, fullPag
 // Another policy.
 await after(page, () => page.selectOption("#shipped", "snapkv"));
 seen.shipped = await read(page, "#editor .cm-content");
+
+// Which tokens stay: of a policy that is typed, at two moments, and beside another one.
+const RUN = { timeout: 120_000 };
+
+/** Does something and waits until nothing is being run any more that it began. */
+async function afterRun(on, act) {
+  const before = Number((await on.getAttribute("body", "data-stays")) ?? 0);
+  await act();
+  await on.waitForFunction((old) => Number(document.body.dataset.stays ?? 0) > old, before, RUN);
+  await on.waitForFunction(() => !document.querySelector("#sides [aria-busy=true]"), undefined, RUN);
+}
+
+/** What a side shows: its words, and the tokens that are there. */
+const side = async (on, name) => ({
+  name: await read(on, `#${name} h2`),
+  said: await read(on, `#${name} .said`),
+  there: await on.$$eval(`#${name} .page mark`, (all) => all.map((one) => one.textContent)),
+  gone: await on.$$eval(`#${name} .page del`, (all) => all.length),
+});
+
+const still = await visit("#prompt=280&params=budget%3D32&layer=16&head=1");
+await still.selectOption("#shipped", "window");
+await afterRun(still, () => still.click("#tab-stays"));
+seen.stays = { source: await read(still, "#source"), window: await side(still, "mine"), now: await read(still, "#now") };
+await still.focus("#moment");
+for (let count = 0; count < 10; count++) await still.keyboard.press("ArrowLeft");
+seen.stays.earlier = await side(still, "mine");
+seen.stays.spoken = await still.getAttribute("#moment", "aria-valuetext");
+await still.click("#editor .cm-content");
+await still.keyboard.press("Control+A");
+await afterRun(still, () => still.keyboard.insertText("kv 1\n\npolicy Typed {\n  param budget = 8\n  score mean(attn)\n  keep last 4\n}\n"));
+seen.stays.typed = await side(still, "mine");
+await afterRun(still, () => still.selectOption("#versus", "h2o"));
+await still.screenshot({ path: `${pictures}/playground_stays.png`, fullPage: true });
+seen.stays.beside = await side(still, "beside");
+const keys = [];
+for (const key of " # a note") {
+  const began = Date.now();
+  await after(still, () => still.keyboard.type(key));
+  keys.push(Date.now() - began);
+}
+seen.stays.keys = keys;
+await still.fill("#params", "budget=");
+await still.waitForFunction(() => document.getElementById("params").validationMessage);
+seen.stays.wrong = await still.$eval("#params", (node) => node.validationMessage);
+await still.fill("#params", "budget=32");
+await still.click("#share");
+const again = await visit(new URL(still.url()).hash, { colorScheme: "dark", viewport: { width: 390, height: 800 } });
+await again.waitForFunction(() => Number(document.body.dataset.stays ?? 0) > 1, undefined, RUN);
+seen.stays.shared = { mine: await side(again, "mine"), beside: await side(again, "beside") };
+seen.stays.wide = await again.evaluate(() => document.documentElement.scrollWidth);
+await again.screenshot({ path: `${pictures}/playground_stays_dark_narrow.png`, fullPage: true });
+await again.click("#editor .cm-content");
+await again.keyboard.press("Control+A");
+await afterRun(again, () => again.keyboard.insertText("kv 1\n\npolicy Given {\n  param budget = 8\n  given worth\n  score worth\n}\n"));
+seen.stays.refused = await side(again, "mine");
 
 await browser.close();
 console.log(JSON.stringify(seen));

@@ -1,0 +1,47 @@
+// Reads the recorded page under policies, with the reference interpreter, away from the page and from the compiler.
+//
+// A request is {side, id, question}; it takes the place of the side's one before. What is said of it is {side, id, done}, how far it is,
+// and at last {side, id, answer}. First of all comes {page}, what was recorded.
+
+import { beside, startPython } from "./python.js";
+
+const open = new Map();
+let working = false;
+let python;
+
+const started = (async () => {
+  const pyodide = await startPython();
+  pyodide.FS.writeFile("/kvdsl/recording.bin", new Uint8Array(await beside("recording.bin")));
+  pyodide.runPython("import plain_numpy; plain_numpy.install()");
+  python = pyodide.pyimport("who_stays");
+  self.postMessage({ page: JSON.parse(python.page()) });
+})();
+
+async function work() {
+  working = true;
+  try {
+    await started;
+  } catch (error) {
+    self.postMessage({ failed: String(error) });
+    return;
+  }
+  while (open.size) {
+    for (const [side, run] of open) {
+      if (!run.begun) python.begin(side, run.question);
+      run.begun = true;
+      const found = JSON.parse(python.go_on(side));
+      if ("done" in found) self.postMessage({ side, id: run.id, done: found.done });
+      else {
+        open.delete(side);
+        self.postMessage({ side, id: run.id, answer: found });
+      }
+      await new Promise((resolve) => setTimeout(resolve)); // a newer request comes in
+    }
+  }
+  working = false;
+}
+
+self.onmessage = ({ data }) => {
+  open.set(data.side, { id: data.id, question: data.question, begun: false });
+  if (!working) work();
+};

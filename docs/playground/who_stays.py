@@ -1,0 +1,194 @@
+"""Which tokens stay: a policy on recorded attention, by the reference interpreter, in a web worker of its own. What it answers is JSON.
+
+The recording is what scripts/make_recording.py made. The first tokens of its page are a prompt, the others come one by one, each with
+the query that the model had under the full cache: what would change in later layers, once tokens are gone, is not seen here.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from kvdsl.budget import as_written, tokens_or_rate
+from kvdsl.compiler import analyse
+from kvdsl.errors import KvdslError
+from kvdsl.interp import Call, Rope, Text, attend
+from kvdsl.interp.attention import over_group
+from kvdsl.interp.evaluate import Array
+from kvdsl.ir.nodes import Policy
+from kvdsl.source import SourceFile
+
+HERE = Path(__file__).resolve().parent
+PATIENCE = 0.05
+"""Seconds after which a run says how far it is, so that the worker can hear a newer question."""
+
+
+class CannotRunError(Exception):
+    """What keeps a policy from being run here, in a sentence."""
+
+
+@lru_cache
+def about() -> dict[str, Any]:
+    """The recording but for its numbers."""
+    found: dict[str, Any] = json.loads((HERE / "recording.json").read_text(encoding="utf-8"))
+    return found
+
+
+@lru_cache(maxsize=16)
+def head_of(layer: int, head: int) -> tuple[Array, Array, Array]:
+    """A KV head's queries [tokens, group, dim], keys and values [tokens, dim], as they were packed; `layer` is a recorded one."""
+    group, dim, tokens = about()["group"], about()["dim"], len(about()["tokens"])
+    size, each = dim * (4 + tokens), group + 2
+    start = (about()["layers"].index(layer) * about()["heads"] + head) * each * size
+    with (HERE / "recording.bin").open("rb") as file:
+        file.seek(start)
+        *queries, key, value = (_unpacked(file.read(size), dim) for _ in range(each))
+    return (
+        np.stack([np.array([query[token] for query in queries]) for token in range(tokens)]),
+        np.array(key),
+        np.array(value),
+    )
+
+
+def _unpacked(data: bytes, dim: int) -> list[list[float]]:
+    """Vectors, from their scales and whole numbers."""
+    scales = struct.unpack(f"<{dim}f", data[: 4 * dim])
+    whole = struct.unpack(f"{len(data) - 4 * dim}b", data[4 * dim :])
+    return [[x * scale for x, scale in zip(whole[at : at + dim], scales)] for at in range(0, len(whole), dim)]  # noqa: B905
+
+
+@lru_cache(maxsize=512)
+def attention(layer: int, head: int, token: int) -> list[float]:
+    """What the query of a token gives each token up to itself under the full cache, the mean over the group."""
+    query, key, value = head_of(layer, head)
+    seen = np.arange(token + 1)
+    found = attend(key[: token + 1], value[: token + 1, :0], seen, query[token], token, Call(about()["scaling"]))
+    given: list[float] = over_group(found.probs, "mean").tolist()
+    return given
+
+
+# -- a run -------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What is asked for.
+
+    Attributes:
+        text: the policy.
+        layer, head: of the model.
+        prompt: the tokens that come at once.
+        params: values by name, as they are written, for those of them that the policy has.
+    """
+
+    text: str
+    layer: int
+    head: int
+    prompt: int
+    params: dict[str, str] = field(default_factory=dict)
+
+
+def run(asked: Asked) -> Iterator[dict[str, Any]]:
+    """How far the run is, {"done": share}, now and then; at last which tokens stayed.
+
+    The last one has: `left` after the query of which token each token was gone, or null; `read` of each token after the prompt what its
+    query attended to, or null where that is all that was there; `lost` what these queries gave under the full cache to tokens that they
+    did not attend to here; `alone` whether the head decides by itself.
+
+    Raises:
+        CannotRunError: if the policy needs what is not there.
+    """
+    policy = _policy(asked.text)
+    alone = policy.victims == "own" and policy.across is None
+    heads = [asked.head] if alone else list(range(about()["heads"]))
+    text = _text(policy, asked, heads)
+    parts = [head_of(asked.layer, head) for head in heads]
+    q, k, v = (np.stack(one) for one in zip(*parts, strict=True))
+    own, tokens, said = heads.index(asked.head), len(about()["tokens"]), monotonic()
+    left: list[int | None] = [None] * tokens
+    read, lost = [], []
+    yield {"done": 0.0}
+    for first in (0, *range(asked.prompt, tokens)):
+        end = first + 1 if first else asked.prompt
+        step = text.forward(q[:, first:end], k[:, first:end], v[:, first:end])[own]
+        for position in step.evicted.tolist():
+            left[position] = end - 1
+        if first:
+            there = step.position if step.selected is None else step.position[step.selected]
+            read.append(sorted(there.tolist()))
+            given = attention(asked.layer, asked.head, first)
+            lost.append(max(0.0, 1 - sum(given[position] for position in read[-1])))
+        if monotonic() - said > PATIENCE:
+            yield {"done": end / tokens}
+            said = monotonic()
+    yield {"left": left, "read": None if policy.select is None else read, "lost": lost, "alone": alone, "name": policy.name}
+
+
+def _policy(text: str) -> Policy:
+    analysis = analyse(SourceFile("policy.kv", text))
+    if not analysis.policies:
+        raise CannotRunError("The policy has errors.")
+    policy = analysis.policies[0]
+    if policy.tensors:
+        raise CannotRunError("This policy reads tensors from files, which this page does not have.")
+    wanted = [given.name for given in policy.given if given.default is None]
+    if wanted:
+        raise CannotRunError(f"The caller has to give this policy `{wanted[0]}`, which was not recorded.")
+    if policy.victims == "layers":
+        raise CannotRunError("Under this policy all layers decide together, and not all of them were recorded.")
+    return policy
+
+
+def _text(policy: Policy, asked: Asked, heads: list[int]) -> Text:
+    rope = about()["rope"]
+    call = Call(about()["scaling"], rope=Rope(np.array(rope["inv_freq"]), rope["pairing"], rope["offset"]))
+    dim = about()["dim"]
+    return Text(
+        policy, _params(policy, asked), asked.layer, about()["all_layers"], key_dim=dim, value_dim=dim, call=call, heads=len(heads),
+        head_offset=heads[0],
+    )  # fmt: skip
+
+
+def _params(policy: Policy, asked: Asked) -> dict[str, float | None]:
+    """What is given of the policy's params."""
+    written = {param.name: asked.params[param.name] for param in policy.params if param.name in asked.params}
+    given: dict[str, float | None] = {name: as_written(float(value), value) for name, value in written.items()}
+    try:
+        return given | {
+            name: tokens_or_rate(value) for name, value in given.items() if name == "budget" and value is not None
+        }
+    except ValueError as error:
+        raise CannotRunError(f"The budget {error}.") from None
+
+
+# -- for the worker ----------------------------------------------------------------------------------------------------
+
+_runs: dict[str, Iterator[dict[str, Any]]] = {}
+
+
+def page() -> str:
+    """The recording but for its numbers."""
+    return json.dumps(about())
+
+
+def begin(side: str, question: str) -> None:
+    """Begin a run in place of the side's one before; `question` has the fields of `Asked`."""
+    _runs[side] = run(Asked(**json.loads(question)))
+
+
+def go_on(side: str) -> str:
+    """Go on with it for a moment: {"done": share}, what `run` gives at last, or {"error": why not}."""
+    try:
+        return json.dumps(next(_runs[side]))
+    except CannotRunError as error:
+        return json.dumps({"error": str(error)})
+    except (KvdslError, ValueError, LookupError, ArithmeticError) as error:
+        return json.dumps({"error": f"The reference interpreter refuses this: {error}"})
