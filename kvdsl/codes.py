@@ -489,7 +489,7 @@ BOUNDS = _code(
     "number out of bounds",
     "Each number has bounds: a page, a block, a pool and a history have at least 1 token, a sketch has 1 to 256 dims (no "
     "supported model's heads have more) and is renewed every 1 query or more, what is selected is at least 1 token, the floor "
-    "of `across heads` and the decay of `ema` lie between 0 and 1.",
+    "of `across heads` or `across layers` and the decay of `ema` lie between 0 and 1.",
     _policy("select top 64 by dot(q, k)", "pages 0"),
 )
 PHASE = _code(
@@ -509,9 +509,11 @@ MEASURED = _code(
 )
 ACROSS = _code(
     "KV0412",
-    "budget across heads where heads cannot share it",
-    "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt; that is possible under `when "
-    "prefill` only. Heads that agree on their victims have nothing to share, and what a tensor gives each head is its own.",
+    "budget across heads or layers that cannot share it",
+    "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
+    "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
+    "gives each head is its own. What a layer's share goes by, `across layers by ...`, is one number for all its KV heads; there, and "
+    "nowhere else, `over heads` reduces what each of them has.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
 COMPACT = _code(

@@ -23,7 +23,8 @@ STATEMENTS = {
     ),
     "given": ("a number of each token and KV head that the caller gives; without a default, always", ""),
     "budget": (
-        "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached",
+        "tokens kept per KV head; `param budget` implies it; may read `layer`, `prompt`, tensors, and what is cached; heads and layers may "
+        "share theirs",
         "",
     ),
     "score": ("one number per slot; the lowest leaves first", ""),

@@ -173,6 +173,35 @@ them, and `explain` says so, but for a budget under `when prefill`, which only p
 counts alone.
 """
 
+SHARED = """Under `when prefill` a budget may belong to several KV heads, which lose tokens to each other once a prompt is there.
+`budget budget across heads` is one for the heads of a layer: the layer's lowest scores leave, of whatever head, and of each head at
+least `floor` of its own budget stays (Ada-KV).
+
+`budget budget across layers` is one for all layers and heads that evict: their budgets are added up, the lowest scores of all leave,
+and of each head at least `floor` of its own budget stays. Of equal scores the older token's leave first, then the lower layer's and
+head's.
+
+`budget budget across layers by entropy * spread` gives each layer a share (CAKE). What stands after `by` is one number for all KV heads
+of a layer, found when the prompt is there and before anything leaves. There, and nowhere else, `over heads` reduces what each of them
+has: `sum(sum(var(attn) over slots) over heads)`. It may read `layer` and params, but no `budget` other than the stated one. The layers'
+budgets are added up, over those that evict; each has what `keep first` and `keep last` protect, or `floor` of its own budget where that
+is more; the rest is shared in proportion. A layer that would get more than it holds keeps all, and the others share what that leaves.
+Shares are floored, so that together they never exceed the budgets. A weight that is negative, infinite or NaN counts as 0, and if all
+do, shares are equal. Every KV head of a layer keeps the layer's share; with `budget budget across heads floor 0.2 across layers by ...`
+the heads lose tokens to each other within it (LAVa). With `victims shared by heads` they keep the same ones.
+
+Layers share once all of them have attended, so the peak is the whole prompt in all layers, as `explain` says. What is generated stays:
+a layer grows from its share on. In a chat each prompt shares anew, by the whole text's budgets, what the layers hold by then. Each row
+of a batch shares by itself; padding is not counted, a row to which no tokens come keeps all, and beams take their rows along. What a
+prompt made leave is gone: `crop` takes back generated tokens only, as without sharing. `budget`, wherever else it is read, is the
+stated budget. A query head has no share: the KV head's `attn` is its group's. Prompts settle in torch operations outside of compiled
+steps, whatever the backend, and decoded tokens as if nothing were shared, so that C++, Triton and graphs serve them. Backends agree on
+weights to float32's rounding, so that a share may differ by a token where it lies next to a whole number. A prompt in forwards of
+several tokens shares at the end of each; `prefill blocks` is refused, because a block leaves before the next layer has seen it. Refused
+are tensor parallelism, whose processes see their own heads only, presses and vLLM's pages, which ask one layer at a time, and budgets
+that differ between the heads of a layer. A test in the language is a layer by itself, `at layer 0 of 1`, which shares with nobody.
+"""
+
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`
 value, is found once, when it is placed, and is the same on every backend to the bit: inputs are doubles, so that the product of two is
 exact; every operation is rounded by itself; a sum is folded in half (zeros make the dims a power of two, then the second half is added to
@@ -225,6 +254,8 @@ def language_reference() -> str:
         GIVEN,
         "## Counts that read the data\n",
         COUNTS,
+        "## Budgets that are shared\n",
+        SHARED,
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",

@@ -51,9 +51,12 @@ module.exports = grammar({
     given: ($) => seq("given", field("name", $.identifier), optional(seq("=", $._expression))),
 
     // what to evict
-    budget: ($) => seq("budget", $._expression, optional($.at_most), optional($.across)),
+    budget: ($) => seq("budget", $._expression, optional($.at_most), optional($.across_heads), optional($.across_layers)),
     at_most: ($) => seq("at", "most", $._expression),
-    across: ($) => seq("across", "heads", optional(seq("floor", $._expression))),
+    across_heads: ($) => seq("across", "heads", optional(seq("floor", $._expression))),
+    across_layers: ($) => seq(
+      "across", "layers", optional(seq("by", $._expression)), optional(seq("floor", $._expression)),
+    ),
     score: ($) => seq("score", $._expression),
     keep_first: ($) => seq("keep", "first", $._expression),
     keep_last: ($) => seq("keep", "last", $._expression),

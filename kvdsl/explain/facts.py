@@ -151,6 +151,8 @@ def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
     for keep in policy.keeps:
         if keep.by is not None:
             yield f"keep {keep.scope}", keep.by
+    if policy.across_layers is not None and policy.across_layers.by is not None:
+        yield "across layers", policy.across_layers.by
     if policy.select is not None:
         yield "select", policy.select.by
         if policy.select.measured is not None:
@@ -248,7 +250,7 @@ def _while_prompting(policy: Policy, values: dict[str, float]) -> Peak:
     if _stays_whole(policy, values):
         return Peak("prompt", "the prompt", None)
     if policy.prefill_block is None:
-        layers = "all layers" if policy.victims == "layers" else "one layer"
+        layers = "all layers" if policy.victims == "layers" or policy.across_layers is not None else "one layer"
         return Peak("prompt", f"the prompt, in {layers} at a time", None)
     block, trigger, slack = (value_of(expr, values) for expr in (policy.prefill_block, policy.trigger, policy.slack))
     text = print_expression(policy.prefill_block)

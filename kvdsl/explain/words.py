@@ -61,8 +61,26 @@ def _keeps(found: Facts) -> Iterator[str]:
             else f", each head {print_expression(policy.across)} of its share at least"
         )
         yield f"the heads of a layer share their budgets{floor}"
+    yield from _shares(policy)
     if policy.layers is not None:
         yield f"in layers {print_range(policy.layers)}; every token in the others"
+
+
+def _shares(policy: Policy) -> Iterator[str]:
+    """How layers share their budgets."""
+    layers = policy.across_layers
+    if layers is None:
+        return
+    floor = "" if layers.floor == Number(value=0) else print_expression(layers.floor)
+    if layers.by is None:
+        least = f", each head {floor} of its budget at least" if floor else ""
+        yield f"all layers and heads share their budgets, once all have seen the prompt{least}"
+        return
+    least = f" or {floor} of its budget" if floor else ""
+    yield (
+        f"the layers share their budgets, once all have seen the prompt: each has what is protected at the ends{least}, and its share of "
+        f"the rest by {print_expression(layers.by)}"
+    )
 
 
 def _budget(budget: Budget) -> str:

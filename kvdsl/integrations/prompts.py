@@ -87,7 +87,6 @@ def refuse(spec: PolicySpec) -> None:
         raise KvdslError(
             f"{spec.name} attends to a selection, which only kvdsl's own attention does: generate with kvdsl's cache"
         )
-    if spec.victims == "layers":
-        raise KvdslError(
-            f"the layers of {spec.name} agree on what leaves, but here each is asked alone: generate with kvdsl's cache"
-        )
+    if spec.victims == "layers" or spec.across_layers:
+        what = "agree on what leaves" if spec.victims == "layers" else "share a budget"
+        raise KvdslError(f"the layers of {spec.name} {what}, but here each is asked alone: generate with kvdsl's cache")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import reduce
 from typing import TypeAlias
 
@@ -64,6 +64,7 @@ class Scope:
         page: the tokens of a page.
         sketch: the sketch's dims, ascending; None before the first sketch.
         unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
+        heads: what each of the layer's KV heads sees, where all of them are asked together.
     """
 
     slots: int
@@ -77,6 +78,7 @@ class Scope:
     page: float = 1
     sketch: Indices | None = None
     unprotected: Mask | None = None
+    heads: tuple[Scope, ...] = ()
 
 
 def number(value: float) -> Array:
@@ -124,6 +126,10 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return _enough(expr, scope)
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
+    if expr.axis is Axis.HEAD:
+        return fold(
+            expr.op, np.concatenate([_value(expr.body, replace(one, heads=scope.heads)) for one in scope.heads]), axis=0
+        )
     return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
 
 

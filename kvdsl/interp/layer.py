@@ -12,12 +12,12 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.attention import Call
-from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_slots
+from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_number, evaluate_slots
 from kvdsl.interp.head import Head
 from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
-from kvdsl.interp.settle import overflow, room, union, victims, victims_across, worths
+from kvdsl.interp.settle import overflow, room, shares, union, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
 from kvdsl.interp.supplied import NOTHING, Supplied, of_head
 from kvdsl.interp.tensors import NO_TENSORS, Tensors
@@ -190,8 +190,7 @@ class Layer:
         scores = self._scores(scopes, places, shields)
         gone = [np.zeros(0, dtype=np.int64)] * len(heads)
         if scores is not None:
-            numbers = measured(self.policy, [machine.numbers for machine in self.machines], scopes, self._together())
-            gone = self._gone(scores, shields, places, leaving, numbers)
+            gone = self._gone(scores, shields, places, leaving, self._settling(scopes))
         steps = []
         for index, head in enumerate(heads):
             score = None if scores is None else scores[index]
@@ -230,14 +229,30 @@ class Layer:
     ) -> list[Indices]:
         """Per head the victims."""
         heads = list(zip(scores, shields, places, strict=True))
-        if self.policy.across is None or leaving is nobody:
+        if leaving is nobody or not self.policy.heads_share:
             return [victims(*head, leaving(len(head[0]), own)) for head, own in zip(heads, numbers, strict=True)]
         gone = [np.zeros(0, dtype=np.int64)] * len(places)
-        for group in self._by_layer():
-            shares = victims_across([heads[index] for index in group], numbers[group[0]])
-            for index, share in zip(group, shares, strict=True):
-                gone[index] = share
+        for group in [self._evicting()] if self.policy.one_pool else self._by_layer():
+            found = victims_across([heads[index] for index in group], [numbers[index] for index in group])
+            for index, slots in zip(group, found, strict=True):
+                gone[index] = slots
         return gone
+
+    def _settling(self, scopes: Sequence[Scope]) -> list[Numbers]:
+        """Each head's numbers; with the budget that it has at this settle where that reads the data or is a share of all layers'."""
+        numbers = measured(self.policy, [machine.numbers for machine in self.machines], scopes, self._together())
+        by = None if self.policy.across_layers is None else self.policy.across_layers.by
+        sharing = [group for group in self._by_layer() if np.isfinite(numbers[group[0]].capacity)]
+        if by is None or not sharing:
+            return numbers
+        own = [numbers[group[0]] for group in sharing]
+        worth = [evaluate_number(by, replace(scopes[group[0]], heads=tuple(scopes[i] for i in group))) for group in sharing]
+        live = [max(scopes[index].slots for index in group) for group in sharing]
+        found = shares(worth, [one.budget for one in own], [one.layer_floor for one in own], live)
+        for group, share in zip(sharing, found, strict=True):
+            for index in group:
+                numbers[index] = numbers[index].with_share(share)
+        return numbers
 
     def _agreed(self, values: Sequence[Array], places: Sequence[Indices], agree: Callable[[Array], Array]) -> list[Array]:
         """Each head's values, [n], or what the heads agree on where they have to.
@@ -254,9 +269,12 @@ class Layer:
     def _together(self) -> list[list[int]]:
         """The groups of heads, by index, that must agree on their victims."""
         if self.policy.victims == "layers":
-            evicting = [index for index, machine in enumerate(self.machines) if machine.numbers.evicts]
-            return [evicting] if evicting else []
+            return [self._evicting()] if self._evicting() else []
         return self._by_layer() if self.policy.victims == "heads" else []
+
+    def _evicting(self) -> list[int]:
+        """The heads of layers that evict."""
+        return [index for index, machine in enumerate(self.machines) if np.isfinite(machine.numbers.capacity)]
 
     def _by_layer(self) -> list[list[int]]:
         layers = dict.fromkeys(machine.numbers.layer for machine in self.machines)

@@ -30,6 +30,9 @@ class Numbers:
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
         evicts: whether the layer is one of those where the policy evicts.
         floor: the slots that a head keeps whatever the layer's other heads hold, under a budget across heads.
+        share: what the layer got of the budgets that all layers share, per KV head; None where they do not, or not yet.
+        layer_floor: what a layer keeps at least per head, where the layers share their budgets by what they are worth.
+        floor_rate: `floor` as a part of the budget.
         select: the tokens that a decode query attends to, floored; inf attends to everything.
         selects: whether the layer is one of those where queries select.
         page: the tokens of a page; 1 without pages.
@@ -47,6 +50,9 @@ class Numbers:
     max_drop: float = 0
     evicts: bool = True
     floor: float = 0
+    share: float | None = None
+    layer_floor: float = 0
+    floor_rate: float = 0
     select: float = math.inf
     selects: bool = False
     page: float = 1
@@ -56,10 +62,15 @@ class Numbers:
     prompt_end: float = 0
     tensors: Mapping[str, Array] = field(default_factory=dict)
 
+    def with_share(self, tokens: float) -> Numbers:
+        """The same where the layer gets so many of what all layers share; `budget` in expressions stays what it was."""
+        return replace(self, share=tokens, floor=counted(self.floor_rate * tokens))
+
     @property
     def capacity(self) -> float:
-        """The tokens kept after a settle of this layer: `budget` where it evicts, elsewhere inf."""
-        return self.budget if self.evicts else math.inf
+        """The tokens kept after a settle of this layer: `budget`, or its share of all layers', where it evicts, elsewhere inf."""
+        kept = self.budget if self.share is None else self.share
+        return kept if self.evicts else math.inf
 
     @cached_property
     def inputs(self) -> Mapping[str, Array]:
@@ -109,7 +120,13 @@ def resolve(
     def is_within(low: Expr | None, high: Expr | None) -> bool:
         return value(low, -math.inf) <= layer <= value(high, math.inf)
 
-    evicts, select, sketch = policy.layers, policy.select, policy.sketch
+    def most(scope: str) -> float:
+        return max((counted(value(keep.count, 0)) for keep in policy.keeps if keep.scope == scope), default=0)
+
+    evicts, select, sketch, layers_share = policy.layers, policy.select, policy.sketch, policy.across_layers
+    pool = layers_share if policy.one_pool else None
+    floor_rate = value(policy.across if pool is None else pool.floor, 0)
+    at_ends = 0.0 if layers_share is None else most("first") + most("last")
     selects = select is not None and is_within(select.low, select.high)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
@@ -123,7 +140,9 @@ def resolve(
         slack=counted(value(policy.slack, 0)),
         max_drop=counted(value(policy.max_drop, 0)),
         evicts=evicts is None or is_within(evicts.low, evicts.high),
-        floor=counted(value(policy.across, 0) * budget) if policy.across is not None else 0,
+        floor=counted(floor_rate * budget) if floor_rate else 0,
+        floor_rate=floor_rate,
+        layer_floor=max(counted(value(layers_share.floor, 0) * budget), at_ends) if layers_share is not None else 0,
         select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
         selects=selects,
         page=at_least_one(value(policy.pages, 1)),

@@ -50,24 +50,50 @@ def reluctance(protected: Mask, position: Indices) -> Indices:
     return protected.astype(np.int64) * np.where(position == position.max(initial=-1), 2, 1)
 
 
-def victims_across(heads: Sequence[tuple[Array, Mask, Indices]], numbers: Numbers) -> list[Indices]:
-    """Indices of the slots that leave each of the heads that share heads * C tokens.
+def victims_across(heads: Sequence[tuple[Array, Mask, Indices]], numbers: Sequence[Numbers]) -> list[Indices]:
+    """Indices of the slots that leave each of the heads that share their budgets: a layer's, or those of all layers.
 
-    A head's last `numbers.floor` slots in the order of leaving stay. Of all the others of all heads the lowest leave;
+    A head's last `floor` slots in the order of leaving stay. Of all the others of all heads the lowest leave;
     of equals the older, then the lower head's.
 
     Args:
         heads: score, protected and position of each, [n] of its own.
+        numbers: of each.
     """
-    excess = sum(len(position) for _, _, position in heads) - len(heads) * numbers.capacity
+    excess = sum(len(position) for _, _, position in heads) - sum(own.capacity for own in numbers)
     willing = []
-    for head, (score, shield, position) in enumerate(heads):
+    for head, ((score, shield, position), own) in enumerate(zip(heads, numbers, strict=True)):
         reluctant = reluctance(shield, position)
-        for slot in victims(score, shield, position, max(0, int(len(position) - numbers.floor))):
+        for slot in victims(score, shield, position, max(0, int(len(position) - own.floor))):
             worth = (False, 0.0) if np.isnan(score[slot]) else (True, float(score[slot]))
             willing.append((int(reluctant[slot]), *worth, int(position[slot]), head, int(slot)))
     gone = sorted(willing)[: int(max(0, min(excess, len(willing))))]
     return [np.array([slot for *_, owner, slot in gone if owner == head], dtype=np.int64) for head in range(len(heads))]
+
+
+def shares(weights: Sequence[float], budgets: Sequence[float], floors: Sequence[float], live: Sequence[int]) -> list[float]:
+    """The tokens that each of the layers that share their budgets gets, per KV head.
+
+    Each has its floor, and the rest is shared in proportion to the weights, of which those that are no positive numbers count as 0;
+    equally, if all do. A layer that would get more than it holds keeps that, and the others share what it leaves. Shares are floored.
+
+    Args:
+        live: the tokens that each holds.
+    """
+    worth = [weight if np.isfinite(weight) and weight > 0 else 0.0 for weight in weights]
+    least = [min(floor, budget) for floor, budget in zip(floors, budgets, strict=True)]
+    got: dict[int, float] = {}
+    while True:
+        sharing = [layer for layer in range(len(budgets)) if layer not in got]
+        rest = sum(budgets) - sum(got.values()) - sum(least[layer] for layer in sharing)
+        wants = {layer: worth[layer] for layer in sharing}
+        if not sum(wants.values()):
+            wants = dict.fromkeys(sharing, 1.0)
+        found = {layer: least[layer] + rest * wants[layer] / sum(wants.values()) for layer in sharing}
+        full = {layer: float(live[layer]) for layer in sharing if found[layer] >= live[layer]}
+        if not full:
+            return [float(np.floor((got | found)[layer])) for layer in range(len(budgets))]
+        got |= full
 
 
 def protected(keeps: Iterable[Keep], scope: Scope, position: Indices) -> Mask:

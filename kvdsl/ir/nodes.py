@@ -150,7 +150,8 @@ class Reduce(Node):
     each later one gives decay * ema + (1 - decay) * value.
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
     page it gives every slot the value of its page (`Policy.pages`). Over dims within the sketch it ranges over the sketch's dims
-    only. `std` and `var` are the population's.
+    only. Over heads it ranges over a layer's KV heads, each of which has one number; only a layer's weight (`AcrossLayers`) does.
+    `std` and `var` are the population's.
     """
 
     kind: Literal["reduce"] = "reduce"
@@ -298,6 +299,17 @@ class Select(Node):
     high: Expr | None = None
 
 
+class AcrossLayers(Node):
+    """How the layers share their budgets once all have seen the prompt.
+
+    With `by`, one number per layer, each layer gets a share of them in proportion to that, and of its own budget at least `floor`.
+    Without, the lowest scores of all layers and heads leave, and each head keeps at least floor(floor * budget).
+    """
+
+    by: Expr | None = None
+    floor: Expr = Number(value=0)
+
+
 class Sketch(Node):
     """The top `count` dims by `by` (axes query and dim), found at the last prompt query and then at every `every`-th decode query."""
 
@@ -339,6 +351,7 @@ class Policy(Node):
         measured: not None: the budget reads the data. It is found at every settle, from the slots before it, and `budget` is what it
             cannot exceed. C is then the smaller of both, floored, and 1 at least.
         across: not None: the heads of a layer share heads * budget tokens, each keeping at least floor(across * budget).
+        across_layers: how the layers share their budgets; None: each has its own.
         score: one number per slot; the lowest leaves first. None exactly when `budget` is None.
         victims: who must agree on the victims: each head by itself, a layer's heads, or the heads of all layers.
         trigger: prune only once live - C reaches this; 0 never.
@@ -363,6 +376,7 @@ class Policy(Node):
     budget: Expr | None = None
     measured: Expr | None = None
     across: Expr | None = None
+    across_layers: AcrossLayers | None = None
     score: Expr | None = None
     keeps: tuple[Keep, ...] = ()
     victims: Literal["own", "heads", "layers"] = "own"
@@ -383,3 +397,13 @@ class Policy(Node):
     prefill: Literal["whole", "blocks"] = "whole"
     prefill_block: Expr | None = None
     columns: tuple[Column, ...] = ()
+
+    @property
+    def one_pool(self) -> bool:
+        """Whether all layers and heads lose tokens to each other."""
+        return self.across_layers is not None and self.across_layers.by is None
+
+    @property
+    def heads_share(self) -> bool:
+        """Whether the KV heads of a layer may keep unequally many tokens of one budget."""
+        return self.across is not None or self.one_pool

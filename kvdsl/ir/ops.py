@@ -22,6 +22,7 @@ class Axis(str, Enum):
     QUERY = "query"
     SLOT = "slot"
     DIM = "dim"
+    HEAD = "KV head"  # of a layer; nothing is written of several, but a reduction over them
 
 
 class _Named(Protocol):
@@ -206,6 +207,7 @@ RANGES = {
     "dims": "over dims",
     "sketch": "over sketch",
     "page": "over page",
+    "heads": "over heads",
 }
 """What a reduction can range over, and how a sentence says it."""
 
@@ -214,7 +216,8 @@ def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
     """Which of `RANGES` it is: an axis, all of it or a part, or only the last queries."""
     if last:
         return "history"
-    return {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}[axis] if within == "all" else within
+    words = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.HEAD: "heads"}
+    return words[axis] if within == "all" else within
 
 
 Formula = float | str | tuple[object, ...]
@@ -247,7 +250,7 @@ class ReductionRow:
     parts: Formula | None = None
 
 
-_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page")
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "heads")
 _ROOT: Formula = ("sqrt", ("var", "x"))
 _SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
 

@@ -6,6 +6,7 @@ What it prints of a policy can be parsed again, and means the same.
 from __future__ import annotations
 
 from kvdsl.ir.nodes import (
+    AcrossLayers,
     Axis,
     Binary,
     Call,
@@ -40,7 +41,7 @@ _STRENGTH = {
     "+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT, "%": _PRODUCT, "**": _POWER,
 }  # fmt: skip
 
-_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
+_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims", Axis.HEAD: " over heads"}
 
 
 def print_expression(expr: Expr) -> str:
@@ -118,10 +119,9 @@ def print_policy(policy: Policy) -> str:
     lines += [_param(param) for param in policy.params]
     lines += [print_tensor(tensor) for tensor in policy.tensors]
     lines += [print_given(given) for given in policy.given]
-    if policy.budget is not None and (
-        policy.budget != ParamRef(name="budget") or policy.across is not None or policy.measured
-    ):
-        lines.append(f"budget {print_budget(policy)}{_across(policy.across)}")
+    shared = _across(policy.across) + print_across_layers(policy.across_layers)
+    if policy.budget is not None and (policy.budget != ParamRef(name="budget") or shared or policy.measured):
+        lines.append(f"budget {print_budget(policy)}{shared}")
     if policy.score is not None:
         lines.append(f"score {print_expression(policy.score)}")
     lines += [print_keep(keep) for keep in policy.keeps]
@@ -206,6 +206,15 @@ def _across(floor: Expr | None) -> str:
     if floor is None:
         return ""
     return " across heads" if floor == Number(value=0) else f" across heads floor {print_expression(floor)}"
+
+
+def print_across_layers(shared: AcrossLayers | None) -> str:
+    """The end of a `budget`: ` across layers by ... floor 0.1`."""
+    if shared is None:
+        return ""
+    by = "" if shared.by is None else f" by {print_expression(shared.by)}"
+    floor = "" if shared.floor == Number(value=0) else f" floor {print_expression(shared.floor)}"
+    return f" across layers{by}{floor}"
 
 
 def _rest(policy: Policy) -> list[str]:

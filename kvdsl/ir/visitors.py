@@ -49,11 +49,15 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:
-    """Every expression that a settle evaluates: the budget that reads the data, the score and what the keeps rank by."""
+    """Every expression that a settle evaluates: what a budget reads of the data, the score, what a layer's share goes by, and what the
+    keeps rank by.
+    """
     if policy.measured is not None:
         yield policy.measured
     if policy.score is not None:
         yield policy.score
+    if policy.across_layers is not None and policy.across_layers.by is not None:
+        yield policy.across_layers.by
     for keep in policy.keeps:
         if keep.by is not None:
             yield keep.by

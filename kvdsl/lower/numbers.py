@@ -178,8 +178,7 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     if policy.budget:
         yield "capacity", _inside(_CAPACITY, policy.layers)
         yield from _staging(policy)
-    if policy.across:
-        yield "floor", fragment("given.share(capacity, {})", _RESOLVE(policy.across))
+    yield from _floors(policy)
     if policy.select:
         yield "select", Fragment("select")
     if policy.pages:
@@ -192,6 +191,21 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     if policy.storage == "blocks" and policy.block:
         yield "block", _at_least_one(policy.block)
     yield from ((size_of(column.name), _at_least_one(column.size)) for column in policy.columns if column.size is not None)
+
+
+def _floors(policy: Policy) -> Iterator[tuple[str, Fragment]]:
+    """What those that share a budget cannot lose to the others."""
+    layers = policy.across_layers
+    if policy.one_pool and layers is not None:
+        yield "floor", fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
+    elif layers is not None:
+        kept = (_largest(keep.count for keep in policy.keeps if keep.scope == scope) for scope in ("first", "last"))
+        share = fragment("given.share(capacity, {})", _RESOLVE(layers.floor))
+        yield "layer_floor", fragment("given.largest({}, {} + {})", share, *kept)
+        if policy.across:
+            yield "head_floor", fragment("given.rate({})", _RESOLVE(policy.across))
+    elif policy.across:
+        yield "floor", fragment("given.share(capacity, {})", _RESOLVE(policy.across))
 
 
 def _evaluated(policy: Policy) -> Iterator[Expr]:
@@ -209,6 +223,8 @@ def _evaluated(policy: Policy) -> Iterator[Expr]:
         yield from (policy.measured, *_ends(policy.layers))
     if policy.score is not None:
         yield policy.score
+    if policy.across_layers is not None and policy.across_layers.by is not None:
+        yield policy.across_layers.by
 
 
 def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:

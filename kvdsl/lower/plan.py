@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
-from kvdsl.ir.printer import print_count, print_expression, print_keep, print_number
+from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import expressions, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
@@ -98,6 +98,7 @@ class PackagePlan:
     budget_text: str
     count_text: str
     score_text: str
+    weigh_text: str
     select_text: str
     sketch_text: str
 
@@ -147,6 +148,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         budget_text="" if policy.measured is None else print_expression(policy.measured),
         count_text="" if policy.select is None else print_count(policy.select),
         score_text="" if policy.score is None else print_expression(policy.score),
+        weigh_text=print_across_layers(policy.across_layers).strip(),
         select_text="" if policy.select is None else print_expression(policy.select.by),
         sketch_text="" if policy.sketch is None else print_expression(policy.sketch.by),
     )
@@ -164,12 +166,14 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         yield "rings", f"({' '.join(rings)})"
     if policy.given:
         yield "supplied", repr(tuple((given.name, given.default) for given in policy.given))
+    if policy.across_layers is not None:
+        yield "across_layers", '"pool"' if policy.one_pool else '"shares"'
     for name, default in (("when", "both"), ("victims", "own")):
         value = getattr(policy, name)
         if value != default:
             yield name, json.dumps(value)
     holds = {
-        "across": policy.across is not None,
+        "across": policy.heads_share,
         "heads_differ": heads_differ,
         "hard_cap": policy.cap == "hard",
         "measures": policy.measured is not None,

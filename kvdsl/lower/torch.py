@@ -66,6 +66,7 @@ CAN = Target(
         "dims": _OVER_DIMS,
         "sketch": _MASKED,
         "page": _MASKED,
+        "heads": _MASKED,
     },
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
     operators=OPERATORS,
@@ -285,6 +286,8 @@ class TensorPrinter(_TorchPrinter):
     def reduce(self, expr: Reduce) -> Fragment:
         if expr.axis is Axis.DIM:
             return self._over_dims(expr)
+        if expr.axis is Axis.HEAD:
+            return fragment(f'{self._view}.over_heads("{expr.op}", {{}})', self.value(expr.body))
         if expr.within == "page":
             return self._over_page(expr)
         if (weighted := _weighted_vectors(expr)) is not None:
@@ -327,7 +330,7 @@ class TensorPrinter(_TorchPrinter):
 
 def _vectors(expr: Reduce) -> tuple[Use, ...]:
     """Whether there is a value for every query, slot and dim, which takes many times the memory of one for every query and slot."""
-    return (_VECTORS,) if axes_of(expr.body) == set(Axis) else ()
+    return (_VECTORS,) if axes_of(expr.body) == {Axis.QUERY, Axis.SLOT, Axis.DIM} else ()
 
 
 def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
@@ -364,6 +367,7 @@ class TorchPlan:
     budget: tuple[str, ...]
     score: tuple[str, ...]
     count: tuple[str, ...]
+    weigh: tuple[str, ...]
     select: tuple[str, ...]
     sketch: tuple[str, ...]
 
@@ -383,6 +387,8 @@ def torch_plan(policy: Policy) -> TorchPlan:
     protect = [_torch_keep(keep, slots) for keep in policy.keeps]
     score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]
     budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
+    by = None if policy.across_layers is None else policy.across_layers.by
+    weigh = [] if by is None else [fragment("return {}", slots.value(by))]
     select = [] if policy.select is None else [fragment("return {}", row.body(policy.select.by))]
     count = [] if policy.select is None or policy.select.measured is None else [fragment("return {}", _count(policy.select))]
     dims = TensorPrinter("row", dims=True)
@@ -393,7 +399,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
     return TorchPlan(
         summary=evicted if evicts or not selects else attended,
         protected="What may not leave." if evicts else "What is always attended to.",
-        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *budget, *score, *count, *select, *sketch),
+        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *budget, *score, *weigh, *count, *select, *sketch),
         vectors=_VECTORS in uses_of(*observe),
         observe=(*_column_locals("row", observe), *texts(observe)),
         place=texts(place),
@@ -402,6 +408,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
         budget=(*_column_locals("slots", budget), *texts(budget)),
         score=(*_column_locals("slots", score), *texts(score)),
         count=(*_column_locals("row", count), *texts(count)),
+        weigh=(*_column_locals("slots", weigh), *texts(weigh)),
         select=(*_column_locals("row", select), *texts(select)),
         sketch=(*_column_locals("row", sketch), *texts(sketch)),
     )

@@ -205,7 +205,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         tops=texts(tops),
         select=select,
         compact=policy.positions == "compact",
-        shares=policy.across is not None or heads_differ(policy),
+        shares=policy.heads_share or heads_differ(policy),
         blocks=policy.storage == "blocks",
         halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",

@@ -44,7 +44,7 @@ def _below(node: object, local: tuple[str, ...]) -> Iterator[Placed]:
     for value in vars(node).values():
         if isinstance(value, NODES):
             yield Placed(value, local)
-        elif isinstance(value, (syn.Range, syn.Across)):
+        elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):
             yield from _below(value, local)
 
 

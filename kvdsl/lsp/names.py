@@ -182,7 +182,7 @@ class _Collector:
         for value in vars(node).values():
             if isinstance(value, (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)):
                 yield from self._expr(value, {})
-            elif isinstance(value, (syn.Range, syn.Across)):
+            elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):
                 yield from self._parts(value)
 
     # -- expressions -----------------------------------------------------------------------------------------------------

@@ -56,8 +56,18 @@ def add_columns(policy: Policy) -> Policy:
         select = select.model_copy(update={"by": table.with_given(select.by), "measured": count})
     if sketch is not None:
         sketch = sketch.model_copy(update={"by": table.with_given(sketch.by)})
+    shared = policy.across_layers
+    if shared is not None and shared.by is not None:
+        shared = shared.model_copy(update={"by": table.lower(shared.by)})
     return with_policy(
-        policy, measured=measured, score=score, keeps=keeps, select=select, sketch=sketch, columns=table.columns
+        policy,
+        measured=measured,
+        score=score,
+        keeps=keeps,
+        across_layers=shared,
+        select=select,
+        sketch=sketch,
+        columns=table.columns,
     )
 
 

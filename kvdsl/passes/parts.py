@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdsl.ir.nodes import Binary, Call, Column, Expr, Input, Keep, Number, Policy, Reduce, Select, Sketch
+from kvdsl.ir.nodes import AcrossLayers, Binary, Call, Column, Expr, Input, Keep, Number, Policy, Reduce, Select, Sketch
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS, Formula
 from kvdsl.ir.visitors import rewrite
 
@@ -33,7 +33,7 @@ def in_parts(policy: Policy, knows: Callable[[Reduce], bool]) -> Policy:
         """A field of the policy, or of a part of it."""
         if isinstance(value, tuple):
             return tuple(changed(name, one) for one in value)
-        if isinstance(value, (Column, Keep, Select, Sketch)):
+        if isinstance(value, (AcrossLayers, Column, Keep, Select, Sketch)):
             return value.model_copy(update={name: changed(name, part) for name, part in value})
         return _in_parts(value, knows) if name in ("measured", "score", "by", "body") and value is not None else value  # type: ignore[arg-type]
 

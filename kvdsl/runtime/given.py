@@ -101,16 +101,24 @@ class Given:
         return torch.where((self.layer >= low) & (self.layer <= high), count, math.inf)
 
     def share(self, capacity: Tensor, rate: Tensor | float) -> Tensor:
-        """The part of its budget that a KV head cannot lose to the others, in tokens, float64 [batch].
+        """The part of its budget that a KV head, or a layer, cannot lose to the others, in tokens, float64 [batch].
 
         Raises:
             KvdslError: if the rate does not lie in 0..1.
+        """
+        return self.count(capacity * self.rate(rate))
+
+    def rate(self, rate: Tensor | float) -> Tensor:
+        """The floor of those that share a budget, float64 [batch].
+
+        Raises:
+            KvdslError: if it does not lie in 0..1.
         """
         part = torch.as_tensor(rate, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
         outside = ~((part >= 0) & (part <= 1)) & (self.prompt > 0)
         if bool(outside.any()):
             raise KvdslError(f"the floor of {self._policy}'s budgets is {float(part[outside][0]):g}; it must lie in 0..1")
-        return self.count(capacity * part)
+        return part
 
     def check_fits(self, first: Tensor, last: Tensor, count: Tensor, keeps: str, *, selected: bool = False) -> None:
         """What `keep first` and `keep last` protect must leave room for a candidate.

@@ -27,8 +27,9 @@ class PolicySpec:
         numbers: every number that the kernels or the runtime read per row, in the order of `SlotState.numbers`. The runtime
             knows some by name. A policy that evicts has `capacity`, the tokens kept per KV head after a settle (inf in a layer
             that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
-            lose to the others) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `page`,
-            `sketch_dims` and `sketch_every`; one whose slots lie in blocks `block`, their size; every ring `size_<its name>`.
+            lose to the others), `layer_floor` (likewise, of a layer's share), `head_floor` (a head's `floor` as a part of that
+            share) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `page`, `sketch_dims` and
+            `sketch_every`; one whose slots lie in blocks `block`, their size; every ring `size_<its name>`.
             Counts are whole; sizes are at least 1.
         resolve: from what the user gave to `numbers` by name, float64 [batch] each.
         columns: names of the state columns of one number a slot.
@@ -42,7 +43,9 @@ class PolicySpec:
         rings: name and size (the name of a number) of every column that holds what the newest queries gave, one by one.
         when: the phase in which the policy evicts: `both`, `prefill` or `decode`.
         victims: who must agree on the victims: `own` (each KV head by itself), a layer's `heads`, or the heads of all `layers`.
-        across: whether a layer's KV heads share one budget.
+        across: whether a layer's KV heads may keep unequally many tokens of one budget.
+        across_layers: how the layers share their budgets once all have seen the prompt: each gets `shares` by what it is worth, or
+            all heads of all layers are one `pool`; or not at all, the default.
         heads_differ: whether the numbers of a layer's KV heads differ, because they read tensors; `resolve` gives [batch, kv_heads] each.
         measures: whether the budget reads the data: `torch_kernels.budget` finds it at a settle, and it cannot exceed `capacity`.
         counts: whether the number of selected tokens does: `torch_kernels.count`.
@@ -74,6 +77,7 @@ class PolicySpec:
     when: str = "both"
     victims: str = "own"
     across: bool = False
+    across_layers: str = ""
     heads_differ: bool = False
     measures: bool = False
     counts: bool = False

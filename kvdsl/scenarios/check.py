@@ -82,6 +82,9 @@ class _Check:
         if use is None or self.failed:
             return None
         layer, layers = self._layer(use)
+        if policy is not None and policy.across_layers is not None and layers > 1:
+            message = f"the layers of `{policy.name}` share a budget, but a test has one layer"
+            self._report(codes.TEST_STEP, use.span, message, "leave out `at layer`: alone, a layer shares with nobody")
         if policy is not None:
             _Meaning(policy, self.test, self._report).check()
         found = Scenario(self.test, policy, layer, layers, heads, group or 1, key_dim, value_dim)

@@ -71,11 +71,13 @@ class Search:
 def find_witness(a: Variant, b: Variant, seed: int = 0) -> Search:
     """Looks for the first text, from small to large, that tells them apart.
 
-    None is tried of a policy that reads tensors of files, which have the sizes of a model.
+    None is tried of a policy that reads tensors of files, which have the sizes of a model, or whose layers share a budget.
     """
     whole = [policy for one in (a, b) if (policy := one({})) is not None]
     if any(policy.tensors for policy in whole):
         return Search(None, 0, "tensors of files have the sizes of a model, not of small texts")
+    if any(policy.across_layers is not None for policy in whole):
+        return Search(None, 0, "layers that share a budget are several, and a test has one")
     form, random, tried = Form(whole), np.random.default_rng(seed), 0
     for size, settings in _choices(whole):
         policies = a(settings), b(settings)

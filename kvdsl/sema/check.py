@@ -183,6 +183,7 @@ class Checker:
             keeps=tuple(keep for keep in keeps if keep != nothing),
             select=_built(ir.Select, "select", parts),
             sketch=_built(ir.Sketch, "sketch", parts),
+            across_layers=_built(ir.AcrossLayers, "across_layers", parts),
             layers=_built(ir.LayerRange, "layers", parts),
             **fields,
             **words,

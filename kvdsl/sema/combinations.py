@@ -22,7 +22,7 @@ from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import A_STATEMENT, ANYTHING
 
-_OF_ALL_HEADS = ("pages", "sketch.count", "sketch.every", "block", "prefill_block", "across")
+_OF_ALL_HEADS = ("pages", "sketch.count", "sketch.every", "block", "prefill_block", "across", "across_layers.floor")
 """Numbers of the IR that the KV heads of a layer have in common."""
 
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
@@ -110,10 +110,10 @@ class Combinations:
         if "measured" not in self.parts.exprs:
             return
         rule = "a budget that reads the data is found once tokens may leave"
-        if "across" in self.parts.exprs:
-            self._refuse(
-                codes.MEASURED, "budget", "a budget that heads share cannot read the data", "leave out `across heads`"
-            )
+        shared = {"across": "heads", "across_layers.floor": "layers"}
+        for who in [who for name, who in shared.items() if name in self.parts.exprs][:1]:
+            message = f"a budget that {who} share cannot read the data"
+            self._refuse(codes.MEASURED, "budget", message, f"leave out `across {who}`")
         if self._is("cap", "hard"):
             message = f"{rule}, but `cap hard` asks before a token is placed"
             self._refuse(codes.MEASURED, "cap", message, "leave out `cap`, which is `soft` then", "budget")
@@ -142,14 +142,27 @@ class Combinations:
     # -- heads and layers that act together --------------------------------------------------------------------------
 
     def _across(self) -> None:
-        if "across" not in self.parts.exprs:
+        heads, layers = "across" in self.parts.exprs, "across_layers.floor" in self.parts.exprs
+        pool = layers and "across_layers.by" not in self.parts.exprs and "budget" not in self.flat.broken
+        who, words = ("layers", "across layers") if layers else ("heads", "across heads")
+        if not heads and not layers:
             return
         if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
-            message = "heads share a budget once, after the prompt, so `across heads` needs `when prefill`"
+            message = f"{who} share a budget once, after the prompt, so `{words}` needs `when prefill`"
             self._refuse(codes.ACROSS, "budget", message, "add `when prefill`", "when" if self._has("when") else None)
-        elif not self._is("victims", "nobody"):
+        elif self._is("victims", "layers") and layers:
+            message = "layers that share a budget keep different tokens, so they cannot agree on the victims"
+            self._refuse(codes.ACROSS, "victims", message, "leave out `victims` or `across layers`", "budget")
+        elif not self._is("victims", "nobody") and (heads or pool):
             message = "heads that share a budget keep different tokens, so they cannot agree on the victims"
-            self._refuse(codes.ACROSS, "victims", message, "leave out `victims` or `across heads`", "budget")
+            self._refuse(codes.ACROSS, "victims", message, f"leave out `victims` or `{words}`", "budget")
+        elif heads and pool:
+            message = "`across layers` without `by` is one pool of all layers and heads, so `across heads` has no meaning"
+            help = "leave out `across heads`, or say what a layer's share goes by: `across layers by ...`"
+            self._refuse(codes.ACROSS, "budget", message, help)
+        elif layers and self._is("prefill", "blocks"):
+            message = "a block is evicted before the next layer has seen it, so layers cannot share a budget"
+            self._refuse(codes.ACROSS, "prefill", message, "leave out `prefill blocks` or `across layers`", "budget")
 
     def _victims(self) -> None:
         if not self._is("victims", "layers"):
@@ -177,7 +190,7 @@ class Combinations:
         keeps = [keep.count for keep in self.parts.keeps if keep.count is not None]
         together = [self.parts.exprs[name] for name in PER_HEAD if name in self.parts.exprs] + keeps
         common = [part for name, part in self.parts.exprs.items() if name in _OF_ALL_HEADS] + [*self.inside]
-        if "across" in self.parts.exprs:
+        if "across" in self.parts.exprs or "across_layers.floor" in self.parts.exprs:
             self._alike(together, differing, codes.ACROSS, "heads that share a budget have equal shares", "budget")
         if not self._is("victims", "nobody"):
             self._alike(together, differing, codes.SHARED, "heads with the same victims keep equally many tokens", "victims")
@@ -190,9 +203,8 @@ class Combinations:
             for name in sorted(self.params.inputs_of(part.expr) & differing):
                 message = f"{rule}, but `{part.span.quoted()}` reads `{name}`, which differs between them"
                 labels = [] if other is None else [Label(self._span(other), "because of this")]
-                help = {"budget": "leave out `across heads`", "victims": "leave out `victims`"}.get(
-                    other or "", READS_TENSORS
-                )
+                shared = "across layers" if "across_layers.floor" in self.parts.exprs else "across heads"
+                help = {"budget": f"leave out `{shared}`", "victims": "leave out `victims`"}.get(other or "", READS_TENSORS)
                 self.sink.report(code, part.span, message, help, labels)
                 return
 

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
-from kvdsl.ir.nodes import Axis, Enough, Expr, Input, Random, Rank, Reduce, TensorRef
-from kvdsl.ir.ops import FIXED
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.nodes import Axis, Enough, Expr, GivenRef, Input, Random, Rank, Reduce, TensorRef
+from kvdsl.ir.ops import FIXED, INPUTS
+from kvdsl.ir.visitors import children, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
@@ -55,9 +55,13 @@ def reads_data(expr: Expr) -> bool:
 
 def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
     """Whether a value that reads the data is a single number; reports if not."""
+    text = span.quoted()
+    if reads_heads(value.expr):
+        message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
+        report(codes.ACROSS, span, message, "`budget budget across layers by sum(... over heads)`, say")
+        return False
     if not value.axes:
         return True
-    text = span.quoted()
     message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
     help = f"count or add up the tokens: `sum({text} over slots)`" if value.axes == {Axis.SLOT} else None
     report(codes.COUNT_AXES, span, message, help)
@@ -72,6 +76,34 @@ def of_counts(expr: Expr) -> str | None:
         if part == Input(name="seen"):
             return "seen"
     return None
+
+
+def differs_by_head(expr: Expr) -> bool:
+    """Whether a value may differ between the KV heads of a layer. What a tensor has of the layer alone counts as different, too."""
+    if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
+        return False
+    if isinstance(expr, Input):
+        return bool(INPUTS[expr.name].axes) or expr.name == "live"
+    return isinstance(expr, (TensorRef, GivenRef, Random)) or any(map(differs_by_head, children(expr)))
+
+
+def reads_heads(expr: Expr) -> bool:
+    """Whether a value reads all KV heads of a layer."""
+    return any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
+
+
+def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
+    """Whether a value is one number for all KV heads of a layer; reports if not."""
+    text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
+    if value.axes:
+        help = f"`sum(sum({text} over slots) over heads)`, say" if value.axes == {Axis.SLOT} else None
+        sink.report(codes.COUNT_AXES, span, f"{what}, but `{text}` has {axes_in_words(value.axes)}", help)
+        return False
+    if differs_by_head(value.expr):
+        message = f"{what}, but `{text}` differs between them"
+        sink.report(codes.ACROSS, span, message, f"reduce it: `sum({text} over heads)`, say")
+        return False
+    return True
 
 
 def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:

@@ -11,7 +11,7 @@ from kvdsl.ir.nodes import Axis, Random
 from kvdsl.ir.ops import PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
-from kvdsl.sema.needs import Report
+from kvdsl.sema.needs import Report, differs_by_head, reads_heads
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -24,6 +24,7 @@ _AXES: dict[str, tuple[Axis, Within]] = {
     "dims": (Axis.DIM, "all"),
     "page": (Axis.SLOT, "page"),
     "sketch": (Axis.DIM, "sketch"),
+    "heads": (Axis.HEAD, "all"),
 }
 _PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}
 
@@ -81,10 +82,17 @@ class Reductions:
         span = node.arguments[0].value.span
         if over.axis is Axis.QUERY and body.observes:
             self._nested(node, op)
-        elif over.axis not in body.axes:
+        elif over.axis is Axis.HEAD and (body.axes or not differs_by_head(body.expr)):
+            self._of_heads(node, body)
+        elif over.axis not in body.axes and over.axis is not Axis.HEAD:
             self._no_axis(node, over.axis, body)
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
+        elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
+            message = (
+                "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
+            )
+            self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
         elif over.within == "page" and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)")
         elif over.within == "page" and any(isinstance(part, Random) for part in walk(body.expr)):
@@ -156,6 +164,16 @@ class Reductions:
             help = f"over the cached tokens it would be `{inner.function.text}({text} over slots)`"
         message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
         self.report(codes.NESTED, span, message, help)
+
+    def _of_heads(self, node: syn.Call, body: Value) -> None:
+        """What heads are reduced of is one number for each."""
+        text = node.arguments[0].value.span.quoted()
+        message, help = f"`{text}` is the same for all KV heads", "leave the reduction out"
+        if body.axes:
+            inner = {Axis.QUERY: f"sum(mean({text}) over slots)", Axis.SLOT: f"sum({text} over slots)"}
+            message = f"`over heads` reduces one number of each KV head, but `{text}` {extent(body.axes)}"
+            help = next((f"reduce it before: `{inner[axis]}`" for axis in inner if axis in body.axes), "reduce it before")
+        self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
     def _no_axis(self, node: syn.Call, axis: Axis, body: Value) -> None:
         name = node.function.text

@@ -13,7 +13,18 @@ from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.expressions import Expressions
-from kvdsl.sema.needs import is_fixed, is_measured, is_per_slot, looks_back, of_counts, reads_data, selects, sketches
+from kvdsl.sema.needs import (
+    is_fixed,
+    is_measured,
+    is_per_slot,
+    looks_back,
+    of_counts,
+    reads_data,
+    reads_heads,
+    selects,
+    sketches,
+    weighs_a_layer,
+)
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, Scope
@@ -39,6 +50,8 @@ PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 """The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
 
 MAX_HEAD_SIZE = 256
+
+WEIGHT = "what a layer's share goes by"
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
 
@@ -127,10 +140,15 @@ class Statements:
             self.sink.report(codes.SKETCH_READ, node.span, message, "write `over dims`")
             return None
         counts = of_counts(value.expr)
-        if counts is not None:
+        if counts is not None and (what != WEIGHT or counts == "seen"):
             message = f"{what} cannot read `{counts}`, which is for a budget and for how many tokens `select` takes"
             help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
             self.sink.report(codes.NOT_HERE, node.span, message, help)
+            return None
+        if what != WEIGHT and reads_heads(value.expr):
+            message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
+            help = "`budget budget across layers by sum(... over heads)`, say"
+            self.sink.report(codes.ACROSS, node.span, message, help)
             return None
         return value
 
@@ -206,9 +224,12 @@ class Statements:
                 self.flat.broken.add("budget")
                 return
             measured, value, most = found
-            self.parts.exprs.pop("across", None)
+            for name in ("across", "across_layers.by", "across_layers.floor"):
+                self.parts.exprs.pop(name, None)
             if statement.across is not None:
-                self._across(statement.across, placed)
+                self._across("across", statement.across, placed)
+            if statement.across_layers is not None:
+                self._across_layers(statement.across_layers, placed)
         if value is not None and span is not None:
             checked = self.params.checked.get("budget")
             is_param = not self.flat.settings.get("budget")
@@ -269,11 +290,22 @@ class Statements:
         help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
         self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
 
-    def _across(self, across: syn.Across, placed: Placed) -> None:
+    def _across(self, name: str, across: syn.Across | syn.AcrossLayers, placed: Placed) -> None:
+        """The floor of those that share a budget."""
         if across.floor is None:
-            self.parts.exprs["across"] = Part(ir.Number(value=0), across.span)
+            self.parts.exprs[name] = Part(ir.Number(value=0), across.span)
         else:
-            self._number("across", across.floor, placed, "the floor", 0, 1)
+            self._number(name, across.floor, placed, "the floor", 0, 1)
+
+    def _across_layers(self, across: syn.AcrossLayers, placed: Placed) -> None:
+        self._across("across_layers.floor", across, placed)
+        if across.by is None:
+            return
+        value = self._value(across.by, placed, WEIGHT)
+        if value is None:
+            self.flat.broken.add("budget")
+        elif weighs_a_layer(value, across.by.span, self.sink):
+            self.parts.exprs["across_layers.by"] = Part(value.expr, across.by.span)
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
         value = self._value(node, placed, "a score")

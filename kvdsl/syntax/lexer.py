@@ -120,7 +120,9 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
 
 
 _BRACKETS = ("LSQB", "RSQB")
-_TENSOR = re.compile(r"(?:^|[;{])[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z", re.MULTILINE)
+_TENSOR = re.compile(
+    r'(?:^|[;{"\'])[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z', re.MULTILINE
+)  # a docstring may stand before it
 
 
 def _in_tensor(text: str, at: int) -> bool:

@@ -191,13 +191,23 @@ class Across:
 
 
 @dataclass(frozen=True)
+class AcrossLayers:
+    """`across layers [by EXPR] [floor RATE]`, the end of a `budget`."""
+
+    span: Span
+    by: Expr | None
+    floor: Expr | None
+
+
+@dataclass(frozen=True)
 class Budget:
-    """`budget EXPR [at most EXPR] [across heads [floor RATE]]`."""
+    """`budget EXPR [at most EXPR] [across heads [floor RATE]] [across layers [by EXPR] [floor RATE]]`."""
 
     span: Span
     value: Expr
     most: Expr | None
     across: Across | None
+    across_layers: AcrossLayers | None
     override: bool = False
     keyword: ClassVar[str] = "budget"
 

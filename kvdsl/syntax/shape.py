@@ -153,8 +153,9 @@ class _Shaper:
         """A statement that may stand once."""
         keyword, span, children = str(tree.data), self._span(tree), tree.children
         if keyword == "budget":
-            value, most, across = children
-            return syn.Budget(span, self._expr(value), self._at_most(most), self._across(across), override)
+            value, most, heads, layers = children
+            across = self._across(heads), self._across_layers(layers)
+            return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
         if keyword == "select":
             count, by, range_ = children
             return syn.Select(span, self._expr(count), self._expr(by), self._optional_range(range_), override)
@@ -176,6 +177,12 @@ class _Shaper:
             return None
         (floor,) = child.children
         return syn.Across(self._span(child), None if floor is None else self._expr(floor))
+
+    def _across_layers(self, child: Child) -> syn.AcrossLayers | None:
+        if not isinstance(child, Tree):
+            return None
+        by, floor = (None if part is None else self._expr(part) for part in child.children)
+        return syn.AcrossLayers(self._span(child), by, floor)
 
     # -- expressions -------------------------------------------------------------------------------------------------
 

@@ -9,9 +9,10 @@ from typing import TypeAlias
 import numpy as np
 
 from kvdsl.interp.evaluate import counted, evaluate_number
+from kvdsl.interp.settle import shares
 from kvdsl.ir.nodes import Keep
 
-from .precision import Scope, bounds_of_slots
+from .precision import Scope, bounds, bounds_of_slots
 from .ranges import Mask, Range, fold, holds, in_top, joined, may_precede, stack
 from .shadow import Indices, Shadow, by_place
 
@@ -23,7 +24,8 @@ class Settle:
     """Who may leave the heads of a layer, or of several, which are listed layer by layer."""
 
     def __init__(self, shadows: Sequence[Shadow]) -> None:
-        self.shadows, self.across = shadows, shadows[0].policy.across is not None
+        self.shadows, self.across = shadows, shadows[0].policy.heads_share
+        self.shares = _shares(shadows)
         masks = protection(shadows)
         self.scores = scores(shadows, masks)
         self.orders = [_order(shadow, score, *mask) for shadow, score, mask in zip(shadows, self.scores, masks, strict=True)]
@@ -32,25 +34,50 @@ class Settle:
     def allows(self, gone: Sequence[Mask]) -> bool:
         """Whether exactly these slots, [n] per head, may be the first to leave."""
         own = all(order[np.ix_(mine, ~mine)].all() for order, mine in zip(self.orders, gone, strict=True))
-        return own and self._is_fair(gone, lambda earlier, later: bool(earlier.all()))
+        return own and self._is_fair(gone, lambda earlier, later: bool(earlier.all()), surely=True)
 
     def decides(self, gone: Sequence[Mask]) -> bool:
         """Whether no others than these may be the first to leave."""
         own = not any(order[np.ix_(~mine, mine)].any() for order, mine in zip(self.orders, gone, strict=True))
-        return own and self._is_fair(gone, lambda earlier, later: not later.any())
+        known = all(low == high for low, high in self.shares)
+        return own and known and self._is_fair(gone, lambda earlier, later: not later.any(), surely=False)
 
-    def _is_fair(self, gone: Sequence[Mask], good: Callable[[Mask, Mask], bool]) -> bool:
-        """Between heads that share a budget: those that left one head against those that another could still lose."""
+    def as_many(self, gone: Sequence[Mask]) -> bool:
+        """Whether layers that share their budgets by what they are worth may lose so many slots."""
+        shared: dict[int, list[int]] = {}
+        for index, shadow in enumerate(self.shadows):
+            shared.setdefault(shadow.numbers.layer if self.across else -1 - index, []).append(index)
+        for group in shared.values():
+            held, left = sum(len(gone[i]) for i in group), sum(int(gone[i].sum()) for i in group)
+            low, high = (len(group) * self.shares[group[0]][end] for end in (0, 1))
+            if not max(0, held - high) <= left <= max(0, held - low):
+                return False
+        return True
+
+    def _is_fair(self, gone: Sequence[Mask], good: Callable[[Mask, Mask], bool], *, surely: bool) -> bool:
+        """Between heads that share a budget: those that left one head against those that another could still lose, or surely could."""
         if not self.across:
             return True
         for a, mine in enumerate(gone):
             for b, other in enumerate(gone):
-                spare = len(other) - other.sum() > self.shadows[b].numbers.floor
-                if a != b and spare and self.shadows[a].numbers.layer == self.shadows[b].numbers.layer:
+                spare = len(other) - other.sum() > self._floor(b, surely)
+                if a != b and spare and self._share(a, b):
                     earlier, later = self._between(a, b), self._between(b, a)
                     if not good(earlier[np.ix_(mine, ~other)], later[np.ix_(~other, mine)]):
                         return False
         return True
+
+    def _share(self, a: int, b: int) -> bool:
+        """Whether two heads lose slots to each other."""
+        one, other = (self.shadows[head].numbers for head in (a, b))
+        alike = one.layer == other.layer or self.shadows[a].policy.one_pool
+        return alike and bool(np.isfinite(one.capacity) and np.isfinite(other.capacity))
+
+    def _floor(self, head: int, most: bool) -> float:
+        """What a head cannot lose: at least, or at most."""
+        numbers = self.shadows[head].numbers
+        low, high = self.shares[head]
+        return numbers.with_share(high if most else low).floor if np.isfinite(high) else numbers.floor
 
     def _between(self, a: int, b: int) -> Mask:
         """Whether each slot of head a may leave before each of head b."""
@@ -63,6 +90,40 @@ class Settle:
         order = _before(score, np.concatenate(low), np.concatenate(high), tie)
         own = len(self.shadows[a].position)
         return order[:own, own:]
+
+
+def _shares(shadows: Sequence[Shadow]) -> list[tuple[float, float]]:
+    """What each head's layer gets of the budgets that layers share, at least and at most; its capacity, where they do not."""
+    found = [(shadow.numbers.capacity,) * 2 for shadow in shadows]
+    by = None if shadows[0].policy.across_layers is None else shadows[0].policy.across_layers.by
+    layers = dict.fromkeys(shadow.numbers.layer for shadow in shadows if np.isfinite(shadow.numbers.capacity))
+    if by is None or not layers:
+        return found
+    groups = [[index for index, shadow in enumerate(shadows) if shadow.numbers.layer == layer] for layer in layers]
+    worth = [_weight(bounds(by, _of_layer([shadows[index] for index in group]))) for group in groups]
+    own = [shadows[group[0]].numbers for group in groups]
+    live = [max(len(shadows[index].position) for index in group) for group in groups]
+
+    def share(layer: int, end: int) -> float:
+        weights = [one[end if other == layer else 1 - end] for other, one in enumerate(worth)]
+        return shares(weights, [one.budget for one in own], [one.layer_floor for one in own], live)[layer]
+
+    for layer, group in enumerate(groups):
+        for index in group:
+            found[index] = (share(layer, 0), share(layer, 1))
+    return found
+
+
+def _of_layer(shadows: Sequence[Shadow]) -> Scope:
+    scopes = [shadow.live_scope() for shadow in shadows]
+    return replace(scopes[0], heads=tuple(scopes))
+
+
+def _weight(found: Range) -> tuple[float, float]:
+    """What counts of a layer's weight: what is no positive number is 0."""
+    low, high, lost = float(found.lo.item()), float(found.hi.item()), bool(found.nan.item())
+    least = low if low > 0 and np.isfinite(high) and not lost else 0.0
+    return least, min(high, 1e300) if high > 0 and low != np.inf else 0.0
 
 
 def _before(score: Range, low: Indices, high: Indices, tie: Indices) -> Mask:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 
@@ -29,6 +30,10 @@ _REDUCED = {
     "page": (
         "param budget = 7\npages 3\n{}",
         "score {op}(sum(attn) over page) + age\nselect top 5 by sum(q * {op}(k over page) over dims)",
+    ),
+    "heads": (
+        "param budget = 7\nwhen prefill\nscore sum(attn)\nbudget budget across layers by {}",
+        "{op}(var(sum(attn) over slots) over heads) + 0.1",
     ),
 }
 """By what a reduction ranges over: where it stands, and what it is there."""
@@ -71,6 +76,11 @@ _GIVEN = {
 }
 
 TRACE = Trace(budget=None, prompt=9, steps=6, batch=2, padding=3, dtype=torch.float32, seed=7)
+
+
+def trace_of(policy: Policy) -> Trace:
+    """The trace on which a policy runs: through several layers, where these share a budget."""
+    return replace(TRACE, layers=(0, 1, 2)) if policy.across_layers is not None else TRACE
 
 
 def policy(body: str) -> Policy:

@@ -6,7 +6,7 @@ Shapes are the interpreter's: [slots or 1, dims or 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -65,6 +65,7 @@ class Scope:
         numbers: the policy's numbers, by name, exact.
         recall: the range, [slots, 1], of a state column or of a ring's reduction.
         unprotected: [slots] what a pool ranges over; None where that lies within precision.
+        heads: what each of the layer's KV heads sees, where all of them are asked together.
     """
 
     slots: int
@@ -74,6 +75,7 @@ class Scope:
     recall: Callable[[Expr], Range]
     random: Callable[[], Array] | None = None
     unprotected: Mask | None = None
+    heads: tuple[Scope, ...] = ()
 
 
 @np.errstate(all="ignore")
@@ -98,6 +100,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         if expr.op == "**" and expr.right == Number(value=2):
             return square(bounds(expr.left, scope))
         return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
+    if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
+        return fold(expr.op, joined([bounds(expr.body, replace(one, heads=scope.heads)) for one in scope.heads]), 0)
     if isinstance(expr, Reduce):
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
     if isinstance(expr, Rank):

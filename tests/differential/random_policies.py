@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from kvdsl.ir import ops
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
+    AcrossLayers,
     Axis,
     Binary,
     Call,
@@ -369,15 +370,37 @@ class Maker:
             if self.rarely():
                 made |= {name: self.count(4, own=self.by_head) for name in ("trigger", "slack", "max_drop")}
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
-        elif not self.fused and not self.by_head and not self.measured and self.one_of(True, False):
-            made["across"] = self.one_of(NOTHING, Number(value=0.2), Number(value=0.5), ONE)
-        if made["when"] != "decode" and self.victims != "layers" and self.rarely():
+        elif not self.fused and not self.by_head and not self.measured:
+            made |= self.shared()
+        if made["when"] != "decode" and self.victims != "layers" and "across_layers" not in made and self.rarely():
             made |= {"prefill": "blocks", "prefill_block": self.count(6, 1)}
-        if "across" not in made:
+        if not made.keys() & {"across", "across_layers"}:
             made["victims"] = self.victims
+        elif "across" not in made and made["across_layers"].by is not None and self.victims == "heads":
+            made["victims"] = "heads"
         if self.one_of(*[False] * 7, True):
             made["layers"] = self.one_of(*[found for found in [self.layers()] if found != LayerRange()] or [None])
         return made | ({"positions": "compact", "rope": self.one_of("fused", "fused", "cached")} if compact else {})
+
+    def shared(self) -> dict[str, Any]:
+        """Who shares a budget."""
+        floors = (NOTHING, Number(value=0.2), Number(value=0.5), ONE)
+        who = self.one_of("nobody", "nobody", "heads", "heads", "layers", "pool", "both")
+        made = {} if who not in ("heads", "both") else {"across": self.one_of(*floors)}
+        if who in ("layers", "pool", "both"):
+            by = None if who == "pool" else self.weight()
+            made["across_layers"] = AcrossLayers(by=by, floor=self.one_of(*floors))
+        return made
+
+    def weight(self) -> Expr:
+        """What a layer's share of a budget goes by."""
+        made = self.over_heads(self.over_slots(KEEP))
+        if self.rarely():
+            made = self.over_heads(Reduce(op="sum", axis=SLOT, body=self.binary("/", self.slot_value(KEEP), made)))
+        return self.binary(self.one_of("*", "+", "**"), made, self.one_of(*self.fixed)) if self.rarely() else made
+
+    def over_heads(self, body: Expr) -> Expr:
+        return Reduce(op=self.one_of(*ops.reducing("heads")), axis=Axis.HEAD, body=body)
 
     def layers(self) -> LayerRange:
         low = self.pick(range(0, 4))

@@ -226,11 +226,15 @@ class RowStep:
         if self.layer.policy.measured is not None:
             return self._measured_problem(shadows, gone, expected)
         counts = [[int(mask.sum()) for mask in masks] for masks in (gone, expected)]
-        if sum(counts[0]) != sum(counts[1]) or (counts[0] != counts[1] and self.layer.policy.across is None):
+        policy = self.layer.policy
+        shared = policy.across_layers is not None and not policy.one_pool and any(map(any, counts))
+        if not shared and (sum(counts[0]) != sum(counts[1]) or (counts[0] != counts[1] and not policy.heads_share)):
             return f"{counts[0]} tokens left the heads, not {counts[1]}"
-        if not any(mask.any() for mask in expected):
+        if not shared and not any(mask.any() for mask in expected):
             return None
         settle = Settle(shadows)
+        if shared and not settle.as_many(gone):
+            return f"{counts[0]} tokens left the heads, not {counts[1]}, where layers get {settle.shares}"
         self.undecided |= not settle.decides(expected)
         if not settle.allows(gone):
             left, should = ([sorted(s.position[own]) for s, own in zip(shadows, m, strict=True)] for m in (gone, expected))

@@ -29,7 +29,7 @@ from kvdsl.runtime.torch import columns, neighbours, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
-from .operations import TRACE, all_operations, reduction
+from .operations import TRACE, all_operations, reduction, trace_of
 from .operations import policy as checked
 from .traces import run_policy, spec_of
 from .units import build
@@ -49,7 +49,7 @@ def test_a_target_has_code_or_says_what_it_lacks(name: str) -> None:
 
 @pytest.mark.parametrize("name", OPERATIONS)
 def test_torch_does_what_the_interpreter_does(name: str) -> None:
-    one = run_policy(OPERATIONS[name], TorchBackend(), TRACE)
+    one = run_policy(OPERATIONS[name], TorchBackend(), trace_of(OPERATIONS[name]))
     assert one.steps
     assert not one.failures, f"{print_policy(OPERATIONS[name])}\n{one.failures[0]}"
 
@@ -64,7 +64,7 @@ def test_cpp_does_what_the_interpreter_does() -> None:
     specs = {stem: spec_of(policy, files[stem]) for stem, policy in fused.items()}
     backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], TRACE.dtype) for stem in fused}, "-O0")
     for stem, policy in fused.items():
-        one = run_policy(policy, backends[stem], TRACE, spec=specs[stem])
+        one = run_policy(policy, backends[stem], trace_of(policy), spec=specs[stem])
         assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
 
 
@@ -113,7 +113,7 @@ def test_a_row_and_its_meaning_are_enough_for_a_reduction_of_others(monkeypatch:
     assert all(one["ok"] for policy in policies.values() for one in facts(policy).backends if one["name"] != "triton")
     assert facts(policies["p1"]).backends[-1]["ok"]
     for policy in policies.values():
-        assert not run_policy(policy, TorchBackend(), TRACE).failures
+        assert not run_policy(policy, TorchBackend(), trace_of(policy)).failures
 
 
 # -- nothing falls through ---------------------------------------------------------------------------------------------

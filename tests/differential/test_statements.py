@@ -64,6 +64,26 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "param budget = 9\nwhen prefill\nscore last(attn)\nbudget budget across heads floor 0.6\nkeep top 3 by std(attn)",
         PADDED,
     ),
+    "layers share": (
+        "param budget = 8\nwhen prefill\nscore sum(attn)\nbudget budget across layers by sum(sum(var(attn) over slots) over heads)",
+        replace(PADDED, layers=3),
+    ),
+    "layers share with floor": (
+        "param budget = 9\nwhen prefill\nscore last(attn)\nkeep first 2\nlayers ..2\nkeep top 3 by std(attn)\n"
+        "budget budget + layer across heads floor 0.5 across layers by mean(max(norm2(v) over slots) over heads) ** 8 floor 0.2",
+        replace(PADDED, layers=3),
+    ),
+    "layers share, heads agree": (
+        "param budget = 8\nwhen prefill\nscore mean(attn)\nvictims shared by heads\n"
+        "budget budget across layers by where(layer == 2, 3, 1) + 0 * mean(max(mean(attn) over slots) over heads)",
+        replace(PADDED, layers=3),
+    ),
+    "one pool": ("param budget = 8\nwhen prefill\nscore sum(attn)\nbudget budget across layers", replace(PADDED, layers=3)),
+    "one pool with floor": (
+        "param budget = 9\nwhen prefill\nscore norm2(v)\nlayers ..2\nkeep last 2\nkeep top 3 by std(attn)\n"
+        "budget budget + 2 * layer across layers floor 0.6",
+        replace(PADDED, layers=3),
+    ),
     # how many
     "hard cap": ("param budget = 8\nscore sum(attn)\ncap hard", PADDED),
     "hard cap, one token": ("param budget = 1\nscore sum(attn)\ncap hard\nkeep last 0", PADDED),
@@ -159,6 +179,8 @@ def test_backends_agree_with_the_interpreter(name: str, variant: str) -> None:
     policy, spec, case = policy_of(body), spec_of(body), replace(case, **VARIANTS[variant])
     if spec.victims == "layers":
         case = replace(case, at_once=1, layer=1)
+    if spec.across_layers:
+        case = replace(case, layer=1)
     if any("prompt" in size for size in body.splitlines() if "over last" in size):
         case = replace(case, cuts=1)
     for backend in ("torch", "cpu") if spec.cpu_source.exists() else ("torch",):

@@ -94,7 +94,8 @@ def random_trace(policy: Policy, seed: str) -> Trace:
     """Shapes, dtypes, padding and inputs for a policy, drawn at random; small, for speed."""
     draw = random.Random(seed)
     padding = draw.choice([0, 0, 0, 3])
-    together = policy.victims == "layers"
+    agree = policy.victims == "layers"
+    together = agree or policy.across_layers is not None
     budgets: list[float | None] = [None] if policy.budget is None else [None, None, 6, 7, 12, 0.75]
     if policy.budget is not None and not any(param.name == "budget" for param in policy.params):
         budgets = [None]
@@ -103,7 +104,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         head_dim=draw.choice([4, 8, 6, 32]),
         value_dim=None if mixes_dims(policy) else draw.choice([None, None, 6]),
         batch=draw.choice([1, 2, 2]) if padding == 0 else 2,
-        kv_heads=draw.choice([1, 2]) if policy.victims == "own" and policy.across is None else draw.choice([1, 2, 3]),
+        kv_heads=draw.choice([1, 2]) if policy.victims == "own" and not policy.heads_share else draw.choice([1, 2, 3]),
         layers=draw.choice([(0, 1), (0, 1, 2)]) if together else (draw.randrange(LAYERS),),
         dtype=draw.choice([torch.float32, torch.float32, torch.bfloat16, torch.float16]),
         budget=draw.choice(budgets),
@@ -117,7 +118,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         rope=draw.choice(["half", "interleaved", "partial", "none"]),
         inputs=draw.choice(["normal"] * 8 + ["peaky"] * 4 + ["large", "large", "nan", "inf", "zeros", "ties"]),
         seed=draw.randrange(2**31),
-        at_once=1 if together else draw.choice([1, 1, 1, 2]),
+        at_once=1 if agree else draw.choice([1, 1, 1, 2]),
         ragged=draw.random() < 0.15,
         later=draw.choice([0, 0, 0, 2, 7]),
     )
@@ -194,7 +195,7 @@ class Run:
         ]
         for state in self.states:
             state.expected = trace.expected
-        if policy.victims == "layers":
+        if policy.victims == "layers" or policy.across_layers is not None:
             together = Together()
             for state in self.states:
                 together.join(state)

@@ -305,13 +305,6 @@ def raas(cache: Cache, page: int = 2) -> list[int]:
     return lowest(cache, text, lambda token: max(stamps[one] for one in pages[token]))
 
 
-def cake(cache: Cache, window: int = 4, gamma: float = 20) -> list[int]:
-    def score(token: int) -> float:
-        return mean_asked(cache, token, window) + gamma * float(np.var(asked(cache, token, window)))
-
-    return lowest(cache, cache.kept[:-window], score)
-
-
 def scope(cache: Cache, text: int = 5, window: int = 2) -> list[int]:
     """The prompt's best by its own queries stay, then the rest of it leaves, and then what was generated, by all attention."""
     prompt = cache.method.prompt
@@ -524,7 +517,6 @@ METHODS: dict[str, Method] = {
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
     "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
-    "cake": Method(once(cake), given=given(window=4, gamma=20), prompt=16),
     "scope": Method(scope, 10, given=given(budget=10, text=5, window=2)),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),
     "vase": Method(vase, given=given(large=2, window=3)),

@@ -5,9 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvdsl.interp import Call, Interpreter, resolve
+from kvdsl.interp import Call, Interpreter, Layer, resolve
 from tests.gallery.formulas import IN_BLOCKS, METHODS, importance
-from tests.interp.brute import Cache
+from tests.gallery.layered import LAYERED
+from tests.gallery.layered import importance as layers_importance
+from tests.interp.brute import Cache, Method
 from tests.interp.test_papers import DIM, compare, policy_of, trace
 
 
@@ -36,3 +38,30 @@ def test_in_blocks(stem: str) -> None:
     step = interpreter.prefill(head, q, k, v, given)
     np.testing.assert_allclose(step.out, np.stack(outs), rtol=1e-9, atol=1e-12)
     assert head.position.tolist() == cache.kept
+
+
+@pytest.mark.parametrize("form", ["history", "columns"])
+@pytest.mark.parametrize("stem", LAYERED)
+def test_layers_share(stem: str, form: str) -> None:
+    """After the prompt, in every layer and head; the layers attend more and more evenly."""
+    method, policy = LAYERED[stem], policy_of(stem, form)
+    where = [(layer, head) for layer in range(method.layers) for head in range(method.heads)]
+    texts = [trace(method.prompt, 11 + seed) for seed in range(len(where))]
+    texts = [(q / (1 + 2 * layer), k, v) for (layer, _), (q, k, v) in zip(where, texts, strict=True)]
+    caches = [[Cache(Method(lambda cache: []), *texts[layer * method.heads + head]) for head in range(method.heads)]
+              for layer in range(method.layers)]  # fmt: skip
+    for layer, head in where:
+        for token in range(method.prompt):
+            caches[layer][head].place(token)
+            caches[layer][head].attend(token)
+    expected = method.stays(caches, method.budget, layers_importance)
+
+    given = method.given | {"budget": method.budget}
+    numbers = [resolve(policy, given, method.prompt, layer, method.layers) for layer in range(method.layers)]
+    layers = Layer(policy, numbers, Call(scaling=DIM**-0.5), heads=method.heads)
+    heads = layers.empty(DIM, DIM)
+    told = [[layers_importance(*one, token) for token in range(method.prompt)] for one in where]
+    layers.prefill(heads, *map(np.stack, zip(*texts, strict=True)), {one.name: told for one in policy.given})
+    found = [head.position.tolist() for head in heads]
+    assert [found[layer * method.heads :][: method.heads] for layer in range(method.layers)] == expected
+    assert len({len(kept) for kept in found}) > 1, "layers get the same, so that nothing is tested"

@@ -14,6 +14,7 @@ from kvdsl.scenarios.run import run_scenario
 from kvdsl.shipped import all_policies, gallery_policies, shipped_policies, stems_by_name
 from tests.cli.harness import run
 from tests.gallery.formulas import IN_BLOCKS, METHODS
+from tests.gallery.layered import LAYERED
 from tests.integrations.presses import COUNTERPARTS, OTHERS
 
 STEMS = [path.stem for path in gallery_policies()]
@@ -61,7 +62,7 @@ def test_was_checked_as_it_says() -> None:
         for check in found.checks:
             told[check].add(path.stem)
         assert found.presses or "kvpress" not in found.checks
-    assert told["formula"] == METHODS.keys() | IN_BLOCKS.keys()
+    assert told["formula"] == METHODS.keys() | IN_BLOCKS.keys() | LAYERED.keys()
     assert told["kvpress"] == COUNTERPARTS.keys() | set(OTHERS)
 
 
@@ -102,9 +103,10 @@ def test_list_shows_them_on_request(capsys: pytest.CaptureFixture[str]) -> None:
     assert named(everything) == short + STEMS
     assert re.search(r"^keydiff .*\n(?: .*\n)* +2025, exact; budget=512$", everything, re.MULTILINE)
     entries = {one["file"]: one for one in run(capsys, "list", "--all", "--json").json()["policies"]}
-    keydiff, cake = entries["keydiff.kv"], entries["cake.kv"]
+    keydiff, squeeze = entries["keydiff.kv"], entries["layer_budgets.kv"]
     assert keydiff["gallery"] and not entries["roco.kv"]["gallery"]
     assert (keydiff["year"], keydiff["arxiv"], keydiff["exact"]) == (2025, "2504.15364", True)
     assert (keydiff["kvpress"], keydiff["checked"]) == (["KeyDiffPress"], ["formula", "kvpress"])
     assert keydiff["paper"].startswith("Park et al.")
-    assert (cake["exact"], cake["how"]) == (False, "all layers have the same budget")
+    how = "the layers' shares are found on a text beforehand, not for each prompt"
+    assert (squeeze["exact"], squeeze["how"]) == (False, how)

@@ -26,6 +26,8 @@ NEW: dict[str, dict[str, float]] = {
     "roco_easykv": {"generated": 6},
     "snapkv": {"budget": 34},
     "adakv": {"budget": 34},
+    "cake": {"budget": 20, "window": 6},
+    "lava": {"budget": 20, "window": 6},
     "pyramidkv": {"budget": 640},  # of which the last layer gets 32
     "sparcas": {"tokens": 9, "dims": 4},
     "quest": {"tokens": 32},
@@ -227,8 +229,9 @@ def test_layers_agree_after_a_later_prompt_as_well() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", ["victims shared by heads", "victims shared by layers", "when prefill\nbudget budget across heads"]
-)
+    "body", ["victims shared by heads", "victims shared by layers", "when prefill\nbudget budget across heads",
+             "when prefill\nbudget budget across layers by max(mean(sum(attn) over slots) over heads)"],
+)  # fmt: skip
 def test_heads_of_other_processes_cannot_agree(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     custom(f"param budget = 12\nscore sum(attn)\n{body}")
     monkeypatch.setattr(model(), "_tp_size", 2)

@@ -108,5 +108,7 @@ OTHERS = (
     "lu_kv",
     "duo_attention",
     "q_filters",
+    "fast_kvzip",
+    "kvzip",
 )
 """Those that are compared there otherwise."""

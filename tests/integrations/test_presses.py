@@ -126,6 +126,63 @@ def test_one_press_after_another(read: Read, first: float, second: float) -> Non
     assert read.kept(PolicyPress("knorm_then_keydiff", settings=settings)) == theirs
 
 
+# -- one pool of all layers ----------------------------------------------------------------------------------------------
+
+
+class Gates(torch.nn.Module):
+    """In the place of a layer's trained gates: what these say of the prompt's tokens, [1, heads, tokens]."""
+
+    def __init__(self, says: torch.Tensor) -> None:
+        super().__init__()
+        self.says = says
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.says.clone()
+
+
+def by_gates(model: Any, press: Any, says: torch.Tensor) -> None:
+    """Scores of Fast KVzip's press: what gates say, but for the sinks and the window."""
+    press.gates, press.score_val = [Gates(one) for one in says], [None] * len(says)
+    for layer in model.model.layers:
+        press._score_fast(layer.self_attn, torch.zeros(1, TOKENS, 1))
+
+
+def by_repetition(model: Any, press: Any, says: torch.Tensor) -> None:
+    """Scores of KVzip's press, as if the prompt had been repeated."""
+    press.score_val = says.clone()
+    press.score_val[..., : press.n_sink] = 1.0
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize(
+    ("policy", "press", "score"), [("kvzip", "KVzipPress", by_repetition), ("fast_kvzip", "FastKVzipPress", by_gates)]
+)
+def test_all_layers_share(read: Read, policy: str, press: str, score: Callable[..., None], ratio: float) -> None:
+    """The same scores, no two of them alike and larger in later layers: who stays is chosen by kvpress."""
+    layers, heads = heads_of(read)
+    order = torch.randperm(layers * heads * TOKENS, generator=torch.Generator().manual_seed(1))
+    says = order.view(layers, 1, heads, TOKENS) / order.numel() * torch.linspace(0.5, 0.999, layers).view(-1, 1, 1, 1)
+    theirs = getattr(kvpress, press)(compression_ratio=ratio)
+    score(read.model, theirs, says)
+    theirs.compress_post(read.model)
+    expected = []
+    for layer in read.model.model.layers:
+        stays = torch.ones(heads, TOKENS, dtype=torch.bool)
+        stays[tuple(layer.self_attn.masked_key_indices[1:])] = False
+        expected.append([head.nonzero()[:, 0].tolist() for head in stays])
+        layer.self_attn.masked_key_indices = None
+    made = kvdsl.load(policy)
+    cache = made(read.model, budget=int(TOKENS * (1 - ratio)))
+    for layer in range(layers):
+        cache.give(layer, importance=says[layer])
+    with torch.no_grad():
+        read.model(read.ids, past_key_values=cache)
+    ours = [[sorted(head[head >= 0].tolist()) for head in cache.positions(layer)[0]] for layer in range(layers)]
+    made.release(read.model)
+    assert ours == expected
+    assert len({len(head) for layer in ours for head in layer}) > 1
+
+
 # -- with tensors of files ---------------------------------------------------------------------------------------------
 
 

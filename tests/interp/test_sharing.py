@@ -243,7 +243,7 @@ def leaving(*heads: tuple[list[float], tuple[int, ...]], budget: float, floor: f
         (np.array(score, dtype=float), np.isin(np.arange(len(score)), protected), np.arange(len(score)))
         for score, protected in heads
     ]
-    return [gone.tolist() for gone in victims_across(given, Numbers({}, budget, floor=floor))]
+    return [gone.tolist() for gone in victims_across(given, [Numbers({}, budget, floor=floor)] * len(given))]
 
 
 @pytest.mark.parametrize(

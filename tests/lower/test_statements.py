@@ -103,6 +103,21 @@ def test_shared_budgets() -> None:
     assert dict(plan.flags) == {"when": '"prefill"', "across": "True"}
 
 
+def test_budgets_that_layers_share() -> None:
+    shared = "param a = 2\nwhen prefill\nscore sum(attn)\nkeep first 3\nbudget 8 across "
+    pool = make_plan(checked(f"{shared}layers floor 1 / a"))
+    assert dict(pool.numbers)["floor"] == "given.share(capacity, 1 / a)"
+    assert dict(pool.flags) == {"across_layers": '"pool"', "when": '"prefill"', "across": "True"}
+    both = make_plan(checked(f"{shared}heads floor 1 / a across layers by layer floor 0.5"))
+    assert dict(both.numbers)["head_floor"] == "given.rate(1 / a)"
+    assert (
+        dict(both.numbers)["layer_floor"] == "given.largest(given.share(capacity, 0.5), given.largest(3) + given.largest(1))"
+    )
+    assert dict(both.flags)["across_layers"] == '"shares"'
+    assert both.torch.weigh == ('return slots.number("layer")',)
+    assert both.cpp is not None and both.triton is not None, "decoded tokens know nothing of it"
+
+
 def test_blocks_of_the_prompt() -> None:
     plan = make_plan(evicting("score sum(attn)\nprefill blocks of 32 * a"))
     assert dict(plan.numbers)["prefill_block"] == "given.count(32 * a, low=1)"

@@ -68,7 +68,7 @@ def test_tables_name_what_the_grammar_has() -> None:
     begin = {
         first_word(rule) for rule, body in grammar_rules().items() if rule.islower() and body.startswith('"')
     } & keywords()
-    inside = {"across", "over", "override", "query", "key", "value", "rest"}  # of statements, rather than statements
+    inside = {"across", "at", "over", "override", "query", "key", "value", "rest"}  # of statements, rather than statements
     assert begin - inside <= firsts
     for rule in (*ITEMS, *STATEMENTS, *STEPS):
         assert '"' not in form(rule)
@@ -90,7 +90,8 @@ def test_every_keyword_is_offered_somewhere() -> None:
     test = 'kv 1\nimport h2o\ntest "t" {\nuse H2O'
     prefixes = [
         "", "kv 1\npolicy P ", policy, policy + "override ", policy + "keep ", policy + "keep top 3 ", policy + "keep where age ",
-        policy + "budget 3 ", policy + "budget 3 across ", policy + "budget 3 across heads ", policy + "victims ",
+        policy + "budget 3 ", policy + "budget 3 across ", policy + "budget 3 across heads ",
+        policy + "budget 3 at ", policy + "budget 3 across layers ", policy + "budget 3 across layers by layer ", policy + "victims ",
         policy + "victims shared ", policy + "trigger ", policy + "select ", policy + "select top 3 by q ", policy + "score ",
         policy + "select top 3 by q in ", policy + "sketch top 3 ", policy + "sketch top 3 dims ", policy + "prefill blocks ",
         policy + "sketch top 3 dims by q ", policy + "sketch top 3 dims by q every 3 ", policy + "score mean(attn ",

@@ -20,6 +20,11 @@ EVERYTHING = {
     "shares": """
       param budget = 64; score sum(attn) / count(); keep last 0; when prefill; budget 2 * budget + 1 across heads floor 1 / 3
     """,
+    "layers share": """
+      param budget = 64; param n = 2; score sum(attn); when prefill
+      budget 4 * n across heads floor 1 / 3 across layers by -sum(max(age over slots) over heads) * n floor n / 4
+    """,
+    "one pool": "param budget = 64; score sum(attn); when prefill; budget budget across layers floor 0.5",
     "selects": """
       param tokens = 64; param dims = 16; param top = 2
       sketch top dims dims by abs(q) * mean(k over slots) every top ** 3 queries

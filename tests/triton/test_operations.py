@@ -12,7 +12,7 @@ import triton.language as tl
 from kvdsl.ir.printer import print_policy
 from kvdsl.runtime.gpu import ops
 from kvdsl.runtime.gpu.backend import TritonBackend
-from tests.differential.operations import TRACE, all_operations
+from tests.differential.operations import TRACE, all_operations, trace_of
 from tests.differential.traces import run_policy
 
 from .interpreter import with_kernels
@@ -49,5 +49,5 @@ def test_the_kernels_do_what_the_interpreter_does(name: str, tmp_path: Path) -> 
     spec = with_kernels(policy, tmp_path)
     if spec is None:
         return  # it says why: tests/differential/test_operations.py
-    one = run_policy(policy, TritonBackend(spec, torch.device("cpu"), TRACE.dtype), TRACE, spec=spec)
+    one = run_policy(policy, TritonBackend(spec, torch.device("cpu"), TRACE.dtype), trace_of(policy), spec=spec)
     assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"

@@ -33,7 +33,13 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
-    if spec.selects or spec.victims == "layers" or spec.across or type(state.layout) is not SlotAfterSlot:
+    if (
+        spec.selects
+        or spec.victims == "layers"
+        or spec.across
+        or spec.across_layers
+        or type(state.layout) is not SlotAfterSlot
+    ):
         raise KvdslError(
             f"{spec.name} selects, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, roco, tova and "
             f"streaming_llm are"

@@ -59,9 +59,15 @@ def serve(
         one: serves what belongs together: the prompt, or one token after it.
 
     Raises:
-        KvdslError: if the layers must agree after every token, but several came.
+        KvdslError: if the layers must agree after every token, but several came; or if they share a budget after the prompt, and guesses
+            came with it.
     """
     tokens, outs = call.query.shape[2], []
+    if prompt and tokens > prompt and state.spec.across_layers:
+        raise KvdslError(
+            f"the layers of {state.spec.name} share a budget once all have seen the prompt, but guesses came with it, in one forward: "
+            f"generate without `assistant_model` and `prompt_lookup_num_tokens`, or run the prompt by itself first"
+        )
     if tokens - prompt > 1 and state.spec.victims == "layers":
         raise KvdslError(together(state.spec.name))
     if prompt:

@@ -18,8 +18,8 @@ def refuse_agreement(model: PreTrainedModel, spec: PolicySpec) -> None:
     Raises:
         KvdslError: if the policy makes the heads of a layer agree, and these are spread over processes.
     """
-    if (getattr(model, "_tp_size", None) or 1) > 1 and (spec.across or spec.victims != "own"):
-        shared = "share a budget" if spec.across else "agree on who leaves"
+    if (getattr(model, "_tp_size", None) or 1) > 1 and (spec.across or spec.across_layers or spec.victims != "own"):
+        shared = "share a budget" if spec.across or spec.across_layers else "agree on who leaves"
         raise KvdslError(
             f"the KV heads of {spec.name} {shared}, but tensor parallelism spreads them over {model._tp_size} processes: load "
             f"the model without `tp_plan`, or choose a policy whose heads decide by themselves"

@@ -4,6 +4,7 @@ A generated `kernels_torch.py` holds a policy's expressions, as far as it has th
     observe(row: View, columns: Columns): fold a block of queries into the state columns.
     place(new: NewTokens): the columns that a token has by itself, see `kvdsl.runtime.tokens`.
     score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): who leaves and who may not.
+    weigh(slots: View) -> Tensor: what a layer's share of a budget goes by, one number for all its KV heads.
     select(row: View) -> Tensor: what a decoded token attends to, the highest first.
     sketch(row: View) -> Tensor: which dims matter, [batch, kv_heads, 1, 1, dim], the highest first.
 Everything else, the same for all policies, is here and in the modules beside.

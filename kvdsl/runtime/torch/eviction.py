@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.state.order import FREE, close_gaps
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch import sharing
 from kvdsl.runtime.torch.settle import (
     Ballot,
     Protection,
@@ -37,6 +39,7 @@ class Held:
         newest: int32 [batch], the position of the row's newest token.
         rows: bool [batch], the rows that may lose slots.
         evicts: whether any may, in this layer and phase.
+        of_prompt: whether it is a prompt's; layers share a budget then only.
     """
 
     state: SlotState
@@ -45,6 +48,12 @@ class Held:
     newest: Tensor
     rows: Tensor
     evicts: bool
+    of_prompt: bool = False
+
+    @property
+    def waits(self) -> bool:
+        """Whether the layers of the cache decide together."""
+        return self.state.spec.victims == "layers" or (self.of_prompt and self.state.spec.across_layers != "")
 
     @property
     def position(self) -> Tensor:
@@ -79,10 +88,16 @@ def watched(watcher: Watcher) -> Iterator[None]:
 
 
 def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
-    """Evict what exceeds the budget, once all layers that must agree are there; then do what remains to be done."""
-    if held.state.together is not None:
+    """Evict what exceeds the budget, once all layers that must agree are there; then do what remains to be done.
+
+    Raises:
+        KvdslError: if layers share a budget, and this one of several is asked alone.
+    """
+    if held.waits and held.state.together is not None:
         held.state.together.settle(held, then)
         return
+    if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
+        raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
     if held.evicts:
         evict([held], overflow)
     then()
@@ -90,14 +105,14 @@ def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
 
 def make_room(held: Held) -> None:
     """Under a hard cap: evict before a token is placed."""
-    if held.state.together is not None:
+    if held.waits and held.state.together is not None:
         held.state.together.make_room(held.rows)
     elif held.evicts:
         evict([held], overflow_before_placing)
 
 
 class Together:
-    """The layers of one cache, which agree on their victims: nothing leaves before the last one has attended."""
+    """The layers of one cache, which agree on their victims or share a budget: nothing leaves before the last one has attended."""
 
     def __init__(self) -> None:
         self._states: list[SlotState] = []
@@ -144,22 +159,71 @@ def evict(layers: Sequence[Held], excess: Excess) -> None:
 
 def _victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
     """Who leaves, bool [batch, kv_heads, slots] per layer."""
-    if layers[0].state.spec.victims != "own":
+    spec = layers[0].state.spec
+    if spec.victims == "layers":
         return _common_victims(layers, excess)
+    if spec.across_layers == "pool":
+        return _pooled_victims(layers)
+    if spec.across_layers == "shares":
+        layers = _with_shares(layers)
+    if spec.victims == "heads":
+        return [one for held in layers for one in _common_victims([held], excess)]
     return [_own_victims(held, excess) for held in layers]
 
 
 def _own_victims(held: Held, excess: Excess) -> Tensor:
+    score, protection, numbers = _judged(held)
+    if held.state.spec.across:
+        over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
+        floor = numbers["head_floor" if held.state.spec.across_layers else "floor"]  # of shares: in tokens by now
+        return shared_order(score, protection, floor) < over * held.rows.view(-1, 1, 1)
+    return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
+
+
+def _judged(held: Held) -> tuple[Tensor | float, Protection, dict[str, Tensor]]:
+    """What the slots score, what may not leave, and the layer's numbers."""
     state, view, protection = held.state, held.view(), Protection(held.position)
     numbers = state.settings.per_head(held.numbers)
     state.spec.torch_kernels.protect(view, protection, numbers)
     view.protected = protection.mask
-    numbers = _measured(held, view, numbers)
-    score = _score(held, view)
-    if state.spec.across:
-        over = protection.live.sum(1, keepdim=True) - protection.live.shape[1] * numbers["capacity"]
-        return shared_order(score, protection, numbers["floor"]) < over * held.rows.view(-1, 1, 1)
-    return eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
+    return _score(held, view), protection, _measured(held, view, numbers)
+
+
+def _pooled_victims(layers: Sequence[Held]) -> list[Tensor]:
+    """Who leaves where all layers and heads lose slots to each other."""
+    judged = [_judged(held) for held in layers]
+    scores, protections, numbers = zip(*judged, strict=True)
+    capacities, floors = ([own[name] for own in numbers] for name in ("capacity", "floor"))
+    return sharing.pooled(scores, protections, capacities, floors, [held.rows for held in layers])
+
+
+def _with_shares(layers: Sequence[Held]) -> list[Held]:
+    """The layers, each with its share of the budgets as its capacity."""
+    named = [held.state.settings.named(held.numbers) for held in layers]
+    device = layers[0].position.device
+    weight = torch.stack([_weight(held).to(device) for held in layers])
+    live = torch.stack([(held.position >= 0).sum(-1).amax(1).to(device) for held in layers])
+    capacity, floor = (torch.stack([own[name].to(device) for own in named]) for name in ("capacity", "layer_floor"))
+    return [
+        _with_share(held, share.to(held.numbers.device))
+        for held, share in zip(layers, sharing.shares(weight, capacity, floor, live), strict=True)
+    ]
+
+
+def _weight(held: Held) -> Tensor:
+    """What the layer's share goes by: float32 [batch]."""
+    made = torch.as_tensor(held.state.spec.torch_kernels.weigh(held.view()), device=held.position.device).float()
+    return made.reshape(-1).expand(len(held.position))
+
+
+def _with_share(held: Held, share: Tensor) -> Held:
+    """The layer with another capacity, [batch], and the floor of its heads that follows from it."""
+    names, numbers = held.state.spec.numbers, held.numbers.clone()
+    numbers[:, names.index("capacity")] = share
+    if "head_floor" in names:
+        rate = numbers[:, names.index("head_floor")]
+        numbers[:, names.index("head_floor")] = torch.where(share.isfinite(), (share * rate).floor(), 0.0)
+    return replace(held, numbers=numbers)
 
 
 def _measured(held: Held, view: View, numbers: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -41,7 +41,7 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, observe)
     kept, out = _encode(state, call, _cached(state), position, numbers, observe)
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers))
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers), of_prompt=True)
     eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
     return out
 

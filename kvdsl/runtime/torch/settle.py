@@ -143,7 +143,12 @@ def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:
     Args:
         score: float32 [batch, kv_heads, 1, slots].
     """
-    return _places(grade(_per_slot(score, protection.position), protection.position), _unwilling(protection))
+    return by_places(graded(score, protection.position), unwilling(protection))
+
+
+def graded(score: Tensor | float, position: Tensor) -> Tensor:
+    """`grade` of a score, [batch, kv_heads, 1, slots], at [batch, kv_heads, slots] positions."""
+    return grade(_per_slot(score, position), position)
 
 
 def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -> Tensor:
@@ -153,23 +158,22 @@ def shared_order(score: Tensor | float, protection: Protection, floor: Tensor) -
     leaves first.
     """
     live = protection.alive.sum(-1, keepdim=True)
-    unwilling = _unwilling(protection)
-    unwilling = torch.where(eviction_order(score, protection) >= live - floor, 3, unwilling)
-    key = grade(_per_slot(score, protection.position), protection.position)
-    return _places(key.flatten(1), unwilling.flatten(1)).view_as(key)
+    reluctance = torch.where(eviction_order(score, protection) >= live - floor, 3, unwilling(protection))
+    key = graded(score, protection.position)
+    return by_places(key.flatten(1), reluctance.flatten(1)).view_as(key)
 
 
-def _unwilling(protection: Protection) -> Tensor:
+def unwilling(protection: Protection) -> Tensor:
     """0 free to leave, 1 protected, 2 protected and the newest, 3 no token at all."""
     newest = protection.position == protection.position.amax(-1, keepdim=True)
-    unwilling = protection.mask.int() + (protection.mask & newest).int()
-    return torch.where(protection.alive, unwilling, 3)
+    reluctance = protection.mask.int() + (protection.mask & newest).int()
+    return torch.where(protection.alive, reluctance, 3)
 
 
-def _places(key: Tensor, unwilling: Tensor) -> Tensor:
+def by_places(key: Tensor, reluctance: Tensor) -> Tensor:
     """Each one's place in the order by unwillingness, then by key."""
     lowest_first = key.argsort(dim=-1, stable=True)
-    order = lowest_first.gather(-1, unwilling.gather(-1, lowest_first).argsort(dim=-1, stable=True))
+    order = lowest_first.gather(-1, reluctance.gather(-1, lowest_first).argsort(dim=-1, stable=True))
     return order.argsort(-1)
 
 

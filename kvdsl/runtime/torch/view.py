@@ -220,6 +220,12 @@ class View:
         seen = torch.where(visible, weight, 0.0)
         return torch.einsum("bhgqs,bhsd->bhgqd" if grouped else "bhqs,bhsd->bhqd", seen, vector).unsqueeze(-2)
 
+    def over_heads(self, op: str, x: Tensor | float) -> Tensor:
+        """Reduce over the layer's KV heads what each has of its slots, [batch, kv_heads or 1, 1, 1]: [batch, 1, 1, 1]."""
+        one = torch.as_tensor(x, dtype=torch.float32, device=self.visible.device)
+        of_all = one.expand(*self.visible.shape[:2], 1, 1)
+        return masked_reduce(op, of_all, torch.ones_like(of_all, dtype=torch.bool), 1)
+
     def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
         """Give every slot what its page has: `op`, one of `pages.SPREAD`, of the page's slots that the query sees."""
         index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)

@@ -60,7 +60,13 @@ def seed_of(policy: Policy) -> Policy | None:
 
     Positions, selections and what concerns the layout in memory are left out: they do not say who leaves.
     """
-    beyond = policy.across is not None or policy.when != "both" or policy.select is not None or policy.victims != "own"
+    beyond = (
+        policy.heads_share
+        or policy.across_layers is not None
+        or policy.when != "both"
+        or policy.select is not None
+        or policy.victims != "own"
+    )
     if policy.score is None or policy.budget != _PARAM or beyond or policy.layers is not None or policy.tensors:
         return None
     values = {param.name: param.default for param in policy.params if param.name != "budget"}

@@ -1,0 +1,120 @@
+"""Budgets that layers share: what it becomes in the IR, and what is refused, where, and with what help."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from kvdsl.compiler import analyse
+from kvdsl.ir.nodes import AcrossLayers, Number
+from kvdsl.ir.printer import print_expression
+from tests.diagnostics.expect import body, check, policy
+from tests.sema.test_combinations import refused
+
+STATEMENTS = ("param budget = 64", "score sum(attn)", "when prefill")
+WEIGHT = "sum(sum(attn * attn) over slots)"
+
+
+def test_what_it_becomes() -> None:
+    assert policy(*STATEMENTS).across_layers is None
+    pool = policy(*STATEMENTS, "budget budget across layers floor 0.5")
+    assert pool.across_layers == AcrossLayers(floor=Number(value=0.5))
+    assert (pool.one_pool, pool.heads_share, pool.across) == (True, True, None)
+    shares = policy(*STATEMENTS, f"budget budget across layers by sum({WEIGHT} over heads)")
+    assert shares.across_layers is not None and shares.across_layers.by is not None
+    assert print_expression(shares.across_layers.by) == f"sum({WEIGHT} over heads)"
+    assert (shares.one_pool, shares.heads_share) == (False, False)
+    both = policy(*STATEMENTS, "budget budget across heads floor 0.2 across layers by layer + 1 floor 0.1")
+    assert both.across == Number(value=0.2) and both.heads_share and not both.one_pool
+
+
+@pytest.mark.parametrize("by", [f"max({WEIGHT} over heads) ** 2 + budget", "layer", "prompt / (1 + layer)",
+                                f"sum(sum(sum(attn) / sum({WEIGHT} over heads) over slots) over heads)"])  # fmt: skip
+def test_weights(by: str) -> None:
+    assert check(body(*STATEMENTS, f"budget budget across layers by {by}")).ok
+
+
+def test_a_statement_that_overrides_it_takes_it_back(tmp_path: Path) -> None:
+    (tmp_path / "p.kv").write_text(body(*STATEMENTS, "budget budget across heads across layers by layer"))
+    child = 'kv 1\nimport "p.kv"\npolicy C extends P {\n"A test."\noverride budget 2 * budget\n}\n'
+    (tmp_path / "c.kv").write_text(child)
+    found = analyse(tmp_path / "c.kv").policy
+    assert found.across_layers is None and found.across is None
+
+
+def test_only_after_prompts() -> None:
+    message = "layers share a budget once, after the prompt, so `across layers` needs `when prefill`"
+    budget = "budget 64 across layers"
+    refused("KV0412", message, budget, "add `when prefill`", budget, "score sum(attn)")
+    refused("KV0412", message, budget, "add `when prefill`", budget, "score sum(attn)", "when decode", because="when decode")
+
+
+@pytest.mark.parametrize(
+    ("budget", "more", "message", "help"),
+    [
+        ("across layers by layer", "victims shared by layers", "layers that share a budget keep different tokens, so they cannot "
+         "agree on the victims", "leave out `victims` or `across layers`"),
+        ("across layers", "victims shared by heads", "heads that share a budget keep different tokens, so they cannot agree on the "
+         "victims", "leave out `victims` or `across layers`"),
+        ("across layers", "prefill blocks of 32", "a block is evicted before the next layer has seen it, so layers cannot share a "
+         "budget", "leave out `prefill blocks` or `across layers`"),
+    ],
+)  # fmt: skip
+def test_what_it_does_not_go_with(budget: str, more: str, message: str, help: str) -> None:
+    refused("KV0412", message, more, help, *STATEMENTS, f"budget budget {budget}", more, because=f"budget budget {budget}")
+
+
+def test_heads_of_one_pool_share_already() -> None:
+    message = "`across layers` without `by` is one pool of all layers and heads, so `across heads` has no meaning"
+    help = "leave out `across heads`, or say what a layer's share goes by: `across layers by ...`"
+    budget = "budget budget across heads across layers"
+    refused("KV0412", message, budget, help, *STATEMENTS, budget)
+
+
+@pytest.mark.parametrize(
+    ("by", "code", "at", "message", "help"),
+    [
+        (WEIGHT, "KV0412", WEIGHT, f"a layer's share goes by one number for all its KV heads, but `{WEIGHT}` differs between them",
+         f"reduce it: `sum({WEIGHT} over heads)`, say"),
+        ("live", "KV0412", "live", "a layer's share goes by one number for all its KV heads, but `live` differs between them",
+         "reduce it: `sum(live over heads)`, say"),
+        ("sum(attn)", "KV0302", "sum(attn)", "a layer's share goes by one number for all its KV heads, but `sum(attn)` has one number "
+         "per slot", "`sum(sum(sum(attn) over slots) over heads)`, say"),
+        ("sum(sum(attn) over heads)", "KV0304", "sum(attn)", "`over heads` reduces one number of each KV head, but `sum(attn)` has one "
+         "number per slot", "reduce it before: `sum(sum(attn) over slots)`"),
+        ("sum(layer over heads)", "KV0304", "layer", "`layer` is the same for all KV heads", "leave the reduction out"),
+    ],
+)  # fmt: skip
+def test_weights_that_make_no_sense(by: str, code: str, at: str, message: str, help: str) -> None:
+    refused(code, message, at, help, *STATEMENTS, f"budget budget across layers by {by}")
+
+
+def test_heads_are_reduced_for_a_layers_share_only() -> None:
+    score = f"sum(attn) / sum({WEIGHT} over heads)"
+    message = "a score belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
+    refused(
+        "KV0412",
+        message,
+        score,
+        "`budget budget across layers by sum(... over heads)`, say",
+        "param budget = 64",
+        f"score {score}",
+    )
+
+
+def test_not_for_every_query() -> None:
+    inner = "attn * max(max(norm1(v) over slots) over heads)"
+    message = "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
+    help = "reduce over slots, or leave it outside of the reduction"
+    budget = f"budget budget across layers by sum(sum(mean({inner}) over slots) over heads)"
+    refused("KV0412", message, inner, help, *STATEMENTS, budget)
+
+
+def test_heads_with_budgets_of_their_own_do_not_share() -> None:
+    tensor = 'tensor w [heads] from "w.safetensors"'
+    message = "heads that share a budget have equal shares, but `64 * w` reads `w`, which differs between them"
+    budget = "budget 64 * w across layers"
+    refused(
+        "KV0412", message, "64 * w", "leave out `across layers`", tensor, budget, "score age", "when prefill", because=budget
+    )
