@@ -40,7 +40,10 @@ STATEMENTS = {
     "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
     "select": ("attend to these tokens only, and keep all", "all"),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
-    "pages": ("`over page` reads what pages of so many tokens have; selection is by page", ""),
+    "pages": (
+        "`over page` reads what pages of so many tokens have, `over next page` what the one behind has; selection is by page",
+        "",
+    ),
     "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
     "when": ("the phase in which it evicts", ""),
     "group": ("how a group's query heads are reduced", ""),

@@ -260,7 +260,10 @@ def language_reference() -> str:
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",
         "`mean(x)` reduces over queries, `mean(x over slots)` over the slots that a query sees, or that are cached. `over page` gives "
-        "every slot the value of its page, `over sketch` reads the sketch's dims only.\n",
+        "every slot the value of its page, `over next page` that of the page behind it, `over sketch` reads the sketch's dims only. "
+        "Pages are cut by places in the text, from its beginning or (`pages 128 after 4`) from behind its first tokens on; of a page "
+        "counts what is there. Behind the last one there is none: a sum over it is 0, a maximum minus infinity, a minimum infinity, and "
+        "anything else NaN.\n",
         _table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
         _table(("", "meaning"), _functions()),
@@ -284,7 +287,7 @@ def _input(row: ops.InputRow) -> tuple[str, str, str]:
 
 
 def _reduction(row: ops.ReductionRow) -> tuple[str, str, str]:
-    ranges = {"history": "last N queries"}
+    ranges = {"history": "last N queries", "next": "next page"}
     return f"`{written(row.name)}`", row.doc, ", ".join(ranges.get(over, over) for over in row.over)
 
 

@@ -74,7 +74,7 @@ module.exports = grammar({
     // what to attend to
     select: ($) => seq("select", "top", $._expression, "by", $._expression, optional(seq("in", "layers", $.range))),
     sketch: ($) => seq("sketch", "top", $._expression, "dims", "by", $._expression, "every", $._expression, "queries"),
-    pages: ($) => seq("pages", $._expression),
+    pages: ($) => seq("pages", $._expression, optional(seq("after", $._expression))),
 
     // where, and how it is stored
     layers: ($) => seq("layers", $.range),
@@ -94,9 +94,10 @@ module.exports = grammar({
     ),
     unary: ($) => choice(prec(NOT, seq("not", $._expression)), prec(MINUS, seq("-", $._expression))),
     call: ($) => seq(field("function", $.identifier), "(", optional(parts($.argument, ",")), ")"),
-    argument: ($) => seq(optional(seq(field("name", $.identifier), "=")), $._expression, optional(choice($.over, $.over_last))),
+    argument: ($) => seq(optional(seq(field("name", $.identifier), "=")), $._expression, optional(choice($.over, $.over_last, $.over_next))),
     over: ($) => seq("over", $.identifier),
     over_last: ($) => seq("over", "last", $._expression, "queries"),
+    over_next: () => seq("over", "next", "page"),
 
     // tests
     test: ($) => seq("test", $.string, open($), optional(lines($, $._step)), "}"),

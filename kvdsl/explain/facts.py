@@ -311,6 +311,7 @@ def as_data(found: Facts) -> dict[str, Any]:
         "select": None if policy.select is None else print_select(policy.select),
         "sketch": None if policy.sketch is None else print_sketch(policy.sketch),
         "pages": _printed(policy.pages),
+        "pages_after": _printed(policy.pages_after),
         "tensors": [{"name": one.name, "axes": list(one.axes), "file": one.file} for one in policy.tensors],
         "given": [{"name": one.name, "default": one.default} for one in policy.given],
         "when": policy.when,

@@ -36,6 +36,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.nodes import Call as FunctionCall
+from kvdsl.ir.ops import REDUCTIONS
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -61,7 +62,7 @@ class Scope:
         given: what the caller gave of the slots' tokens, [slots, 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
         random: the slots' random numbers, [slots, 1].
-        page: the tokens of a page.
+        page: the tokens of a page. `page_after`: those before the page from which pages are counted.
         sketch: the sketch's dims, ascending; None before the first sketch.
         unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
         heads: what each of the layer's KV heads sees, where all of them are asked together.
@@ -76,6 +77,7 @@ class Scope:
     recall: Callable[[Remembered], Array] = _remembers_nothing
     random: Callable[[], Array] | None = None
     page: float = 1
+    page_after: float = 0
     sketch: Indices | None = None
     unprotected: Mask | None = None
     heads: tuple[Scope, ...] = ()
@@ -145,14 +147,15 @@ def evaluate_slots(expr: Expr, scope: Scope) -> Array:
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over slots, or over those of each slot's page. What does not vary over slots counts once for each."""
+    """A reduction over slots, or over those of each slot's page, or of the next. What does not vary over slots counts once for each."""
     body = _value(expr.body, scope)
     body = np.broadcast_to(body, (scope.slots, body.shape[1]))
-    if expr.within != "page":
+    if expr.within == "all":
         return fold(expr.op, body, axis=0)
-    pages = page_of(scope.inputs["position"][:, 0], scope.page)
+    pages = page_of(scope.inputs["position"][:, 0], scope.page, scope.page_after)
     folded = {page: fold(expr.op, body[pages == page], axis=0) for page in set(pages)}
-    return np.concatenate([folded[page] for page in pages])
+    nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
+    return np.concatenate([folded.get(page + (expr.within == "next"), nothing) for page in pages])
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:
@@ -197,7 +200,9 @@ def _folded_in_half(x: Array) -> Array:
 def _rank(expr: Rank, scope: Scope) -> Array:
     """How many slots, of all or of its page, come before each in the order in which slots rank."""
     body, position = evaluate_slots(expr.body, scope), scope.inputs["position"][:, 0]
-    pages = page_of(position, scope.page) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
+    pages = (
+        page_of(position, scope.page, scope.page_after) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
+    )
     ranks = np.zeros(scope.slots)
     for page in set(pages):
         own = np.flatnonzero(pages == page)
@@ -235,9 +240,9 @@ def ascending(x: Array, position: Array | Indices) -> Indices:
     return np.lexsort((position, np.where(is_number, x, 0), is_number)).astype(np.int64)
 
 
-def page_of(position: Array | Indices, page: float) -> Indices:
-    """The page, [n], that holds each position; pages count from 0."""
-    return np.floor(position / page).astype(np.int64)
+def page_of(position: Array | Indices, page: float, after: float = 0) -> Indices:
+    """The page, [n], that holds each position; pages count from 0, behind the first `after` tokens."""
+    return np.floor((position - after) / page).astype(np.int64)
 
 
 def floored(count: float) -> float:

@@ -35,7 +35,7 @@ class Numbers:
         floor_rate: `floor` as a part of the budget.
         select: the tokens that a decode query attends to, floored; inf attends to everything.
         selects: whether the layer is one of those where queries select.
-        page: the tokens of a page; 1 without pages.
+        page: the tokens of a page; 1 without pages. `page_after`: those before the page from which pages are counted.
         sketch_dims, sketch_every: the sketch's dims, and the decode queries from one sketch to the next.
         prefill_block: a prompt settles after each so many tokens of the row; inf: at the end of each forward.
     """
@@ -56,6 +56,7 @@ class Numbers:
     select: float = math.inf
     selects: bool = False
     page: float = 1
+    page_after: float = 0
     sketch_dims: float = 1
     sketch_every: float = 1
     prefill_block: float = math.inf
@@ -146,6 +147,7 @@ def resolve(
         select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
         selects=selects,
         page=at_least_one(value(policy.pages, 1)),
+        page_after=counted(value(policy.pages_after, 0)),
         sketch_dims=at_least_one(value(sketch.count, 1) if sketch is not None else 1),
         sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),
         prefill_block=math.inf if policy.prefill_block is None else at_least_one(value(policy.prefill_block, 1)),

@@ -185,7 +185,7 @@ class Operations:
         shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q)
         count = self.selects_count(head, newest, q)
-        mask[seen] = selected(by[seen], head.position[seen], shield[seen], count, self.numbers.page)
+        mask[seen] = selected(by[seen], head.position[seen], shield[seen], count, self.numbers.page, self.numbers.page_after)
         return mask
 
     def selects_count(self, head: Head, newest: int, q: Array) -> float:
@@ -230,6 +230,7 @@ class Operations:
             recall=lambda leaf: head.memory.recall(leaf, moment),
             random=lambda: per_slot(uniform(self.seed, self.numbers.layer, self.head_index, position, newest)),
             page=self.numbers.page,
+            page_after=self.numbers.page_after,
             sketch=head.sketch,
         )
 

@@ -19,7 +19,7 @@ def sketch_dims(by: Array, count: float) -> Indices:
     return np.sort(ascending(by, lower_wins)[::-1][: int(count)])
 
 
-def selected(by: Array, position: Indices, protected: Mask, count: float, page: float) -> Mask:
+def selected(by: Array, position: Indices, protected: Mask, count: float, page: float, after: float = 0) -> Mask:
     """Which of the slots that a query sees, [n], it attends to.
 
     The units are pages; without pages a page is one token. Those with a protected slot are selected in any case, the rest by
@@ -28,9 +28,9 @@ def selected(by: Array, position: Indices, protected: Mask, count: float, page: 
     Args:
         by, position, protected: [n].
         count: in tokens; one unit is selected at least.
-        page: the tokens of a page.
+        page: the tokens of a page. after: those before the page from which pages are counted.
     """
-    unit_of = page_of(position, page)
+    unit_of = page_of(position, page, after)
     units = np.unique(unit_of)
     best = np.array([_highest(by[unit_of == unit]) for unit in units])
     certain = np.array([protected[unit_of == unit].any() for unit in units], dtype=bool)

@@ -37,7 +37,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return axes_of(expr.body)
     if isinstance(expr, Reduce):
         inner = axes_of(expr.body)
-        if expr.within == "page":  # every slot has the value of its page
+        if expr.within in ("page", "next"):  # every slot has the value of a page
             return inner
         return (inner - {Axis.QUERY}) | {Axis.SLOT} if expr.axis is Axis.QUERY else inner - {expr.axis}
     if isinstance(expr, Enough):

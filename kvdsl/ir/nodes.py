@@ -149,9 +149,9 @@ class Reduce(Node):
     over those of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and
     each later one gives decay * ema + (1 - decay) * value.
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
-    page it gives every slot the value of its page (`Policy.pages`). Over dims within the sketch it ranges over the sketch's dims
-    only. Over heads it ranges over a layer's KV heads, each of which has one number; only a layer's weight (`AcrossLayers`) does.
-    `std` and `var` are the population's.
+    page it gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it. Over dims within the
+    sketch it ranges over the sketch's dims only. Over heads it ranges over a layer's KV heads, each of which has one number; only a
+    layer's weight (`AcrossLayers`) does. `std` and `var` are the population's.
     """
 
     kind: Literal["reduce"] = "reduce"
@@ -160,7 +160,7 @@ class Reduce(Node):
     body: Expr
     last: Expr | None = None
     decay: Expr | None = None
-    within: Literal["all", "page", "sketch"] = "all"
+    within: Literal["all", "page", "next", "sketch"] = "all"
 
     @property
     def over(self) -> str:
@@ -358,6 +358,7 @@ class Policy(Node):
         slack, max_drop: the target of a prune is C, or with max_drop d > 0 min(max(live - d, C), C + slack).
         cap: `hard` makes room before a token is placed that would exceed C + slack.
         select, sketch, pages: what a decode query attends to; None: everything.
+        pages_after: how many tokens lie before the page from which pages are counted; None: none.
         layers: where the policy evicts; elsewhere the cache grows. None: everywhere.
         when: the phase in which it evicts.
         positions: what a key's rotation tells: its place in the text, or its rank among the live slots.
@@ -387,6 +388,7 @@ class Policy(Node):
     select: Select | None = None
     sketch: Sketch | None = None
     pages: Expr | None = None
+    pages_after: Expr | None = None
     layers: LayerRange | None = None
     when: Literal["both", "prefill", "decode"] = "both"
     group: Literal["mean", "max", "sum"] = "mean"

@@ -207,6 +207,7 @@ RANGES = {
     "dims": "over dims",
     "sketch": "over sketch",
     "page": "over page",
+    "next": "over next page",
     "heads": "over heads",
 }
 """What a reduction can range over, and how a sentence says it."""
@@ -234,7 +235,7 @@ class ReductionRow:
         over: what it can range over.
         decay: whether it takes a decay, as a second argument.
         rises: whether it can only rise if one of the values does, so that it lies between what their bounds give.
-        of_nothing: what it is where no query of the range saw the slot.
+        of_nothing: what it is where no query of the range saw the slot, and of a page that is not there.
         columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
         parts: how it is made of simpler reductions over slots or dims, for targets without code of their own; None if it is as simple
             as it gets.
@@ -250,7 +251,7 @@ class ReductionRow:
     parts: Formula | None = None
 
 
-_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "heads")
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "next", "heads")
 _ROOT: Formula = ("sqrt", ("var", "x"))
 _SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
 

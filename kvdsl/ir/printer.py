@@ -86,7 +86,7 @@ def _over(expr: Reduce) -> str:
     if expr.last is not None:
         return f" over last {_text(expr.last, _OR)} queries"
     if expr.within != "all":
-        return f" over {expr.within}"
+        return " over next page" if expr.within == "next" else f" over {expr.within}"
     return " over queries" if expr.axis is Axis.QUERY and expr.op in FUNCTIONS else _OVER[expr.axis]
 
 
@@ -228,7 +228,12 @@ def _rest(policy: Policy) -> list[str]:
     ):
         value = getattr(policy, name)
         if value != Policy.model_fields[name].default:
-            lines.append(prefix + print_expression(value))
+            after = (
+                f" after {print_expression(policy.pages_after)}"
+                if name == "pages" and policy.pages_after is not None
+                else ""
+            )
+            lines.append(prefix + print_expression(value) + after)
     if policy.sketch is not None:
         lines.append(print_sketch(policy.sketch))
     if policy.select is not None:

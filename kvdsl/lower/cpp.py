@@ -137,6 +137,7 @@ def _refuse_statements(policy: Policy) -> None:
         "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None,
+        "`pages` that do not begin with the text": policy.pages_after is not None,
         # After a prompt nothing leaves, and nobody has to agree.
         f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",
     }
@@ -185,7 +186,7 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str
     def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
         if expr.axis is not Axis.SLOT:
             return None
-        if expr.within == "page":
+        if expr.within in ("page", "next"):
             raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
         if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
             raise NotLowerable("a reduction over slots of something that is computed over dims")

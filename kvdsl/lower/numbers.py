@@ -135,7 +135,15 @@ def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
 
 def _counts(policy: Policy) -> Iterator[str]:
     """The params that count tokens, dims or queries, and cannot be negative: those that stand by themselves where a count does."""
-    exprs = [policy.trigger, policy.slack, policy.max_drop, policy.pages, policy.prefill_block, policy.block]
+    exprs = [
+        policy.trigger,
+        policy.slack,
+        policy.max_drop,
+        policy.pages,
+        policy.pages_after,
+        policy.prefill_block,
+        policy.block,
+    ]
     exprs += [keep.count for keep in policy.keeps]
     exprs += [column.size for column in policy.columns]
     exprs += [part.count for part in (policy.select, policy.sketch) if part is not None]
@@ -183,6 +191,8 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
         yield "select", Fragment("select")
     if policy.pages:
         yield "page", _at_least_one(policy.pages)
+    if policy.pages_after:
+        yield "page_after", _count(policy.pages_after)
     if policy.sketch:
         yield "sketch_dims", _at_least_one(policy.sketch.count)
         yield "sketch_every", _at_least_one(policy.sketch.every)

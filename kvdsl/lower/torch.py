@@ -66,6 +66,7 @@ CAN = Target(
         "dims": _OVER_DIMS,
         "sketch": _MASKED,
         "page": _MASKED,
+        "next": _MASKED,
         "heads": _MASKED,
     },
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
@@ -288,7 +289,7 @@ class TensorPrinter(_TorchPrinter):
             return self._over_dims(expr)
         if expr.axis is Axis.HEAD:
             return fragment(f'{self._view}.over_heads("{expr.op}", {{}})', self.value(expr.body))
-        if expr.within == "page":
+        if expr.within in ("page", "next"):
             return self._over_page(expr)
         if (weighted := _weighted_vectors(expr)) is not None:
             weights, vectors = weighted
@@ -314,7 +315,7 @@ class TensorPrinter(_TorchPrinter):
         dims = Axis.DIM in axes_of(expr.body)
         inside = self._inside(grouped=False, dims=dims)
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
-        flag = ", dims=True" if dims else ""
+        flag = (", dims=True" if dims else "") + (", following=True" if expr.within == "next" else "")
         return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
 
     def rank(self, expr: Rank) -> Fragment:

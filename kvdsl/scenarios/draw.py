@@ -93,7 +93,15 @@ class Form:
 
 def _numbers(policy: Policy) -> Iterator[Expr]:
     """The parts of everything that is evaluated."""
-    exprs = [*expressions(policy), policy.budget, policy.trigger, policy.slack, policy.max_drop, policy.pages]
+    exprs = [
+        *expressions(policy),
+        policy.budget,
+        policy.trigger,
+        policy.slack,
+        policy.max_drop,
+        policy.pages,
+        policy.pages_after,
+    ]
     exprs += [param.default for param in policy.params] + [keep.count for keep in policy.keeps]
     if policy.select is not None:
         exprs += [policy.select.count, policy.select.by]

@@ -170,7 +170,8 @@ class Checker:
         words["victims"] = "own" if words["victims"] == "nobody" else words["victims"]
         fields: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
         fields |= {
-            name: parts.expr(name) for name in ("budget", "measured", "across", "score", "pages", "block", "prefill_block")
+            name: parts.expr(name)
+            for name in ("budget", "measured", "across", "score", "pages", "pages_after", "block", "prefill_block")
         }
         return ir.Policy(
             edition=EDITION,

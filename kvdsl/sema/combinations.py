@@ -22,7 +22,16 @@ from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.parser import A_STATEMENT, ANYTHING
 
-_OF_ALL_HEADS = ("pages", "sketch.count", "sketch.every", "block", "prefill_block", "across", "across_layers.floor")
+_OF_ALL_HEADS = (
+    "pages",
+    "pages_after",
+    "sketch.count",
+    "sketch.every",
+    "block",
+    "prefill_block",
+    "across",
+    "across_layers.floor",
+)
 """Numbers of the IR that the KV heads of a layer have in common."""
 
 _ABOUT_EVICTION = ("score", *COUNTS, "cap", "victims", "layers", "when", "positions", "prefill")
@@ -235,7 +244,7 @@ class Combinations:
                 self.sink.report(codes.LOGIT, part.span, message, "read `attn`, which is 0 there", labels)
 
     def _pages(self) -> None:
-        readers = [part for part in self.parts if _reads_within(part, "page")]
+        readers = [part for part in self.parts if _reads_within(part, "page") or _reads_within(part, "next")]
         if readers and self._lacks("pages"):
             message = "`over page` needs to know how long a page is"
             self.sink.report(codes.NO_PAGES, readers[0].span, message, "add `pages 16`, say")

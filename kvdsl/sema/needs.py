@@ -145,7 +145,7 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     if looks_back(value, span, what, sink):
         return False
     for part in walk(value.expr):
-        if isinstance(part, Random) or (isinstance(part, (Rank, Reduce)) and part.within == "page"):
+        if isinstance(part, Random) or (isinstance(part, (Rank, Reduce)) and part.within in ("page", "next")):
             name = "over page" if isinstance(part, (Rank, Reduce)) else "random()"
             sink.report(codes.LOOKS_BACK, span, f"{what} cannot read `{name}`", "it reads queries, keys, values and numbers")
             return False

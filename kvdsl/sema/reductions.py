@@ -16,13 +16,14 @@ from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
-Within = Literal["all", "page", "sketch"]
+Within = Literal["all", "page", "next", "sketch"]
 
 _AXES: dict[str, tuple[Axis, Within]] = {
     "queries": (Axis.QUERY, "all"),
     "slots": (Axis.SLOT, "all"),
     "dims": (Axis.DIM, "all"),
     "page": (Axis.SLOT, "page"),
+    "next page": (Axis.SLOT, "next"),
     "sketch": (Axis.DIM, "sketch"),
     "heads": (Axis.HEAD, "all"),
 }
@@ -93,9 +94,9 @@ class Reductions:
                 "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
             )
             self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
-        elif over.within == "page" and Axis.QUERY in body.axes:
+        elif over.within in ("page", "next") and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)")
-        elif over.within == "page" and any(isinstance(part, Random) for part in walk(body.expr)):
+        elif over.within in ("page", "next") and any(isinstance(part, Random) for part in walk(body.expr)):
             message = "`random()` has no value where pages are read"
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
         else:
@@ -105,7 +106,7 @@ class Reductions:
     def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
         """`rank(x)` or `rank(x over page)`."""
         text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span
-        if over.axis is not Axis.SLOT:
+        if over.axis is not Axis.SLOT or over.within == "next":
             self.report(
                 codes.ARGUMENTS,
                 node.span,

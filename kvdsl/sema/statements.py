@@ -115,6 +115,8 @@ class Statements:
                 self._select(statement, placed)
             elif isinstance(statement, syn.Sketch):
                 self._sketch(statement, placed)
+            elif isinstance(statement, syn.Pages):
+                self._pages(statement, placed)
             elif isinstance(statement, syn.Layers):
                 self._range("layers", "`layers`", statement.range, placed)
             elif isinstance(statement, syn.Setting):
@@ -192,7 +194,7 @@ class Statements:
         elif statement.value is not None and keyword == "score":
             self._score(statement.value, placed)
         elif statement.value is not None:
-            self._number(keyword, statement.value, placed, f"`{keyword}`", 1 if keyword == "pages" else 0)
+            self._number(keyword, statement.value, placed, f"`{keyword}`")
 
     def _word(self, keyword: str, word: syn.Word, value: syn.Expr | None, placed: Placed) -> None:
         known = WORDS[keyword]
@@ -344,6 +346,11 @@ class Statements:
         value = self._value(statement.by, placed, "what `sketch` ranks by")
         if value is not None and sketches(value, statement.by.span, self.sink):
             self.parts.exprs["sketch.by"] = Part(value.expr, statement.by.span)
+
+    def _pages(self, statement: syn.Pages, placed: Placed) -> None:
+        self._number("pages", statement.value, placed, "`pages`", 1)
+        if statement.after is not None:
+            self._number("pages_after", statement.after, placed, "the beginning of `pages`")
 
     # -- keeps -------------------------------------------------------------------------------------------------------
 

@@ -102,7 +102,7 @@ def reduce(
     body: Value,
     last: Value | None = None,
     decay: Value | None = None,
-    within: Literal["all", "page", "sketch"] = "all",
+    within: Literal["all", "page", "next", "sketch"] = "all",
 ) -> Value:
     """A reduction. One over queries leaves one number per slot; one within a page gives every slot the value of its page."""
     args = tuple(value for value in (body, last, decay) if value is not None)
@@ -111,7 +111,9 @@ def reduce(
     combined = _combined(expr, args, condition=False, constant=None)
     return replace(
         combined,
-        axes=body.axes if within == "page" else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES),
+        axes=body.axes
+        if within in ("page", "next")
+        else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES),
         observes=body.observes or axis is Axis.QUERY,
         sketched=body.sketched or within == "sketch",
     )

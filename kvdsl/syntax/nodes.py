@@ -237,6 +237,17 @@ class Sketch:
 
 
 @dataclass(frozen=True)
+class Pages:
+    """`pages N [after N]`."""
+
+    span: Span
+    value: Expr
+    after: Expr | None
+    override: bool = False
+    keyword: ClassVar[str] = "pages"
+
+
+@dataclass(frozen=True)
 class Layers:
     """`layers A..B`."""
 
@@ -246,7 +257,7 @@ class Layers:
     keyword: ClassVar[str] = "layers"
 
 
-Single = Setting | Budget | Select | Sketch | Layers
+Single = Setting | Budget | Select | Sketch | Pages | Layers
 """The statements that may stand once in a policy."""
 
 Statement = Named | Keep | Single

@@ -162,6 +162,9 @@ class _Shaper:
         if keyword == "sketch":
             count, by, every = children
             return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)
+        if keyword == "pages":
+            value, after = children
+            return syn.Pages(span, self._expr(value), None if after is None else self._expr(after), override)
         if keyword == "layers":
             return syn.Layers(span, self._range(_tree(children[0])), override)
         if keyword in _WORDS:
@@ -232,6 +235,8 @@ class _Shaper:
         span = self._span(tree)
         if tree.data == "over_last":
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
+        if tree.data == "over_next":
+            return syn.Over(span, syn.Word(span, "next page"))
         return syn.Over(span, self._word(tree.children[0]))
 
     # -- leaves ------------------------------------------------------------------------------------------------------

@@ -31,6 +31,11 @@ _REDUCED = {
         "param budget = 7\npages 3\n{}",
         "score {op}(sum(attn) over page) + age\nselect top 5 by sum(q * {op}(k over page) over dims)",
     ),
+    "next": (
+        "param budget = 7\npages 3 after 1\n{}",
+        "score where(position < 6, {op}(sum(attn) over next page), age)\n"
+        "select top 5 by sum(where(position < 3, q * {op}(k over next page), k) over dims)",
+    ),
     "heads": (
         "param budget = 7\nwhen prefill\nscore sum(attn)\nbudget budget across layers by {}",
         "{op}(var(sum(attn) over slots) over heads) + 0.1",

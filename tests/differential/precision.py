@@ -29,6 +29,7 @@ from kvdsl.ir.nodes import (
     Reduce,
     TensorRef,
 )
+from kvdsl.ir.ops import REDUCTIONS
 
 from .ranges import (
     FUNCTIONS,
@@ -114,11 +115,12 @@ def bounds(expr: Expr, scope: Scope) -> Range:
 def _over_slots(expr: Reduce, scope: Scope) -> Range:
     body = bounds(expr.body, scope)
     body = body.map(lambda x: np.broadcast_to(x, (scope.slots, x.shape[1])))
-    if expr.within != "page":
+    if expr.within == "all":
         return fold(expr.op, body, 0)
-    pages = page_of(scope.inputs["position"].lo[:, 0], scope.numbers.page)
+    pages = page_of(scope.inputs["position"].lo[:, 0], scope.numbers.page, scope.numbers.page_after)
     folded = {page: fold(expr.op, body[pages == page], 0) for page in set(pages)}
-    return joined([folded[page] for page in pages])
+    nothing = exactly(np.full((1, body.lo.shape[1]), REDUCTIONS[expr.op].of_nothing))
+    return joined([folded.get(page + (expr.within == "next"), nothing) for page in pages])
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Range:
@@ -131,7 +133,11 @@ def _over_dims(expr: Reduce, scope: Scope) -> Range:
 
 def _rank(expr: Rank, scope: Scope) -> Range:
     body, position = bounds_of_slots(expr.body, scope), scope.inputs["position"].lo[:, 0].astype(np.int64)
-    pages = page_of(position, scope.numbers.page) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
+    pages = (
+        page_of(position, scope.numbers.page, scope.numbers.page_after)
+        if expr.within == "page"
+        else np.zeros(scope.slots, dtype=np.int64)
+    )
     made = exactly(np.zeros(scope.slots))
     for page in set(pages):
         own = pages == page

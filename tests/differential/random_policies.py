@@ -309,7 +309,8 @@ class Maker:
     def over_page(self, body: Expr) -> Expr:
         if self.rarely():
             body = self.binary("*", self.call("abs", body), self.one_of(*self.fixed))
-        return Reduce(op=self.one_of(*ops.reducing("page")), axis=SLOT, body=body, within="page")
+        within = self.one_of("page", "page", "page", "next")
+        return Reduce(op=self.one_of(*ops.reducing(within)), axis=SLOT, body=body, within=within)
 
     def rank(self, place: Place) -> Expr:
         """A place in an order, perhaps within the page."""
@@ -503,9 +504,11 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made["select"] = maker.select(room)
     if sketches and _looks_at_sketch(made["select"]):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
-    paged = any(isinstance(part, (Rank, Reduce)) and part.within == "page" for part in _nodes(made))
+    paged = any(isinstance(part, (Rank, Reduce)) and part.within in ("page", "next") for part in _nodes(made))
     if maker.pages and (selects or paged):
         made["pages"] = maker.count(5, 1)
+        if not fused and maker.rarely():
+            made["pages_after"] = maker.count(7)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
     made["tensors"] = tuple(one for one in maker.tensors if _reads(made, one))

@@ -267,7 +267,15 @@ class Shadow:
         """Numbers are computed in float64 everywhere."""
         known = {**self.numbers.inputs, **inputs}
         return ExactScope(
-            0, 0, known, self.numbers.params, self.machine.constants, self._new, page=self.numbers.page, sketch=self.sketch
+            0,
+            0,
+            known,
+            self.numbers.params,
+            self.machine.constants,
+            self._new,
+            page=self.numbers.page,
+            page_after=self.numbers.page_after,
+            sketch=self.sketch,
         )
 
     def _number(self, expr: Expr) -> float:
@@ -323,7 +331,7 @@ class Shadow:
         places = [keep for keep in self.policy.keeps if keep.scope in ("first", "last")]
         pinned = np.any([by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
         by = self._per_query(self.policy.select.by, self._scope(visible, newest), q, bounds_of_slots)
-        unit_of = page_of(position, self.numbers.page)
+        unit_of = page_of(position, self.numbers.page, self.numbers.page_after)
         units = np.unique(unit_of)
         certain = np.array([pinned[unit_of == unit].any() for unit in units])
         asked = self.numbers.select

@@ -5,6 +5,7 @@ Nothing in here knows the language or the interpreter. What is approximate is wr
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
 
@@ -192,6 +193,22 @@ def knorm_then_keydiff(cache: Cache, first: float = 0.6, second: float = 0.5) ->
     return sorted(set(cache.kept) - set(left)) + sorted(
         set(left) - set(unlike), key=lambda token: -float(unit[token] @ anchor)
     )
+
+
+def lagkv(cache: Cache, sinks: int = 2, lag: int = 4) -> list[int]:
+    """Partition by partition, measured by the next one, of keys and of values; the last whole one and what follows it stay."""
+    text = cache.kept[sinks:]
+    parts = [text[first : first + lag] for first in range(0, len(text) - lag + 1, lag)]
+    score = dict.fromkeys(cache.kept, 1.0)
+    for part, behind in itertools.pairwise(parts):
+        total = np.zeros(lag)
+        for vectors in (cache.k, cache.v):
+            low, high = vectors[behind].min(axis=0), vectors[behind].max(axis=0)
+            unlike = np.exp(((vectors[part] - low) / (high - low)).std(axis=1, ddof=1))
+            total += unlike / unlike.sum()
+        for place, token in enumerate(np.array(part)[total.argsort()]):
+            score[int(token)] = place / lag
+    return lowest(cache, cache.kept, lambda token: score[token])
 
 
 def mean_keys(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callable[[Cache, int], list[int]]:
@@ -509,6 +526,7 @@ METHODS: dict[str, Method] = {
     "expected_attention": Method(once(expected_attention), given=given(sinks=2)),
     "cur": Method(once(cur), 12, given=given(budget=12, sinks=2, block=4), prompt=30),
     "chunkkv": Method(once(chunkkv), given=given(chunk=5, window=3), prompt=20),
+    "lagkv": Method(once(lagkv), 14, {"budget": 14, "sinks": 2, "lag": 4}, prompt=23),
     "knorm_chunks": Method(once(knorm_chunks), 11, {"kept": 0.5, "chunk": 5}, prompt=23),
     "knorm_then_keydiff": Method(once(knorm_then_keydiff), 7, {"first": 0.6, "second": 0.5}, prompt=24),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),

@@ -76,6 +76,10 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
     "criticalkv_projected": Counterpart(_criticalkv, lambda budget: {"window": 8}, supplied=_projected),
     "kvzap_once": Counterpart(_kvzap, supplied=_kvzap_says),
+    # Four partitions of 15 are ranked: at every ratio whole ranks of them leave, since those of one rank tie.
+    "lagkv": Counterpart(
+        lambda kvpress, ratio: kvpress.LagKVPress(ratio, n_sink=4, lag_size=15), lambda budget: {"sinks": 4, "lag": 15}
+    ),
     "finch": Counterpart(_finch, lambda budget: {"question": 12}),
     "cur": Counterpart(lambda kvpress, ratio: kvpress.CURPress(ratio)),
     "chunkkv": Counterpart(

@@ -55,7 +55,7 @@ def test_pools(text: tuple[list[int], list[float], list[bool]], op: str, size: f
 @given(texts(), st.sampled_from(["max", "min"]), st.integers(1, 6))
 def test_pages(text: tuple[list[int], list[float], list[bool]], op: str, size: int) -> None:
     position, values, visible = text
-    page = pages.page_of(torch.tensor([[position]]), torch.tensor([[[size]]]))
+    page = pages.page_of(torch.tensor([[position]]), {"page": torch.tensor([[[size]]])})
     got = pages.spread(op, torch.tensor([[values]]), torch.tensor([[visible]]), pages.numbered(page), -1)[0, 0].tolist()
     for slot, place in enumerate(position):
         if not visible[slot]:  # what it has means nothing
@@ -63,6 +63,29 @@ def test_pages(text: tuple[list[int], list[float], list[bool]], op: str, size: i
         mates = [values[other] for other, its in enumerate(position) if its // size == place // size and visible[other]]
         expected = math.nan if any(map(math.isnan, mates)) else (max if op == "max" else min)(mates)
         assert same([got[slot]], [expected])
+
+
+@settings(max_examples=200, deadline=None)
+@given(texts(), st.sampled_from(["max", "min", "sum"]), st.integers(1, 6), st.integers(0, 9))
+def test_next_pages(text: tuple[list[int], list[float], list[bool]], op: str, size: int, after: int) -> None:
+    """Pages of which nothing is there are skipped over by nobody."""
+    position, values, _ = text
+    values = [value if math.isfinite(value) else 0.0 for value in values]
+    numbers = {"page": torch.tensor([[[size]]]), "page_after": torch.tensor([[[after]]])}
+    page = pages.page_of(torch.tensor([[position]]), numbers)
+    index, x = pages.numbered(page), torch.tensor([[values]], dtype=torch.float64)
+    own = pages.spread(op, x, torch.ones_like(page, dtype=torch.bool), index, -1)
+    got = pages.following(op, own, page, index, -1)[0, 0].tolist()
+    nothing, fold = {"max": (-math.inf, max), "min": (math.inf, min), "sum": (0.0, math.fsum)}[op]
+    for slot, place in enumerate(position):
+        if place < 0:  # what a free slot has means nothing
+            continue
+        behind = [
+            values[other]
+            for other, its in enumerate(position)
+            if its >= 0 and (its - after) // size == (place - after) // size + 1
+        ]
+        assert got[slot] == pytest.approx(fold(behind) if behind else nothing)
 
 
 @pytest.mark.parametrize("window", [None, 3])

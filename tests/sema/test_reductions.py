@@ -4,7 +4,7 @@ import pytest
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Rank, Reduce
-from kvdsl.ir.printer import print_expression
+from kvdsl.ir.printer import print_expression, print_policy
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
 ATTN = Input(name="attn")
@@ -45,6 +45,20 @@ def test_pages() -> None:
     assert print_expression(checked) == "max(sum(q * min(k over page) over dims) over queries)"
     within = Reduce(op="min", axis=Axis.SLOT, body=Input(name="k"), within="page")
     assert axes_of(within) == {Axis.SLOT, Axis.DIM}
+
+
+def test_the_next_page() -> None:
+    assert score("min(age over next page)", "pages 8") == Reduce(
+        op="min", axis=Axis.SLOT, body=Input(name="age"), within="next"
+    )
+    checked = score("dot(k, max(k over next page))", "pages 8 after 4")
+    assert print_expression(checked) == "sum(k * max(k over next page) over dims)"
+    written = policy("param budget = 64", "param first = 4", "pages 8 after first", "score sum(age over next page)")
+    assert written.pages_after == ParamRef(name="first")
+    assert "pages 8 after first\n" in print_policy(written)
+    assert only(body("param budget = 8", "score sum(age over next page)"), "KV0416")
+    found = only(body("param budget = 8", "pages 4 after live", "score sum(age over page)"), "KV0308")
+    assert found.message == "`live` changes from step to step, so the beginning of `pages` cannot read it"
 
 
 def test_ranks() -> None:
@@ -132,6 +146,13 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "draw it outside of the reduction"),
         ("rank(attn over queries)", "KV0306", "`rank` is a place among slots, or among those of a page",
          "rank(attn over queries)", "write `rank(attn)`"),
+        ("rank(age over next page)", "KV0306", "`rank` is a place among slots, or among those of a page",
+         "rank(age over next page)", "write `rank(age)`"),
+        ("median(age over next page)", "KV0306", "`median` reduces over slots and the last N queries only",
+         "median(age over next page)", None),
+        ("sum(attn * min(attn over next page))", "KV0312",
+         "`over page` takes what a token has whatever the query, but `attn` has one number per query and slot", "attn",
+         "`min(sum(attn) over page)`, say"),
         ("rank(age, 3)", "KV0306", "`rank` orders by exactly one value", "rank(age, 3)", "for example `rank(sum(attn))`"),
         ("rank(budget)", "KV0320", "`rank` orders slots by one number each, but `budget` is a single number", "budget", None),
         ("rank(k)", "KV0320", "`rank` orders slots by one number each, but `k` has one number per slot and dim", "k",

@@ -38,7 +38,7 @@ from tests.diagnostics.expect import body, check, expect, expect_in, only
             "to go on in a new line, put the expression in parentheses",
         ),
         ("trigger over >= 3", "expected `overflow`, not `over`", "over", "did you mean `overflow`?"),
-        ("score mean(attn over)", "expected a name or `last`, not `)`", ")", None),
+        ("score mean(attn over)", "expected a name, `last` or `next`, not `)`", ")", None),
         ("score = age", "`score` takes its expression without `=`", "=", "leave out the `=`"),
         ("trigger overflow > 3", "expected `>=`, not `>`", ">", None),
         ("override", "expected a statement after `override`", "\n", None),

@@ -5,7 +5,7 @@ import pytest
 from kvdsl.diagnostics import Sink
 from kvdsl.resources import read_resource
 from kvdsl.source import SourceFile
-from kvdsl.syntax.nodes import Budget, Given, Keep, Layers, Let, Param, Select, Setting, Sketch, Tensor
+from kvdsl.syntax.nodes import Budget, Given, Keep, Layers, Let, Pages, Param, Select, Setting, Sketch, Tensor
 from kvdsl.syntax.parser import parse
 from kvdsl.syntax.shape import parse_module
 
@@ -77,7 +77,8 @@ SHAPES: list[tuple[str, type]] = [
     ("victims shared by heads", Setting),
     ("cap hard", Setting),
     ("rope cached", Setting),
-    ("pages 16", Setting),
+    ("pages 16", Pages),
+    ("pages 16 after 4", Pages),
     ("layers 2..", Layers),
     ("layers ..layers - 3", Layers),
     ("select top 3 by dot(q, k)", Select),

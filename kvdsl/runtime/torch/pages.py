@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
+_NONE = -(2**40)  # behind which there is no next page
 
-def page_of(position: Tensor, size: Tensor) -> Tensor:
-    """The page of each slot, int64 [batch, kv_heads, slots]; negative for free slots.
+
+def page_of(position: Tensor, numbers: Mapping[str, Tensor]) -> Tensor:
+    """The page of each slot, int64 [batch, kv_heads, slots]; far below 0 for free slots.
 
     Args:
         position: int [batch, kv_heads, slots].
-        size: [batch, 1, 1], whole: tokens a page.
+        numbers: `page`, the tokens of a page, and perhaps `page_after`, those before the first one: whole, [batch, 1, 1] each.
     """
-    return torch.div(position.long(), size.long(), rounding_mode="floor")
+    after = numbers["page_after"].long() if "page_after" in numbers else 0
+    page = torch.div(position.long() - after, numbers["page"].long(), rounding_mode="floor")
+    return torch.where(position < 0, _NONE, page)
 
 
 def numbered(page: Tensor) -> Tensor:
@@ -36,6 +40,19 @@ def spread(op: str, x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tens
     """
     x, visible = torch.broadcast_tensors(x, visible)
     return SPREAD[op](x, visible, index.expand(x.shape), dim)
+
+
+def following(op: str, own: Tensor, page: Tensor, index: Tensor, dim: int) -> Tensor:
+    """Give every slot what the page behind its own has; where there is none, what `op` is of nothing.
+
+    Args:
+        own: what `spread` gave. page, index: of the slots, with axes where `own` has them.
+    """
+    index, page = index.expand(own.shape), page.expand(own.shape)
+    behind = (index + 1).clamp(max=own.shape[dim] - 1)
+    there = torch.full_like(page, _NONE).scatter(dim, index, page).gather(dim, behind) == page + 1
+    found = torch.zeros_like(own).scatter(dim, index, own).gather(dim, behind)
+    return torch.where(there, found, _OF_NOTHING.get(op, torch.nan))
 
 
 def _extreme(op: str, none: float) -> Spread:
@@ -60,6 +77,7 @@ def _var(x: Tensor, visible: Tensor, index: Tensor, dim: int) -> Tensor:
     return _mean((x - _mean(x, visible, index, dim)) ** 2, visible, index, dim)
 
 
+_OF_NOTHING = {"sum": 0.0, "max": -torch.inf, "min": torch.inf}
 Spread = Callable[[Tensor, Tensor, Tensor, int], Tensor]
 SPREAD: dict[str, Spread] = {
     "sum": _sum,

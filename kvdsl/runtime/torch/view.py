@@ -226,15 +226,24 @@ class View:
         of_all = one.expand(*self.visible.shape[:2], 1, 1)
         return masked_reduce(op, of_all, torch.ones_like(of_all, dtype=torch.bool), 1)
 
-    def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False) -> Tensor:
-        """Give every slot what its page has: `op`, one of `pages.SPREAD`, of the page's slots that the query sees."""
-        index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
-        visible = self.visible
-        if grouped:
-            index, visible = index.unsqueeze(2), visible.unsqueeze(2)
+    def over_page(self, op: str, x: Tensor, *, dims: bool = False, following: bool = False) -> Tensor:
+        """Give every slot what its page has: `op`, one of `pages.SPREAD`, of the page's slots that the query sees.
+
+        Args:
+            dims: whether x has dims behind the slots. following: not its own page, but the one behind it.
+        """
+        page, visible = self._page, self.visible
         if dims:
-            index, visible = index.unsqueeze(-1), visible.unsqueeze(-1)
-        return pages.spread(op, x.float(), visible, index, -2 if dims else -1)
+            page, visible = page.unsqueeze(-1), visible.unsqueeze(-1)
+        index = pages.numbered(self._page).view(page.shape)
+        own = pages.spread(op, x.float(), visible, index, -2 if dims else -1)
+        return pages.following(op, own, page, index, -2 if dims else -1) if following else own
+
+    @property
+    def _page(self) -> Tensor:
+        """Of each slot: [batch, kv_heads, 1, slots]."""
+        numbers = {name: values[:, 0] for name, values in self.numbers.items() if name in ("page", "page_after")}
+        return pages.page_of(self.slot_position[:, :, 0], numbers).unsqueeze(2)
 
     def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
         """How many of the slots that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
@@ -245,7 +254,7 @@ class View:
 
     def rank_in_page(self, x: Tensor) -> Tensor:
         """The same among those of the slot's page, [batch, kv_heads, queries, slots]."""
-        index = pages.numbered(pages.page_of(self.slot_position[:, :, 0], self.number("page")[:, 0])).unsqueeze(2)
+        index = pages.numbered(self._page)
         standing = _standing(x, self.slot_position, self.visible)
         order = standing.argsort(-1)
         by_page = order.gather(-1, index.expand(standing.shape).gather(-1, order).argsort(dim=-1, stable=True))
