@@ -1,7 +1,7 @@
 // Reads the recorded page under policies, with the reference interpreter, away from the page and from the compiler.
 //
-// A request is {side, id, question}; it takes the place of the side's one before. What is said of it is {side, id, done}, how far it is,
-// and at last {side, id, answer}. First of all comes {page}, what was recorded.
+// A request is {side, id, question}; it takes the place of the side's one before. What is said of it is {side, id, answer}, again and again
+// until the answer is `done`. First of all comes {page}, what was recorded.
 
 import { beside, startPython } from "./python.js";
 
@@ -29,12 +29,10 @@ async function work() {
     for (const [side, run] of open) {
       if (!run.begun) python.begin(side, run.question);
       run.begun = true;
-      const found = JSON.parse(python.go_on(side));
-      if ("done" in found) self.postMessage({ side, id: run.id, done: found.done });
-      else {
-        open.delete(side);
-        self.postMessage({ side, id: run.id, answer: found });
-      }
+      const answer = JSON.parse(python.go_on(side));
+      answer.done ??= 1; // an error
+      if (answer.done === 1) open.delete(side);
+      self.postMessage({ side, id: run.id, answer });
       await new Promise((resolve) => setTimeout(resolve)); // a newer request comes in
     }
   }

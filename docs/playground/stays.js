@@ -59,7 +59,7 @@ function start() {
   reader.addEventListener("message", ({ data }) => {
     if (data.page) begin(data.page);
     else if (data.failed) fail(data.failed);
-    else if (data.id === sides[data.side].id) hear(sides[data.side], data);
+    else if (data.id === sides[data.side].id) hear(data.side, data.answer);
   });
 }
 
@@ -104,7 +104,6 @@ function ask() {
   at("moment").max = String(page.tokens.length);
   for (const side of SIDES) {
     const own = sides[side];
-    own.first = first;
     at(side).hidden = !text(side);
     if (!text(side) || !params) continue;
     const question = { text: text(side), layer: Number(at("layer").value), head: Number(at("head").value), prompt: first, params };
@@ -113,7 +112,7 @@ function ask() {
     own.question = key;
     own.id = ++runs;
     at(side).setAttribute("aria-busy", "true");
-    if (answers.has(key)) hear(own, { side, answer: answers.get(key) });
+    if (answers.has(key)) hear(side, answers.get(key));
     else reader.postMessage({ side, id: own.id, question: key });
   }
   draw();
@@ -129,24 +128,23 @@ function values() {
   return wrong < 0 ? Object.fromEntries(pairs.map(([, name, value]) => [name, value])) : undefined;
 }
 
-function hear(own, { side, done, answer }) {
-  const bar = at(side).querySelector("progress");
-  bar.hidden = done === undefined;
-  if (done !== undefined) {
-    bar.value = done;
-    return;
-  }
+/** An answer, which may go on. */
+function hear(side, answer) {
+  const own = sides[side];
+  const isWhole = answer.done === 1;
   own.found = answer;
-  if (answers.size > 200) answers.clear();
-  answers.set(own.question, answer);
-  at(side).setAttribute("aria-busy", "false");
-  document.body.dataset.stays = String(Number(document.body.dataset.stays ?? 0) + 1);
+  at(side).setAttribute("aria-busy", String(!isWhole));
+  if (isWhole) {
+    if (answers.size > 200) answers.clear();
+    answers.set(own.question, answer);
+    document.body.dataset.stays = String(Number(document.body.dataset.stays ?? 0) + 1);
+  }
   draw();
 }
 
 // -- the text ---------------------------------------------------------------------------------------------------------
 
-/** Shows the moment of the slider, on both sides. */
+/** Shows the moment of the slider, on both sides; of a run that goes on, no later one than it has reached. */
 function draw() {
   if (!page) return;
   const read = Number(at("moment").value);
@@ -157,11 +155,15 @@ function draw() {
   const most = Math.max(...drawn.flatMap((side) => sides[side].found.lost ?? []), 0);
   const top = CHART.tops.find((share) => share >= most) ?? 1;
   at("top").textContent = `${100 * top} %`;
-  for (const side of drawn) drawSide(at(side), sides[side], read, top);
+  for (const side of drawn) drawSide(at(side), sides[side].found, read, top);
 }
 
-function drawSide(box, { found, first }, read, top) {
+function drawSide(box, found, moment, top) {
+  const first = found.first;
+  const read = Math.min(moment, found.known);
   box.querySelector("h2").textContent = found.name ?? "";
+  box.querySelector("progress").hidden = found.done === 1;
+  box.querySelector("progress").value = found.done;
   const said = box.querySelector(".said");
   if (found.error) {
     said.textContent = found.error;
@@ -178,8 +180,8 @@ function drawSide(box, { found, first }, read, top) {
     return [space, part("mark", looked && !looked.has(index) ? "unread" : "", word)];
   });
   box.querySelector(".page").replaceChildren(...parts);
-  said.textContent = summary(found, first, read, gone, looked);
-  drawChart(box.querySelector("svg"), found.lost, read - first, top);
+  said.textContent = found.known ? summary(found, first, read, gone, looked) : "The prompt is being read …";
+  drawChart(box.querySelector("svg"), found.lost, read - first, page.tokens.length - first, top);
 }
 
 function part(name, className, token) {
@@ -205,8 +207,8 @@ function summary(found, first, read, gone, looked) {
 }
 
 /** The attention that every query misses, and the moment. */
-function drawChart(svg, lost, moment, top) {
-  const across = (index) => (CHART.width * index) / Math.max(1, lost.length - 1);
+function drawChart(svg, lost, moment, moments, top) {
+  const across = (index) => (CHART.width * index) / Math.max(1, moments - 1);
   const points = lost.map((share, index) => `${across(index).toFixed(1)},${(CHART.height * (1 - share / top)).toFixed(1)}`);
   svg.setAttribute("viewBox", `0 -1 ${CHART.width} ${CHART.height + 2}`);
   svg.replaceChildren(shape("polyline", { points: points.join(" ") }));

@@ -27,8 +27,8 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.source import SourceFile
 
 HERE = Path(__file__).resolve().parent
-PATIENCE = 0.05
-"""Seconds after which a run says how far it is, so that the worker can hear a newer question."""
+PATIENCE = 0.2
+"""Seconds after which a run shows what it has, and the worker can hear a newer question."""
 
 
 class CannotRunError(Exception):
@@ -97,11 +97,11 @@ class Asked:
 
 
 def run(asked: Asked) -> Iterator[dict[str, Any]]:
-    """How far the run is, {"done": share}, now and then; at last which tokens stayed.
+    """Which tokens stayed, as far as the run is, now and then and at its end.
 
-    The last one has: `left` after the query of which token each token was gone, or null; `read` of each token after the prompt what its
-    query attended to, or null where that is all that was there; `lost` what these queries gave under the full cache to tokens that they
-    did not attend to here; `alone` whether the head decides by itself.
+    `known` tokens have been read, `done` is their share of all, and the `first` are the prompt. `left` says of each token after whose query
+    it was gone, or null; `read` of each query after the prompt which tokens it attended to, or null where that is all that was there;
+    `lost` what it gave, under the full cache, to tokens that it did not attend to here; `alone` whether the head decides by itself.
 
     Raises:
         CannotRunError: if the policy needs what is not there.
@@ -114,8 +114,17 @@ def run(asked: Asked) -> Iterator[dict[str, Any]]:
     q, k, v = (np.stack(one) for one in zip(*parts, strict=True))
     own, tokens, said = heads.index(asked.head), len(about()["tokens"]), monotonic()
     left: list[int | None] = [None] * tokens
-    read, lost = [], []
-    yield {"done": 0.0}
+    read: list[list[int]] = []
+    lost: list[float] = []
+    found = {
+        "name": policy.name,
+        "first": asked.prompt,
+        "alone": alone,
+        "left": left,
+        "read": None if policy.select is None else read,
+        "lost": lost,
+    }
+    yield found | {"known": 0, "done": 0.0}
     for first in (0, *range(asked.prompt, tokens)):
         end = first + 1 if first else asked.prompt
         step = text.forward(q[:, first:end], k[:, first:end], v[:, first:end])[own]
@@ -126,10 +135,9 @@ def run(asked: Asked) -> Iterator[dict[str, Any]]:
             read.append(sorted(there.tolist()))
             given = attention(asked.layer, asked.head, first)
             lost.append(max(0.0, 1 - sum(given[position] for position in read[-1])))
-        if monotonic() - said > PATIENCE:
-            yield {"done": end / tokens}
+        if end == tokens or monotonic() - said > PATIENCE:
+            yield found | {"known": end, "done": end / tokens}
             said = monotonic()
-    yield {"left": left, "read": None if policy.select is None else read, "lost": lost, "alone": alone, "name": policy.name}
 
 
 def _policy(text: str) -> Policy:
@@ -185,7 +193,7 @@ def begin(side: str, question: str) -> None:
 
 
 def go_on(side: str) -> str:
-    """Go on with it for a moment: {"done": share}, what `run` gives at last, or {"error": why not}."""
+    """Go on with it for a moment: what `run` gives, of which the last has a `done` of 1, or {"error": why not}."""
     try:
         return json.dumps(next(_runs[side]))
     except CannotRunError as error:

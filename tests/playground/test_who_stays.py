@@ -31,10 +31,11 @@ def who_stays() -> Iterator[Any]:
 
 
 def whole(found: Iterator[dict[str, Any]]) -> dict[str, Any]:
-    """What a run gives at last, after the shares that it has done."""
-    *shares, last = found
-    done = [one["done"] for one in shares]
-    assert done == sorted(done)
+    """What a run gives at last."""
+    *earlier, last = found
+    known = [one["known"] for one in earlier]
+    assert known == sorted(known)
+    assert last["done"] == 1
     return last
 
 
@@ -106,6 +107,16 @@ def test_a_window_misses_what_lies_before_it(who_stays: Any) -> None:
     shares = np.exp(logits - logits.max(1, keepdims=True))
     shares = (shares / shares.sum(1, keepdims=True)).mean(0)
     assert found["lost"][10] == pytest.approx(shares[:294].sum(), rel=1e-9), "the query sees itself and the 16 before it"
+
+
+def test_a_run_shows_what_it_has(who_stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(who_stays, "PATIENCE", 0)
+    question = who_stays.Asked(find_policy("window").read_text(), 16, 1, 310, {"budget": "16"})
+    first, *later = [json.loads(json.dumps(one)) for one in who_stays.run(question)]
+    assert (first["known"], first["lost"]) == (0, [])
+    assert [one["known"] for one in later] == list(range(310, 321))
+    assert [one["left"].count(None) for one in later] == [320 - 294, *range(25, 15, -1)]
+    assert [len(one["lost"]) for one in later] == list(range(11))
 
 
 def test_another_head_keeps_other_tokens(who_stays: Any) -> None:
