@@ -18,7 +18,7 @@ from builtins import min as least
 from builtins import sum as total
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ContextDecorator
-from itertools import chain, compress, repeat
+from itertools import accumulate, chain, compress, repeat
 from types import ModuleType
 from typing import Any
 
@@ -525,7 +525,7 @@ tanh = _each(_mapped(math.tanh), None, float)
 cos = _each(_mapped(math.cos), lambda x: math.cos(x) if math.isfinite(x) else nan, float)
 sin = _each(_mapped(math.sin), lambda x: math.sin(x) if math.isfinite(x) else nan, float)
 floor, ceil = (_each(_mapped(_whole(to)), None, float) for to in (math.floor, math.ceil))
-isnan, isinf = _each(_mapped(math.isnan), None, bool), _each(_mapped(math.isinf), None, bool)
+isnan, isinf, isfinite = (_each(_mapped(of), None, bool) for of in (math.isnan, math.isinf, math.isfinite))
 _less, _at_most = _each(_mapped(operator.lt), None, bool), _each(_mapped(operator.le), None, bool)
 _equal, _unequal = _each(_mapped(operator.eq), None, bool), _each(_mapped(operator.ne), None, bool)
 _both, _either = _each(_mapped(operator.and_)), _each(_mapped(operator.or_))
@@ -595,6 +595,11 @@ def lexsort(keys: Sequence[ndarray]) -> ndarray:
 def sort(x: ndarray) -> ndarray:
     """A row's numbers from the lowest to the highest."""
     return _row(sorted(x.flat), x.kind)
+
+
+def cumsum(x: ndarray) -> ndarray:
+    """A row's sums up to each number."""
+    return _row(list(accumulate(x.flat)), x.kind)
 
 
 def unique(x: ndarray) -> ndarray:

@@ -30,7 +30,6 @@ async function work() {
       if (!run.begun) python.begin(side, run.question);
       run.begun = true;
       const answer = JSON.parse(python.go_on(side));
-      answer.done ??= 1; // an error
       if (answer.done === 1) open.delete(side);
       self.postMessage({ side, id: run.id, answer });
       await new Promise((resolve) => setTimeout(resolve)); // a newer request comes in

@@ -107,7 +107,7 @@ def run(asked: Asked) -> Iterator[dict[str, Any]]:
         CannotRunError: if the policy needs what is not there.
     """
     policy = _policy(asked.text)
-    alone = policy.victims == "own" and policy.across is None
+    alone = policy.victims == "own" and not policy.heads_share
     heads = [asked.head] if alone else list(range(about()["heads"]))
     text = _text(policy, asked, heads)
     parts = [head_of(asked.layer, head) for head in heads]
@@ -150,7 +150,7 @@ def _policy(text: str) -> Policy:
     wanted = [given.name for given in policy.given if given.default is None]
     if wanted:
         raise CannotRunError(f"The caller has to give this policy `{wanted[0]}`, which was not recorded.")
-    if policy.victims == "layers":
+    if policy.victims == "layers" or policy.across_layers is not None:
         raise CannotRunError("Under this policy all layers decide together, and not all of them were recorded.")
     return policy
 
@@ -197,6 +197,15 @@ def go_on(side: str) -> str:
     try:
         return json.dumps(next(_runs[side]))
     except CannotRunError as error:
-        return json.dumps({"error": str(error)})
+        return json.dumps({"done": 1, "error": str(error)})
     except (KvdslError, ValueError, LookupError, ArithmeticError) as error:
-        return json.dumps({"error": f"The reference interpreter refuses this: {error}"})
+        return json.dumps({"done": 1, "error": f"The reference interpreter refuses this: {error}"})
+
+
+def answer(question: str) -> str:
+    """The last of a whole run."""
+    begin("", question)
+    while True:
+        found = go_on("")
+        if json.loads(found)["done"] == 1:
+            return found

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,8 @@ from hypothesis import strategies as st
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "docs" / "playground"))
 
 import plain_numpy as plain
+
+ROOT = Path(__file__).resolve().parents[2]
 
 SHAPES = [(3, 4), (3, 1), (1, 4), (1, 1), (4,), (3, 4)]
 
@@ -55,7 +58,7 @@ def same(found: Any, expected: Any) -> None:
 
 
 PAIRS = ["add", "subtract", "multiply", "divide", "mod", "power", "minimum", "maximum"]
-SINGLES = ["negative", "abs", "sqrt", "exp", "log", "tanh", "cos", "sin", "floor", "ceil", "isnan", "isinf"]
+SINGLES = ["negative", "abs", "sqrt", "exp", "log", "tanh", "cos", "sin", "floor", "ceil", "isnan", "isinf", "isfinite"]
 REDUCTIONS = ["sum", "mean", "var", "std", "max", "min", "median"]
 
 
@@ -165,6 +168,17 @@ def test_products(a: np.ndarray, b: np.ndarray) -> None:
     same(ours(a).T.copy(), a.T)
 
 
+def test_it_has_what_the_interpreter_uses() -> None:
+    """But for tensors, whose files the page does not have."""
+    used = {
+        name
+        for path in (ROOT / "kvdsl" / "interp").glob("*.py")
+        if path.name != "tensors.py"
+        for name in re.findall(r"\bnp\.(\w+)", path.read_text(encoding="utf-8"))
+    }
+    assert {name for name in used if not hasattr(plain, name)} == set(), "docs/playground/plain_numpy.py lacks these"
+
+
 MAKING: list[Callable[[Any], Any]] = [
     lambda np: np.zeros((2, 3)), lambda np: np.zeros(2, dtype=bool), lambda np: np.full(3, 2.5), lambda np: np.full((2, 2), -np.inf),
     lambda np: np.arange(4), lambda np: np.arange(2, 5), lambda np: np.array([[1, 2], [3, 4]]), lambda np: np.array([1, 2.5]),
@@ -192,6 +206,7 @@ def test_orders_and_sets(xs: list[int], ys: list[int]) -> None:
     same(plain.lexsort((ours(x), ours(-x), ours(x > 0))), np.lexsort((x, -x, x > 0)))
     same(plain.sort(ours(x)), np.sort(x))
     same(plain.unique(ours(x)), np.unique(x))
+    same(plain.cumsum(ours(x)), np.cumsum(x))
     same(plain.isin(ours(x), ours(y)), np.isin(x, y))
     same(plain.setdiff1d(ours(x), ours(y)), np.setdiff1d(x, y))
     same(plain.flatnonzero(ours(x)), np.flatnonzero(x))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from kvdsl.compiler import find_policy, shipped_policies
 
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "docs" / "playground"
+GALLERY = sorted(path for path in (ROOT / "policies" / "gallery").glob("*.kv") if not path.stem.endswith("_test"))
 SMALL = {"tokens": 24, "layers": [0, 3], "heads": 2, "group": 2, "dim": 4}
 
 
@@ -147,6 +148,7 @@ HEAD = "kv 1\n\npolicy P {\n  param budget = 8\n"
         (HEAD + "  score postion\n}\n", "has errors"),
         (HEAD + "  given worth\n  score worth\n}\n", "has to give this policy `worth`"),
         (HEAD + "  score position\n  victims shared by layers\n}\n", "all layers decide together"),
+        (HEAD + "  budget budget across layers\n  when prefill\n  score position\n}\n", "all layers decide together"),
     ],
 )
 def test_what_cannot_run_says_why(who_stays: Any, text: str, why: str) -> None:
@@ -177,8 +179,7 @@ import json, pathlib
 import numpy, who_stays
 assert numpy is plain_numpy
 who_stays.HERE = pathlib.Path({folder!r})
-questions = json.load(sys.stdin)
-print(json.dumps([[*who_stays.run(who_stays.Asked(**one))][-1] for one in questions]))
+print(json.dumps([who_stays.answer(json.dumps(one)) for one in json.load(sys.stdin)]))
 """
 
 
@@ -190,26 +191,31 @@ def compared(who_stays: Any, monkeypatch: pytest.MonkeyPatch, folder: Path, ques
     monkeypatch.setattr(who_stays, "HERE", folder)
     for cache in (who_stays.about, who_stays.head_of, who_stays.attention):
         cache.cache_clear()
-    for question, found in zip(questions, json.loads(done.stdout), strict=True):
-        expected = whole(who_stays.run(who_stays.Asked(**question)))
-        assert found | {"lost": None} == expected | {"lost": None}, expected["name"]
-        assert found["lost"] == pytest.approx(expected["lost"], abs=1e-12)
+    for question, answer in zip(questions, json.loads(done.stdout), strict=True):
+        found, expected = json.loads(answer), json.loads(who_stays.answer(json.dumps(question)))
+        assert found | {"lost": None} == expected | {"lost": None}, question["text"]
+        assert found.get("lost") == pytest.approx(expected.get("lost"), abs=1e-12)
     for cache in (who_stays.about, who_stays.head_of, who_stays.attention):
         cache.cache_clear()
 
 
-def questions(layer: int, prompt: int, size: int) -> list[dict[str, Any]]:
+def questions(paths: Iterable[Path], layer: int, prompt: int, size: int) -> list[dict[str, Any]]:
     params = {"budget": str(size), "tokens": str(size), "dims": "2", "page": "4"}
     return [
         {"text": path.read_text(encoding="utf-8"), "layer": layer, "head": 1, "prompt": prompt, "params": params}
-        for path in shipped_policies()
+        for path in paths
     ]
 
 
 def test_without_numpy_the_same_tokens_stay(who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    compared(who_stays, monkeypatch, small(tmp_path), questions(layer=3, prompt=8, size=6))
+    compared(who_stays, monkeypatch, small(tmp_path), questions(shipped_policies(), layer=3, prompt=8, size=6))
+
+
+@pytest.mark.slow
+def test_without_numpy_the_gallery_keeps_the_same(who_stays: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    compared(who_stays, monkeypatch, small(tmp_path), questions(GALLERY, layer=3, prompt=8, size=6))
 
 
 @pytest.mark.slow
 def test_without_numpy_the_same_tokens_stay_of_the_page(who_stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared(who_stays, monkeypatch, SOURCE, questions(layer=16, prompt=96, size=64))
+    compared(who_stays, monkeypatch, SOURCE, questions(shipped_policies(), layer=16, prompt=96, size=64))
