@@ -23,6 +23,8 @@ class AttentionCall(NamedTuple):
         sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
         rope: how queries and keys were rotated; None without rotary positions. Only compact positions ask.
         supplied: what the caller gives of the tokens, float32 [values, batch, kv_heads, tokens]; None: the defaults.
+        goes_on: whether more of the same prompt follows in another call. Until then nothing leaves, except by blocks: a prompt in parts
+            leaves what it leaves as a whole.
     """
 
     query: Tensor
@@ -35,6 +37,7 @@ class AttentionCall(NamedTuple):
     sinks: Tensor | None = None
     rope: Rope | None = None
     supplied: Tensor | None = None
+    goes_on: bool = False
 
     def part(self, tokens: slice) -> AttentionCall:
         """The same of some of the tokens."""

@@ -27,7 +27,7 @@ Observer = Callable[[Prompt, Tensor], None]
 
 
 def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistics.observe) -> Tensor:
-    """Attend over what is cached and the new tokens, causally; observe every query; settle once, or at every block's end.
+    """Attend over what is cached and the new tokens, causally; observe every query; settle once the prompt ends, or at every block's end.
 
     Returns:
         [batch, tokens, query_heads, value_dim].
@@ -41,6 +41,9 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, observe)
     kept, out = _encode(state, call, _cached(state), position, numbers, observe)
+    if call.goes_on:
+        state.store(kept, seen, numbers)
+        return out
     held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers), of_prompt=True)
     eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
     return out
