@@ -1,4 +1,6 @@
-"""One layer's attention in vLLM: prompts one by one, then what they left lies in their pages; decoded tokens in one call of C++."""
+"""One layer's attention in vLLM: prompts one by one, whole or in parts, until what they left lies in their pages; decoded tokens in one
+call of C++.
+"""
 
 from __future__ import annotations
 
@@ -13,15 +15,16 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
-from kvdsl.integrations.vllm.settings import Settings, asked
+from kvdsl.integrations.vllm.settings import Settings, asked, reads_whole
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.torch.prefill import finish
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.backend import Step
+    from kvdsl.integrations.vllm.backend import Prompt, Step
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -32,7 +35,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     """
 
     settings: ClassVar[Settings | None] = None
-    """Of this process: vLLM asks for the page's size where no configuration is set."""
+    whole: ClassVar[bool] = True
+    """Of this process: vLLM asks for the page's size where no configuration is set. See `reads_whole`."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -47,7 +51,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             raise KvdslError(
                 "an engine with kvdsl was made in this process before, and vLLM keeps its attention: leave the policy out in a new process"
             )
-        PolicyAttention.settings = settings
+        PolicyAttention.settings, PolicyAttention.whole = settings, reads_whole(config)
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self._settings = settings
@@ -61,6 +65,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         plain = self._rope is None and sinks is None
         self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
+        self.reading: dict[int, SlotState] = {}
+        """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
@@ -73,8 +79,12 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             part, block = slice(prompt.first, prompt.last), self._block(kv_cache, prompt.page)
             if prompt.page not in self.states:
                 self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
-            output[part] = self._read(self._call(query[part], key[part], value[part]), block, prompt.page)
+            output[part] = self._read(prompt, self._call(query[part], key[part], value[part]), block)
         pages, rows = attn_metadata.pages, attn_metadata.rows
+        for number in self.reading.keys() & set(pages.tolist()):  # its prompt has ended, which nobody said
+            state = self.reading.pop(number)
+            finish(state)
+            self._page.fill(self._block(kv_cache, number), state)
         if len(pages) and self._together is not None:
             self._together.decode(pages, rows, query, key, value, output)
         elif len(pages):
@@ -100,10 +110,13 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if self._together is not None:
             self._together.know(number, state, call)
 
-    def _read(self, call: AttentionCall, block: Tensor, number: int) -> Tensor:
-        """A prompt: a state of its own reads it, whose tensors then move into the page."""
-        fresh = self._settings.state(self.states[number].layer, self._layers)
-        fresh.reserve()
-        out = self._backend.prefill(fresh, call)
-        self._page.fill(block, fresh)
+    def _read(self, prompt: Prompt, call: AttentionCall, block: Tensor) -> Tensor:
+        """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
+        if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
+            self.reading[prompt.page] = self._settings.state(self.states[prompt.page].layer, self._layers)
+            self.reading[prompt.page].reserve()
+        state = self.reading[prompt.page]
+        out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))
+        if prompt.ends:
+            self._page.fill(block, self.reading.pop(prompt.page))
         return out[0].view(call.query.shape[2], self.num_heads, -1)

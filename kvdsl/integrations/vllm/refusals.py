@@ -79,11 +79,6 @@ def refuse_configuration(config: Any) -> None:
         raise KvdslError(
             "under priority scheduling vLLM would replay a preempted request as one prompt, with another result: use fcfs"
         )
-    longest, at_once = config.model_config.max_model_len, config.scheduler_config.max_num_batched_tokens
-    if at_once < longest:
-        raise KvdslError(
-            f"a prompt comes whole: --max-num-batched-tokens ({at_once}) must not be below --max-model-len ({longest})"
-        )
     if config.cache_config.cache_dtype != "auto":
         raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
     parallel = config.parallel_config

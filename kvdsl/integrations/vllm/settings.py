@@ -82,3 +82,8 @@ def parsed(found: Any) -> Settings:
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )
     return Settings(found["policy"], tuple(sorted((name, value) for name, value in rest.items())))
+
+
+def reads_whole(config: Any) -> bool:
+    """Whether a step of a `VllmConfig` has room for any prompt: then prompts come whole."""
+    return bool(config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len)

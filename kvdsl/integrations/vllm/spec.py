@@ -15,7 +15,8 @@ class PageSpec(CircularBufferSpec):  # type: ignore[misc]
     shared. With `tokens_per_state=-1` the block's size has nothing to do with tokens.
 
     Attributes:
-        non_causal: has vLLM pass prompts whole, and switches prefix caching off.
+        non_causal: has vLLM pass prompts whole, if one step is long enough for any. It cuts them in parts even then, and in its release
+            for CPUs a part of a request that has a seed ends the engine, whatever the attention.
     """
 
     non_causal: bool = True

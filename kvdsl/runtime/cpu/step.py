@@ -89,10 +89,9 @@ class Step:
 
 def _kind(call: AttentionCall) -> tuple[object, ...]:
     """What the arguments say of a call, but for addresses."""
-    query, key, value, _, scaling, softcap, window, _, rope, _ = call
+    vectors = (call.query, call.key, call.value)
     return (
-        query.dtype, query.shape, query.stride(), key.dtype, key.shape, key.stride(), value.dtype, value.shape, value.stride(),
-        scaling, softcap, window, rope,
+        *((x.dtype, x.shape, x.stride()) for x in vectors), call.scaling, call.softcap, call.window, call.rope,
     )  # fmt: skip
 
 

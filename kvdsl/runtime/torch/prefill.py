@@ -49,6 +49,16 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     return out
 
 
+def finish(state: SlotState) -> None:
+    """Settle a prompt whose parts all said that it goes on, though no more of it comes."""
+    kept, seen = state.in_slots(), state.seen
+    numbers = state.settings.resolve(seen.clamp(min=state.expected))
+    if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
+        return  # blocks settle by themselves
+    held = Held(state, kept, numbers, seen - 1, torch.ones_like(seen, dtype=torch.bool), _evicts(state, numbers))
+    eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
+
+
 def _in_blocks(
     state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
 ) -> Tensor:
