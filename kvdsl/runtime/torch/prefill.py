@@ -55,7 +55,8 @@ def finish(state: SlotState) -> None:
     numbers = state.settings.resolve(seen.clamp(min=state.expected))
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return  # blocks settle by themselves
-    held = Held(state, kept, numbers, seen - 1, torch.ones_like(seen, dtype=torch.bool), _evicts(state, numbers))
+    all_rows = torch.ones_like(seen, dtype=torch.bool)
+    held = Held(state, kept, numbers, seen - 1, all_rows, _evicts(state, numbers), of_prompt=True)
     eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
 
 
