@@ -416,6 +416,76 @@ def least_important(window: int = 0) -> Leaves:
     return lambda cache: lowest(cache, cache.kept[: len(cache.kept) - window], importance)
 
 
+def below(threshold: float, window: int) -> Leaves:
+    """What is less important than a threshold, once a window has passed."""
+
+    def leaves(cache: Cache) -> list[int]:
+        gone = [token for token in cache.kept[: max(0, len(cache.kept) - window)] if importance(token) < threshold]
+        return sorted(gone, key=lambda token: (importance(token), token))
+
+    return leaves
+
+
+def compression_ratio_decoding(cache: Cache, ratio: float = 0.3, interval: int = 4) -> list[int]:
+    """Every fourth generated token, down to a share of all tokens so far, by the longest keys."""
+    generated = cache.newest + 1 - cache.method.prompt
+    if generated == 0 or generated % interval:
+        return []
+    target = max(1, int((cache.newest + 1) * (1 - ratio)))
+    return sorted(cache.kept, key=lambda token: (-length(cache.k[token]), token))[: max(0, len(cache.kept) - target)]
+
+
+def simlayerkv(cache: Cache, threshold: float, asked: int = 2, recent: int = 4, sinks: int = 2) -> list[int]:
+    """Sinks and the recent stay where the last queries give these, themselves left out, more than a threshold on average."""
+    text, queries = cache.kept[:-asked], cache.kept[-asked:]
+    near = {*text[:sinks], *text[-recent:]}
+    lazy = sum(cache.rows[token][query] for token in near for query in queries) / asked > threshold
+    return cache.kept[sinks : -(recent - asked)] if lazy else []
+
+
+def twilight(cache: Cache, token: int, share: float = 0.6) -> list[int]:
+    """As many as query heads need on average to come to a share of their weights, by their mean."""
+    weights = np.exp(cache.q[token] @ cache.k[cache.kept].T / math.sqrt(cache.k.shape[1]))
+    probs = weights / weights.sum(axis=1, keepdims=True)
+    needed = []
+    for head in probs:
+        reached, count = 0.0, 0
+        for p in sorted(head, reverse=True):
+            if reached >= share:
+                break
+            reached, count = reached + p, count + 1
+        needed.append(count)
+    best = np.argsort(-probs.mean(axis=0))[: sum(needed) // len(needed)]
+    return sorted(cache.kept[place] for place in best)
+
+
+def dbudgetkv(cache: Cache, loss: float = 0.05, sinks: int = 2) -> list[int]:
+    """The oldest leave, but the first two, while the matrix of what is left has 95 % of its Frobenius norm."""
+
+    def norm(tokens: list[int]) -> float:
+        return math.sqrt(sum(p * p for token in tokens for p in cache.rows[token].values()))
+
+    left = list(cache.kept)
+    while True:
+        rest = left[:sinks] + left[sinks + 1 :]
+        if norm(rest) < (1 - loss) * norm(cache.kept):
+            break
+        left = rest
+    return [token for token in cache.kept if token not in left]
+
+
+def fastgen(cache: Cache, recovered: float = 0.8) -> list[int]:
+    """The first of the hybrids that gets enough attention; `importance` says which tokens are special, and none is punctuation else."""
+    share = int(0.3 * len(cache.kept))
+    often = sorted(cache.kept, key=lambda token: (cache.total(token), token))[-share:]
+    special = {token for token in cache.kept if importance(token) > 0}
+    hybrids = [special, special | {*often}, special | {*often, *cache.kept[-share:]}, {*cache.kept}]
+    everything = sum(map(cache.total, cache.kept))
+    chosen = next(one for one in hybrids if sum(map(cache.total, one)) >= recovered * everything)
+    gone = [token for token in cache.kept if token not in chosen]
+    return sorted(gone, key=lambda token: (token in often, token in cache.kept[-share:], token))
+
+
 def arkvale(cache: Cache, token: int) -> list[int]:
     """Four pages of 32, the first and those of the newest 32 among them, by the corner of their box along the query."""
 
@@ -545,6 +615,18 @@ METHODS: dict[str, Method] = {
     "gkv": Method(gkv, given=given(window=2, decay=0.8)),
     "kvzap": Method(least_important(3), given=given(window=3)),
     "kvzap_once": Method(once(least_important())),
+    "kvzap_threshold": Method(below(-0.2, 3), given={"threshold": -0.2, "window": 3}),
+    "dms": Method(below(0.3, 4), given={"threshold": 0.3, "window": 4}),
+    "compression_ratio_decoding": Method(compression_ratio_decoding, given={"ratio": 0.3, "interval": 4}),
+    "simlayerkv": Method(
+        once(lambda cache: simlayerkv(cache, 0.3)),
+        given={"threshold": 0.3, "asked": 2, "recent": 4, "sinks": 2},
+        prompt=16,
+    ),
+    "twilight": Method(full, math.inf, {"share": 0.6, "head_size": 6}, chosen=twilight),
+    "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.05, "sinks": 2}, prompt=20),
+    "fastgen": Method(once(fastgen), given={"recovered": 0.8, "share": 0.3}, prompt=20),
+    "kvpop": Method(least_important(3), given=given(window=3)),
     "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=150, tokens=200, chosen=arkvale),
     "oracle_topk": Method(full, math.inf, {"tokens": 6}, chosen=best),
     "double_sparsity": Method(

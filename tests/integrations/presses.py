@@ -114,5 +114,9 @@ OTHERS = (
     "q_filters",
     "fast_kvzip",
     "kvzip",
+    "dms",
+    "kvzap_threshold",
+    "simlayerkv",
+    "compression_ratio_decoding",
 )
 """Those that are compared there otherwise."""

@@ -245,6 +245,73 @@ def test_a_filter_for_each_head(read: Read, tmp_path: Path, ratio: float) -> Non
     assert read.kept(PolicyPress(file, compression_ratio=ratio)) == theirs
 
 
+# -- as many as the data say ---------------------------------------------------------------------------------------------
+
+
+def shortness(module: Any, hidden: torch.Tensor) -> torch.Tensor:
+    """What kvpress's KnormPress says of each token: a rotation changes no norm."""
+    keys = module.k_proj(hidden).unflatten(-1, (-1, module.head_dim))
+    return -keys.norm(dim=-1).transpose(1, 2)
+
+
+@pytest.mark.parametrize("policy", ["dms", "kvzap_threshold"])
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+def test_a_threshold(read: Read, policy: str, share: float) -> None:
+    cache = DynamicCache()
+    with torch.no_grad():
+        read.model(read.ids, past_key_values=cache)
+    threshold = float(torch.cat([layer.keys.norm(dim=-1).flatten() for layer in cache.layers]).neg().quantile(share))
+    press = kvpress.DMSPress(kvpress.KnormPress(), threshold=threshold, sliding_window_size=12)
+    theirs = read.kept(press)
+    settings = {"threshold": threshold, "window": 12}
+    assert read.kept(PolicyPress(policy, settings=settings, supplied={"importance": shortness})) == theirs
+    assert len({len(head) for layer in theirs for head in layer}) > 1
+
+
+@pytest.mark.parametrize("quantile", [0.0, 0.5, 1.0])
+def test_lazy_layers(read: Read, quantile: float) -> None:
+    """All layers, some, and none."""
+    near: list[float] = []
+
+    class Press(kvpress.SimLayerKVPress):  # type: ignore[misc]
+        def is_lazy(self, module: Any, *more: Any) -> bool:
+            weights = kvpress.SnapKVPress.compute_window_attention(module, *more[:2], self.n_last, more[2]).mean((0, 1, 2))
+            near.append(float(weights[: self.n_initial].sum() + weights[-self.n_recent :].sum()))
+            return bool(super().is_lazy(module, *more))
+
+    shape = {"n_last": 2, "n_recent": 16, "n_initial": 4}
+    read.kept(Press(lazy_threshold=0.0, **shape))
+    own = sorted(near)
+    threshold = {0.0: own[0] - 1e-3, 0.5: sum(own[len(own) // 2 - 1 : len(own) // 2 + 1]) / 2, 1.0: own[-1] + 1e-3}[quantile]
+    press = Press(lazy_threshold=threshold, **shape)
+    near.clear()
+    theirs = read.kept(press)
+    settings = {"threshold": threshold, "asked": 2, "recent": 16, "sinks": 4}
+    assert read.kept(PolicyPress("simlayerkv", settings=settings)) == theirs
+    assert [len(layer[0]) for layer in theirs] == [18 if one > threshold else TOKENS for one in near]
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.7])
+def test_a_share_of_the_text_while_decoding(read: Read, ratio: float) -> None:
+    prompt, tokens = read.ids[:, :40], read.ids[0, 40:]
+    theirs, ours = DynamicCache(), kvdsl.load("compression_ratio_decoding")(read.model, ratio=ratio, interval=8)
+    press = kvpress.CompressionRatioDecodingPress(
+        kvpress.KnormPress(), target_compression_ratio=ratio, compression_interval=8
+    )
+    with torch.no_grad(), press(read.model):
+        read.model(prompt, past_key_values=theirs)
+        for at, token in enumerate(tokens, 40):
+            read.model(token[None, None], past_key_values=theirs, position_ids=torch.tensor([[at]]))
+    with torch.no_grad():
+        read.model(prompt, past_key_values=ours)
+        for token in tokens:
+            read.model(token[None, None], past_key_values=ours)
+    kvdsl.load("compression_ratio_decoding").release(read.model)
+    for index, other in enumerate(theirs.layers):
+        assert other.values.shape[2] == int(TOKENS * (1 - ratio))
+        assert holds(ours, index, other.values)
+
+
 # -- while decoding ----------------------------------------------------------------------------------------------------
 
 
@@ -284,9 +351,15 @@ def test_an_interval_of_decoding(read: Read, policy: str) -> None:
     kvdsl.load(policy).release(read.model)
     interval = settings["interval"]
     assert max(sizes) == 19 + interval and sizes.count(20) == len(tokens) // interval
-    for index, other in enumerate(theirs.layers):
-        state = ours._state(index)
-        for head, live in enumerate(state.position[0] >= 0):
-            mine = state.values[0, head][live]
-            assert mine.shape == other.values[0, head].shape
-            assert float(torch.cdist(mine, other.values[0, head]).min(1).values.max()) < 1e-3
+    assert all(holds(ours, index, other.values) for index, other in enumerate(theirs.layers))
+
+
+def holds(cache: Any, layer: int, values: torch.Tensor) -> bool:
+    """Whether a layer of a cache holds these values, [1, heads, tokens, dim], in any order."""
+    state = cache._state(layer)
+    found = [state.values[0, head][live] for head, live in enumerate(state.position[0] >= 0)]
+    return all(
+        mine.shape == other.shape
+        and float(torch.cdist(mine, other, compute_mode="donot_use_mm_for_euclid_dist").min(1).values.max()) < 1e-3
+        for mine, other in zip(found, values[0], strict=True)
+    )
