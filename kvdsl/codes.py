@@ -384,6 +384,14 @@ RANK = _code(
     "over queries as well.",
     _policy(_BUDGET, "score rank(budget)"),
 )
+PROJECT = _code(
+    "KV0321",
+    "dims that do not fit",
+    "`project(x, basis)` makes a vector over the dims of a key one over the `rank` of a tensor, `tensor basis [layers, heads, dims, rank] "
+    "from ...`. Such dims are others than a key's: `dot(project(q, basis), project(k, basis))` has a meaning, `dot(project(q, basis), k)` "
+    "has none.",
+    _policy('tensor basis [dims, rank] from "basis.safetensors"', "select top 64 by dot(project(q, basis), k)"),
+)
 SELECT_AXES = _code(
     "KV0314",
     "not one number per slot or dim",

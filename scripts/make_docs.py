@@ -89,7 +89,9 @@ OPERATORS = {
 TENSORS = """`tensor filter [layers, heads, dims] from "filter.safetensors"` names numbers that were found beforehand, of a model's
 layers, of the KV heads of a layer and of the dims of a key, or of some of these; the axes stand in the order in which the file has
 them. An expression reads what belongs to its layer and KV head: a vector over dims, as `k` is one of a slot (`score -dot(filter, k)`),
-or without `dims` a number (`score sum(attn) * weight`).
+or without `dims` a number (`score sum(attn) * weight`). With `dims` and `rank` it is a matrix, `tensor basis [layers, heads, dims, rank]`,
+which `project(x, basis)` multiplies a vector by, a key, a query or what is made of these dim by dim. The file says how large `rank` is.
+Projected vectors have other dims than keys have, so they are multiplied with each other only: `dot(project(q, basis), project(k, basis))`.
 
 A number may also say how much each KV head keeps: `budget where(streaming > 0.5, 384, everything)` (DuoAttention). Every head then has
 a budget of its own, in prompts and while decoding. `budget` means the head's own wherever it is read, so that `keep last budget / 4`

@@ -29,6 +29,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -58,7 +59,7 @@ class Scope:
         dims: the size of a key.
         inputs: the inputs by name, each [slots or 1, dims or 1].
         params: the policy's params.
-        tensors: what its tensors have for the KV head, [1, dims or 1] each.
+        tensors: what its tensors have for the KV head, [1, dims or 1] each; a matrix [dims, rank].
         given: what the caller gave of the slots' tokens, [slots, 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
         random: the slots' random numbers, [slots, 1].
@@ -120,6 +121,9 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return _FUNCTIONS[expr.function](*(_value(arg, scope) for arg in expr.args))
     if isinstance(expr, Binary):
         return _OPERATORS[expr.op](_value(expr.left, scope), _value(expr.right, scope))
+    if isinstance(expr, Project):
+        projected: Array = _value(expr.body, scope) @ _value(expr.matrix, scope)
+        return projected
     if isinstance(expr, Rank):
         return _rank(expr, scope)
     if isinstance(expr, Pool):

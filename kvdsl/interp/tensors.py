@@ -29,11 +29,13 @@ def values(stored: Stored) -> Array:
 
 
 def rows_of(policy: Policy, tensors: Tensors, layer: int, head: int) -> dict[str, Array]:
-    """What expressions of a KV head read, [1, dims or 1] each."""
+    """What expressions of a KV head read, [1, dims or 1] each; of a matrix [dims, rank]."""
     return {tensor.name: _row(tensor, tensors[tensor.name], layer, head) for tensor in policy.tensors}
 
 
 def _row(tensor: Tensor, whole: Array, layer: int, head: int) -> Array:
-    at: dict[str, Any] = {"layers": layer, "heads": head, "dims": slice(None)}
+    at: dict[str, Any] = {"layers": layer, "heads": head, "dims": slice(None), "rank": slice(None)}
     row: Array = whole[tuple(at[axis] for axis in tensor.axes)]
+    if "rank" in tensor.axes:
+        return row if tensor.axes.index("dims") < tensor.axes.index("rank") else row.T
     return row.reshape(1, -1)

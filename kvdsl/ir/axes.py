@@ -12,6 +12,7 @@ from kvdsl.ir.nodes import (
     GivenRef,
     Input,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -33,7 +34,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return frozenset().union(*(axes_of(arg) for arg in expr.args))
     if isinstance(expr, Binary):
         return axes_of(expr.left) | axes_of(expr.right)
-    if isinstance(expr, Rank):
+    if isinstance(expr, (Project, Rank)):
         return axes_of(expr.body)
     if isinstance(expr, Reduce):
         inner = axes_of(expr.body)

@@ -48,7 +48,7 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Rank | Enough | Pool"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Project | Rank | Enough | Pool"
         " | ColumnRef | RingRef"
     )
 else:
@@ -168,6 +168,14 @@ class Reduce(Node):
         return ops.range_of(self.axis, self.within, last=self.last is not None)
 
 
+class Project(Node):
+    """A vector over the dims of a key as one over the `rank` of a matrix: the sum over dims of `body` times `matrix`."""
+
+    kind: Literal["project"] = "project"
+    body: Expr
+    matrix: Expr
+
+
 class Rank(Node):
     """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
 
@@ -231,6 +239,7 @@ EXPRESSIONS = (
     Call,
     Binary,
     Reduce,
+    Project,
     Rank,
     Enough,
     Pool,

@@ -353,6 +353,11 @@ FORMS = _table(
         FormRow("count", "count()", INPUTS["observed"].doc),
         FormRow("dot", "dot(q, k)", "`sum(q * k over dims)`; `dot(q, k over sketch)` over the sketch's dims only"),
         FormRow(
+            "project",
+            "project(x, basis)",
+            "the vector x, over the dims of a key, in the dims `rank` of a tensor: x times that matrix",
+        ),
+        FormRow(
             "rank",
             "rank(x)",
             "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x over page)` in its page",

@@ -23,6 +23,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -68,6 +69,8 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Reduce):
         decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
         return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+    if isinstance(expr, Project):
+        return f"project({_text(expr.body, _OR)}, {_text(expr.matrix, _OR)})", _ATOM
     if isinstance(expr, Rank):
         return f"rank({_text(expr.body, _OR)}{'' if expr.within == 'all' else f' over {expr.within}'})", _ATOM
     if isinstance(expr, Enough):

@@ -21,6 +21,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -152,7 +153,7 @@ class Target:
     Attributes:
         reduces: the reductions, by what they range over; over queries these are the rules of columns.
         functions, operators, pools: as the language has them.
-        ranks: whether slots can be ranked inside of an expression.
+        ranks: whether slots can be ranked inside of an expression. `projects`: whether vectors can be.
         tensors: whether tensors of files are read. `given`: whether what the caller gives is.
         counts: whether numbers are counted that read the data.
     """
@@ -162,6 +163,7 @@ class Target:
     operators: Iterable[str]
     pools: Iterable[str] = ()
     ranks: bool = False
+    projects: bool = False
     tensors: bool = False
     given: bool = False
     counts: bool = False
@@ -191,6 +193,8 @@ class Target:
             missing = f"{expr.op}_pool"
         elif isinstance(expr, Rank) and not self.ranks:
             missing = "rank"
+        elif isinstance(expr, Project) and not self.projects:
+            missing = "project"
         elif isinstance(expr, TensorRef) and not self.tensors:
             raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
         elif isinstance(expr, GivenRef) and not self.given:
@@ -236,6 +240,8 @@ class Printer(ABC):
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
+        if isinstance(expr, Project):
+            return self.project(expr)
         if isinstance(expr, Rank):
             return self.rank(expr)
         if isinstance(expr, Enough):
@@ -276,6 +282,10 @@ class Printer(ABC):
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> Fragment: ...
+
+    def project(self, expr: Project) -> Fragment:
+        """A vector in other dims."""
+        raise NotLowerable("`project`")
 
     def rank(self, expr: Rank) -> Fragment:
         """A place in the order of a value."""

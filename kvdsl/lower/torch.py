@@ -23,6 +23,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Project,
     Rank,
     Reduce,
     RingRef,
@@ -73,6 +74,7 @@ CAN = Target(
     operators=OPERATORS,
     pools=("max", "mean"),
     ranks=True,
+    projects=True,
     tensors=True,
     given=True,
     counts=True,
@@ -317,6 +319,10 @@ class TensorPrinter(_TorchPrinter):
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
         flag = (", dims=True" if dims else "") + (", following=True" if expr.within == "next" else "")
         return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
+
+    def project(self, expr: Project) -> Fragment:
+        assert isinstance(expr.matrix, TensorRef)
+        return fragment(f'{self._view}.project("{expr.matrix.name}", {{}})', self.value(expr.body))
 
     def rank(self, expr: Rank) -> Fragment:
         grouped = self._grouped and expr.within == "all"

@@ -27,6 +27,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Policy,
+    Project,
     Rank,
     Reduce,
     RingRef,
@@ -167,6 +168,8 @@ def _words(expr: Expr) -> str:
         return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")
     if isinstance(expr, Reduce):
         return f"{expr.op}_{_words(expr.body)}"
+    if isinstance(expr, Project):
+        return f"{_words(expr.body)}_in_{_words(expr.matrix)}"
     if isinstance(expr, Rank):
         return f"rank_{_words(expr.body)}"
     if isinstance(expr, Call):

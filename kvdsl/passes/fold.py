@@ -10,7 +10,22 @@ import math
 from collections.abc import Mapping
 from typing import TypeVar
 
-from kvdsl.ir.nodes import EXPRESSIONS, Binary, Call, Enough, Expr, Input, Node, Number, ParamRef, Policy, Pool, Rank, Reduce
+from kvdsl.ir.nodes import (
+    EXPRESSIONS,
+    Binary,
+    Call,
+    Enough,
+    Expr,
+    Input,
+    Node,
+    Number,
+    ParamRef,
+    Policy,
+    Pool,
+    Project,
+    Rank,
+    Reduce,
+)
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 
 
@@ -54,7 +69,7 @@ def fold_expression(expr: Expr) -> Expr:
         same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, (Reduce, Rank, Enough, Pool)):
+    elif isinstance(expr, (Reduce, Project, Rank, Enough, Pool)):
         return _folded_inside(expr)
     else:
         return expr

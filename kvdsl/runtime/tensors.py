@@ -43,7 +43,9 @@ class Tensors:
             check_sizes(name, axes, stored[name].shape, sizes, file)
 
     def rows(self, layer: int, sizes: Mapping[str, int], heads: slice) -> Tensor:
-        """What some KV heads of a layer read, float32 [tensors, heads, dims]; of a tensor without dims the same for all of them.
+        """What some KV heads of a layer read, float32 [rows, heads, dims]; of a tensor without dims the same for all of them.
+
+        A tensor has a row, and a matrix one for each of its `rank`.
 
         Args:
             sizes: of the model, by axis.
@@ -52,18 +54,28 @@ class Tensors:
             KvdslError: if the model is not what the tensors were made for, or if the file is another than it was.
         """
         self.check(sizes)
-        made = torch.empty(len(self.tensors), heads.stop - heads.start, sizes["dims"])
-        for row, (name, axes, _) in zip(made, self.tensors, strict=True):
+        made = torch.empty(sum(self.ranks), heads.stop - heads.start, sizes["dims"])
+        for rows, (name, axes, _) in zip(made.split(self.ranks), self.tensors, strict=True):
             values = _values(self, name)[layer if "layers" in axes else 0]
-            row.copy_(values[heads] if "heads" in axes else values)
+            rows.copy_((values[heads] if "heads" in axes else values).permute(2, 0, 1))
         return made
+
+    @property
+    def ranks(self) -> list[int]:
+        """How many of `rows` each has."""
+        return [_values(self, name).shape[3] for name in self.names]
+
+    def by_name(self, rows: Tensor) -> dict[str, Tensor]:
+        """What each has of such rows, [heads, dims], or [heads, rank, dims] of a matrix."""
+        parts = zip(self.tensors, rows.split(self.ranks), strict=True)
+        return {name: part.transpose(0, 1) if "rank" in axes else part[0] for (name, axes, _), part in parts}
 
     def numbers(self, layer: int, heads: slice) -> dict[str, Tensor]:
         """What those without dims have for some KV heads of a layer, by name: float64 [heads], or [1] where it is the same for all."""
         found = {}
         for name, axes, _ in self.tensors:
             if "dims" not in axes:
-                values = _values(self, name)[layer if "layers" in axes else 0, :, 0].double()
+                values = _values(self, name)[layer if "layers" in axes else 0, :, 0, 0].double()
                 found[name] = values[heads] if "heads" in axes else values
         return found
 
@@ -82,7 +94,7 @@ def _read(tensors: Tensors) -> dict[str, Stored]:
 
 @lru_cache(maxsize=64)
 def _values(tensors: Tensors, name: str) -> Tensor:
-    """One of them, float32 [layers, heads, dims], of size 1 along an axis that it lacks.
+    """One of them, float32 [layers, heads, dims, rank], of size 1 along an axis that it lacks.
 
     Raises:
         KvdslError: if it has a number that is not finite.

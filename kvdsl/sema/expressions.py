@@ -19,8 +19,9 @@ from typing import Literal, cast
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
-from kvdsl.ir.nodes import Axis, Expr
+from kvdsl.ir.nodes import Axis, Expr, Input, Reduce
 from kvdsl.ir.ops import ELEMENTWISE, LOGICAL, NAMED_FUNCTIONS, NAMED_INPUTS, POOLS, REDUCTIONS, ReductionRow
+from kvdsl.ir.visitors import children
 from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
@@ -182,6 +183,10 @@ class Expressions:
         definition.used = True
         if isinstance(definition, ParamName):
             return values.read_param(definition.name)
+        if isinstance(definition, TensorName) and "rank" in definition.tensor.axes:
+            help = f"write `project(k, {node.name})`, say"
+            self._report(codes.PROJECT, node.span, f"`{node.name}` is a matrix, which projects vectors", help)
+            return None
         if isinstance(definition, TensorName):
             return values.read_tensor(definition.tensor)
         if isinstance(definition, GivenName):
@@ -314,6 +319,8 @@ class Expressions:
             return self._dot(node, scope)
         if name == "rank":
             return self._rank(node, scope)
+        if name == "project":
+            return self._project(node, scope)
         if name == "enough":
             return self._enough(node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
@@ -420,6 +427,31 @@ class Expressions:
         left, right = (arg for arg in args if arg is not None)
         return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
 
+    def _project(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`project(x, basis)`: of a key or query, or of what is made of these dim by dim."""
+        if not self._plain("project", node.arguments):
+            return None
+        if len(node.arguments) != 2:
+            self._report(
+                codes.ARGUMENTS, node.span, takes("project", "2", len(node.arguments)), "for example `project(k, basis)`"
+            )
+            return None
+        (vector, matrix) = (argument.value for argument in node.arguments)
+        body, definition = self.check(vector, scope), scope.find(matrix.name) if isinstance(matrix, syn.Name) else None
+        if not isinstance(definition, TensorName) or "rank" not in definition.tensor.axes:
+            message = f"`project` takes a tensor with the axes `dims` and `rank`, which `{matrix.span.quoted()}` is not"
+            help = 'for example `tensor basis [layers, heads, dims, rank] from "basis.safetensors"`'
+            self._report(codes.PROJECT, matrix.span, message, help)
+            return None
+        definition.used = True
+        if body is None:
+            return None
+        if body.spaces != {""} or _of_values(body.expr):
+            message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is none"
+            self._report(codes.PROJECT, vector.span, message, f"for example `project(k, {definition.tensor.name})`")
+            return None
+        return values.project(body, definition.tensor)
+
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
         """`rank(x)`, `rank(x over page)`."""
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
@@ -462,6 +494,12 @@ class Expressions:
             return None
         self.bounded.append(Bounded(what, Part(value.expr, self._place(node.span)), low, high))
         return value
+
+
+def _of_values(expr: Expr) -> bool:
+    """Whether it varies over the dims of a value."""
+    inside = isinstance(expr, Reduce) and expr.axis is Axis.DIM
+    return expr == Input(name="v") or (not inside and any(map(_of_values, children(expr))))
 
 
 def _is_function(definition: Definition | None) -> bool:

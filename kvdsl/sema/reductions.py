@@ -87,6 +87,8 @@ class Reductions:
             self._of_heads(node, body)
         elif over.axis not in body.axes and over.axis is not Axis.HEAD:
             self._no_axis(node, over.axis, body)
+        elif over.axis is Axis.DIM and body.spaces != {""} and (len(body.spaces) > 1 or over.within == "sketch"):
+            self.mixed(span, body)
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
@@ -152,6 +154,14 @@ class Reductions:
                 self.report(codes.REDUCTION, span, message, help)
                 return None
         return values.enough(body, share, by)
+
+    def mixed(self, span: Span, body: Value) -> None:
+        """Reports dims of several kinds at one place, or projected ones where a key's are asked for."""
+        matrix = next(iter(sorted(body.spaces - {""})))
+        message = f"`{span.quoted()}` has dims that `{matrix}` projects to, which are not those of a key"
+        if len(body.spaces) > 1:
+            message = f"`{span.quoted()}` puts dims that `{matrix}` projects to beside others"
+        self.report(codes.PROJECT, span, message, f"for example `dot(project(q, {matrix}), project(k, {matrix}))`")
 
     def _pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")

@@ -344,7 +344,9 @@ class Statements:
         self._number("sketch.count", statement.count, placed, "the count of `sketch`", 1, MAX_HEAD_SIZE)
         self._number("sketch.every", statement.every, placed, "the interval of `sketch`", 1)
         value = self._value(statement.by, placed, "what `sketch` ranks by")
-        if value is not None and sketches(value, statement.by.span, self.sink):
+        if value is not None and value.spaces - {""}:
+            self.expressions.reductions.mixed(statement.by.span, value)
+        elif value is not None and sketches(value, statement.by.span, self.sink):
             self.parts.exprs["sketch.by"] = Part(value.expr, statement.by.span)
 
     def _pages(self, statement: syn.Pages, placed: Placed) -> None:

@@ -32,6 +32,11 @@ def _has_axes(statement: syn.Tensor, sink: Sink) -> bool:
             sink.report(codes.TENSOR, word.span, f"the axis `{word.text}` is named twice")
             return False
         seen.add(word.text)
+    if "rank" in seen and "dims" not in seen:
+        rank = next(word for word in statement.axes if word.text == "rank")
+        message = "`rank` is what `dims` are projected to, but this tensor has no `dims`"
+        sink.report(codes.TENSOR, rank.span, message, "for example `[layers, heads, dims, rank]`")
+        return False
     return True
 
 

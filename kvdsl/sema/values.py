@@ -16,6 +16,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -26,6 +27,8 @@ from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
 from kvdsl.passes import fold
 
 NO_AXES: frozenset[Axis] = frozenset()
+NO_SPACES: frozenset[str] = frozenset()
+_OF_KEYS = frozenset({""})
 
 
 @dataclass(frozen=True)
@@ -36,6 +39,7 @@ class Value:
         parts, depth: its size, which bounds what a few nested lets can grow to.
         observes: whether it reduces over queries.
         pools: whether it has a `max_pool` or `mean_pool` in it.
+        spaces: which dims it varies over: those of keys, ``, or what a tensor projects to, by its name. Not to be mixed.
         sketched: whether it reads the dims of the sketch only, by `over sketch`.
         constant: its value, if it reads nothing.
     """
@@ -47,6 +51,7 @@ class Value:
     depth: int = 1
     observes: bool = False
     pools: bool = False
+    spaces: frozenset[str] = frozenset()
     sketched: bool = False
     constant: float | None = None
 
@@ -58,7 +63,8 @@ def number(value: float) -> Value:
 
 def read_input(name: str) -> Value:
     """An input."""
-    return Value(Input(name=name), INPUTS[name].axes, observes=name == "observed")
+    axes = INPUTS[name].axes
+    return Value(Input(name=name), axes, observes=name == "observed", spaces=_OF_KEYS if Axis.DIM in axes else NO_SPACES)
 
 
 def read_param(name: str) -> Value:
@@ -69,7 +75,8 @@ def read_param(name: str) -> Value:
 def read_tensor(tensor: Tensor) -> Value:
     """What a tensor has for a KV head."""
     dims = "dims" in tensor.axes
-    return Value(TensorRef(name=tensor.name, dims=dims), frozenset({Axis.DIM}) if dims else NO_AXES)
+    ref = TensorRef(name=tensor.name, dims=dims)
+    return Value(ref, frozenset({Axis.DIM}), spaces=_OF_KEYS) if dims else Value(ref)
 
 
 def read_given(name: str) -> Value:
@@ -115,8 +122,15 @@ def reduce(
         if within in ("page", "next")
         else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES),
         observes=body.observes or axis is Axis.QUERY,
+        spaces=NO_SPACES if axis is Axis.DIM else body.spaces,
         sketched=body.sketched or within == "sketch",
     )
+
+
+def project(body: Value, matrix: Tensor) -> Value:
+    """A vector in other dims."""
+    expr = Project(body=body.expr, matrix=TensorRef(name=matrix.name, dims=True))
+    return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
 
 
 def rank(body: Value, within: Literal["all", "page"]) -> Value:
@@ -145,6 +159,7 @@ def _combined(expr: Expr, args: tuple[Value, ...], condition: bool, constant: fl
         depth=1 + max(arg.depth for arg in args),
         observes=any(arg.observes for arg in args),
         pools=any(arg.pools for arg in args),
+        spaces=NO_SPACES.union(*(arg.spaces for arg in args)),
         sketched=any(arg.sketched for arg in args),
         constant=constant,
     )

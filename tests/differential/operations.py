@@ -15,7 +15,7 @@ from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 
 from .given import GIVEN
-from .tensors import BESIDE, TENSORS
+from .tensors import BESIDE, MATRICES, TENSORS
 from .traces import Trace
 
 TARGETS = ("cpu", "torch", "triton")
@@ -65,6 +65,12 @@ _READING = {
     "a budget with a hard cap": "budget 4 + 3 * (head > 0)\nscore sum(attn)\nkeep first 1 + (head > 0)\nslack (head > 0.3)\ncap hard",
     "the count of a selection": "select top 3 + 2 * (head > 0) by dot(q, k)",
     "a count that a selection keeps": "select top 5 by dot(q, k)\nkeep last 1 + (head > 0)",
+    "a projection of what is selected": "select top 5 by dot(project(q, matrix), project(k, matrix)) "
+    "+ sum(abs(project(k, turned)) over dims)",
+    "a projection of a score": "param budget = 7\nscore sum(dot(project(q + k, turned), project(k, turned) * attn)) "
+    "- norm2(project(k * vector, matrix))",
+    "a projection of a mean": "param budget = 7\nscore dot(project(mean(k over slots), matrix), project(k, matrix)) "
+    "+ max(project(k, matrix) over dims)",
     "a sketch": "sketch top 3 dims by abs(direction) every 2 queries\nselect top 5 by dot(q, k over sketch)",
 }
 
@@ -165,7 +171,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
 
 def tensors() -> Iterator[tuple[str, Policy]]:
     """Tensors of files, in all places where they can stand."""
-    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in TENSORS)
+    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES))
     for place, text in _READING.items():
         kept = "".join(line for line in lines.splitlines(keepends=True) if line.split()[1] in text)
         yield f"a tensor in {place}", policy(kept + text)

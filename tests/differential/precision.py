@@ -24,6 +24,7 @@ from kvdsl.ir.nodes import (
     Number,
     ParamRef,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -105,6 +106,10 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return fold(expr.op, joined([bounds(expr.body, replace(one, heads=scope.heads)) for one in scope.heads]), 0)
     if isinstance(expr, Reduce):
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
+    if isinstance(expr, Project):
+        vectors, matrix = bounds(expr.body, scope), bounds(expr.matrix, scope)
+        rows = [total(multiply(vectors, matrix[:, place][None]), 1) for place in range(matrix.lo.shape[1])]
+        return Range(*(np.concatenate([getattr(row, name) for row in rows], 1) for name in ("lo", "hi", "nan")))
     if isinstance(expr, Rank):
         return _rank(expr, scope)
     if isinstance(expr, Enough):

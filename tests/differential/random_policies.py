@@ -35,6 +35,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Project,
     Random,
     Rank,
     Reduce,
@@ -47,7 +48,7 @@ from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
 from .given import GIVEN
-from .tensors import TENSORS
+from .tensors import MATRICES, TENSORS
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
 
@@ -99,6 +100,7 @@ class Maker:
         fused: no statements without fused kernels.
         tensors: of files, which expressions may read. `given`: values from the caller, likewise.
         measured: whether the budget reads the data, so that nothing else reads it.
+        matrices: tensors that project vectors.
         by_head: the budget, where it differs between KV heads, and what tells it; numbers that need not be the same for all may read these.
     """
 
@@ -113,6 +115,7 @@ class Maker:
     tensors: tuple[Tensor, ...] = ()
     given: tuple[Given, ...] = ()
     by_head: tuple[Expr, ...] = ()
+    matrices: tuple[Tensor, ...] = ()
     measured: bool = False
 
     def one_of(self, *options: Any) -> Any:
@@ -283,6 +286,10 @@ class Maker:
     def dot(self, place: Place) -> Expr:
         within = "sketch" if self.sketch and not place.attends and self.one_of(True, True, False) else "all"
         product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        if self.matrices and within == "all" and self.rarely():
+            matrix = TensorRef(name=self.one_of(*self.matrices).name, dims=True)
+            sides = (Project(body=Input(name=name), matrix=matrix) for name in (self.one_of("q", "k"), "k"))
+            product = Binary(op="*", left=next(sides), right=next(sides))
         return Reduce(op="sum", axis=DIM, body=product, within=within)
 
     def over_dims(self, place: Place) -> Expr:
@@ -473,6 +480,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     """
     maker = Maker(pick, fused=fused)
     maker.tensors = tuple(one for one in TENSORS if maker.one_of(*[False] * 4, True))
+    maker.matrices = () if fused else tuple(one for one in MATRICES if maker.one_of(*[False] * 4, True))
     maker.given = tuple(one for one in GIVEN if maker.one_of(*[False] * 4, True))
     evicts = maker.one_of(*[True] * 9, False)
     selects = not evicts or maker.one_of(False, False, False, False, True)
@@ -511,7 +519,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
             made["pages_after"] = maker.count(7)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
-    made["tensors"] = tuple(one for one in maker.tensors if _reads(made, one))
+    made["tensors"] = tuple(one for one in (*maker.tensors, *maker.matrices) if _reads(made, one))
     made["given"] = tuple(one for one in maker.given if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
@@ -641,6 +649,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Rank, Enough, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Project, Rank, Enough, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

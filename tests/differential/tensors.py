@@ -30,6 +30,8 @@ _AXES = {
     "direction": ("dims", "layers"),
     "head": ("layers", "heads"),
     "layer_": ("layers",),
+    "matrix": ("layers", "heads", "dims", "rank"),
+    "turned": ("rank", "dims"),
 }
 _SHARES = {"kept": (0.2, 0.9), "share": (0.5, 1.5)}
 """What a budget reads as a share: numbers between two."""
@@ -37,7 +39,14 @@ _DTYPES = {"vector": "F32", "direction": "BF16", "head": "F64", "layer_": "F16"}
 TENSORS = tuple(
     Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
     for name, axes in _AXES.items()
+    if "rank" not in axes
 )
+MATRICES = tuple(
+    Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
+    for name, axes in _AXES.items()
+    if "rank" in axes
+)
+_RANK = 3
 
 
 def _random(name: str, shape: tuple[int, ...], random: np.random.Generator) -> Stored:
@@ -58,7 +67,10 @@ def drawn(spec: PolicySpec, sizes: Mapping[str, int], random: np.random.Generato
     """The policy with a file of random numbers for a model of these sizes, by axis; and what is in it."""
     if spec.tensors is None:
         return spec, {}
-    stored = {name: _random(name, tuple(sizes[axis] for axis in axes), random) for name, axes, _ in spec.tensors.tensors}
+    stored = {
+        name: _random(name, tuple({**sizes, "rank": _RANK}[axis] for axis in axes), random)
+        for name, axes, _ in spec.tensors.tensors
+    }
     content = written(stored)
     digest = hashlib.sha256(content).hexdigest()
     path = FOLDER / f"{digest}.safetensors"

@@ -86,6 +86,19 @@ def test_an_axis_of_keys_is_the_first_of_their_principal_ones(model, ids: Tensor
             torch.testing.assert_close(axes[layer, head].double(), direction, rtol=1e-3, atol=1e-4)
 
 
+def test_a_basis_of_keys_has_the_first_principal_axes(model, ids: Tensor) -> None:
+    basis = found(model, ids, "key-axes")
+    assert basis.shape[3] == CHANNELS
+    torch.testing.assert_close(basis[..., 0], found(model, ids, "key-pca"))
+    for layer, parts in enumerate(recordings(model, ids)):
+        keys = torch.cat([part.key[0] for part in parts], 1).double()
+        for head, vectors in enumerate(keys):
+            axes = torch.linalg.svd(vectors - vectors.mean(0), full_matrices=False).Vh[:CHANNELS].T
+            torch.testing.assert_close(
+                (basis[layer, head].double() * axes).sum(0).abs(), torch.ones(CHANNELS).double(), rtol=1e-3, atol=0
+            )
+
+
 def test_heavy_channels_are_those_of_the_largest_products_over_all_pairs(model, ids: Tensor) -> None:
     channels = found(model, ids, "heavy-channels")
     for layer, parts in enumerate(recordings(model, ids)):
@@ -160,7 +173,7 @@ def test_a_name_says_what_it_means_unless_something_is_chosen(tmp_path: Path) ->
 
 @pytest.mark.parametrize(
     ("stem", "statistic"),
-    [("duo_attention", "retrieval-heads"), ("q_filters", "q-filters"), ("double_sparsity", "heavy-channels"),
+    [("duo_attention", "retrieval-heads"), ("q_filters", "q-filters"), ("double_sparsity", "heavy-channels"), ("loki", "key-axes"),
      ("headkv", "head-importance")],
 )  # fmt: skip
 def test_shipped_policies_ask_for_what_there_is(stem: str, statistic: str) -> None:

@@ -527,6 +527,18 @@ def double_sparsity(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, [token])
 
 
+BASIS = np.array([[0.6, 0.0], [0.0, 0.8], [-0.8, 0.0], [0.0, 0.0], [0.0, -0.6], [0.0, 0.0]])
+
+
+def loki(cache: Cache, token: int) -> list[int]:
+    """A third of the text, by what is left of keys and queries in two dims."""
+
+    def match(slot: int) -> float:
+        return float(sum((query @ BASIS) @ (cache.k[slot] @ BASIS) for query in cache.q[token]))
+
+    return sorted(sorted(cache.kept, key=match, reverse=True)[: max(1, (token + 1) // 3)])
+
+
 def double_sparsity_prompt(cache: Cache, token: int) -> list[int]:
     if token == cache.method.prompt - 1:
         cache.sketch = largest_dims(cache, token)
@@ -632,6 +644,7 @@ METHODS: dict[str, Method] = {
     "double_sparsity": Method(
         full, math.inf, {"tokens": 6}, chosen=double_sparsity, tensors={"channels": CHANNELS[None, None]}
     ),
+    "loki": Method(full, math.inf, {"share": 1 / 3}, chosen=loki, tensors={"basis": BASIS[None, None]}),
     "double_sparsity_prompt": Method(full, math.inf, {"tokens": 6, "dims": 2}, chosen=double_sparsity_prompt),
     "lu_kv": Method(once(lu_kv), 15, {"sinks": 3, "window": 2}, prompt=20, tensors={"kept": np.array([[0.75]])}),
     "kvp": Method(least_important()),

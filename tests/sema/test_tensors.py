@@ -18,6 +18,7 @@ HEAD = 'kv 1\n\npolicy P {\n  "A test."\n  param budget = 8\n'
 FILTER = 'tensor filter [layers, heads, dims] from "filter.safetensors"'
 SCORE = "score -dot(filter, k)"
 W = 'tensor w [layers, heads] from "f.safetensors"'
+MATRIX = 'tensor m [layers, heads, rank, dims] from "f.safetensors"'
 BY_HEAD = "budget where(w > 0.5, 384, prompt)"
 
 
@@ -89,6 +90,17 @@ def test_a_text_has_no_folder() -> None:
         (('tensor filter [layer] from "f.safetensors"', SCORE), "KV0218", "a tensor has no axis `layer`"),
         (('tensor filter [dims, dims] from "f.safetensors"', SCORE), "KV0218", "named twice"),
         (('tensor filter [] from "f.safetensors"', SCORE), "KV0101", "expected a name"),
+        (('tensor m [layers, rank] from "f.safetensors"', "score position"), "KV0218", "but this tensor has no `dims`"),
+        ((MATRIX, "score m"), "KV0321", "`m` is a matrix, which projects vectors"),
+        ((MATRIX, "score dot(project(q, m), k)"), "KV0321", "`project(q, m)` puts dims that `m` projects to beside others"),
+        ((MATRIX, "score norm2(project(v, m))"), "KV0321", "a vector over the dims of a key, but `v` is none"),
+        ((MATRIX, "score norm2(project(age, m))"), "KV0321", "a vector over the dims of a key, but `age` is none"),
+        ((MATRIX, "score norm2(project(project(k, m), m))"), "KV0321", "but `project(k, m)` is none"),
+        ((MATRIX, "score norm2(project(k, k))"), "KV0321", "a tensor with the axes `dims` and `rank`, which `k` is not"),
+        ((FILTER, "score norm2(project(k, filter))"), "KV0321", "a tensor with the axes `dims` and `rank`, which `filter` is not"),
+        ((MATRIX, "score norm2(project(k))"), "KV0306", "`project` takes 2 arguments, but 1 is given"),
+        ((MATRIX, "score age", "select top 8 by dot(q, k over sketch)", "sketch top 3 dims by project(q, m) every 2 queries"),
+         "KV0321", "dims that `m` projects to, which are not those of a key"),
         ((FILTER, "score filtr"), "KV0201", "unknown name `filtr`"),
         ((FILTER, "score filter"), "KV0301", "one number per dim"),
         ((FILTER, "score filter(k)"), "KV0309", "`filter` is not a function"),

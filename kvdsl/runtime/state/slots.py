@@ -66,7 +66,8 @@ class SlotState(Linked):
     One with `rope cached`, of backends that read it; empty until it is made from the keys:
         half_keys [batch, kv_heads, N, rotated dims] in the model's dtype: `Rope.rotate_half` of the keys.
     And one that reads tensors of files:
-        constants [tensors, kv_heads, key_dim] float32: what they have for this layer, in the order of the policy's `tensor` lines.
+        constants [tensors, kv_heads, key_dim] float32: what they have for this layer, in the order of the policy's `tensor` lines; a matrix
+            has a row for each of its `rank`.
 
     Attributes:
         layout: where keys and values lie.
@@ -236,11 +237,10 @@ class SlotState(Linked):
         self.settings.heads = heads
 
     def constants_of(self, heads: slice = slice(None)) -> dict[str, Tensor]:
-        """What the policy's tensors have for some of the KV heads, by name: float32 [heads, key_dim] each."""
+        """What the policy's tensors have for some of the KV heads, by name: float32 [heads, (rank,) key_dim]."""
         if self.spec.tensors is None:
             return {}
-        named = zip(self.spec.tensors.names, self.constants, strict=True)
-        return {name: row[heads] for name, row in named}
+        return {name: rows[heads] for name, rows in self.spec.tensors.by_name(self.constants).items()}
 
     # -- columns -------------------------------------------------------------------------------------------------------
 

@@ -48,7 +48,7 @@ class View:
         group: how query heads are reduced.
         random_key: (seed, layer, first KV head) of `random()`.
         rings: what the newest queries gave, float32 [size, batch, kv_heads, slots] each.
-        constants: what the policy's tensors have, float32 [kv_heads, dim] each.
+        constants: what the policy's tensors have, float32 [kv_heads, dim] each, of a matrix [kv_heads, rank, dim].
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
         weights: what the queries give the slots; None in a settle.
@@ -133,6 +133,10 @@ class View:
     def vector(self, name: str) -> Tensor:
         """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
         return self.constants[name][None, :, None, None]
+
+    def project(self, name: str, x: Tensor) -> Tensor:
+        """A vector, [batch, kv_heads, ..., dim], over the rank of a tensor: [batch, kv_heads, ..., rank]."""
+        return torch.einsum("bh...d,hrd->bh...r", x.float(), self.constants[name])
 
     def column(self, name: str) -> Tensor:
         """A state column."""

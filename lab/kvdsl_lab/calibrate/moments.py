@@ -51,6 +51,12 @@ def principal(matrix: Tensor) -> Tensor:
     return vectors[..., -1]
 
 
+def principals(matrix: Tensor, count: int) -> Tensor:
+    """The eigenvectors of the `count` largest eigenvalues, the largest first: [..., dim, count]."""
+    vectors: Tensor = torch.linalg.eigh(matrix).eigenvectors
+    return vectors.flip(-1)[..., :count]
+
+
 def oriented(direction: Tensor, mean: Tensor) -> Tensor:
     """The direction, or its opposite, on which the mean projects positively; [..., dim] both."""
     positive = (direction * mean).sum(-1, keepdim=True) >= 0

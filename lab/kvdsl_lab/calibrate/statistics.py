@@ -55,7 +55,7 @@ def statistics(sinks: int = 16, recent: int = 64, channels: int = 16) -> dict[st
 
     Args:
         sinks, recent: what a streaming head sees.
-        channels: how many heavy channels a KV head has.
+        channels: how many heavy channels, or principal axes, a KV head has.
     """
     heads = _by_heads(sinks, recent)
     rows = (
@@ -68,8 +68,12 @@ def statistics(sinks: int = 16, recent: int = 64, channels: int = 16) -> dict[st
             ("query_mean", "centre", "center"), _VECTOR, query_mean.seen, query_mean.result,
         ),
         Statistic(
-            "key-pca", "the first principal axis of the keys (Loki)",
+            "key-pca", "the first principal axis of the keys",
             ("axis", "key_pca"), _VECTOR, key_pca.seen, key_pca.result,
+        ),
+        Statistic(
+            "key-axes", "the first principal axes of the keys (Loki)",
+            ("basis", "key_axes"), (*_VECTOR, "rank"), key_pca.seen, partial(key_pca.axes, count=channels),
         ),
         Statistic(
             "heavy-channels", "1 for the dims that weigh most in products of queries and keys, else 0 (Double Sparsity)",

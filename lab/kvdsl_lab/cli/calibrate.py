@@ -61,6 +61,7 @@ def command(
     q-filters        the direction along which a head's queries lie      filter, q_filter(s)
     query-mean       the mean query                                      query_mean, centre
     key-pca          the first principal axis of a head's keys           axis, key_pca
+    key-axes         the first --channels of them, dims by rank          basis, key_axes
     heavy-channels   1 for the --channels dims that weigh most in        channels
                      products of queries and keys, else 0
     retrieval-heads  how much a head changes that sees --sinks and       retrieval, retrieval_heads
@@ -68,7 +69,7 @@ def command(
     streaming-heads  1 less that                                         streaming, streaming_heads
     head-importance  the same change, over the mean of all heads         importance
 
-    The first four read stretches of the text, evenly over it. The last three read each stretch's first half twice, and look at the second
+    The first five read stretches of the text, evenly over it. The last three read each stretch's first half twice, and look at the second
     time; they stand in for the gates that DuoAttention trains and the scores that HeadKV finds with questions, and only
     approximate them. Vectors are rotated, as they are cached.
 
@@ -102,7 +103,7 @@ def command(
     }  # fmt: skip
     if any(statistic.twice for statistic in asked):
         facts |= {"sinks": sinks, "recent": recent}
-    if any(statistic.name == "heavy-channels" for statistic in asked):
+    if any(statistic.name in ("heavy-channels", "key-axes") for statistic in asked):
         facts |= {"channels": channels}
     files.write(there, values, {name: str(value) for name, value in facts.items()})
     seconds = round(time.perf_counter() - at, 1)
