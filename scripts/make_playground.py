@@ -7,13 +7,16 @@ that runs this script; only pydantic-core is no Python, and its build for WebAss
 
 from __future__ import annotations
 
+import http.server
 import importlib.metadata
 import io
 import shutil
 import subprocess
 import sys
+import threading
 import zipfile
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import click
@@ -71,6 +74,20 @@ def bundle(out: Path) -> None:
         "node_modules/.bin/esbuild", "main.js", "worker.js", "reader.js", *options, "--external:./pyodide/pyodide.mjs", f"--outdir={out}",
         cwd=BUILD,
     )  # fmt: skip
+
+
+def take_picture(site: Path, picture: Path) -> None:
+    """Open the page that was made, in Debian's Chromium, and take a picture of it."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        raise click.ClickException("a picture needs `chromium`")
+    handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            _run("node", "picture.mjs", chromium, f"http://127.0.0.1:{server.server_address[1]}/", str(picture), cwd=BUILD)
+        finally:
+            server.shutdown()
 
 
 # -- Python ------------------------------------------------------------------------------------------------------------
@@ -134,8 +151,11 @@ def _run(*command: str, cwd: Path | None = None) -> None:
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "site" / "playground", show_default="site/playground")
-def main(out: Path) -> None:
+@click.option("--picture", type=click.Path(path_type=Path), help="take a picture of it, too; needs chromium")
+def main(out: Path, picture: Path | None) -> None:
     make(out.resolve())
+    if picture is not None:
+        take_picture(out.resolve(), picture.resolve())
     click.echo(f"written: {out} ({sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 2**20:.0f} MiB)")
 
 

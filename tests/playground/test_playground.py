@@ -169,6 +169,10 @@ class TestVisit:
     def test_a_narrow_screen_is_not_overflown(self, seen: Any) -> None:
         assert seen["linked"]["wide"] <= 390
 
+    def test_nobody_is_kept_out(self, seen: Any) -> None:
+        """Contrast in both colours, names of controls, and what else axe-core finds."""
+        assert seen["barriers"] == []
+
     def test_another_policy_can_be_chosen(self, seen: Any) -> None:
         assert "policy SnapKV" in seen["shipped"]
 

@@ -18,6 +18,13 @@ async function visit(behind = "", options = {}) {
   return page;
 }
 
+/** What axe finds that keeps people from using the page as it is now. */
+async function barriers(page) {
+  await page.addScriptTag({ path: `${playwright}/../axe-core/axe.min.js` });
+  const found = await page.evaluate(() => axe.run(document));
+  return found.violations.map(({ id, nodes }) => `${id}: ${nodes[0].html}`);
+}
+
 const read = (page, selector) => page.$eval(selector, (node) => node.innerText);
 
 /** Does something and waits until the compiler has answered it. */
@@ -30,6 +37,7 @@ async function after(page, act) {
 const page = await visit();
 seen.first = { summary: await read(page, "#summary"), explained: await read(page, "#explain") };
 await page.screenshot({ path: `${pictures}/playground.png` });
+seen.barriers = await barriers(page);
 
 // An error, typed, and mended.
 await page.click("#editor .cm-line:has-text('score mean')");
@@ -116,6 +124,7 @@ await still.click("#share");
 const again = await visit(new URL(still.url()).hash, { colorScheme: "dark", viewport: { width: 390, height: 800 } });
 await again.waitForFunction(() => Number(document.body.dataset.stays ?? 0) > 1, undefined, RUN);
 seen.stays.shared = { mine: await side(again, "mine"), beside: await side(again, "beside") };
+seen.barriers.push(...(await barriers(still)), ...(await barriers(again)));
 seen.stays.wide = await again.evaluate(() => document.documentElement.scrollWidth);
 await again.screenshot({ path: `${pictures}/playground_stays_dark_narrow.png`, fullPage: true });
 await again.click("#editor .cm-content");
