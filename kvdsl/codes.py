@@ -520,8 +520,8 @@ ACROSS = _code(
     "budget across heads or layers that cannot share it",
     "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
     "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
-    "gives each head is its own. What a layer's share goes by, `across layers by ...`, is one number for all its KV heads; there, and "
-    "nowhere else, `over heads` reduces what each of them has.",
+    "gives each head is its own. What a layer's share goes by, `across layers by ...`, is one number for all its KV heads; there "
+    "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
 COMPACT = _code(

@@ -184,13 +184,13 @@ and of each head at least `floor` of its own budget stays. Of equal scores the o
 head's.
 
 `budget budget across layers by entropy * spread` gives each layer a share (CAKE). What stands after `by` is one number for all KV heads
-of a layer, found when the prompt is there and before anything leaves. There, and nowhere else, `over heads` reduces what each of them
-has: `sum(sum(var(attn) over slots) over heads)`. It may read `layer` and params, but no `budget` other than the stated one. The layers'
-budgets are added up, over those that evict; each has what `keep first` and `keep last` protect, or `floor` of its own budget where that
-is more; the rest is shared in proportion. A layer that would get more than it holds keeps all, and the others share what that leaves.
-Shares are floored, so that together they never exceed the budgets. A weight that is negative, infinite or NaN counts as 0, and if all
-do, shares are equal. Every KV head of a layer keeps the layer's share; with `budget budget across heads floor 0.2 across layers by ...`
-the heads lose tokens to each other within it (LAVa). With `victims shared by heads` they keep the same ones.
+of a layer, found when the prompt is there and before anything leaves. `over heads` reduces what each of them has: `sum(sum(var(attn)
+over slots) over heads)`. It may read `layer` and params, but no `budget` other than the stated one. The layers' budgets are added up,
+over those that evict; each has what `keep first` and `keep last` protect, or `floor` of its own budget where that is more; the rest is
+shared in proportion. A layer that would get more than it holds keeps all, and the others share what that leaves. Shares are floored, so
+that together they never exceed the budgets. A weight that is negative, infinite or NaN counts as 0, and if all do, shares are equal.
+Every KV head of a layer keeps the layer's share; with `budget budget across heads floor 0.2 across layers by ...` the heads lose tokens
+to each other within it (LAVa). With `victims shared by heads` they keep the same ones.
 
 Layers share once all of them have attended, so the peak is the whole prompt in all layers, as `explain` says. What is generated stays:
 a layer grows from its share on. In a chat each prompt shares anew, by the whole text's budgets, what the layers hold by then. Each row
@@ -202,6 +202,15 @@ weights to float32's rounding, so that a share may differ by a token where it li
 several tokens shares at the end of each; `prefill blocks` is refused, because a block leaves before the next layer has seen it. Refused
 are tensor parallelism, whose processes see their own heads only, presses and vLLM's pages, which ask one layer at a time, and budgets
 that differ between the heads of a layer. A test in the language is a layer by itself, `at layer 0 of 1`, which shares with nobody.
+
+`over heads` also stands in what `select` ranks by: `select top 2048 by sum(p over heads)`. There it reduces position by position what
+the KV heads of a layer find of each token, each for its own query, with the group's query heads reduced before (`group`); so heads
+vote, by `sum`, `mean` or `max`, of scores or of ranks, and where nothing else differs between them they choose the same tokens
+(TokenSelect). Nothing is averaged behind anybody's back: a part outside of `over heads` stays each head's own. The heads have to hold
+the same tokens: a policy that evicts needs `victims shared by heads`, or by layers. Pages, ties and what `keep` forces are as in any
+selection; padding, beams, chats and taken-back steps need nothing of their own, since nothing is remembered. torch serves it, in
+compiled steps as well; C++ and Triton, whose kernels see one KV head, refuse it, and so does tensor parallelism. In a score `over
+heads` is refused: `victims shared by heads` averages scores. That layers take over a choice (TidalDecode, OmniKV) cannot be said yet.
 """
 
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`
@@ -256,7 +265,7 @@ def language_reference() -> str:
         GIVEN,
         "## Counts that read the data\n",
         COUNTS,
-        "## Budgets that are shared\n",
+        "## Budgets that are shared, and heads that vote\n",
         SHARED,
         "## Inputs\n",
         _table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),

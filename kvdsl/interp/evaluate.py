@@ -66,7 +66,7 @@ class Scope:
         page: the tokens of a page. `page_after`: those before the page from which pages are counted.
         sketch: the sketch's dims, ascending; None before the first sketch.
         unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
-        heads: what each of the layer's KV heads sees, where all of them are asked together.
+        heads: the layer's KV heads, where all of them are asked together.
     """
 
     slots: int
@@ -81,7 +81,15 @@ class Scope:
     page_after: float = 0
     sketch: Indices | None = None
     unprotected: Mask | None = None
-    heads: tuple[Scope, ...] = ()
+    heads: tuple[Peer, ...] = ()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A KV head of the layer: what it sees, and the value of an expression for it, [slots or 1, 1], its group reduced."""
+
+    scope: Scope
+    value: Callable[[Expr, Scope], Array]
 
 
 def number(value: float) -> Array:
@@ -133,9 +141,7 @@ def _value(expr: Expr, scope: Scope) -> Array:
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
     if expr.axis is Axis.HEAD:
-        return fold(
-            expr.op, np.concatenate([_value(expr.body, replace(one, heads=scope.heads)) for one in scope.heads]), axis=0
-        )
+        return _over_heads(expr, scope)
     return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
 
 
@@ -148,6 +154,18 @@ def evaluate_slots(expr: Expr, scope: Scope) -> Array:
     """The value of an expression with at most the slots' axis: [slots]."""
     values: Array = np.broadcast_to(evaluate(expr, scope), (scope.slots, 1))[:, 0].copy()
     return values
+
+
+def _over_heads(expr: Reduce, scope: Scope) -> Array:
+    """A reduction over the layer's KV heads, of a number of each, or position by position: these hold the same ones."""
+    values = [peer.value(expr.body, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
+    if all(len(value) == 1 for value in values):
+        return fold(expr.op, np.concatenate(values), axis=0)
+    orders = [np.argsort(peer.scope.inputs["position"][:, 0]) for peer in scope.heads]
+    texts = [np.broadcast_to(value, (len(order), 1))[order] for value, order in zip(values, orders, strict=True)]
+    folded = fold(expr.op, np.stack(texts), axis=0)[0]
+    own: Array = folded[np.argsort(np.argsort(scope.inputs["position"][:, 0]))]
+    return own
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Array:

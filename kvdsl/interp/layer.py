@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.attention import Call
-from kvdsl.interp.evaluate import Array, Indices, Mask, Scope, evaluate_number, evaluate_slots
+from kvdsl.interp.evaluate import Array, Indices, Mask, Peer, Scope, evaluate, evaluate_number, evaluate_slots
 from kvdsl.interp.head import Head
 from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
@@ -94,9 +94,16 @@ class Layer:
     ) -> list[Step]:
         """One token after the prompt, q [H, G, D], k [H, D], v [H, Dv]; `supplied` [H, 1] by name."""
         query, key, value = floats(q), floats(k), floats(v)
-        return self._token(
-            heads, lambda i: self.machines[i].token(heads[i], query[i], key[i], value[i], of_head(supplied, i))
-        )
+
+        def arrive(index: int) -> None:
+            given = of_head(supplied, index)
+            self.machines[index].arrive(heads[index], query[index], key[index], value[index], given)
+
+        def part_of(index: int) -> Attended:
+            peers = [(self.machines[i], heads[i], query[i]) for i in self._layer_of(index)] if self.policy.heads_vote else []
+            return self.machines[index].token(heads[index], query[index], peers)
+
+        return self._token(heads, part_of, arrive)
 
     def observe_rows(
         self,
@@ -163,9 +170,13 @@ class Layer:
             yield slice(start, stop), (first + stop) % block == 0
             start = stop
 
-    def _token(self, heads: Sequence[Head], part_of: Callable[[int], Attended]) -> list[Step]:
-        """A forward of one token after the prompt."""
+    def _token(
+        self, heads: Sequence[Head], part_of: Callable[[int], Attended], arrive: Callable[[int], None] = lambda index: None
+    ) -> list[Step]:
+        """A forward of one token after the prompt: it arrives in all heads before any of them attends."""
         before = self.make_room(heads)
+        for index in range(len(heads)):
+            arrive(index)
         attended = [part_of(index) for index in range(len(heads))]
         steps = self.settle(heads, overflow if self.policy.when != "prefill" else nobody)
         return [
@@ -246,7 +257,10 @@ class Layer:
         if by is None or not sharing:
             return numbers
         own = [numbers[group[0]] for group in sharing]
-        worth = [evaluate_number(by, replace(scopes[group[0]], heads=tuple(scopes[i] for i in group))) for group in sharing]
+        worth = [
+            evaluate_number(by, replace(scopes[group[0]], heads=tuple(Peer(scopes[i], evaluate) for i in group)))
+            for group in sharing
+        ]
         live = [max(scopes[index].slots for index in group) for group in sharing]
         found = shares(worth, [one.budget for one in own], [one.layer_floor for one in own], live)
         for group, share in zip(sharing, found, strict=True):
@@ -275,6 +289,10 @@ class Layer:
     def _evicting(self) -> list[int]:
         """The heads of layers that evict."""
         return [index for index, machine in enumerate(self.machines) if np.isfinite(machine.numbers.capacity)]
+
+    def _layer_of(self, index: int) -> list[int]:
+        """The heads of a head's layer."""
+        return next(group for group in self._by_layer() if index in group)
 
     def _by_layer(self) -> list[list[int]]:
         layers = dict.fromkeys(machine.numbers.layer for machine in self.machines)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -14,6 +15,7 @@ from kvdsl.interp.evaluate import (
     Array,
     Indices,
     Mask,
+    Peer,
     Scope,
     at_least_one,
     evaluate,
@@ -33,6 +35,9 @@ from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.interp.tensors import Tensors, rows_of
 from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
 from kvdsl.ir.visitors import children
+
+Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
+"""KV heads of a layer, each with what runs it and its queries, [G, D]."""
 
 
 @dataclass(frozen=True)
@@ -107,13 +112,21 @@ class Operations:
         self.refresh(head, newest, query)
         return Attended(np.stack(outs), attn, logit)
 
-    def token(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> Attended:
-        """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv]."""
+    def arrive(self, head: Head, q: Array, k: Array, v: Array, supplied: Supplied = NOTHING) -> None:
+        """One token after the prompt is placed, and the sketch refreshed if it is time: q [G, D], k [D], v [Dv]."""
         newest = head.seen
         self.place(head, k[None], v[None], supplied)
         if self.is_refresh(head, newest):
             self.refresh(head, newest, q)
-        chosen = self.select(head, newest, q)
+
+    def token(self, head: Head, q: Array, peers: Peers = ()) -> Attended:
+        """What the token that has arrived attends to, and what it leaves behind, up to the settle: q [G, D].
+
+        Args:
+            peers: the KV heads of the layer, where they choose together, each with what runs it and the token's queries.
+        """
+        newest = head.seen - 1
+        chosen = self.select(head, newest, q, peers)
         found = self.attend(head, newest, q, chosen)
         attn, logit = self.over_group(found.probs), self.over_group(found.logits)
         self.observe(head, newest, attn, logit, q)
@@ -172,7 +185,7 @@ class Operations:
         """Whether the decode query at `newest` refreshes the sketch before it selects."""
         return head.sketch is None or (newest - (self.numbers.prompt_end - 1)) % self.numbers.sketch_every == 0
 
-    def select(self, head: Head, newest: int, q: Array) -> Mask | None:
+    def select(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Mask | None:
         """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.
 
         The first and last tokens that are kept are always among them; other keeps protect from eviction only.
@@ -183,7 +196,7 @@ class Operations:
         mask = np.zeros(head.live, dtype=bool)
         places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
         shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
-        by = self.selects_by(head, newest, q)
+        by = self.selects_by(head, newest, q, peers)
         count = self.selects_count(head, newest, q)
         mask[seen] = selected(by[seen], head.position[seen], shield[seen], count, self.numbers.page, self.numbers.page_after)
         return mask
@@ -199,12 +212,19 @@ class Operations:
         )
         return at_least_one(float(found[0]))
 
-    def selects_by(self, head: Head, newest: int, q: Array) -> Array:
+    def selects_by(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Array:
         """What the decode query at `newest` ranks the slots by, [n]; NaN where it does not see the slot."""
         assert self.policy.select is not None
         by, seen = np.full(head.live, np.nan), self._seen(head, newest)
-        by[seen] = self._per_query(self.policy.select.by, self.scope(head, seen, newest), q, evaluate_slots)
+        heads = tuple(machine.asked(other, newest, own) for machine, other, own in peers)
+        scope = replace(self.scope(head, seen, newest), heads=heads)
+        by[seen] = self._per_query(self.policy.select.by, scope, q, evaluate_slots)
         return by
+
+    def asked(self, head: Head, newest: int, q: Array) -> Peer:
+        """The head as one of its layer's that are asked together at the query at `newest`, q [G, D]."""
+        scope = self.scope(head, self._seen(head, newest), newest)
+        return Peer(scope, lambda expr, at: self._per_query(expr, at, q, evaluate))
 
     # -- what expressions see --------------------------------------------------------------------------------------
 
@@ -265,8 +285,8 @@ def floats(x: ArrayLike) -> Array:
 
 
 def _reads_q(expr: Expr) -> bool:
-    """Whether the value differs between query heads; that of a reduction over queries inside it does not."""
-    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
+    """Whether the value differs between query heads; that of a reduction over queries or KV heads inside it does not."""
+    if isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD):
         return False
     return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
 

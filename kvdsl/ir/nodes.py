@@ -8,7 +8,7 @@ Expressions see one KV head of one layer. The axes of an expression (`kvdsl.ir.a
 queries (the tokens that attend), slots (the cached tokens) and dims (of a key, value or query vector).
 """
 
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
@@ -415,6 +415,22 @@ class Policy(Node):
         return self.across_layers is not None and self.across_layers.by is None
 
     @property
+    def heads_vote(self) -> bool:
+        """Whether what a decode query attends to is chosen by what all KV heads of a layer find."""
+        return self.select is not None and any(
+            isinstance(part, Reduce) and part.axis is Axis.HEAD for part in _parts(self.select.by)
+        )
+
+    @property
     def heads_share(self) -> bool:
         """Whether the KV heads of a layer may keep unequally many tokens of one budget."""
         return self.across is not None or self.one_pool
+
+
+def _parts(node: Any) -> Iterator[Any]:
+    """An expression and everything in it."""
+    yield node
+    for _, value in node:
+        for part in value if isinstance(value, tuple) else (value,):
+            if isinstance(part, EXPRESSIONS):
+                yield from _parts(part)

@@ -278,6 +278,8 @@ def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
 def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
+    if policy.heads_vote:
+        raise NotLowerable("`select` by what all KV heads find (`over heads`): a kernel sees one")
     by = form_of_select(policy.select.by)
     before: list[str] = []
     value = ""

@@ -289,8 +289,9 @@ class TensorPrinter(_TorchPrinter):
     def reduce(self, expr: Reduce) -> Fragment:
         if expr.axis is Axis.DIM:
             return self._over_dims(expr)
-        if expr.axis is Axis.HEAD:
-            return fragment(f'{self._view}.over_heads("{expr.op}", {{}})', self.value(expr.body))
+        if expr.axis is Axis.HEAD:  # what each KV head has is its group's
+            body = TensorPrinter(self._view).body(expr.body)
+            return self._lift(fragment(f'{self._view}.over_heads("{expr.op}", {{}})', body))
         if expr.within in ("page", "next"):
             return self._over_page(expr)
         if (weighted := _weighted_vectors(expr)) is not None:
@@ -330,6 +331,10 @@ class TensorPrinter(_TorchPrinter):
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
         call = "rank_in_page({})" if expr.within == "page" else f"rank({{}}{', grouped=True' if grouped else ''})"
         return fragment(f"{self._view}.{call}{lifted}", inside.value(expr.body))
+
+    def enough(self, expr: Enough) -> Fragment:
+        parts = [self.value(expr.body), CountPrinter(self._view)(expr.share), self.value(expr.by)]
+        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}).float()", *parts)
 
     def pool(self, expr: Pool) -> Fragment:
         return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))

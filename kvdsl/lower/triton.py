@@ -341,6 +341,8 @@ def _reduction(name: str, op: str, body: Fragment, slots: str, before: list[Frag
 def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     if policy.select is None:
         return None
+    if policy.heads_vote:
+        raise NotLowerable("`select` by what all KV heads find (`over heads`): a kernel sees one")
     by = form_of_select(policy.select.by)
     if by == "expression":
         raise NotLowerable(

@@ -51,6 +51,7 @@ class PolicySpec:
         counts: whether the number of selected tokens does: `torch_kernels.count`.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
+        heads_vote: whether what a token attends to is chosen by what all KV heads of a layer find.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
         rope_cached: whether a key's rotated half is kept beside it.
@@ -83,6 +84,7 @@ class PolicySpec:
     counts: bool = False
     hard_cap: bool = False
     selects: bool = False
+    heads_vote: bool = False
     sketches: bool = False
     compact: bool = False
     rope_cached: bool = False

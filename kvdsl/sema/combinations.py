@@ -13,7 +13,7 @@ from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
 from kvdsl.ir.nodes import Input, Rank, Reduce, Tensor
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.needs import READS_TENSORS
+from kvdsl.sema.needs import READS_TENSORS, reads_heads
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
@@ -61,6 +61,7 @@ class Combinations:
         self._across()
         self._victims()
         self._heads()
+        self._votes()
         self._positions()
         self._reads()
 
@@ -205,6 +206,16 @@ class Combinations:
             self._alike(together, differing, codes.SHARED, "heads with the same victims keep equally many tokens", "victims")
         for part in common:
             self._alike([part], differing, codes.NOT_HERE, "this is one number for all KV heads of a layer")
+
+    def _votes(self) -> None:
+        """Reports heads that choose together what to attend to, but hold different tokens."""
+        by = self.parts.exprs.get("select.by")
+        if by is None or not reads_heads(by.expr) or "budget" not in self.parts.exprs or not self._is("victims", "nobody"):
+            return
+        message = "KV heads that choose together hold the same tokens, but each evicts by itself"
+        labels = [Label(self._span("select"), "because of this")]
+        name = self.flat.syntax.name.span
+        self.sink.report(codes.ACROSS, name, message, "add `victims shared by heads`, or leave out the budget", labels)
 
     def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
         """Reports the first number that reads what differs between heads; `other` is the statement that forbids it."""

@@ -6,8 +6,10 @@ from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Enough, Expr, GivenRef, Input, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, INPUTS
+from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
@@ -57,8 +59,10 @@ def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
     """Whether a value that reads the data is a single number; reports if not."""
     text = span.quoted()
     if reads_heads(value.expr):
-        message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
-        report(codes.ACROSS, span, message, "`budget budget across layers by sum(... over heads)`, say")
+        message = (
+            f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
+        )
+        report(codes.ACROSS, span, message)
         return False
     if not value.axes:
         return True
@@ -95,6 +99,12 @@ def reads_heads(expr: Expr) -> bool:
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a value is one number for all KV heads of a layer; reports if not."""
     text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
+    for part in walk(value.expr):
+        if isinstance(part, Reduce) and part.axis is Axis.HEAD and axes_of(part.body):
+            inner = print_expression(part.body)
+            message = f"for a layer's share `over heads` reduces one number of each KV head, but `{inner}` {extent(axes_of(part.body))}"
+            sink.report(codes.REDUCTION, span, message, f"reduce it before: `sum({inner} over slots)`")
+            return False
     if value.axes:
         help = f"`sum(sum({text} over slots) over heads)`, say" if value.axes == {Axis.SLOT} else None
         sink.report(codes.COUNT_AXES, span, f"{what}, but `{text}` has {axes_in_words(value.axes)}", help)

@@ -83,7 +83,7 @@ class Reductions:
         span = node.arguments[0].value.span
         if over.axis is Axis.QUERY and body.observes:
             self._nested(node, op)
-        elif over.axis is Axis.HEAD and (body.axes or not differs_by_head(body.expr)):
+        elif over.axis is Axis.HEAD and (Axis.DIM in body.axes or not differs_by_head(body.expr)):
             self._of_heads(node, body)
         elif over.axis not in body.axes and over.axis is not Axis.HEAD:
             self._no_axis(node, over.axis, body)
@@ -180,10 +180,9 @@ class Reductions:
         """What heads are reduced of is one number for each."""
         text = node.arguments[0].value.span.quoted()
         message, help = f"`{text}` is the same for all KV heads", "leave the reduction out"
-        if body.axes:
-            inner = {Axis.QUERY: f"sum(mean({text}) over slots)", Axis.SLOT: f"sum({text} over slots)"}
-            message = f"`over heads` reduces one number of each KV head, but `{text}` {extent(body.axes)}"
-            help = next((f"reduce it before: `{inner[axis]}`" for axis in inner if axis in body.axes), "reduce it before")
+        if Axis.DIM in body.axes:
+            message = f"`over heads` reduces numbers of KV heads, but `{text}` {extent(body.axes)}"
+            help = f"reduce it over dims before: `sum({text} over dims)`"
         self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
     def _no_axis(self, node: syn.Call, axis: Axis, body: Value) -> None:

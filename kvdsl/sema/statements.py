@@ -147,9 +147,9 @@ class Statements:
             help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
             self.sink.report(codes.NOT_HERE, node.span, message, help)
             return None
-        if what != WEIGHT and reads_heads(value.expr):
-            message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
-            help = "`budget budget across layers by sum(... over heads)`, say"
+        if what not in (WEIGHT, "what `select` ranks by") and reads_heads(value.expr):
+            message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
+            help = "`victims shared by heads` averages scores" if what == "a score" else None
             self.sink.report(codes.ACROSS, node.span, message, help)
             return None
         return value

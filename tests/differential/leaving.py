@@ -116,7 +116,7 @@ def _shares(shadows: Sequence[Shadow]) -> list[tuple[float, float]]:
 
 def _of_layer(shadows: Sequence[Shadow]) -> Scope:
     scopes = [shadow.live_scope() for shadow in shadows]
-    return replace(scopes[0], heads=tuple(scopes))
+    return replace(scopes[0], heads=tuple((scope, bounds) for scope in scopes))
 
 
 def _weight(found: Range) -> tuple[float, float]:

@@ -51,6 +51,7 @@ from .ranges import (
     rank,
     rounded,
     square,
+    stack,
     tanh,
     total,
 )
@@ -67,7 +68,7 @@ class Scope:
         numbers: the policy's numbers, by name, exact.
         recall: the range, [slots, 1], of a state column or of a ring's reduction.
         unprotected: [slots] what a pool ranges over; None where that lies within precision.
-        heads: what each of the layer's KV heads sees, where all of them are asked together.
+        heads: the layer's KV heads, where all of them are asked together: what each sees, and the value of an expression for it.
     """
 
     slots: int
@@ -77,7 +78,7 @@ class Scope:
     recall: Callable[[Expr], Range]
     random: Callable[[], Array] | None = None
     unprotected: Mask | None = None
-    heads: tuple[Scope, ...] = ()
+    heads: tuple[tuple[Scope, Callable[[Expr, Scope], Range]], ...] = ()
 
 
 @np.errstate(all="ignore")
@@ -103,7 +104,7 @@ def bounds(expr: Expr, scope: Scope) -> Range:
             return square(bounds(expr.left, scope))
         return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
     if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
-        return fold(expr.op, joined([bounds(expr.body, replace(one, heads=scope.heads)) for one in scope.heads]), 0)
+        return _over_heads(expr, scope)
     if isinstance(expr, Reduce):
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
     if isinstance(expr, Project):
@@ -126,6 +127,18 @@ def _over_slots(expr: Reduce, scope: Scope) -> Range:
     folded = {page: fold(expr.op, body[pages == page], 0) for page in set(pages)}
     nothing = exactly(np.full((1, body.lo.shape[1]), REDUCTIONS[expr.op].of_nothing))
     return joined([folded.get(page + (expr.within == "next"), nothing) for page in pages])
+
+
+def _over_heads(expr: Reduce, scope: Scope) -> Range:
+    """Of a number of each head, or position by position."""
+    values = [value(expr.body, replace(one, heads=scope.heads)) for one, value in scope.heads]
+    if all(len(value.lo) == 1 for value in values):
+        return fold(expr.op, joined(values), 0)
+    texts = []
+    for value, (one, _) in zip(values, scope.heads, strict=True):
+        size, order = one.slots, np.argsort(one.inputs["position"].lo[:, 0])
+        texts.append(value.map(lambda x, size=size: np.broadcast_to(x, (size, 1)))[order])
+    return fold(expr.op, stack(texts), 0)[0][np.argsort(np.argsort(scope.inputs["position"].lo[:, 0]))]
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Range:

@@ -416,10 +416,13 @@ class Maker:
         last = Binary(op="-", left=Input(name="layers"), right=ONE)
         return LayerRange(low=self.one_of(*ends[0]), high=self.one_of(*ends[1], last if low < 3 else None))
 
-    def select(self, room: float) -> Select:
+    def select(self, room: float, *, votes: bool = False) -> Select:
         by = self.value(SELECT)
         if SLOT not in axes_of(by):
             by = self.binary("+", self.dot(SELECT), by)
+        if votes and self.rarely():
+            by = self.over_heads(by)
+            by = self.binary("+", by, self.dot(SELECT)) if self.rarely() else by
         layers = self.layers() if self.rarely() else LayerRange()
         count = self.count(room + 6, room) if not self.rarely() else self.count(room, room)
         if not self.fused and self.rarely():
@@ -509,7 +512,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made |= maker.eviction(room, compact=compact)
     if selects:
         maker.sketch = sketches
-        made["select"] = maker.select(room)
+        made["select"] = maker.select(room, votes=not fused and (not evicts or made.get("victims", "own") != "own"))
     if sketches and _looks_at_sketch(made["select"]):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
     paged = any(isinstance(part, (Rank, Reduce)) and part.within in ("page", "next") for part in _nodes(made))

@@ -141,14 +141,17 @@ class RowStep:
                 self.undecided = True
                 for shadow in shadows:
                     shadow.undecided = True
+            for i, shadow in enumerate(shadows):
+                given = of_head(self.supplied, i, slice(number, number + 1))
+                shadow.arrive(self.q[i, number], self.k[i, number], self.v[i, number], sketches[i], given)
             yield [
                 shadow.token(
-                    self.q[i, number], self.k[i, number], self.v[i, number],
-                    None if steps[i].selected is None else steps[i].position[steps[i].selected], sketches[i],
-                    of_head(self.supplied, i, slice(number, number + 1)),
+                    self.q[i, number],
+                    None if steps[i].selected is None else steps[i].position[steps[i].selected],
+                    self._peers(shadows, i, number),
                 )
                 for i, shadow in enumerate(shadows)
-            ]  # fmt: skip
+            ]
             return
         parts = list(self._blocks())
         for index, part in enumerate(parts):
@@ -163,6 +166,13 @@ class RowStep:
         for i, shadow in enumerate(shadows):
             if shadow.policy.sketch is not None:
                 shadow.refresh(self.q[i, -1], shadow.seen - 1, sketches[i])
+
+    def _peers(self, shadows: Sequence[Shadow], head: int, number: int) -> list[tuple[Shadow, Array]]:
+        """The KV heads of a head's layer, where they choose together, and their queries of a token."""
+        if not self.layer.policy.heads_vote:
+            return []
+        layer = shadows[head].numbers.layer
+        return [(shadow, self.q[i, number]) for i, shadow in enumerate(shadows) if shadow.numbers.layer == layer]
 
     def _blocks(self) -> Iterator[slice]:
         """The parts after which a prompt settles, and what remains."""

@@ -6,7 +6,7 @@ interpreter has a number, the shadow has the bounds within which a backend's num
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
@@ -97,30 +97,33 @@ class Shadow:
         self._place(k, v, supplied)
         return self._queries(q, first_new, None, fused)
 
-    def token(
-        self,
-        q: Array,
-        k: Array,
-        v: Array,
-        attended: Indices | None,
-        sketch: Indices | None,
-        supplied: Supplied = NOTHING,
-    ) -> Range:
-        """One token after the prompt, up to its settle: q [G, D], k [D], v [Dv].
+    def arrive(self, q: Array, k: Array, v: Array, sketch: Indices | None, supplied: Supplied = NOTHING) -> None:
+        """One token after the prompt is placed: q [G, D], k [D], v [Dv].
 
         Args:
-            attended: the positions that the interpreter selected, if it selects.
             sketch: the dims at which the interpreter looks.
         """
         newest = self.seen
         self._place(k[None], v[None], supplied)
         if self.policy.sketch is not None and self.machine.is_refresh(_Sketched(self.sketch), newest):  # type: ignore[arg-type]
             self.refresh(q, newest, sketch)
-        chosen = None
+
+    def token(self, q: Array, attended: Indices | None, peers: Sequence[tuple[Shadow, Array]] = ()) -> Range:
+        """The token that has arrived, up to its settle: q [G, D].
+
+        Args:
+            attended: the positions that the interpreter selected, if it selects.
+            peers: the KV heads of the layer, and the token's queries of each.
+        """
+        newest, chosen = self.seen - 1, None
         if attended is not None:
             chosen = np.isin(self.position, attended)
-            self._check_selection(q, newest, chosen)
+            self._check_selection(q, newest, chosen, peers)
         return self._queries(q[None], newest, chosen)
+
+    def _asked(self, newest: int, q: Array) -> tuple[Scope, Callable[[Expr, Scope], Range]]:
+        """The head as one of its layer's that are asked together."""
+        return self._scope(self._visible(newest), newest), lambda expr, at: self._per_query(expr, at, q, bounds)
 
     def refresh(self, q: Array, newest: int, dims: Indices | None) -> None:
         """Find the sketch at the query at `newest`: `dims`, if nothing else is possible."""
@@ -317,7 +320,7 @@ class Shadow:
 
     # -- what a query attends to -----------------------------------------------------------------------------------------
 
-    def _check_selection(self, q: Array, newest: int, chosen: Mask) -> None:
+    def _check_selection(self, q: Array, newest: int, chosen: Mask, peers: Sequence[tuple[Shadow, Array]]) -> None:
         """Whether another selection than the chosen slots, [n], is possible."""
         assert self.policy.select is not None
         visible = self._visible(newest)
@@ -330,7 +333,9 @@ class Shadow:
         scope = self.live_scope()
         places = [keep for keep in self.policy.keeps if keep.scope in ("first", "last")]
         pinned = np.any([by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
-        by = self._per_query(self.policy.select.by, self._scope(visible, newest), q, bounds_of_slots)
+        heads = tuple(peer._asked(newest, own) for peer, own in peers)
+        asked_by = replace(self._scope(visible, newest), heads=heads)
+        by = self._per_query(self.policy.select.by, asked_by, q, bounds_of_slots)
         unit_of = page_of(position, self.numbers.page, self.numbers.page_after)
         units = np.unique(unit_of)
         certain = np.array([pinned[unit_of == unit].any() for unit in units])

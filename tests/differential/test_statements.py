@@ -78,6 +78,10 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "budget budget across layers by where(layer == 2, 3, 1) + 0 * mean(max(mean(attn) over slots) over heads)",
         replace(PADDED, layers=3),
     ),
+    "layers share what it takes": (
+        "param budget = 8\nwhen prefill\nscore sum(attn)\nbudget budget across layers by mean(enough(sum(attn), 0.8) over heads)",
+        replace(PADDED, layers=3),
+    ),
     "one pool": ("param budget = 8\nwhen prefill\nscore sum(attn)\nbudget budget across layers", replace(PADDED, layers=3)),
     "one pool with floor": (
         "param budget = 9\nwhen prefill\nscore norm2(v)\nlayers ..2\nkeep last 2\nkeep top 3 by std(attn)\n"
@@ -144,6 +148,15 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     "sketch of keys": (
         "sketch top prompt / 6 dims by abs(q * mean(k over slots)) every 3 queries\n"
         "select top 6 by max(q * k over sketch) + sum(k * k over sketch)",
+        PADDED,
+    ),
+    "heads choose together": (
+        "group max\nselect top 6 by sum(exp(dot(q, k) / 3) / sum(exp(dot(q, k) / 3) over slots) over heads)",
+        PADDED,
+    ),
+    "heads choose by ranks": ("select top 9 by max(rank(dot(q, k)) over heads) - age / 100\nkeep first 2\npages 2", PADDED),
+    "heads choose and agree": (
+        "param budget = 12\nscore mean(attn)\nvictims shared by heads\nselect top 6 by dot(q, k) - mean(norm2(k) over heads)",
         PADDED,
     ),
     # where it lies in the text

@@ -513,6 +513,25 @@ def best_between(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, cache.kept[:2] + cache.kept[-2:])
 
 
+def voted(cache: Cache, token: int) -> list[int]:
+    """Six, two sinks and the two most recent among them, by the softmaxes of all query heads."""
+    return most_votes([cache], token)
+
+
+def most_votes(heads: list[Cache], token: int) -> list[int]:
+    """`voted`, of several KV heads."""
+    kept = heads[0].kept
+    votes = dict.fromkeys(kept, 0.0)
+    for head in heads:
+        for query in head.q[token]:
+            weights = {one: math.exp(float(query @ head.k[one]) / math.sqrt(len(query))) for one in kept}
+            for one, weight in weights.items():
+                votes[one] += weight / sum(weights.values())
+    always = kept[:2] + kept[-2:]
+    others = sorted((one for one in kept if one not in always), key=lambda one: votes[one])
+    return sorted(always + others[len(others) - 2 :])
+
+
 def largest_dims(cache: Cache, token: int, dims: int = 2) -> list[int]:
     """The largest |q|, the group's mean."""
     size = np.abs(cache.q[token]).sum(axis=0)
@@ -578,6 +597,7 @@ def given(**params: float) -> dict[str, float]:
 
 METHODS: dict[str, Method] = {
     "layer_budgets": Method(brute.snapkv, 36, {"budget": 30}, prompt=50, tokens=54, tensors={"share": np.array([1.2])}),
+    "token_select": Method(full, math.inf, {"tokens": 6, "sinks": 2, "recent": 2}, chosen=voted),
     "dense_then_topk": Method(full, math.inf, {"tokens": 6, "sinks": 2, "recent": 2}, layer=2, chosen=best_between),
     "moba": Method(full, math.inf, {"page": 8, "chosen": 3}, prompt=30, tokens=50, chosen=mean_keys(8, 3)),
     "infllm": Method(

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from kvdsl.interp import Call, Interpreter, Layer, resolve
-from tests.gallery.formulas import IN_BLOCKS, METHODS, importance
+from tests.gallery.formulas import IN_BLOCKS, METHODS, importance, most_votes
 from tests.gallery.layered import LAYERED
 from tests.gallery.layered import importance as layers_importance
 from tests.interp.brute import Cache, Method
@@ -65,3 +65,25 @@ def test_layers_share(stem: str, form: str) -> None:
     found = [head.position.tolist() for head in heads]
     assert [found[layer * method.heads :][: method.heads] for layer in range(method.layers)] == expected
     assert len({len(kept) for kept in found}) > 1, "layers get the same, so that nothing is tested"
+
+
+def test_heads_vote() -> None:
+    """Three KV heads of TokenSelect, of two query heads each, choose the same tokens: those with the most votes."""
+    policy, prompt, tokens, count = policy_of("token_select"), 14, 30, 3
+    texts = [trace(tokens, 21 + head) for head in range(count)]
+    caches = [Cache(Method(lambda cache: []), *text) for text in texts]
+    numbers = [resolve(policy, {"tokens": 6, "sinks": 2, "recent": 2}, prompt)]
+    layer = Layer(policy, numbers, Call(scaling=DIM**-0.5), heads=count)
+    heads = layer.empty(DIM, DIM)
+    q, k, v = map(np.stack, zip(*texts, strict=True))
+    layer.prefill(heads, q[:, :prompt], k[:, :prompt], v[:, :prompt])
+    alone = 0
+    for token in range(tokens):
+        for cache in caches:
+            cache.place(token)
+        if token >= prompt:
+            steps = layer.decode(heads, q[:, token], k[:, token], v[:, token])
+            expected = most_votes(caches, token)
+            assert [sorted(step.position[step.selected].tolist()) for step in steps] == [expected] * count
+            alone += any(most_votes([cache], token) != expected for cache in caches)
+    assert alone > 5, "a head by itself would choose the same"

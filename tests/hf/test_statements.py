@@ -31,6 +31,7 @@ NEW: dict[str, dict[str, float]] = {
     "pyramidkv": {"budget": 640},  # of which the last layer gets 32
     "sparcas": {"tokens": 9, "dims": 4},
     "quest": {"tokens": 32},
+    "token_select": {"tokens": 9, "sinks": 2, "recent": 3},
     "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},
 }
 """Params that make every one of them decide something in texts of some 60 tokens."""
@@ -230,7 +231,8 @@ def test_layers_agree_after_a_later_prompt_as_well() -> None:
 
 @pytest.mark.parametrize(
     "body", ["victims shared by heads", "victims shared by layers", "when prefill\nbudget budget across heads",
-             "when prefill\nbudget budget across layers by max(mean(sum(attn) over slots) over heads)"],
+             "when prefill\nbudget budget across layers by max(mean(sum(attn) over slots) over heads)",
+             "victims shared by heads\nselect top 4 by sum(dot(q, k) over heads)"],
 )  # fmt: skip
 def test_heads_of_other_processes_cannot_agree(body: str, monkeypatch: pytest.MonkeyPatch) -> None:
     custom(f"param budget = 12\nscore sum(attn)\n{body}")

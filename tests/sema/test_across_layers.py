@@ -81,8 +81,13 @@ def test_heads_of_one_pool_share_already() -> None:
          "reduce it: `sum(live over heads)`, say"),
         ("sum(attn)", "KV0302", "sum(attn)", "a layer's share goes by one number for all its KV heads, but `sum(attn)` has one number "
          "per slot", "`sum(sum(sum(attn) over slots) over heads)`, say"),
-        ("sum(sum(attn) over heads)", "KV0304", "sum(attn)", "`over heads` reduces one number of each KV head, but `sum(attn)` has one "
-         "number per slot", "reduce it before: `sum(sum(attn) over slots)`"),
+        ("sum(sum(attn) over heads)", "KV0304", "sum(sum(attn) over heads)", "for a layer's share `over heads` reduces one number of "
+         "each KV head, but `sum(attn)` has one number per slot", "reduce it before: `sum(sum(attn) over slots)`"),
+        ("max(sum(sum(attn) over heads) over slots)", "KV0304", "max(sum(sum(attn) over heads) over slots)", "for a layer's share `over "
+         "heads` reduces one number of each KV head, but `sum(attn)` has one number per slot",
+         "reduce it before: `sum(sum(attn) over slots)`"),
+        ("sum(k over heads)", "KV0304", "k", "`over heads` reduces numbers of KV heads, but `k` has one number per slot and dim",
+         "reduce it over dims before: `sum(k over dims)`"),
         ("sum(layer over heads)", "KV0304", "layer", "`layer` is the same for all KV heads", "leave the reduction out"),
     ],
 )  # fmt: skip
@@ -92,15 +97,22 @@ def test_weights_that_make_no_sense(by: str, code: str, at: str, message: str, h
 
 def test_heads_are_reduced_for_a_layers_share_only() -> None:
     score = f"sum(attn) / sum({WEIGHT} over heads)"
-    message = "a score belongs to one KV head, and cannot read `over heads`: that is for a layer's share of a budget"
-    refused(
-        "KV0412",
-        message,
-        score,
-        "`budget budget across layers by sum(... over heads)`, say",
-        "param budget = 64",
-        f"score {score}",
+    message = (
+        "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
     )
+    refused("KV0412", message, score, "`victims shared by heads` averages scores", "param budget = 64", f"score {score}")
+    message = message.replace("a score", "the budget")
+    budget = "sum(sum(norm2(k) over slots) over heads)"
+    refused("KV0412", message, budget, None, f"budget {budget}", "score age")
+
+
+def test_heads_that_vote_hold_the_same_tokens() -> None:
+    select = "select top 8 by sum(dot(q, k) over heads)"
+    assert policy(select).heads_vote and not policy("select top 8 by dot(q, k)").heads_vote
+    assert check(body("param budget = 64", "score sum(attn)", "victims shared by heads", select)).ok
+    message = "KV heads that choose together hold the same tokens, but each evicts by itself"
+    help = "add `victims shared by heads`, or leave out the budget"
+    refused("KV0412", message, "P", help, "param budget = 64", "score sum(attn)", select, because=select)
 
 
 def test_not_for_every_query() -> None:

@@ -225,9 +225,13 @@ class View:
         return torch.einsum("bhgqs,bhsd->bhgqd" if grouped else "bhqs,bhsd->bhqd", seen, vector).unsqueeze(-2)
 
     def over_heads(self, op: str, x: Tensor | float) -> Tensor:
-        """Reduce over the layer's KV heads what each has of its slots, [batch, kv_heads or 1, 1, 1]: [batch, 1, 1, 1]."""
+        """Reduce over the layer's KV heads what each has, [batch, kv_heads or 1, queries or 1, slots or 1]: the same with one head.
+
+        What slots have is reduced slot by slot: the heads hold the same positions in the same order.
+        """
         one = torch.as_tensor(x, dtype=torch.float32, device=self.visible.device)
-        of_all = one.expand(*self.visible.shape[:2], 1, 1)
+        one = one if one.dim() == 4 else one.view(1, 1, 1, 1)
+        of_all = one.expand(*self.visible.shape[:2], *one.shape[2:])
         return masked_reduce(op, of_all, torch.ones_like(of_all, dtype=torch.bool), 1)
 
     def over_page(self, op: str, x: Tensor, *, dims: bool = False, following: bool = False) -> Tensor:
