@@ -252,12 +252,13 @@ def criticalkv(cache: Cache, window: int = 2) -> list[int]:
 
 
 def criticalkv_projected(cache: Cache, window: int = 2) -> list[int]:
-    """Half of the budget, the window in it, by attention; then by attention times what the caller says."""
-    text = sorted(cache.kept[:-window], key=lambda token: (mean_asked(cache, token, window), token))
+    """Half of the budget, the window in it, by means of five with zeros around the text; then by these times what the caller says."""
+    text = cache.kept[:-window]
+    padded = [0.0] * 2 + [mean_asked(cache, token, window) for token in text] + [0.0] * 2
+    pooled = {token: sum(padded[place : place + 5]) / 5 for place, token in enumerate(text)}
     first = int(cache.method.budget) // 2 - window
-    return lowest(
-        cache, text[: len(text) - first], lambda token: (mean_asked(cache, token, window) + 1e-4) * importance(token)
-    )
+    rest = sorted(text, key=lambda token: (pooled[token], token))[: len(text) - first]
+    return lowest(cache, rest, lambda token: (pooled[token] + 1e-4) * importance(token))
 
 
 def prefill_decoding(cache: Cache, window: int = 3, interval: int = 2) -> list[int]:

@@ -44,8 +44,7 @@ def _kvzap_says(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
 
 
 def _criticalkv(kvpress: Any, ratio: float) -> Any:
-    """Without pooling."""
-    return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio, window_size=8, kernel_size=1))
+    return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5))
 
 
 def _projected(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
