@@ -155,6 +155,9 @@ after every turn's prompt, and after every decoded token. It is floored, and 1 a
 protects, protected tokens leave too, the lowest-scored first. What it counts is what its row and KV head hold: padding is not
 counted.
 
+`seen == prompt` holds at a prompt's end, so that either phase may have a budget of its own (SCOPE): `budget where(seen == prompt,
+512, 1024)`; and `(seen - prompt) % 512 == 0` every 512 tokens, between which `everything` stays.
+
 `at most` is the bound: `budget 0.5 * seen at most 4096`. It reads what any other budget may, and memory is bounded by it. Without
 it a cache grows with what stays: once it is full, it has room for a quarter more than it holds, and it never shrinks. (Of a
 budget that does not read the data, `at most` is a `min`.) Nothing else may read `budget` then, because it is not known before:

@@ -261,10 +261,13 @@ def criticalkv_projected(cache: Cache, window: int = 2) -> list[int]:
     return lowest(cache, rest, lambda token: (pooled[token] + 1e-4) * importance(token))
 
 
-def prefill_decoding(cache: Cache, window: int = 3, interval: int = 2) -> list[int]:
-    if cache.newest < cache.method.prompt:
+def prefill_decoding(cache: Cache, window: int = 3, interval: int = 3, target: int = 5) -> list[int]:
+    """The prompt to eight tokens, by its window; then every third token to five."""
+    generated = cache.newest + 1 - cache.method.prompt
+    if generated == 0:
         return lowest(cache, cache.kept[:-window], lambda token: recent_total(cache, token, window))
-    return buffered(interval, shortest)(cache)
+    longest = sorted(cache.kept, key=lambda token: (-length(cache.k[token]), token))
+    return longest[: max(0, len(cache.kept) - target)] if generated % interval == 0 else []
 
 
 def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 2) -> list[int]:
@@ -323,18 +326,18 @@ def raas(cache: Cache, page: int = 2) -> list[int]:
     return lowest(cache, text, lambda token: max(stamps[one] for one in pages[token]))
 
 
-def scope(cache: Cache, text: int = 5, window: int = 2) -> list[int]:
-    """The prompt's best by its own queries stay, then the rest of it leaves, and then what was generated, by all attention."""
+def scope(cache: Cache, text: int = 5, generated: int = 4, window: int = 2) -> list[int]:
+    """The prompt's best by its own queries, and its last two; of what is generated the best by all attention, and its last two."""
     prompt = cache.method.prompt
 
     def told(token: int) -> float:
         return sum(p for query, p in cache.rows[token].items() if query < prompt)
 
-    best = sorted((token for token in cache.kept if token < prompt), key=lambda token: (told(token), token))[-text:]
-    free = [token for token in cache.kept[:-window] if token not in best]
-    return sorted(free, key=lambda token: (token >= prompt, told(token) if token < prompt else cache.total(token), token))[
-        : cache.excess
-    ]
+    if cache.newest < prompt:
+        return sorted(cache.kept[:-window], key=lambda token: (told(token), token))[: len(cache.kept) - text]
+    free = [token for token in cache.kept if token >= prompt]
+    worst = sorted(free[:-window], key=lambda token: (cache.total(token), token))
+    return worst[: max(0, len(free) - generated)]
 
 
 def pyramid_infer(cache: Cache, recent: int = 4) -> list[int]:
@@ -633,12 +636,12 @@ METHODS: dict[str, Method] = {
     "knorm_chunks": Method(once(knorm_chunks), 11, {"kept": 0.5, "chunk": 5}, prompt=23),
     "knorm_then_keydiff": Method(once(knorm_then_keydiff), 7, {"first": 0.6, "second": 0.5}, prompt=24),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
-    "prefill_decoding": Method(prefill_decoding, given=given(window=3, interval=2)),
+    "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=2)),
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
     "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
-    "scope": Method(scope, 10, given=given(budget=10, text=5, window=2)),
+    "scope": Method(scope, given={"text": 5, "generated": 4, "window": 2}),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),
     "vase": Method(vase, given=given(large=2, window=3)),
     "buzz": Method(buzz, given=given(sinks=1, recent=2, cell=3)),

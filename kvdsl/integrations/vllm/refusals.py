@@ -29,6 +29,10 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} {why}, so a request's state has no constant size; serve a policy that evicts always (h2o, roco)"
         )
+    if spec.measures:
+        raise KvdslError(
+            f"the budget of {spec.name} reads what is cached, which is not served in vLLM's pages yet; h2o, roco and tova are"
+        )
     if spec.tensors is not None:
         raise KvdslError(
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"

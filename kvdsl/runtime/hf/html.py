@@ -55,7 +55,8 @@ def _most(layer: SlotLayer) -> str:
         return "every token"
     capacity = layer.state.settings.named(layer.state.numbers)["capacity"][0]
     least, most = ("every token" if x.isinf() else f"{float(x):,.0f} tokens" for x in (capacity.min(), capacity.max()))
-    return least if least == most else f"{least} to {most}"
+    allowed = least if least == most else f"{least} to {most}"
+    return f"at most {allowed}, as its budget counts" if layer.state.spec.measures else allowed
 
 
 def _strip(layer: SlotLayer) -> str:

@@ -63,6 +63,7 @@ def seed_of(policy: Policy) -> Policy | None:
     beyond = (
         policy.heads_share
         or policy.across_layers is not None
+        or policy.measured is not None
         or policy.when != "both"
         or policy.select is not None
         or policy.victims != "own"
