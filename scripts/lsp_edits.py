@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -86,14 +87,19 @@ def main() -> None:
     parser.add_argument("--edits", type=int, default=100_000)
     parser.add_argument("--minutes", type=float, default=float("inf"), help="end sooner, after so many")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--folder", type=Path, default=Path("/tmp"), help="where the texts are said to lie")
+    parser.add_argument("--folder", type=Path, help="where the texts are said to lie; an empty folder unless given")
     given = parser.parse_args()
+    with tempfile.TemporaryDirectory() as empty:
+        run(given, given.folder or Path(empty))
+
+
+def run(given: argparse.Namespace, folder: Path) -> None:
     begun, failed, made = time.monotonic(), [], 0
     chance = random.Random(given.seed)
-    with client(given.folder) as one:
+    with client(folder) as one:
         watch = Watch(psutil.Process(one.ask._server.pid))
         for made, (text, offset) in enumerate(edited(given.seed, given.edits), 1):
-            uri = (given.folder / f"edited_{(made - 1) // EDITS_A_TEXT % 4}.kv").as_uri()
+            uri = (folder / f"edited_{(made - 1) // EDITS_A_TEXT % 4}.kv").as_uri()
             with watch("diagnostics"):
                 one.open(uri, text)
             plain = text.replace("\r\n", "\n").replace("\r", "\n")

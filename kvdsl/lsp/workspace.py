@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -92,13 +93,14 @@ class Workspace:
 
 def _below(folder: Path) -> Iterator[Path]:
     try:
-        paths = sorted(folder.iterdir())
+        with os.scandir(folder) as found:
+            entries = sorted(found, key=lambda entry: entry.name)
     except OSError:
         return
-    for path in paths:
-        if path.name.startswith(".") or path.name in _SKIPPED:
+    for entry in entries:
+        if entry.name.startswith(".") or entry.name in _SKIPPED:
             continue
-        if path.is_dir() and not path.is_symlink():
-            yield from _below(path)
-        elif path.suffix == ".kv":
-            yield path
+        if entry.is_dir(follow_symlinks=False):
+            yield from _below(Path(entry.path))
+        elif entry.name.endswith(".kv"):
+            yield Path(entry.path)
