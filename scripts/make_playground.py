@@ -26,10 +26,13 @@ SOURCE = ROOT / "docs" / "playground"
 BUILD = ROOT / "build" / "playground"
 """Where npm installs, and where the wheel of pydantic-core is kept."""
 
-LANGUAGE = ("build", "emit", "explain", "interp", "ir", "lower", "passes", "scenarios", "sema", "syntax")
+LANGUAGE = ("build", "emit", "explain", "interp", "ir", "lower", "lsp", "passes", "scenarios", "sema", "syntax")
 """Folders of kvdsl that the page needs; of the rest only what lies beside them."""
 
-PURE = ("annotated-types", "jinja2", "lark", "markupsafe", "pydantic", "typing-extensions", "typing-inspection")
+PURE = (
+    "annotated-types", "attrs", "jinja2", "lark", "lsprotocol", "markupsafe", "pydantic", "pygls", "typing-extensions",
+    "typing-inspection",
+)  # fmt: skip
 """What the compiler imports and is, or can do with, Python alone (markupsafe has a form in C, and one without)."""
 
 PYTHON, PLATFORM = "3.14", "pyemscripten_2026_0_wasm32"

@@ -6,7 +6,7 @@ import { python } from "@codemirror/lang-python";
 import { bracketMatching, HighlightStyle, StreamLanguage, syntaxHighlighting } from "@codemirror/language";
 import { lintGutter, lintKeymap, setDiagnostics } from "@codemirror/lint";
 import { EditorState } from "@codemirror/state";
-import { drawSelection, EditorView, highlightActiveLine, keymap, lineNumbers } from "@codemirror/view";
+import { drawSelection, EditorView, highlightActiveLine, hoverTooltip, keymap, lineNumbers } from "@codemirror/view";
 import { tags } from "@lezer/highlight";
 
 const colours = HighlightStyle.define([
@@ -59,8 +59,21 @@ function kv({ keywords, functions, inputs }) {
 
 const looks = [syntaxHighlighting(colours), drawSelection(), EditorView.lineWrapping];
 
-/** The editor. Tab leaves it, so that no keyboard is caught; `changed` gets every new text. */
-export function policyEditor(parent, language, text, changed, format) {
+/**
+ * The editor. Tab leaves it, so that no keyboard is caught; `changed` gets every new text, and `explained` the explanation that is asked
+ * for with F1. `hover` finds what stands at a line and a character.
+ */
+export function policyEditor(parent, language, text, { changed, format, hover, explained }) {
+  const at = async (view, position) => {
+    const line = view.state.doc.lineAt(position);
+    const found = await hover(line.number - 1, position - line.from);
+    const place = ([number, character]) => view.state.doc.line(number + 1).from + character;
+    return found ? { pos: place(found.from), end: place(found.to), text: found.text } : null;
+  };
+  const show = (view) => {
+    at(view, view.state.selection.main.head).then((found) => explained(found ? formatted(found.text) : []));
+    return true;
+  };
   return new EditorView({
     parent,
     state: EditorState.create({
@@ -73,12 +86,31 @@ export function policyEditor(parent, language, text, changed, format) {
         highlightActiveLine(),
         lintGutter(),
         kv(language),
-        keymap.of([{ key: "Alt-Shift-f", run: () => (format(), true) }, ...defaultKeymap, ...historyKeymap, ...lintKeymap]),
+        hoverTooltip(async (view, position) => {
+          const found = await at(view, position);
+          return found && { ...found, above: true, create: () => ({ dom: box("explained", formatted(found.text)) }) };
+        }),
+        keymap.of([{ key: "F1", run: show }, { key: "Alt-Shift-f", run: () => (format(), true) }, ...defaultKeymap, ...historyKeymap, ...lintKeymap]),
         EditorView.contentAttributes.of({ "aria-label": "policy", "aria-describedby": "problems" }),
         EditorView.updateListener.of((update) => update.docChanged && changed(update.state.doc.toString())),
       ],
     }),
   });
+}
+
+/** The elements of a text in Markdown: paragraphs, code in lines, and code in a line. */
+function formatted(text) {
+  return text.split(/\n\n+/).map((part) => {
+    const code = /^```\w*\n([^]*)\n```$/.exec(part);
+    if (code) return box("", [code[1]], "pre");
+    return box("", part.split("`").map((piece, index) => (index % 2 ? box("", [piece], "code") : piece)), "p");
+  });
+}
+
+function box(className, parts, name = "div") {
+  const made = Object.assign(document.createElement(name), { className });
+  made.append(...parts);
+  return made;
 }
 
 export function setText(view, text) {

@@ -26,7 +26,12 @@ async function start() {
   for (const name of Object.keys(language.policies)) at("shipped").append(new Option(name, name));
   text = shared() ?? language.policies[FIRST];
   name();
-  view = policyEditor(at("editor"), language, text, changed, format);
+  view = policyEditor(at("editor"), language, text, {
+    changed,
+    format,
+    hover: (line, character) => ask("hover", { text, line, character }),
+    explained: (parts) => at("explained").replaceChildren(...parts),
+  });
   at("loading").remove();
   document.body.dataset.ready = "true";
   at("shipped").addEventListener("change", () => setText(view, language.policies[at("shipped").value] ?? text));

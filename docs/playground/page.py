@@ -74,6 +74,23 @@ def layout(text: str) -> str:
     return json.dumps(format_source(SourceFile(NAME, text), Sink()))
 
 
+def hover(text: str, line: int, character: int) -> str:
+    """What stands at a place, explained in Markdown as `kvdsl lsp` has it, and where it begins and ends, as line and character; else null.
+
+    The language server's types take a second to import, so that they are imported when somebody first asks.
+    """
+    from lsprotocol.types import MarkupContent, Position
+
+    from kvdsl.lsp.document import read_document
+    from kvdsl.lsp.hover import hover as explained
+
+    found = explained(read_document(f"untitled:{NAME}", text, "utf-16", {}), Position(line, character))
+    if found is None or found.range is None or not isinstance(found.contents, MarkupContent):
+        return json.dumps(None)
+    begin, end = found.range.start, found.range.end
+    return json.dumps({"text": found.contents.value, "from": [begin.line, begin.character], "to": [end.line, end.character]})
+
+
 def _units(text: str, offset: int) -> int:
     """An offset in characters as one in UTF-16 code units."""
     return len(text[:offset].encode("utf-16-le")) // 2

@@ -19,6 +19,7 @@ const asks = {
   explain: ({ text }) => page.explain(text),
   generate: ({ text }) => page.generate(text),
   layout: ({ text }) => page.layout(text),
+  hover: ({ text, line, character }) => page.hover(text, line, character),
 };
 
 async function work() {

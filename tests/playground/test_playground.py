@@ -64,6 +64,14 @@ def test_what_is_said_and_made_of_a_policy(page: Any) -> None:
     assert json.loads(page.layout(text.replace("= 8", "=    8"))) == text
 
 
+def test_a_word_is_explained_at_its_place(page: Any) -> None:
+    text = POLICY.replace("postion", "position")
+    said = json.loads(page.hover(text, 5, 10))
+    assert (said["from"], said["to"]) == ([5, 8], [5, 16])
+    assert "`position`" in said["text"]
+    assert json.loads(page.hover(text, 1, 0)) is None
+
+
 def test_the_language_has_its_words_and_policies(page: Any) -> None:
     known = json.loads(page.language())
     assert "score" in known["keywords"]
@@ -85,6 +93,7 @@ def test_what_is_packed_is_enough(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         "for text in json.loads(page.language())['policies'].values():\n"
         "    assert all(one['severity'] == 'warning' for one in json.loads(page.check(text)))\n"
         "    assert json.loads(page.explain(text))['rows'] and json.loads(page.generate(text))['cache.py']\n"
+        "assert page.hover('kv 1\\n', 0, 0)\n"
     )
     environment = os.environ | {"KVDSL_CACHE_DIR": str(tmp_path / "cache")}
     done = subprocess.run([sys.executable, "-I", "-S", "-c", program], capture_output=True, text=True, env=environment)
@@ -156,6 +165,10 @@ class TestVisit:
     def test_once_mended_it_is_gone(self, seen: Any) -> None:
         assert seen["mended"]["summary"] == "no findings"
         assert seen["mended"]["chosen"] == "", "it is no shipped policy any more"
+
+    def test_words_are_explained(self, seen: Any) -> None:
+        assert "the mean; ranges over queries" in seen["hovered"]
+        assert "the lowest leaves first" in seen["explained"]
 
     def test_what_is_generated(self, seen: Any) -> None:
         assert "static void observe" in seen["generated"]["cpp"]

@@ -55,6 +55,17 @@ await page.waitForFunction(() => document.getElementById("summary").innerText ==
 await page.waitForFunction(() => document.getElementById("explain").innerText.includes("value vectors"));
 seen.mended = { summary: await read(page, "#summary"), chosen: await page.$eval("#shipped", (node) => node.value) };
 
+// What a word means: by mouse, and by F1.
+const word = page.locator("#editor .cm-line:has-text('score mean') >> text=mean").first();
+await word.hover();
+seen.hovered = await page.waitForSelector(".cm-tooltip .explained").then((tip) => tip.innerText());
+await page.mouse.move(0, 0);
+await page.click("#editor .cm-line:has-text('score mean')");
+await page.keyboard.press("Home");
+await page.keyboard.press("F1");
+await page.waitForFunction(() => document.getElementById("explained").innerText);
+seen.explained = await read(page, "#explained");
+
 // What is generated, by keyboard.
 seen.generated = {};
 await page.focus("#tab-explain");
