@@ -64,7 +64,7 @@ def test_words(line: str, words: list[str]) -> None:
 
 def test_lists_of_policies() -> None:
     pytest.importorskip("kvdsl_lab")
-    assert completed("eval ppl --policies h2o,to") == ["h2o,tova", "h2o,tova_once"]
+    assert completed("eval ppl --policies h2o,tov") == ["h2o,tova", "h2o,tova_once"]
     assert completed("eval ppl --policies h2o,tova --set re") == ["recent="]
 
 
