@@ -119,7 +119,7 @@ def _in_a_model(policy: str, bound: float) -> None:
 
     @criterion(6, f"the same in fp32: {policy}")
     def _() -> Measured:
-        raise NotMeasured("takes an hour: docs/performance.md has the command, and what it gave")
+        raise NotMeasured("takes an hour: docs/performance/ has the command, and what it gave")
 
 
 _in_a_model("streaming_llm", 1.62)

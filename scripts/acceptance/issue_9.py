@@ -62,10 +62,10 @@ def _peers(what: str, name: str) -> None:
             raise NotMeasured(f"make peers, and commit build/{name} as {path.relative_to(REPO)}")
         found = json.loads(path.read_text(encoding="utf-8"))
         compared = [row for row in found["rows"] if row["by"] == "kvpress" and "tpot_vs_kvdsl" in row]
-        told = (REPO / "docs" / "performance.md").read_text(encoding="utf-8")
+        told = (REPO / "docs" / "performance" / "peers.md").read_text(encoding="utf-8")
         unnamed = [one for one in found["beaten"] if f"`{one}`" not in told]
         value = f"kvpress takes less in {len(found['beaten'])} of {len(compared)}; of {len(unnamed)} no cause is named"
-        return value, "0, or docs/performance.md names the cause", bool(compared) and not unnamed
+        return value, "0, or docs/performance/peers.md names the cause", bool(compared) and not unnamed
 
 
 _peers("TPOT", "peers.json")

@@ -1,4 +1,4 @@
-"""What the stages found, as tables for docs/performance.md."""
+"""What the stages found, as tables for docs/performance/gpus.md."""
 
 from __future__ import annotations
 
