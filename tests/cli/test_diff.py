@@ -149,3 +149,8 @@ def test_of_tensors_of_files_no_text_is_tried(capsys: Capture) -> None:
     b = write("two.kv", tensor, "budget where(w > 0, 64, 32)", "score mean(attn)")
     assert "No text was tried: tensors of files have the sizes of a model" in run(capsys, "diff", a, b).out
     assert diff(capsys, a, b)[0]["texts_tried"] == 0
+
+
+def test_no_text_of_layers_that_share(capsys: Capture) -> None:
+    out = run(capsys, "diff", "cake", "lava").out
+    assert "No text was tried: layers that share a budget are several, and a test has one." in out

@@ -263,3 +263,30 @@ def test_a_policy_whose_heads_keep_the_same_says_nothing_of_them(capsys: Capture
     text, data = explained(capsys, "param budget = 64\n  score sum(attn)")
     assert data["budgets"] == [] and data["bytes_per_head"] is None
     assert "a KV head takes" not in text
+
+
+def test_layers_that_share(capsys: Capture) -> None:
+    """The peak is the whole prompt; decoded tokens know nothing of it, so that all backends serve them."""
+    out, content = explained(
+        capsys, "param budget = 8; score sum(attn); when prefill; budget budget across layers by 1 + layer floor 0.1"
+    )
+    shown = " ".join(out.split())
+    assert "each has what is protected at the ends or 0.1 of its budget, and its share of the rest by 1 + layer" in shown
+    assert "in the prompt: the prompt, in all layers at a time" in shown
+    assert all(one["ok"] for one in content["backends"])  # type: ignore[attr-defined]
+    shown = " ".join(
+        explained(capsys, "param budget = 8; score sum(attn); when prefill; budget budget across layers floor 0.5")[
+            0
+        ].split()
+    )
+    assert (
+        "all layers and heads share their budgets, once all have seen the prompt, each head 0.5 of its budget at least"
+        in shown
+    )
+
+
+def test_heads_that_vote(capsys: Capture) -> None:
+    Path("votes.kv").write_text('kv 1\n\npolicy Votes {\n  "A."\n  select top 4 by sum(dot(q, k) over heads)\n}\n')
+    backends = run(capsys, "explain", "votes.kv", "--json").json()["backends"]
+    refused = {one["name"]: one["why_not"] for one in backends if not one["ok"]}
+    assert refused.keys() == {"cpu", "triton"} and all("over heads" in why for why in refused.values())

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 from transformers import CompileConfig
 
+import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
 from tests.hf import policies, zoo
@@ -68,6 +69,17 @@ def assert_same_slots(ours: Any, theirs: Any) -> None:
 
 def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
+
+
+@pytest.mark.slow
+def test_heads_vote_in_a_graph(model: Any) -> None:
+    """What the KV heads of a layer choose together, in a compiled step as in an eager one."""
+    body = f"param budget = {BUDGET}\nscore sum(attn)\nvictims shared by heads\nselect top 6 by sum(dot(q, k) over heads)"
+    made = kvdsl.compile(f'kv 1\npolicy Voting {{\n"a test"\n{body}\n}}\n')
+    ours, theirs = made(model), made(model)
+    tokens = decode(model, whole(model), ours, 12)
+    assert torch.equal(tokens, decode(model, model.forward, theirs, 12))
+    assert_same_slots(ours, theirs)
 
 
 @pytest.mark.parametrize(("policy", "backend"), [

@@ -161,6 +161,16 @@ def test_a_policy_that_reads_queries_needs_them(tmp_path: Path) -> None:
     assert one.message == "`P` reads `q`, which `attend` does not say"
 
 
+def test_layers_that_share_a_budget_are_several() -> None:
+    source = (
+        'kv 1\nimport cake\ntest "a" {\nuse CAKE at layer 0 of 2\nprompt { 2 times attend rest 0.5 }\nexpect live 2\n}\n'
+    )
+    (one,) = check(source).diagnostics
+    assert (one.code, one.span.text) == ("KV0606", "use CAKE at layer 0 of 2")
+    assert one.message == "the layers of `CAKE` share a budget, but a test has one layer"
+    assert not check(source.replace(" at layer 0 of 2", "")).diagnostics
+
+
 # -- settings that the policy refuses ----------------------------------------------------------------------------------
 
 TOO_MANY = ("use H2O", "set budget = 4", "set recent = 5")
