@@ -103,7 +103,7 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         replace(PADDED, rope="half"),
     ),
     "above a threshold": (
-        "budget sum(norm1(v) > 6 or age < 4 over slots) at most 10\nscore norm1(v)\nkeep last 4\nlayers 2..",
+        "budget sum(norm1(v) > 26 or age < 4 over slots) at most 10\nscore norm1(v)\nkeep last 4\nlayers 2..",
         PADDED,
     ),
     "above a threshold of attention": (
@@ -111,11 +111,11 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         PADDED,
     ),
     "a threshold that heads share": (
-        "budget sum(norm1(v) > 6 over slots) + 2\nscore norm1(v)\nvictims shared by heads",
+        "budget sum(norm1(v) > 26 over slots) + 2\nscore norm1(v)\nvictims shared by heads",
         PADDED,
     ),
     "a share of the text in blocks": ("budget 0.5 * seen\nscore sum(attn)\nprefill blocks of 6", PADDED),
-    "counted after the prompt": ("budget sum(norm1(v) > 6 over slots)\nscore norm1(v)\nwhen prefill", PADDED),
+    "counted after the prompt": ("budget sum(norm1(v) > 26 over slots)\nscore norm1(v)\nwhen prefill", PADDED),
     "counted lazily": (
         "budget 0.5 * live + 3\nscore norm1(v)\nwhen decode\ntrigger overflow >= 3\nslack 2\nmax_drop 2",
         PADDED,
