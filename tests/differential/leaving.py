@@ -34,13 +34,20 @@ class Settle:
     def allows(self, gone: Sequence[Mask]) -> bool:
         """Whether exactly these slots, [n] per head, may be the first to leave."""
         own = all(order[np.ix_(mine, ~mine)].all() for order, mine in zip(self.orders, gone, strict=True))
-        return own and self._is_fair(gone, lambda earlier, later: bool(earlier.all()), surely=True)
+        return (
+            own and self._has_floors(gone) and self._is_fair(gone, lambda earlier, later: bool(earlier.all()), surely=True)
+        )
 
     def decides(self, gone: Sequence[Mask]) -> bool:
         """Whether no others than these may be the first to leave."""
         own = not any(order[np.ix_(~mine, mine)].any() for order, mine in zip(self.orders, gone, strict=True))
         known = all(low == high for low, high in self.shares)
         return own and known and self._is_fair(gone, lambda earlier, later: not later.any(), surely=False)
+
+    def _has_floors(self, gone: Sequence[Mask]) -> bool:
+        """Whether every head that shares a budget keeps what it cannot lose to the others."""
+        kept = ((len(mine) - mine.sum(), min(len(mine), self._floor(head, most=False))) for head, mine in enumerate(gone))
+        return not self.across or all(left >= least for left, least in kept)
 
     def as_many(self, gone: Sequence[Mask]) -> bool:
         """Whether layers that share their budgets by what they are worth may lose so many slots."""
