@@ -569,8 +569,8 @@ def _middle(line: list[float]) -> float:
 _max, _min, _median = _or_nan(greatest), _or_nan(least), _or_nan(_middle)
 
 
-def _along(function: Callable[[list[float]], float]) -> Callable[[ndarray, int], Any]:
-    return lambda x, axis: x.over(axis, function)
+def _along(function: Callable[[list[float]], float]) -> Callable[..., Any]:
+    return lambda x, axis=None: asarray(x).over(axis, function)
 
 
 sum, mean, var = _along(_sum), _along(_mean), _along(_var)

@@ -27,15 +27,24 @@ async function work() {
   }
   while (open.size) {
     for (const [side, run] of open) {
-      if (!run.begun) python.begin(side, run.question);
-      run.begun = true;
-      const answer = JSON.parse(python.go_on(side));
+      const answer = goOn(side, run);
       if (answer.done === 1) open.delete(side);
       self.postMessage({ side, id: run.id, answer });
       await new Promise((resolve) => setTimeout(resolve)); // a newer request comes in
     }
   }
   working = false;
+}
+
+function goOn(side, run) {
+  try {
+    if (!run.begun) python.begin(side, run.question);
+    run.begun = true;
+    return JSON.parse(python.go_on(side));
+  } catch (error) {
+    const reason = String(error.message ?? error).trim().split("\n").at(-1);
+    return { done: 1, error: `This run failed, which it should not: ${reason}` };
+  }
 }
 
 self.onmessage = ({ data }) => {

@@ -106,6 +106,8 @@ def test_reductions(name: str, a: np.ndarray) -> None:
     for axis in (0, 1):
         same(getattr(plain, name)(ours(a), axis), getattr(np, name)(a, axis))
     same(getattr(plain, name)(ours(a[0]), 0), getattr(np, name)(a[0], 0))
+    same(getattr(plain, name)(a[0].tolist()), getattr(np, name)(a[0].tolist()))
+    same(getattr(plain, name)(ours(a)), getattr(np, name)(a))
 
 
 def test_reductions_as_methods() -> None:
