@@ -502,6 +502,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         told = _by_head(maker, made["budget"]) if maker.victims == "own" and not maker.measured else None
         if maker.measured:
             made["measured"] = maker.of_data(KEEP)
+            if maker.victims == "heads" and any(isinstance(part, TensorRef) for part in walk(made["measured"])):
+                made["measured"] = Binary(op="*", left=Number(value=0.5), right=Input(name="seen"))  # heads have to agree
             made["budget"] = maker.one_of(made["budget"], Input(name="everything"))
         elif told is None:
             maker.fixed.append(Input(name="budget"))
