@@ -33,6 +33,7 @@ from kvdsl.reference import STATEMENTS, form, written  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
 from kvdsl.shipped import all_policies, gallery_policies, shipped_policies  # noqa: E402
+from scripts.prose import wrapped  # noqa: E402
 
 DOCS = ROOT / "docs"
 MADE = "<!-- Made by scripts/make_docs.py; do not edit. -->\n\n"
@@ -61,7 +62,7 @@ def diagnostics_page() -> str:
             chapter = code.id[:4]
             parts.append(f"## {CHAPTERS[chapter]}\n")
         parts.append(_diagnostic(code))
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _diagnostic(code: Code) -> str:
@@ -406,7 +407,7 @@ def reach_page() -> str:
     known = presses | {row["kvpress"] for row in missing if "kvpress" in row}
     kernels = sum(one.kernels == "C++, Triton" for one in policies)
     ideas = ((f"`{key}`", text) for key, text in data["ideas"].items() if any(key in row["missing"] for row in missing))
-    return "\n".join([
+    return wrapped("\n".join([
         MADE + "# What the language reaches\n",
         f"Of {len(exact) + len(nearly) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
         f"come with kvdsl are **{len(exact)} exactly**, **{len(nearly)} approximately**, and {len(missing)} not. Of the {len(known)} "
@@ -424,7 +425,7 @@ def reach_page() -> str:
         "## Not\n",
         _table(("idea", "what is missing"), ideas),
         _table(("method", "year", "what it does", "missing"), map(_missing_row, missing)),
-    ])  # fmt: skip
+    ]))  # fmt: skip
 
 
 def _reached() -> Iterator[Reached]:
@@ -491,7 +492,7 @@ def results_page() -> str:
         told = [one for one in found if any(experiment["findings"] for experiment in one["experiments"])]
         if told:
             parts.append(_results(told))
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _results(found: list[dict[str, Any]]) -> str:

@@ -33,7 +33,7 @@ def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
 def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() -> None:
     page = make_docs.reach_page()
     total, exact, near, missing = map(
-        int, re.findall(r"Of (\d+) published.*?\*\*(\d+) ex.*?\*\*(\d+) app.*?(\d+) not", page)[0]
+        int, re.findall(r"Of (\d+) published.*?\*\*(\d+) ex.*?\*\*(\d+) app.*?(\d+) not", page, re.DOTALL)[0]
     )
     assert total == exact + near + missing
     exactly, nearly, out = (re.findall(r"^\| ([^|`]+?) \| [^|]+ \|", part, re.MULTILINE) for part in page.split("\n## ")[1:])
