@@ -101,14 +101,16 @@ docs: $(READY)  ## the documentation as a site, in site/, with the playground, w
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) scripts/make_playground.py
 
-lint: $(READY)  ## ruff and mypy
+lint: $(READY)  ## ruff, mypy, and no prose in lines of more than 100 columns
 	$(PY) -m ruff check
 	$(PY) -m ruff format --check
+	$(PY) scripts/prose.py --check
 	$(PY) -m mypy
 
-format: $(READY)  ## mend what ruff can mend
+format: $(READY)  ## mend what ruff can mend, and wrap prose at 100 columns
 	$(PY) -m ruff check --fix
 	$(PY) -m ruff format
+	$(PY) scripts/prose.py
 
 bench: $(READY)  ## one decode step of RoCo against torch's attention, on this machine
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu

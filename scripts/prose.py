@@ -1,9 +1,18 @@
+#!/usr/bin/env python
 """Prose of Markdown in lines of at most 100 columns; code, tables, headings and HTML stay as they are."""
 
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+ROOT = Path(__file__).resolve().parent.parent
 
 WIDTH = 100
 _LEFT = re.compile(r"\s*([|#<>]|```|$)")
@@ -44,3 +53,28 @@ def _filled(lines: list[str]) -> list[str]:
     if any(_MARK.match(line) for line in filled[1:]):  # a line that would begin another item
         return lines
     return filled
+
+
+def pages() -> Iterator[Path]:
+    """The pages that people write: README, CONTRIBUTING, CHANGELOG, docs and benchmarks."""
+    names = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks", "docs"]
+    told = subprocess.run(["git", "ls-files", "--", *names], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    made = ("docs/notebooks/",)
+    return (ROOT / name for name in told.splitlines() if name.endswith(".md") and not name.startswith(made))
+
+
+@click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
+@click.option("--check", is_flag=True, help="Write nothing; exit with 1 if a page has longer lines.")
+def main(check: bool) -> None:
+    changed = {
+        path: text for path in pages() if (text := wrapped(path.read_text(encoding="utf-8"))) != path.read_text("utf-8")
+    }
+    for path, text in changed.items():
+        if not check:
+            path.write_text(text, encoding="utf-8")
+        click.echo(f"{'has long lines' if check else 'wrapped'}: {path.relative_to(ROOT)}")
+    sys.exit(1 if check and changed else 0)
+
+
+if __name__ == "__main__":
+    main()
