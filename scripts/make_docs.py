@@ -294,7 +294,7 @@ def language_reference() -> str:
     ]
     for title, text in grammar_sections().items():
         parts.append(f"### {title[0].upper()}{title[1:]}\n\n```text\n{text}\n```\n")
-    return "\n".join(parts)
+    return wrapped("\n".join(parts))
 
 
 def _input(row: ops.InputRow) -> tuple[str, str, str]:
