@@ -1,0 +1,75 @@
+"""Nothing is read that nobody wrote: free slots and all that kernels work in hold NaN, and steps are what they are on torch."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.layout import SlotAfterSlot
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
+from tests.quick import few
+
+POLICIES = few(
+    ["h2o", "roco", "tova", "scissorhands", "scissorhands_window", "streaming_llm", "window", "knorm", "vatp_h2o", "a2sf", "equip_h2o",
+     "sparcas", "quest", "roco_sparcas", "adakv"],
+    "roco", "streaming_llm", "sparcas",
+)  # fmt: skip
+BUDGET, PROMPT, PAD, STEPS = 40, 23, 9, 26
+"""The cache has more slots than tokens at first; it is full, and evicts, before the last step."""
+
+HEADS, GROUP, DIM = 2, 2, 16
+
+
+def states(policy: str) -> tuple[SlotState, SlotState]:
+    """One for Triton, with all slots that it will ever have, and one for torch."""
+    spec = kvdsl.load(policy).spec
+    given = {"budget": float(BUDGET)} if "budget" in spec.params else {"tokens": 16.0} if policy == "sparcas" else {}
+    ours, theirs = (slot_state(spec, given, layer=2, layers=4) for _ in range(2))
+    ours.reserve()
+    return ours, theirs
+
+
+def call(tokens: int, make: torch.Generator, real: torch.Tensor | None = None) -> AttentionCall:
+    heads = (HEADS * GROUP, HEADS, HEADS)
+    query, key, value = (torch.randn(2, count, tokens, DIM, generator=make) for count in heads)
+    rope = Rope(1e4 ** -(torch.arange(0, DIM, 2, dtype=torch.float64) / DIM), "half")
+    return AttentionCall(query, key, value, real, 0.25, rope=rope)
+
+
+def poison(state: SlotState) -> None:
+    """NaN wherever nothing is."""
+    free = state.position < 0
+    if state.workspace is not None:
+        for tensor in state.workspace.tensors.values():
+            if tensor.is_floating_point():
+                tensor.fill_(torch.nan)
+    if isinstance(state.layout, SlotAfterSlot):
+        state.layout.key_pool[free] = torch.nan
+        state.layout.value_pool[free] = torch.nan
+    state.columns[:, free] = torch.nan
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_steps_over_poisoned_memory(policy: str) -> None:
+    make = torch.Generator().manual_seed(3)
+    ours, theirs = states(policy)
+    triton, torch_ = (choose(ours.spec, name, torch.device("cpu"), torch.float32) for name in ("triton", "torch"))
+    real = torch.arange(PROMPT) >= torch.tensor([[0], [PAD]])
+    prompt = call(PROMPT, make, real)
+    triton.prefill(ours, prompt)
+    torch_.prefill(theirs, prompt)
+    for step in range(STEPS):
+        token = call(1, make)
+        poison(ours)
+        mine, other = triton.decode(ours, token), torch_.decode(theirs, token)
+        assert torch.allclose(mine, other, atol=1e-4), f"step {step}"
+        assert kept(ours) == kept(theirs), f"step {step}"
+
+
+def kept(state: SlotState) -> list[list[list[int]]]:
+    return [[sorted(head[head >= 0].tolist()) for head in row] for row in state.position]
