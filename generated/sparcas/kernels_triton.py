@@ -120,7 +120,7 @@ def look(
         pos = tl.load(position + i, mask=inside, other=-1)
         gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
         live += (pos >= 0).to(tl.int32)
-        k = select.sketched_keys(keys, sketch_keys, i.to(tl.int64), pos >= 0, dims, j, width, gather, D)
+        k = select.sketched_keys(keys, sketch_keys, i.to(tl.int64), inside & (i < now), pos >= 0, dims, j, width, gather, D)
         by = select.product(q, k, g, G, "mean", DOT)
         select.grade_slots(grades, i, inside, pos, now, window, by)
     if split == 0:
