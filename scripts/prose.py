@@ -18,6 +18,9 @@ WIDTH = 100
 _LEFT = re.compile(r"\s*([|#<>]|```|$)")
 _ITEM = re.compile(r"(\s*)([-*]|\d+\.)\s+")
 _MARK = re.compile(r"\s*([-+*]|\d+\.)(\s|$)")
+_CODE = re.compile(r"(`+)(?!`).*?(?<!`)\1(?!`)")
+_STAYS = "\x00"
+"""In the place of a space at which no line ends: what stands in code is copied."""
 
 
 def wrapped(text: str) -> str:
@@ -45,11 +48,12 @@ def _filled(lines: list[str]) -> list[str]:
         return []
     item = _ITEM.match(lines[0])
     inner = " " * (len(item[0]) if item else len(lines[0]) - len(lines[0].lstrip()))
-    text = " ".join(line.strip() for line in lines)
+    text = _CODE.sub(lambda code: code[0].replace(" ", _STAYS), " ".join(line.strip() for line in lines))
     first = item[1] if item else inner
     filled = textwrap.wrap(
         text, WIDTH, initial_indent=first, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False
     )
+    filled = [line.replace(_STAYS, " ") for line in filled]
     if any(_MARK.match(line) for line in filled[1:]):  # a line that would begin another item
         return lines
     return filled
