@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 
 import torch
@@ -60,9 +60,9 @@ class Tensors:
             rows.copy_((values[heads] if "heads" in axes else values).permute(2, 0, 1))
         return made
 
-    @property
+    @cached_property
     def ranks(self) -> list[int]:
-        """How many of `rows` each has."""
+        """How many of `rows` each has. Known once rows were made, so that a compiled step reads no file."""
         return [_values(self, name).shape[3] for name in self.names]
 
     def by_name(self, rows: Tensor) -> dict[str, Tensor]:

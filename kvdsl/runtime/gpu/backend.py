@@ -158,7 +158,8 @@ class TritonBackend:
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
             launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         halves = {"HALVES": state.spec.rope_cached and rope is not None}
-        dense = {"DENSE": state.even and call.window is None and isinstance(layout, SlotAfterSlot)}
+        one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
+        dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
         launch(attend, (work.splits, heads, batch), arguments | halves | dense | sizes.attend(rope), ATTEND_OPTIONS)
         if block_size:
             launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)

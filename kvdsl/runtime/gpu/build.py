@@ -215,7 +215,7 @@ def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -
         "DOT": DTYPES[shape.dtype][0],
         "SINKS": False,
         "SELECTS": "SELECTS" in arguments,
-        "DENSE": block == 0 and "SELECTS" not in arguments,
+        "DENSE": block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
     }
     constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
     absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())

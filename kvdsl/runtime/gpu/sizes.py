@@ -88,6 +88,10 @@ class Sizes:
             "BLOCK": self.attend_block if rope is None else max(16, self.attend_block // 2),
         }
 
+    def reads_ahead(self, rope: Rope | None) -> bool:
+        """Whether `attend` has registers enough to read free slots, too, and to drop their values afterwards."""
+        return rope is None and self.item == 2
+
     def _pairs(self, rope: Rope | None) -> dict[str, Any]:
         """Which dims turn, and in which pairs."""
         pairs, offset, pairing = (0, 0, "half") if rope is None else (rope.pairs, rope.offset, rope.pairing)
