@@ -83,7 +83,9 @@ class TritonBackend:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         with on(call.query.device):
             out = prefill(state, call, self._fold)
-        if not state.grows:  # now, because a compiled step is given it, and a captured one cannot wait for the host
+        # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
+        # still wait for each other: their caches grow.
+        if state.allocated and not state.grows:
             stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
             if state.spec.compact:
                 stays_where_it_is(copies.keep_length(state))
