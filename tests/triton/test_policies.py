@@ -127,7 +127,7 @@ LAZY = {
 COUNTS = re.compile(r"^budget (?!.*across layers).*(over slots|seen|enough|live)", re.MULTILINE)
 """Budgets that read the data."""
 
-NAMES = [name for name, (text, _) in STATEMENTS.items() if not COUNTS.search(text) and not any(
+NAMES = [name for name, (text, _) in STATEMENTS.items() if not (COUNTS.search(text) and "when prefill" not in text) and not any(
     word in text for word in ("_pool", "dot(", "select", "sketch", "shared by layers"))]  # fmt: skip
 SELECTING = (
     "select of a part",
