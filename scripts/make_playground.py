@@ -79,16 +79,16 @@ def bundle(out: Path) -> None:
     )  # fmt: skip
 
 
-def take_picture(site: Path, picture: Path) -> None:
-    """Open the page that was made, in Debian's Chromium, and take a picture of it."""
+def visit(site: Path, script: str, *words: str) -> None:
+    """Open the page that was made, in Debian's Chromium, as a script of the playground's folder does."""
     chromium = shutil.which("chromium")
     if chromium is None:
-        raise click.ClickException("a picture needs `chromium`")
+        raise click.ClickException("a visit needs `chromium`")
     handler = partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
-            _run("node", "picture.mjs", chromium, f"http://127.0.0.1:{server.server_address[1]}/", str(picture), cwd=BUILD)
+            _run("node", script, chromium, f"http://127.0.0.1:{server.server_address[1]}/", *words, cwd=BUILD)
         finally:
             server.shutdown()
 
@@ -155,10 +155,13 @@ def _run(*command: str, cwd: Path | None = None) -> None:
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "site" / "playground", show_default="site/playground")
 @click.option("--picture", type=click.Path(path_type=Path), help="take a picture of it, too; needs chromium")
-def main(out: Path, picture: Path | None) -> None:
+@click.option("--times", is_flag=True, help="say how long it takes to load, and to answer a key; needs chromium")
+def main(out: Path, picture: Path | None, times: bool) -> None:
     make(out.resolve())
     if picture is not None:
-        take_picture(out.resolve(), picture.resolve())
+        visit(out.resolve(), "picture.mjs", str(picture.resolve()))
+    if times:
+        visit(out.resolve(), "times.mjs")
     click.echo(f"written: {out} ({sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 2**20:.0f} MiB)")
 
 
