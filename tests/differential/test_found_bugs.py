@@ -117,6 +117,11 @@ FOUND: dict[str, tuple[str, Trace]] = {
         "param budget = 6\nscore mean(attn)\nvictims shared by layers\nlayers 3..3",
         Trace(layers=(0, 1, 2), batch=2),
     ),
+    # of pages that rank the same the newer: those before the first have numbers below 0, which counted as 0
+    "pages before the first": (
+        "pages 5 after 19\nselect top 10 by floor(age / 1000)",
+        Trace(batch=2),
+    ),
 }
 
 

@@ -34,10 +34,9 @@ def selected(state: SlotState, row: View) -> Tensor:
         count = torch.where(found >= 1, found.floor(), 1.0)
     if "page" not in numbers:
         return _top(_keys(by, position, seen, places.mask), count) & seen
-    page = pages.page_of(position, numbers)
-    index = pages.numbered(page)
-    best = torch.full_like(page, _LOWEST).scatter_reduce(
-        -1, index, _keys(by, page, seen, places.mask), "amax", include_self=False
+    index = pages.numbered(pages.page_of(position, numbers))  # from 0: pages before the first have numbers below it
+    best = torch.full_like(index, _LOWEST).scatter_reduce(
+        -1, index, _keys(by, index, seen, places.mask), "amax", include_self=False
     )
     chosen = _top(best, (count / numbers["page"]).floor())
     return chosen.gather(-1, index) & seen
