@@ -97,6 +97,25 @@ def lava(layers: Heads, budget: int, ask: Ask, window: int = 3) -> Stays:
     return made
 
 
+def zigzagkv(layers: Heads, budget: int, ask: Ask, window: int = 3, recovered: float = 0.9, own: float = 0.5) -> Stays:
+    """B_l = own * B + (1 - own) * B * L * M_l / sum(M): M_l is how many tokens come to 90 % of the window's attention, by its heads' mean."""
+
+    def minimum(head: Cache) -> int:
+        masses = sorted((mean_asked(head, token, window) for token in head.kept), reverse=True)
+        return next(n for n in range(1, len(masses) + 1) if sum(masses[:n]) >= recovered * sum(masses))
+
+    needs = [sum(minimum(head) for head in heads) / len(heads) for heads in layers]
+    parts = [max(own * budget, window) + part for part in shares(needs, len(layers) * (budget - max(own * budget, window)))]
+    return [
+        [
+            best(head.kept[:-window], lambda token, head=head: mean_asked(head, token, window), round(part) - window)
+            + head.kept[-window:]
+            for head in heads
+        ]
+        for heads, part in zip(layers, parts, strict=True)
+    ]
+
+
 def one_pool(sinks: int, window: Callable[[int], int]) -> Callable[[Heads, int, Ask], Stays]:
     """The most important of all layers and heads; sinks and window have the highest importance there is."""
 
@@ -119,6 +138,7 @@ def one_pool(sinks: int, window: Callable[[int], int]) -> Callable[[Heads, int, 
 LAYERED: dict[str, Layered] = {
     "cake": Layered(cake, given={"window": 3, "gamma": 20, "tau1": 2, "tau2": 2}),
     "lava": Layered(lava, given={"window": 3}),
+    "zigzagkv": Layered(zigzagkv, budget=10, given={"window": 3, "recovered": 0.9, "own": 0.5}),
     "kvzip": Layered(one_pool(2, lambda length: 0), given={"sinks": 2}),
     "fast_kvzip": Layered(one_pool(2, lambda length: math.floor(0.02 * length)), given={"sinks": 2}, prompt=110, budget=30),
 }

@@ -33,6 +33,7 @@ SMALL: dict[str, dict[str, float]] = {
     "layer_budgets": {"budget": 40},
     "dense_then_topk": {"tokens": 6, "sinks": 2, "recent": 2, "dense": 1},
     "lava": {"budget": 8, "window": 3},
+    "zigzagkv": {"budget": 8, "window": 3},
     "lm_infinite": {"budget": 8, "sinks": 2},
     "moba": {"page": 4, "chosen": 2},
     "oracle_topk": {"tokens": 6},
