@@ -145,6 +145,23 @@ nothing of it. A rank tells neighbours apart whose `x` differ in the last bit, s
 a pair the other way round. So one press after another is written: `score where(rank(a) >= live - first, b, -1)`.
 """
 
+FOLDS = """`fold(x, start)` is a recurrence of one's own: `x` says what a query makes of what was there before, which it reads as
+`prev`. `fold(max(0.9 * prev, attn), 0)` is a maximum that fades, and `fold(where(attn >= alpha, position + age, prev), position)` the
+place of the last query that needed the token. It goes on with every query that sees the slot, in the order of the text, its own
+token's first; a query that selects makes 0 of the `attn` of what it skips. `x` is one number per query and slot, found as the body of
+any reduction over queries: of what reads `q` the group's is made by `group`, and `prev` is the KV head's. Another fold may stand in
+`x`, and is read as it was before the query; what all queries gave may not. `start` is known when the token comes: a number,
+`position`, what its key and value say. A fold that comes to NaN begins anew, and reads as its start.
+
+`fold(x over prunes, start)` goes on where tokens leave. It is found in a settle, from the slots before anyone leaves, and may read all
+that a score reads, but no pool and no other fold over prunes; if the KV head loses tokens in that settle, it is remembered, and is
+`prev` from there on. In a prompt in blocks that is after every block, in a chat after every turn's prompt, under `trigger` where it
+prunes. Heads that agree on their victims lose tokens together; of heads and layers that share a budget those go on that lose any.
+
+A fold takes 4 bytes a slot. Beams, padding, blocks, steps that are taken back and compiled steps treat it as they treat a `sum`. Torch
+serves folds, query by query also in a prompt; C++ and Triton refuse them, and `explain` says so.
+"""
+
 COUNTS = """A budget may read what is cached: `budget sum(importance >= tau or age < 128 over slots)` keeps what reaches a
 threshold, and the last 128 tokens. It is a single number, made of `live`, `seen` (the row's tokens so far), params and the like,
 of reductions over slots, and of `enough(x, p)`: the fewest tokens, the highest `x` first, whose `x` come to the share `p` of the
@@ -284,6 +301,8 @@ def language_reference() -> str:
         _table(("", "meaning"), _functions()),
         "### Ranks\n",
         RANKS,
+        "### Folds\n",
+        FOLDS,
         "## What is equal on every backend\n",
         EQUAL,
         "## The prelude\n",

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvdsl.compiler import plan_of
 from kvdsl.explain import DTYPES
-from kvdsl.ir.nodes import Call, Column, ColumnRef, Expr, Input, Number, ParamRef, Policy, RingRef, TensorRef
+from kvdsl.ir.nodes import Call, Column, ColumnRef, Expr, FoldRef, Input, Number, ParamRef, Policy, RingRef, TensorRef
 from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
@@ -198,10 +198,10 @@ def _state(column: Column, lowered: Policy, values: dict[str, float]) -> State:
 
 def _readers(column: Column, lowered: Policy) -> Iterator[str]:
     def reads(expr: Expr) -> bool:
-        return any(isinstance(node, (ColumnRef, RingRef)) and node.name == column.name for node in walk(expr))
+        return any(isinstance(node, (ColumnRef, FoldRef, RingRef)) and node.name == column.name for node in walk(expr))
 
     yield from dict.fromkeys(name for name, expr in statements(lowered) if reads(expr))
-    yield from (other.name for other in lowered.columns if reads(other.body))
+    yield from (other.name for other in lowered.columns if other is not column and reads(other.body))
 
 
 # -- how many slots ----------------------------------------------------------------------------------------------------

@@ -24,11 +24,14 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Enough,
     Expr,
+    Fold,
+    FoldRef,
     GivenRef,
     Input,
     Number,
     ParamRef,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -42,8 +45,8 @@ from kvdsl.ir.ops import REDUCTIONS
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int64]
-Remembered: TypeAlias = "Reduce | ColumnRef | RingRef"
-"""What an expression asks of the memory: a reduction over queries, a state column, or a reduction of a ring."""
+Remembered: TypeAlias = "Reduce | Fold | ColumnRef | FoldRef | RingRef"
+"""What an expression asks of the memory: a reduction over queries, a fold, a state column, or a reduction of a ring."""
 
 
 def _remembers_nothing(leaf: Remembered) -> Array:
@@ -62,6 +65,7 @@ class Scope:
         tensors: what its tensors have for the KV head, [1, dims or 1] each; a matrix [dims, rank].
         given: what the caller gave of the slots' tokens, [slots, 1] each.
         recall: the value per slot, [slots, 1], of a reduction over queries, a column or a ring.
+        previous: in the body of a fold, what it came to before, [slots, 1].
         random: the slots' random numbers, [slots, 1].
         page: the tokens of a page. `page_after`: those before the page from which pages are counted.
         sketch: the sketch's dims, ascending; None before the first sketch.
@@ -76,6 +80,7 @@ class Scope:
     tensors: Mapping[str, Array] = field(default_factory=dict)
     given: Mapping[str, Array] = field(default_factory=dict)
     recall: Callable[[Remembered], Array] = _remembers_nothing
+    previous: Array | None = None
     random: Callable[[], Array] | None = None
     page: float = 1
     page_after: float = 0
@@ -138,11 +143,30 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return _pool(expr, scope)
     if isinstance(expr, Enough):
         return _enough(expr, scope)
+    if isinstance(expr, FoldRef):
+        return _begun(expr, scope)
+    if isinstance(expr, Fold):
+        return _begun(expr, scope) if expr.over == "queries" else next_of(expr, scope)
+    if isinstance(expr, Previous):
+        assert scope.previous is not None
+        return scope.previous
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
     if expr.axis is Axis.HEAD:
         return _over_heads(expr, scope)
     return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
+
+
+def next_of(fold: Fold, scope: Scope) -> Array:
+    """What a fold comes to next, [slots or 1, 1]: its body, of what it came to before."""
+    return _value(fold.body, replace(scope, previous=_begun(fold, scope)))
+
+
+def _begun(fold: Fold | FoldRef, scope: Scope) -> Array:
+    """What a fold has come to; its start where that is no number."""
+    held, start = scope.recall(fold), _value(fold.start, scope)
+    begun: Array = np.where(np.isnan(held), start, held)
+    return begun
 
 
 def evaluate_number(expr: Expr, scope: Scope) -> float:

@@ -206,6 +206,8 @@ class Layer:
         for index, head in enumerate(heads):
             score = None if scores is None else scores[index]
             steps.append(Step(places[index], score, by[index], shields[index], gone[index], head.columns))
+            if len(gone[index]):
+                self.machines[index].prune(head, scopes[index])
             head.drop(gone[index])
         return steps
 

@@ -14,12 +14,12 @@ from typing import Protocol
 import numpy as np
 
 from kvdsl.interp.evaluate import Array, Indices, Remembered, at_least_one, fold, per_slot
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Policy, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce, RingRef
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, walk
 
 Values = Callable[[Expr], Array]
-"""The value of an expression at the slots in question, [n], at this moment."""
+"""The value of an expression at the slots in question, [n], at this moment; of a fold, what it comes to next."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +59,9 @@ class Memory(Protocol):
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """A reduction over queries, a column, or a reduction of a ring, at the chosen slots: [n, 1]."""
 
+    def prune(self, values: Values) -> None:
+        """Remember what folds over prunes come to at all slots, of which some leave now."""
+
     def keep(self, kept: Indices) -> None:
         """Forget all but these slots."""
 
@@ -67,24 +70,31 @@ class Memory(Protocol):
 
 
 class History:
-    """Per slot and body of a reduction over queries, what every query gave: its position and the value."""
+    """Per slot and body of a reduction over queries, what every query gave: its position and the value. Of a fold, what it came to."""
 
     def __init__(self, policy: Policy) -> None:
         self._received: dict[Expr, list[dict[int, float]]] = {body: [] for body in query_bodies(policy)}
+        self._folded: dict[Fold, Array] = {own: np.zeros(0) for own in folds(policy)}
 
     def place(self, count: int, values: Values, number: Callable[[Expr], float]) -> None:
         """New slots have been given nothing."""
         for slots in self._received.values():
             slots.extend({} for _ in range(count))
+        self._folded = {own: np.concatenate([held, np.full(count, np.nan)]) for own, held in self._folded.items()}
 
     def observe(self, moment: Moment, values: Values) -> None:
-        """Note what each body gives each slot."""
+        """Note what each body gives each slot. All folds are read as they were before the query."""
+        found = {own: values(own) for own in self._folded if own.over == "queries"}
+        for own, new in found.items():
+            self._folded[own][moment.chosen] = new
         for body, slots in self._received.items():
             for slot, value in zip(moment.chosen, values(body), strict=True):
                 slots[slot][moment.newest] = float(value)
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """The reduction of a body, from its definition."""
+        if leaf.kind == "fold":
+            return per_slot(self._folded[leaf][moment.chosen])
         if leaf.kind != "reduce":
             raise LookupError(f"the history has no column `{leaf.name}`")
         slots = self._received[leaf.body]
@@ -93,8 +103,14 @@ class History:
         received = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
         return per_slot([over_queries(leaf.op, values, decay) for values in received])
 
+    def prune(self, values: Values) -> None:
+        """Note what folds over prunes come to."""
+        found = {own: values(own) for own in self._folded if own.over == "prunes"}
+        self._folded |= found
+
     def keep(self, kept: Indices) -> None:
         """Forget what the others were given."""
+        self._folded = {own: held[kept] for own, held in self._folded.items()}
         for body, slots in self._received.items():
             self._received[body] = [slots[slot] for slot in kept]
 
@@ -146,10 +162,13 @@ class Columns:
             self.values[column.name] = np.concatenate([old, new]) if len(old) else new
 
     def observe(self, moment: Moment, values: Values) -> None:
-        """Fold what each column's body gives into the column."""
+        """Fold what each column's body gives into the column. A fold's reads all folds as they were before the query."""
+        found = {column.name: values(column.body) for column in self._columns if column.rule == "fold"}
         for column in self._columns:
-            if column.rule != "token":
+            if column.rule not in ("token", "fold", "prune"):
                 self._fold(column, moment, values(column.body))
+        for name, new in found.items():
+            self.values[name][moment.chosen] = new
 
     @np.errstate(all="ignore")
     def _fold(self, column: Column, moment: Moment, new: Array) -> None:
@@ -166,8 +185,9 @@ class Columns:
 
     def recall(self, leaf: Remembered, moment: Moment) -> Array:
         """The column, or the reduction of a ring."""
-        if leaf.kind == "reduce":
-            raise LookupError(f"`{leaf.op}` over queries was not made a column")
+        if leaf.kind in ("reduce", "fold"):
+            raise LookupError(f"the {leaf.kind} was not made a column")
+        assert not isinstance(leaf, (Reduce, Fold))
         held = self.values[leaf.name][moment.chosen]
         return self._over_ring(leaf, held, moment) if isinstance(leaf, RingRef) else per_slot(held)
 
@@ -183,6 +203,10 @@ class Columns:
                 for places, own in zip(held, moment.position, strict=True)
             ]
         )
+
+    def prune(self, values: Values) -> None:
+        """What columns of prunes hold from here on."""
+        self.values |= {column.name: values(column.body) for column in self._columns if column.rule == "prune"}
 
     def keep(self, kept: Indices) -> None:
         """Forget the others."""
@@ -228,6 +252,11 @@ _RULES: dict[str, Callable[[Array, Array], Array]] = {
 def query_bodies(policy: Policy) -> tuple[Expr, ...]:
     """The bodies of the policy's reductions over queries, each once, what another one reads before it."""
     return tuple(dict.fromkeys(body for expr in expressions(policy) for body in _bodies(expr)))
+
+
+def folds(policy: Policy) -> tuple[Fold, ...]:
+    """The policy's folds, each once."""
+    return tuple(dict.fromkeys(part for expr in expressions(policy) for part in walk(expr) if isinstance(part, Fold)))
 
 
 def _bodies(expr: Expr) -> Iterator[Expr]:

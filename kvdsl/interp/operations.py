@@ -21,6 +21,7 @@ from kvdsl.interp.evaluate import (
     evaluate,
     evaluate_number,
     evaluate_slots,
+    next_of,
     number,
     per_slot,
 )
@@ -33,7 +34,7 @@ from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.interp.tensors import Tensors, rows_of
-from kvdsl.ir.nodes import Axis, Expr, Input, Policy, Reduce
+from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce
 from kvdsl.ir.visitors import children
 
 Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
@@ -163,7 +164,7 @@ class Operations:
         scope = self.scope(head, seen, newest)
         scope = _with_inputs(scope, attn=per_slot(attn[seen]), logit=per_slot(logit[seen]))
         moment = self._moment(head, seen, newest)
-        head.memory.observe(moment, lambda body: self._per_query(body, scope, q, evaluate_slots))
+        head.memory.observe(moment, lambda body: self._per_query(body, scope, q, _observed))
 
     # -- what a decode query attends to ----------------------------------------------------------------------------
 
@@ -259,6 +260,10 @@ class Operations:
         with np.errstate(all="ignore"):
             return over_group(x, self.policy.group)
 
+    def prune(self, head: Head, scope: Scope) -> None:
+        """Remember, in a settle in which tokens leave, what folds over prunes come to."""
+        head.memory.prune(lambda expr: evaluate_slots(expr, scope))
+
     def _seen(self, head: Head, newest: int) -> Indices:
         return np.flatnonzero(is_visible(head.position, newest, self.call.window))
 
@@ -273,7 +278,7 @@ class Operations:
 
         What reads q is evaluated per query head, and its result reduced over the group.
         """
-        if not _reads_q(body):
+        if not _reads_q(body.body if isinstance(body, Fold) else body):
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
         return self.over_group(np.stack([value(body, _with_inputs(scope, q=vector[None])) for vector in q]))
@@ -284,9 +289,18 @@ def floats(x: ArrayLike) -> Array:
     return np.asarray(x, dtype=np.float64)
 
 
+def _observed(body: Expr, scope: Scope) -> Array:
+    """What a query makes of a body, [n]: of a fold what it comes to next."""
+    if not isinstance(body, Fold):
+        return evaluate_slots(body, scope)
+    with np.errstate(all="ignore"):
+        found: Array = np.broadcast_to(next_of(body, scope), (scope.slots, 1))[:, 0].copy()
+    return found
+
+
 def _reads_q(expr: Expr) -> bool:
-    """Whether the value differs between query heads; that of a reduction over queries or KV heads inside it does not."""
-    if isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD):
+    """Whether the value differs between query heads; that of a fold, or of a reduction over queries or KV heads, inside it does not."""
+    if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
         return False
     return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
 

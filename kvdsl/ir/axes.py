@@ -9,9 +9,12 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Enough,
     Expr,
+    Fold,
+    FoldRef,
     GivenRef,
     Input,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -28,7 +31,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return INPUTS[expr.name].axes
     if isinstance(expr, TensorRef):
         return frozenset({Axis.DIM}) if expr.dims else frozenset()
-    if isinstance(expr, (Random, GivenRef, ColumnRef, RingRef, Pool)):
+    if isinstance(expr, (Random, GivenRef, ColumnRef, RingRef, Fold, FoldRef, Previous, Pool)):
         return frozenset({Axis.SLOT})
     if isinstance(expr, Call):
         return frozenset().union(*(axes_of(arg) for arg in expr.args))

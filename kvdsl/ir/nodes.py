@@ -48,8 +48,8 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Project | Rank | Enough | Pool"
-        " | ColumnRef | RingRef"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Fold | Previous | Project | Rank | Enough"
+        " | Pool | ColumnRef | RingRef | FoldRef"
     )
 else:
     Expr = Annotated[Any, _ByKind]
@@ -168,6 +168,25 @@ class Reduce(Node):
         return ops.range_of(self.axis, self.within, last=self.last is not None)
 
 
+class Fold(Node):
+    """A recurrence of one's own: what `body` makes of what it made before (`Previous`), beginning with `start`.
+
+    Over queries `body` is found at every query that sees the slot; another fold in it is read as it was before that query. Over prunes
+    it is found in a settle, and remembered if the KV head loses tokens in it. Where it is NaN, a fold begins anew, as `start`.
+    """
+
+    kind: Literal["fold"] = "fold"
+    body: Expr
+    start: Expr
+    over: Literal["queries", "prunes"] = "queries"
+
+
+class Previous(Node):
+    """In the body of a fold, what it came to before."""
+
+    kind: Literal["previous"] = "previous"
+
+
 class Project(Node):
     """A vector over the dims of a key as one over the `rank` of a matrix: the sum over dims of `body` times `matrix`."""
 
@@ -229,6 +248,14 @@ class RingRef(Node):
     op: ReduceOp
 
 
+class FoldRef(Node):
+    """What a `fold` or `prune` column holds of a slot, `start` where that is NaN. Only passes make these (`kvdsl.passes.columns`)."""
+
+    kind: Literal["fold_column"] = "fold_column"
+    name: str
+    start: Expr
+
+
 EXPRESSIONS = (
     Number,
     ParamRef,
@@ -239,12 +266,15 @@ EXPRESSIONS = (
     Call,
     Binary,
     Reduce,
+    Fold,
+    Previous,
     Project,
     Rank,
     Enough,
     Pool,
     ColumnRef,
     RingRef,
+    FoldRef,
 )
 _KINDS: dict[str, type[Node]] = {node.model_fields["kind"].default: node for node in EXPRESSIONS}
 
@@ -339,6 +369,7 @@ class Column(Node):
 
     `rule` says how: `sum`, `squares` (the sum of squares), `max`, `min`, `last` and `ema` (with `decay`) fold `body` (axes query
     and slot) over the queries that see the slot; `ring` holds what the query at position p gave in its place p modulo `size`;
+    `fold` is `body` itself, which reads the column as it was before the query; `prune` is `body` (axes slot) at the last prune;
     `token` is `body` (axes slot, from k and v) at the moment the token is placed.
     """
 

@@ -319,6 +319,8 @@ RULES = _table(
             "ema", "the moving average of {} over the queries that see the token, which keeps {decay} of itself", math.nan
         ),
         RuleRow("ring", "{}, from each of the last {size} queries", math.nan),
+        RuleRow("fold", "what every query that sees the token makes of what was there: {}", math.nan),
+        RuleRow("prune", "what every prune makes of what was there: {}", math.nan),
     ]
 )
 
@@ -361,6 +363,11 @@ FORMS = _table(
             "rank",
             "rank(x)",
             "how many slots have a lower x: 0 for the lowest, NaN below all numbers, of equals the older; `rank(x over page)` in its page",
+        ),
+        FormRow(
+            "fold",
+            "fold(x, start)",
+            "what x makes, query by query, of what it made before, `prev`, which is `start` at first; `fold(x over prunes, start)`",
         ),
         FormRow(
             "enough",

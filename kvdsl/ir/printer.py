@@ -13,6 +13,8 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Enough,
     Expr,
+    Fold,
+    FoldRef,
     Given,
     GivenRef,
     Input,
@@ -23,6 +25,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -69,6 +72,11 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Reduce):
         decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
         return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+    if isinstance(expr, Fold):
+        over = " over prunes" if expr.over == "prunes" else ""
+        return f"fold({_text(expr.body, _OR)}{over}, {_text(expr.start, _OR)})", _ATOM
+    if isinstance(expr, Previous):
+        return "prev", _ATOM
     if isinstance(expr, Project):
         return f"project({_text(expr.body, _OR)}, {_text(expr.matrix, _OR)})", _ATOM
     if isinstance(expr, Rank):
@@ -80,7 +88,7 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return f"{expr.op}_pool({_text(expr.body, _OR)}, {_text(expr.size, _OR)})", _ATOM
     if isinstance(expr, RingRef):
         return f"{expr.op}({expr.name})", _ATOM
-    assert isinstance(expr, (ParamRef, TensorRef, GivenRef, ColumnRef))
+    assert isinstance(expr, (ParamRef, TensorRef, GivenRef, ColumnRef, FoldRef))
     return expr.name, _ATOM
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvdsl.ir.nodes import Binary, Call, Enough, Expr, Node, Policy, Pool, Project, Rank, Reduce
+from kvdsl.ir.nodes import Binary, Call, Enough, Expr, Fold, FoldRef, Node, Policy, Pool, Project, Rank, Reduce
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
@@ -22,6 +22,10 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return (expr.left, expr.right)
     if isinstance(expr, Reduce):
         return (expr.body, *(part for part in (expr.last, expr.decay) if part is not None))
+    if isinstance(expr, Fold):
+        return (expr.body, expr.start)
+    if isinstance(expr, FoldRef):
+        return (expr.start,)
     if isinstance(expr, Project):
         return (expr.body, expr.matrix)
     if isinstance(expr, Rank):
@@ -44,7 +48,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     if isinstance(expr, Binary):
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, (Reduce, Project, Rank, Enough, Pool)):
+    if isinstance(expr, (Reduce, Fold, FoldRef, Project, Rank, Enough, Pool)):
         parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
         return expr.model_copy(update=parts)
     return expr

@@ -16,11 +16,14 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Enough,
     Expr,
+    Fold,
+    FoldRef,
     GivenRef,
     Input,
     Number,
     ParamRef,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -240,6 +243,8 @@ class Printer(ABC):
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
+        if isinstance(expr, FoldRef):
+            return self.fold(expr)
         if isinstance(expr, Project):
             return self.project(expr)
         if isinstance(expr, Rank):
@@ -248,6 +253,7 @@ class Printer(ABC):
             return self.enough(expr)
         if isinstance(expr, Pool):
             return self.pool(expr)
+        assert not isinstance(expr, (Fold, Previous)), "made columns of before"
         below_zero = isinstance(expr, Number) and expr.value < 0
         return replace(self.leaf(expr), binds=self.negation[1] if below_zero else ATOM)
 
@@ -282,6 +288,10 @@ class Printer(ABC):
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> Fragment: ...
+
+    def fold(self, expr: FoldRef) -> Fragment:
+        """What a fold has come to."""
+        raise NotLowerable("`fold`")
 
     def project(self, expr: Project) -> Fragment:
         """A vector in other dims."""

@@ -135,7 +135,7 @@ def make_plan(policy: Policy) -> PackagePlan:
         ),
         bounded=policy.budget is not None,
         group=policy.group,
-        reads_attention=any(column.rule != "token" for column in lowered.columns),
+        reads_attention=any(column.rule not in ("token", "prune") for column in lowered.columns),
         flags=tuple(_flags(lowered, torch, numbers.heads_differ)),
         torch=torch,
         cpp=cpp,

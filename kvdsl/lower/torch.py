@@ -15,6 +15,7 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Enough,
     Expr,
+    FoldRef,
     GivenRef,
     Input,
     Keep,
@@ -61,7 +62,7 @@ _FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "f
 _MASKED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
         "history": (*_MASKED, "median"),
         "slots": (*_MASKED, "median"),
         "dims": _OVER_DIMS,
@@ -321,6 +322,11 @@ class TensorPrinter(_TorchPrinter):
         flag = (", dims=True" if dims else "") + (", following=True" if expr.within == "next" else "")
         return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
 
+    def fold(self, expr: FoldRef) -> Fragment:
+        column = Fragment(expr.name, uses=(Use("column", expr.name), _TORCH))
+        start = TensorPrinter(self._view).value(expr.start)
+        return self._lift(fragment("torch.where({}.isnan(), {}, {})", column, start, column))
+
     def project(self, expr: Project) -> Fragment:
         assert isinstance(expr.matrix, TensorRef)
         return fragment(f'{self._view}.project("{expr.matrix.name}", {{}})', self.value(expr.body))
@@ -373,6 +379,8 @@ class TorchPlan:
     uses_torch: bool
     vectors: bool
     observe: tuple[str, ...]
+    fold: tuple[str, ...]
+    prune: tuple[str, ...]
     place: tuple[str, ...]
     protects: bool
     protect: tuple[str, ...]
@@ -393,9 +401,10 @@ def torch_plan(policy: Policy) -> TorchPlan:
     policy = in_parts(policy, CAN.knows)
     CAN.check_columns(policy.columns)
     row, slots, new = TensorPrinter("row"), TensorPrinter("slots"), TokenPrinter()
-    folded = [column for column in policy.columns if column.rule != "token"]
+    folded = [column for column in policy.columns if column.rule not in ("token", "fold", "prune")]
     place = [fragment(f'new.put("{c.name}", {{}})', new.value(c.body)) for c in policy.columns if c.rule == "token"]
     observe = [_observed(column, row) for column in folded]
+    fold, prune = _named(policy, "fold", row), _named(policy, "prune", slots)
     protect = [_torch_keep(keep, slots) for keep in policy.keeps]
     score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]
     budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
@@ -411,9 +420,12 @@ def torch_plan(policy: Policy) -> TorchPlan:
     return TorchPlan(
         summary=evicted if evicts or not selects else attended,
         protected="What may not leave." if evicts else "What is always attended to.",
-        uses_torch=_TORCH in uses_of(*place, *observe, *protect, *budget, *score, *weigh, *count, *select, *sketch),
-        vectors=_VECTORS in uses_of(*observe),
+        uses_torch=_TORCH
+        in uses_of(*place, *observe, *fold, *prune, *protect, *budget, *score, *weigh, *count, *select, *sketch),
+        vectors=_VECTORS in uses_of(*observe, *fold),
         observe=(*_column_locals("row", observe), *texts(observe)),
+        fold=_returned("row", fold),
+        prune=_returned("slots", prune),
         place=texts(place),
         protects=evicts or selects,
         protect=(*_column_locals("slots", protect), *texts(protect)),
@@ -460,6 +472,18 @@ def _observed(column: Column, row: TensorPrinter) -> Fragment:
     decay = [] if column.decay is None else [row.value(column.decay)]
     more = ", {}" * len(decay)
     return fragment(f'columns.{column.rule}("{column.name}", {{}}{more})', row.body(column.body), *decay)
+
+
+def _named(policy: Policy, rule: str, view: TensorPrinter) -> list[Fragment]:
+    """What the columns of a rule become, by their names."""
+    return [fragment(f'"{c.name}": {{}}', view.body(c.body)) for c in policy.columns if c.rule == rule]
+
+
+def _returned(view: str, named: list[Fragment]) -> tuple[str, ...]:
+    """The body of a function that gives the new values of columns, of which none is changed before all are known."""
+    if not named:
+        return ()
+    return (*_column_locals(view, named), "return {", *(f"    {line.text}," for line in named), "}")
 
 
 def _column_locals(view: str, lines: list[Fragment]) -> list[str]:

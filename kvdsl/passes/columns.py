@@ -3,10 +3,10 @@
 A reduction over queries ranges over the whole life of a slot, of which a kernel sees one query at a time. So
 `mean(attn)` becomes `sum_attn / observed`, `std(attn)` becomes an expression of `sum_attn`, `sum_attn_squared` and
 `observed`, and both share their columns. `ema` is one number too, which every query moves. Only a reduction over the last N
-queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. What only reads
-a token's own key and value, tensors of files and what the caller gives (`norm1(v)`, `dot(filter, k)`, `importance`), is computed once,
-when the token is placed. `observed` needs no column: every query since the token's own has seen the slot, or the last `window` queries of
-a layer with a sliding window.
+queries needs what each of them gave: a `ring` of N numbers per slot, which all such reductions of one body share. A fold is a
+column that its own body reads. What only reads a token's own key and value, tensors of files and what the caller gives (`norm1(v)`,
+`dot(filter, k)`, `importance`), is computed once, when the token is placed. `observed` needs no column: every query since the token's
+own has seen the slot, or the last `window` queries of a layer with a sliding window.
 
 What ranks slots and dims for one query (`select`, `sketch`) remembers nothing but what the caller gave, and is left as it is.
 """
@@ -21,12 +21,15 @@ from kvdsl.ir.nodes import (
     Column,
     ColumnRef,
     Expr,
+    Fold,
+    FoldRef,
     GivenRef,
     Input,
     Keep,
     Number,
     ParamRef,
     Policy,
+    Previous,
     Project,
     Rank,
     Reduce,
@@ -96,6 +99,8 @@ class _Columns:
     def _rule(self, expr: Expr) -> Expr | None:
         if isinstance(expr, GivenRef):
             return ColumnRef(name=self._column("token", expr))
+        if isinstance(expr, Fold):
+            return self._fold(expr)
         if not isinstance(expr, Reduce):
             return None
         if expr.axis is Axis.QUERY:
@@ -103,6 +108,18 @@ class _Columns:
         if expr.axis is Axis.DIM and _is_of_token(expr):
             return ColumnRef(name=self._column("token", expr))
         return None
+
+    def _fold(self, expr: Fold) -> Expr:
+        """What a fold is where it is read. One over prunes is found in the settle that reads it, and remembered after that."""
+        rule = "fold" if expr.over == "queries" else "prune"
+        body, start = self.lower(expr.body), self.lower(expr.start)
+        meaning = (rule, body, start)
+        if meaning not in self._by_meaning:
+            held = FoldRef(name=self._fresh(_slug(rule, body)), start=start)
+            made = rewrite(body, lambda part: held if isinstance(part, Previous) else None)
+            self._by_meaning[meaning] = Column(name=held.name, rule=rule, body=made)
+        column = self._by_meaning[meaning]
+        return FoldRef(name=column.name, start=start) if rule == "fold" else column.body
 
     def _over_queries(self, expr: Reduce, body: Expr) -> Expr:
         if expr.last is not None:
@@ -162,8 +179,10 @@ def _token_slug(body: Expr) -> str:
 
 
 def _words(expr: Expr) -> str:
-    if isinstance(expr, (Input, ParamRef, TensorRef, GivenRef, ColumnRef)):
+    if isinstance(expr, (Input, ParamRef, TensorRef, GivenRef, ColumnRef, FoldRef)):
         return expr.name
+    if isinstance(expr, Previous):
+        return "prev"
     if isinstance(expr, Number):
         return f"{expr.value:g}".replace("-", "minus").replace(".", "p").replace("+", "")
     if isinstance(expr, Reduce):

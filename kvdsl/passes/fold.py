@@ -16,6 +16,8 @@ from kvdsl.ir.nodes import (
     Call,
     Enough,
     Expr,
+    Fold,
+    FoldRef,
     Input,
     Node,
     Number,
@@ -69,7 +71,7 @@ def fold_expression(expr: Expr) -> Expr:
         same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, (Reduce, Project, Rank, Enough, Pool)):
+    elif isinstance(expr, (Reduce, Fold, FoldRef, Project, Rank, Enough, Pool)):
         return _folded_inside(expr)
     else:
         return expr

@@ -33,7 +33,7 @@ class PolicySpec:
             Counts are whole; sizes are at least 1.
         resolve: from what the user gave to `numbers` by name, float64 [batch] each.
         columns: names of the state columns of one number a slot.
-        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema` or `token`.
+        column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema`, `token`, `fold` or `prune`.
         bounded: whether the policy ever evicts.
         group: how a group's query heads are reduced: `mean`, `max` or `sum`.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
@@ -93,6 +93,11 @@ class PolicySpec:
     tensors_of_values: bool = False
     supplied: tuple[tuple[str, float | None], ...] = ()
     abi: int = ABI
+
+    @property
+    def observes(self) -> bool:
+        """Whether there is a column that what queries give is folded into, a block of them at once."""
+        return bool(self.rings or set(self.column_rules) - {"token", "fold", "prune"})
 
     def __post_init__(self) -> None:
         if self.abi != ABI:

@@ -323,6 +323,8 @@ class Expressions:
             return self._project(node, scope)
         if name == "enough":
             return self._enough(node, scope)
+        if name == "fold":
+            return self._fold(node, scope)
         args = self._arguments(node, ELEMENTWISE[name], scope)
         if args is None or any(arg is None for arg in args):
             return None
@@ -473,6 +475,19 @@ class Expressions:
         share = self._fixed(node.arguments[1].value, scope, "the share of `enough`", 0, 1)
         by = self.check(node.arguments[2].value, scope) if len(node.arguments) == 3 else body
         return None if body is None or share is None or by is None else self.reductions.enough(node, body, share, by)
+
+    def _fold(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`fold(x, start)`, `fold(x over prunes, start)`."""
+        if len(node.arguments) != 2 or node.arguments[0].keyword is not None:
+            help = "for example `fold(max(0.9 * prev, attn), 0)`"
+            self._report(codes.ARGUMENTS, node.span, "`fold` takes what `prev` becomes, and what it is at first", help)
+            return None
+        if not self._plain("fold", node.arguments[1:]):
+            return None
+        over = node.arguments[0].over
+        body = self.check(node.arguments[0].value, Scope({"prev": Bound(values.previous())}, scope))
+        start = self.check(node.arguments[1].value, scope)
+        return None if body is None or start is None else self.reductions.fold(node, over, body, start)
 
     def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""

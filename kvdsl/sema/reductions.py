@@ -7,9 +7,9 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Random
-from kvdsl.ir.ops import PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Pool, Previous, Random, Rank, Reduce
+from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
 from kvdsl.sema.needs import Report, differs_by_head, reads_heads
 from kvdsl.sema.values import Value, axes_in_words, extent
@@ -155,6 +155,45 @@ class Reductions:
                 return None
         return values.enough(body, share, by)
 
+    def fold(self, node: syn.Call, over: syn.Over | None, body: Value, start: Value) -> Value | None:
+        """`fold(x, start)` or `fold(x over prunes, start)`."""
+        span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
+        word = "queries" if over is None else over.axis.text
+        allowed = {Axis.SLOT} if word == "prunes" else {Axis.QUERY, Axis.SLOT}
+        if word not in ("queries", "prunes") or (over is not None and over.last is not None):
+            assert over is not None
+            help = f"write `fold({text}, ...)`, or `fold({text} over prunes, ...)`"
+            self.report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)
+        elif not _reads_previous(body.expr):
+            help = f"`last({text})` is the newest one" if Axis.QUERY in body.axes else "leave the fold out"
+            self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", help)
+        elif not body.axes <= allowed:
+            by = "prune" if word == "prunes" else "query"
+            help = (
+                f"reduce it over dims: `sum({text} over dims)`" if Axis.DIM in body.axes else "reduce its part over queries"
+            )
+            self.report(
+                codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", help
+            )
+        elif word == "queries" and any(map(_of_many_queries, walk(body.expr))):
+            message = (
+                "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"
+            )
+            self.report(codes.NESTED, span, message)
+        elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
+            self.report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
+        elif body.pools:
+            self._pooled(node, "a fold")
+        elif reads_heads(body.expr):
+            self.report(codes.ACROSS, span, "a fold is remembered of each KV head's slots, and cannot read `over heads`")
+        elif not _is_start(start):
+            where = node.arguments[1].value.span
+            message = f"a fold begins with what is known of a token when it comes, but `{where.quoted()}` is not"
+            self.report(codes.NOT_HERE, where, message, "a number, `position`, or what its key and value say")
+        else:
+            return values.fold_of(body, start, "prunes" if word == "prunes" else "queries")
+        return None
+
     def mixed(self, span: Span, body: Value) -> None:
         """Reports dims of several kinds at one place, or projected ones where a key's are asked for."""
         matrix = next(iter(sorted(body.spaces - {""})))
@@ -222,3 +261,23 @@ def _inner_reduction(node: syn.Expr) -> syn.Call | None:
     else:
         parts = (node.operand,) if isinstance(node, syn.Unary) else ()
     return next((found for found in map(_inner_reduction, parts) if found is not None), None)
+
+
+def _reads_previous(expr: Expr) -> bool:
+    """Whether the body of a fold reads what it came to before; another fold inside of it reads its own."""
+    return isinstance(expr, Previous) or (not isinstance(expr, Fold) and any(map(_reads_previous, children(expr))))
+
+
+def _of_many_queries(part: Expr) -> bool:
+    return (isinstance(part, Reduce) and part.axis is Axis.QUERY) or part == Input(name="observed")
+
+
+def _is_start(start: Value) -> bool:
+    """Whether a value is the token's own, and stays what it is."""
+    known = {*FIXED, "position", "k", "v"}
+    return start.axes <= {Axis.SLOT} and all(
+        (not isinstance(part, Reduce) or (part.axis is Axis.DIM and part.within == "all"))
+        and not isinstance(part, (Fold, Random, Rank, Enough, Pool))
+        and (not isinstance(part, Input) or part.name in known)
+        for part in walk(start.expr)
+    )

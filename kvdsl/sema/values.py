@@ -11,11 +11,13 @@ from kvdsl.ir.nodes import (
     Call,
     Enough,
     Expr,
+    Fold,
     GivenRef,
     Input,
     Number,
     ParamRef,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -142,6 +144,17 @@ def enough(body: Value, share: Value, by: Value) -> Value:
     """How many slots it takes until their values come to a share of all."""
     made = _combined(Enough(body=body.expr, share=share.expr, by=by.expr), (body, share, by), condition=False, constant=None)
     return replace(made, axes=made.axes - {Axis.SLOT})
+
+
+def previous() -> Value:
+    """What a fold came to before."""
+    return Value(Previous(), frozenset({Axis.SLOT}))
+
+
+def fold_of(body: Value, start: Value, over: Literal["queries", "prunes"]) -> Value:
+    """A recurrence."""
+    made = _combined(Fold(body=body.expr, start=start.expr, over=over), (body, start), condition=False, constant=None)
+    return replace(made, axes=frozenset({Axis.SLOT}), observes=True)
 
 
 def pool(op: Literal["max", "mean"], body: Value, size: Value) -> Value:

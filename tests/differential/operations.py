@@ -155,6 +155,26 @@ def ranks() -> Iterator[tuple[str, Policy]]:
         yield f"rank in {place}", policy(text)
 
 
+_FOLDED = {
+    "queries": "param budget = 7\nscore fold(max(0.9 * prev, attn), 0) - fold(where(attn > 0.2, age, prev + 1), -position)",
+    "queries, with another in it": "param budget = 7\nlet hit = fold(where(attn > 0.2, position + age, prev), position)\n"
+    "score fold(where(attn > 0.2, max(prev, position + age - hit), prev), 0) + hit / 10",
+    "queries, of vectors": "param budget = 7\nscore fold(prev / 2 + dot(q, k) * norm1(v) + random(), norm2(k))",
+    "prunes": "param budget = 7\nlet now = mean(attn over last 3 queries)\n"
+    "score fold(max(0.8 * prev, now / max(now over slots)) over prunes, 0)\ntrigger overflow >= 3\nkeep last 2",
+    "prunes, of a fold": "param budget = 7\nscore fold(prev + fold(prev / 2 + attn, 0) over prunes, random_)\n"
+    "let random_ = 2\nkeep where fold(prev + 1 over prunes, 0) > 20",
+    "prunes, of heads that agree": "param budget = 7\nvictims shared by heads\nscore fold(prev / 2 + sum(attn) over prunes, 0)",
+}
+"""Where folds can stand."""
+
+
+def folds() -> Iterator[tuple[str, Policy]]:
+    """Folds, at every place where they can stand."""
+    for place, text in _FOLDED.items():
+        yield f"fold over {place}", policy(text)
+
+
 def all_operations() -> Iterator[tuple[str, Policy]]:
     """Every operation at every place, by what it is called in messages."""
     for op, row in ops.REDUCTIONS.items():
@@ -164,6 +184,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
     yield from ranks()
+    yield from folds()
     yield from draws()
     yield from tensors()
     yield from given()

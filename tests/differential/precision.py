@@ -19,6 +19,7 @@ from kvdsl.ir.nodes import (
     Call,
     Enough,
     Expr,
+    FoldRef,
     GivenRef,
     Input,
     Number,
@@ -111,11 +112,20 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         vectors, matrix = bounds(expr.body, scope), bounds(expr.matrix, scope)
         rows = [total(multiply(vectors, matrix[:, place][None]), 1) for place in range(matrix.lo.shape[1])]
         return Range(*(np.concatenate([getattr(row, name) for row in rows], 1) for name in ("lo", "hi", "nan")))
+    if isinstance(expr, FoldRef):
+        return _begun(scope.recall(expr), bounds(expr.start, scope))
     if isinstance(expr, Rank):
         return _rank(expr, scope)
     if isinstance(expr, Enough):
         return _enough(expr, scope)
     return _pool(expr, scope) if isinstance(expr, Pool) else scope.recall(expr)
+
+
+def _begun(held: Range, start: Range) -> Range:
+    """What a column holds, or the start of its fold where it is NaN."""
+    either = Range(np.minimum(held.lo, start.lo), np.maximum(held.hi, start.hi), held.nan & start.nan)
+    begun = choose(held.never, start, choose(~held.nan, held, either))
+    return choose(held.never, start, begun)
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Range:

@@ -24,6 +24,7 @@ from kvdsl.ir.nodes import (
     Call,
     Enough,
     Expr,
+    Fold,
     Given,
     GivenRef,
     Input,
@@ -35,6 +36,7 @@ from kvdsl.ir.nodes import (
     ParamRef,
     Policy,
     Pool,
+    Previous,
     Project,
     Random,
     Rank,
@@ -71,6 +73,7 @@ class Place:
         attends: that query has attended, so attn and logit have values as well.
         dims: it stands in a reduction over dims; `sketched`: over the sketch's.
         pools: it may pool: a score, outside of reductions and pools.
+        previous: it stands in a fold; `pruned`: over prunes.
         depth: how many operations deep it may still become.
     """
 
@@ -79,6 +82,8 @@ class Place:
     dims: bool = False
     sketched: bool = False
     pools: bool = False
+    previous: bool = False
+    pruned: bool = False
     depth: int = 3
 
     def deeper(self, **changes: bool) -> Place:
@@ -209,6 +214,8 @@ class Maker:
 
     def own_leaf(self, place: Place) -> Expr:
         """What only this place has."""
+        if place.previous and not place.dims and self.one_of(True, False):
+            return Previous()
         if place.dims:
             return self.vector(place)
         if place.query and place.attends and self.one_of(*[False] * 7, True):
@@ -249,9 +256,11 @@ class Maker:
             axes.append("page")
         if not self.fused and self.rarely():
             axes.append("rank")
+        if not self.fused and not place.dims and not place.pruned and (not place.query or place.previous) and self.rarely():
+            axes.append("fold")
         makers = {
             "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
-            "rank": self.rank,
+            "rank": self.rank, "fold": self.fold,
         }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
@@ -326,6 +335,21 @@ class Maker:
             body = self.binary("*", self.slot_value(place), body)
         paged = self.pages and QUERY not in axes_of(body) and self.one_of(True, False)
         return Rank(body=body, within="page" if paged else "all")
+
+    def fold(self, place: Place) -> Expr:
+        """Query by query, or prune by prune; a fold over queries may stand in either."""
+        over = "queries" if place.query else self.one_of("queries", "queries", "prunes")
+        inside = place.deeper(query=over == "queries", attends=True, previous=True, pruned=over == "prunes", pools=False)
+        body = self.value(inside)
+        shape = self.one_of("max", "blend", "where")
+        if shape == "max":
+            body = self.call("max", self.binary("*", Previous(), Number(value=0.5)), body)
+        elif shape == "blend":
+            body = self.binary("+", self.binary("*", Previous(), Number(value=self.one_of(0.5, 0.9))), body)
+        else:
+            body = self.call("where", self.condition(inside), body, Previous())
+        start = self.one_of(NOTHING, ONE, Input(name="position"), self.one_of(*self.fixed))
+        return Fold(body=body, start=start, over=over)
 
     def pool(self, place: Place) -> Expr:
         body = self.value(place.deeper(pools=False))
@@ -654,6 +678,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Project, Rank, Enough, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Fold, Project, Rank, Enough, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

@@ -190,6 +190,8 @@ class RowStep:
         certain = shadows[0].policy.measured is None or all(least == most for least, most in self._leaving(shadows))
         decided = certain and (not any(mask.any() for mask in masks) or Settle(shadows).decides(masks))
         for shadow, own in zip(shadows, gone, strict=True):
+            if len(own):
+                shadow.prune()
             shadow.drop(own)
         self.undecided |= not decided
         return decided
@@ -275,6 +277,8 @@ class RowStep:
         for shadow, head, own in zip(shadows, after, self.heads, strict=True):
             if not _equal(head.sketch, own.sketch):
                 return f"the sketch is {head.sketch}, not {own.sketch}"
+            if len(head.position) < len(shadow.position):
+                shadow.prune()
             order = _places(shadow.position, head.position)
             for column in shadow.policy.columns:
                 bound, value, at = shadow.columns[column.name][order], head.columns[column.name], head.position

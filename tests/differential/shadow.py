@@ -20,7 +20,7 @@ from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Input, Keep, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
@@ -140,6 +140,13 @@ class Shadow:
         self.undecided |= bool((may != must).any())
         self.sketch = np.flatnonzero(must) if not self.undecided else dims
 
+    def prune(self) -> None:
+        """Tokens are about to leave: what folds over prunes come to."""
+        scope = self.live_scope()
+        self.columns |= {
+            column.name: bounds_of_slots(column.body, scope) for column in self.policy.columns if column.rule == "prune"
+        }
+
     def drop(self, gone: Indices) -> None:
         """Go on without these positions."""
         kept = ~np.isin(self.position, gone)
@@ -169,7 +176,8 @@ class Shadow:
 
     def _queries(self, queries: Array, first_new: int, chosen: Mask | None, fused: float | None = None) -> Range:
         """Attend and observe one query after the other: the outputs."""
-        folded = [column for column in self.policy.columns if column.rule != "token"]
+        folded = [column for column in self.policy.columns if column.rule not in ("token", "fold", "prune")]
+        folds = [column for column in self.policy.columns if column.rule == "fold"]
         given: dict[str, list[Range]] = {column.name: [] for column in folded}
         newest = first_new + np.arange(len(queries))
         seen, outs = np.stack([self._visible(t) for t in newest]), []
@@ -179,6 +187,14 @@ class Shadow:
             scope = self._scope(visible, int(t), prob, logit)
             for column in folded:
                 given[column.name].append(_spread(self._per_query(column.body, scope, query, bounds_of_slots), visible))
+            self.columns |= {
+                column.name: choose(
+                    visible,
+                    _spread(self._per_query(column.body, scope, query, bounds_of_slots), visible),
+                    self.columns[column.name],
+                )
+                for column in folds
+            }
         for column in folded:
             old = self.columns[column.name]
             self.columns[column.name] = self._folded(column, old, stack(given[column.name]), seen, newest)
@@ -287,7 +303,7 @@ class Shadow:
     def _recall(self, leaf: Expr, chosen: Mask, newest: int) -> Range:
         if isinstance(leaf, RingRef):
             return self._over_ring(leaf, chosen, newest)
-        assert isinstance(leaf, ColumnRef), leaf
+        assert isinstance(leaf, (ColumnRef, FoldRef)), leaf
         return self.columns[leaf.name][chosen].map(lambda x: x[:, None])
 
     def ring_size(self, column: Column) -> int:

@@ -311,10 +311,12 @@ def hits(cache: Cache, token: int) -> list[int]:
 
 
 def lazy_eviction(cache: Cache, window: int = 3) -> list[int]:
+    """Overdue in parts of the longest pause between two hits, of which the first counts from the token's own place."""
+
     def score(token: int) -> float:
-        found = hits(cache, token)
-        last = max(found, default=0)
-        return (last - cache.newest) / (max(last - token, 1) / max(len(found), 1))
+        times = [token, *hits(cache, token)]
+        longest = max(after - before for before, after in itertools.pairwise([*times, times[-1]]))
+        return -math.inf if longest == 0 else (times[-1] - cache.newest) / longest
 
     return buffered(window, lambda one: lowest(one, one.kept[:-window], score))(cache)
 
@@ -388,16 +390,29 @@ def lacache(cache: Cache, sinks: int = 2, layers: int = 4, span: int = 1, overla
     return [token for token in cache.kept[cursor : cursor + before * rungs] if token not in stay]
 
 
-def gkv(cache: Cache, window: int = 2, decay: float = 0.8) -> list[int]:
-    """max(decay * before, what the query gives), query by query."""
+class GKV:
+    """Scores that are handed on from prune to prune, as the authors' code keeps them beside the cache."""
 
-    def score(token: int) -> float:
-        found = 0.0
-        for p in cache.rows[token].values():
-            found = max(decay * found, p)
-        return found
+    def __init__(self, window: int = 2, decay: float = 0.8, buffer: int = 2) -> None:
+        self.window, self.decay, self.buffer = window, decay, buffer
+        self.scores: dict[int, float] = {}
 
-    return lowest(cache, cache.kept[:-window], score)
+    def __call__(self, cache: Cache) -> list[int]:
+        """The window's mean attention over its maximum, or what is left of the last score where that is more."""
+        if cache.newest < cache.method.prompt:
+            self.scores = {}
+        if cache.excess < self.buffer:
+            return []
+        text = cache.kept[: -self.window]
+        asked = {
+            token: [p for query, p in cache.most[token].items() if query > cache.newest - self.window] for token in text
+        }
+        now = {token: sum(given) / len(given) for token, given in asked.items()}
+        most = max(now.values())
+        found = {token: max(self.decay * self.scores.get(token, 0.0), now[token] / most) for token in text}
+        gone = lowest(cache, text, lambda token: found[token])
+        self.scores = {token: score for token, score in found.items() if token not in gone}
+        return gone
 
 
 def paged_eviction(cache: Cache, page: int = 4) -> list[int]:
@@ -648,7 +663,7 @@ METHODS: dict[str, Method] = {
     "lacache": Method(
         lacache, 12, given(budget=12, sinks=2, rung=4, drop=3), prompt=20, tokens=80, layer=2, frequencies=FREQUENCIES
     ),
-    "gkv": Method(gkv, given=given(window=2, decay=0.8)),
+    "gkv": Method(GKV(), given=given(window=2, decay=0.8, buffer=2)),
     "kvzap": Method(least_important(3), given=given(window=3)),
     "kvzap_once": Method(once(least_important())),
     "kvzap_threshold": Method(below(-0.2, 3), given={"threshold": -0.2, "window": 3}),

@@ -67,6 +67,9 @@ def assert_same_slots(ours: Any, theirs: Any) -> None:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
+MORE = {"lazy_eviction": {"window": 3, "alpha": 0.1}, "gkv": {"window": 3, "buffer": 2}}
+
+
 def slow(*values: str) -> Any:
     return pytest.param(*values, marks=pytest.mark.slow)
 
@@ -83,12 +86,12 @@ def test_heads_vote_in_a_graph(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("policy", "backend"), [
-    ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"),
-    slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"),
+    ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"), ("lazy_eviction", "torch"),
+    slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"), slow("gkv", "torch"),
 ])  # fmt: skip
 def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) -> None:
     """One graph without breaks, and what it does to tokens, slots, columns and length is what an eager step does."""
-    ours, theirs = (policies.make(policy, model, budget=BUDGET, backend=backend) for _ in range(2))
+    ours, theirs = (policies.make(policy, model, budget=BUDGET, backend=backend, **MORE.get(policy, {})) for _ in range(2))
     assert ours.is_compileable
     tokens = decode(model, whole(model), ours, 12)
     assert torch.equal(tokens, decode(model, model, theirs, 12))

@@ -27,6 +27,8 @@ POLICIES: dict[str, dict[str, float]] = {
     "snapkv": {"budget": 34},
     "sparcas": {"tokens": 9, "dims": 4},
     "full": {},
+    "lazy_eviction": {"budget": 12, "window": 3, "alpha": 0.1},
+    "gkv": {"budget": 12, "window": 3, "buffer": 2},
 }
 NEW = 24
 PAIRS = [(family, name) for family in ("llama", "mistral-windowed", "gpt_neox") for name in ("h2o", "equip_h2o", "roco")]
@@ -76,8 +78,15 @@ def same(found: Any, expected: Any) -> None:
                 assert close[live.gather(-1, other)].all(), name
 
 
-@pytest.mark.parametrize("backend", few(["torch", "cpu"], "cpu"))
-@pytest.mark.parametrize("name", POLICIES)
+FOLDS = ("lazy_eviction", "gkv")
+"""These run on torch only."""
+
+SERVED = [(name, backend) for name in POLICIES for backend in ("torch", "cpu") if backend == "torch" or name not in FOLDS]
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"), few(SERVED, *((name, "torch" if name in FOLDS else "cpu") for name in POLICIES))
+)
 def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
     plain, looked_up = cache_for(name, backend=backend), cache_for(name, backend=backend)
     found = generate("llama", looked_up, prompt_lookup_num_tokens=5)  # transformers 4.57 may go a few tokens too far

@@ -32,6 +32,8 @@ NEW: dict[str, dict[str, float]] = {
     "sparcas": {"tokens": 9, "dims": 4},
     "quest": {"tokens": 32},
     "token_select": {"tokens": 9, "sinks": 2, "recent": 3},
+    "lazy_eviction": {"budget": 20, "window": 4, "alpha": 0.05},
+    "gkv": {"budget": 20, "window": 4, "buffer": 2},
     "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},
 }
 """Params that make every one of them decide something in texts of some 60 tokens."""

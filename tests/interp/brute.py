@@ -19,6 +19,7 @@ class Cache:
 
     Attributes:
         rows: per token, by query, the probability, the mean over the group; 0 where a query skipped it.
+        most: per token, by query, the largest probability that a head of the group gave it.
         above: per token how many queries gave it more than the mean of what they gave.
     """
 
@@ -26,6 +27,7 @@ class Cache:
         self.method, self.q, self.k, self.v = method, q, k, v
         self.kept: list[int] = []
         self.rows: dict[int, dict[int, float]] = {}
+        self.most: dict[int, dict[int, float]] = {}
         self.above: dict[int, int] = {}
         self.newest = -1
         self.sketch: list[int] = []
@@ -41,14 +43,15 @@ class Cache:
         weights = np.exp(query @ key.T / math.sqrt(key.shape[1]))
         probs = weights / weights.sum(axis=-1, keepdims=True)
         mean = dict(zip(seen, probs.mean(axis=0), strict=True))
+        most = dict(zip(seen, probs.max(axis=0), strict=True))
         for kept in self.kept:
-            self.rows[kept][token] = mean.get(kept, 0.0)
+            self.rows[kept][token], self.most[kept][token] = mean.get(kept, 0.0), most.get(kept, 0.0)
             self.above[kept] += mean.get(kept, 0.0) > sum(mean.values()) / len(self.kept)
         return probs @ self.v[seen]
 
     def place(self, token: int) -> None:
         self.kept.append(token)
-        self.rows[token], self.above[token], self.newest = {}, 0, token
+        self.rows[token], self.most[token], self.above[token], self.newest = {}, {}, 0, token
 
     def evict(self) -> list[int]:
         gone = self.method.leaves(self)

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Call, Expr, Input, Number, ParamRef, Pool, Rank, Reduce
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Fold, Input, Number, ParamRef, Pool, Previous, Rank, Reduce
 from kvdsl.ir.printer import print_expression, print_policy
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
@@ -29,6 +29,17 @@ def test_ema() -> None:
     assert score("ema(attn, 0.9)") == expected
     assert score("ema(attn over queries, 0.9)") == expected
     assert print_expression(score("max(0, ema(dot(q, k), 1 / layers))")) == "max(0, ema(sum(q * k over dims), 1 / layers))"
+
+
+def test_folds() -> None:
+    step = Call(function="max", args=(Binary(op="*", left=Number(value=0.9), right=Previous()), ATTN))
+    expected = Fold(body=step, start=Number(value=0))
+    assert score("fold(max(0.9 * prev, attn), 0)") == score("fold(max(0.9 * prev, attn) over queries, 0)") == expected
+    assert print_expression(expected) == "fold(max(0.9 * prev, attn), 0)"
+    assert print_expression(score("fold(prev + age over prunes, position)")) == "fold(prev + age over prunes, position)"
+    assert axes_of(expected) == {Axis.SLOT}
+    nested = score("fold(prev + fold(prev / 2 + attn, 1), 0)")
+    assert print_expression(nested) == "fold(prev + fold(prev / 2 + attn, 1), 0)"
 
 
 def test_pools() -> None:
@@ -164,6 +175,33 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "attn", "`rank(sum(attn) over page)`, say"),
         ("mean(rank(max_pool(age, 3)) over slots)", "KV0313", "a pool cannot stand inside a reduction, as `mean(...)` is one",
          "mean(rank(max_pool(age, 3)) over slots)", "pool the score as a whole"),
+        ("fold(attn)", "KV0306", "`fold` takes what `prev` becomes, and what it is at first", "fold(attn)",
+         "for example `fold(max(0.9 * prev, attn), 0)`"),
+        ("fold(attn, 0)", "KV0306", "a fold goes on from `prev`, which `attn` does not read", "attn", "`last(attn)` is the newest one"),
+        ("fold(age over prunes, 0)", "KV0306", "a fold goes on from `prev`, which `age` does not read", "age", "leave the fold out"),
+        ("fold(attn + fold(prev + attn, 0), 0)", "KV0306", "a fold goes on from `prev`, which `attn + fold(prev + attn, 0)` does not read",
+         "attn + fold(prev + attn, 0)", "`last(attn + fold(prev + attn, 0))` is the newest one"),
+        ("fold(prev + attn over slots, 0)", "KV0307", "a fold goes on query by query, or prune by prune", "over slots",
+         "write `fold(prev + attn, ...)`, or `fold(prev + attn over prunes, ...)`"),
+        ("fold(prev + q * k, 0)", "KV0304",
+         "a fold has one number per slot and query, but `prev + q * k` has one number per query, slot and dim",
+         "prev + q * k", "reduce it over dims: `sum(prev + q * k over dims)`"),
+        ("fold(prev + attn over prunes, 0)", "KV0304",
+         "a fold has one number per slot and prune, but `prev + attn` has one number per query and slot",
+         "prev + attn", "reduce its part over queries"),
+        ("fold(prev + sum(attn), 0)", "KV0305",
+         "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can",
+         "prev + sum(attn)", None),
+        ("fold(prev + fold(prev + age over prunes, 0), 0)", "KV0305", "a fold over prunes cannot stand in another fold",
+         "prev + fold(prev + age over prunes, 0)", None),
+        ("sum(attn * fold(prev + attn, 0))", "KV0305", "a reduction over queries cannot stand inside `sum(...)`, which is one itself",
+         "attn * fold(prev + attn, 0)", None),
+        ("fold(prev + max_pool(age, 3) over prunes, 0)", "KV0313", "a pool cannot stand inside a fold",
+         "fold(prev + max_pool(age, 3) over prunes, 0)", "pool the score as a whole"),
+        ("fold(prev + attn, live)", "KV0308", "a fold begins with what is known of a token when it comes, but `live` is not", "live",
+         "a number, `position`, or what its key and value say"),
+        ("prev + 1", "KV0201", "unknown name `prev`", "prev",
+         "`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`"),
         ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(x)`, the place in the order of x"),
         ("median(age over page)", "KV0306", "`median` reduces over slots and the last N queries only", "median(age over page)", None),
     ],

@@ -28,8 +28,8 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|enough|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|enough|exp|floor|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|enough|exp|floor|fold|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|enough|exp|floor|fold|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
 ((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
 ((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
 

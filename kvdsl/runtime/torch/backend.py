@@ -2,6 +2,7 @@
 
 A generated `kernels_torch.py` holds a policy's expressions, as far as it has them:
     observe(row: View, columns: Columns): fold a block of queries into the state columns.
+    fold(row: View), prune(slots: View) -> dict[str, Tensor]: what columns come to at a query, or where tokens leave.
     place(new: NewTokens): the columns that a token has by itself, see `kvdsl.runtime.tokens`.
     score(slots: View) -> Tensor, protect(slots: View, keep: Protection, numbers): who leaves and who may not.
     weigh(slots: View) -> Tensor: what a layer's share of a budget goes by, one number for all its KV heads.
@@ -23,9 +24,9 @@ from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import eviction, replacing, selection
+from kvdsl.runtime.torch import columns, eviction, replacing, selection
 from kvdsl.runtime.torch.attention import scores, softmax, turned_keys, turned_queries
-from kvdsl.runtime.torch.columns import INITIAL, Columns
+from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.tokens import new_positions, place
 from kvdsl.runtime.torch.view import View, row_view
@@ -117,7 +118,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     attended = selection.selected(state, row).unsqueeze(2) if state.selects else row.visible
     out = _attend(state, call, row, turned_keys(state, call, held.kept), attended)
     if state.spec.reads_attention:
-        state.spec.torch_kernels.observe(row, Columns(row))
+        columns.observe(row, state.spec)
     eviction.settle(held, then=state.settled)
     return out.masked_fill(~real[:, :, None, None], 0)
 
@@ -144,12 +145,12 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
 
 def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor) -> None:
     """`place` for one new token per KV head, in its slot, int64 [batch, kv_heads, 1]; padding leaves everything as it was."""
-    columns = state.columns[: len(state.spec.columns)]
-    index = slot[None].expand(len(columns), -1, -1, -1)
-    old = columns.gather(3, index)
+    single = state.columns[: len(state.spec.columns)]
+    index = slot[None].expand(len(single), -1, -1, -1)
+    old = single.gather(3, index)
     new = old.clone()
     place(state, call, new)
-    columns.scatter_(3, index, torch.where(real[:, None], new, old))
+    single.scatter_(3, index, torch.where(real[:, None], new, old))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.torch import rings
 from kvdsl.runtime.torch.view import View
 
@@ -18,8 +19,20 @@ INITIAL = {
     "last": torch.nan,
     "ema": torch.nan,
     "token": 0.0,
+    "fold": torch.nan,
+    "prune": torch.nan,
 }
 """What a column holds before its slot's first query, by rule: what a `keep` sees of a new token when a query selects."""
+
+
+def observe(row: View, spec: PolicySpec) -> None:
+    """Fold a block of queries, in the order of the text, into the state columns."""
+    if spec.observes:
+        spec.torch_kernels.observe(row, Columns(row))
+    if "fold" in spec.column_rules:
+        for query in row.queries():
+            for name, x in spec.torch_kernels.fold(query).items():
+                Columns(query).last(name, x)
 
 
 class Columns:

@@ -152,9 +152,20 @@ def evict(layers: Sequence[Held], excess: Excess) -> None:
     Everything is computed at every settle, due or not: asking would wait for the device.
     """
     for held, leaving in zip(layers, _victims(layers, excess), strict=True):
+        _remember(held, leaving)
         if "rank" in held.kept:
             close_gaps(held.kept["rank"], leaving)
         held.position.masked_fill_(leaving, FREE)
+
+
+def _remember(held: Held, leaving: Tensor) -> None:
+    """What folds over prunes come to in the KV heads that lose slots, bool [batch, kv_heads, slots]."""
+    if "prune" not in held.state.spec.column_rules:
+        return
+    loses, view = leaving.any(-1, keepdim=True), held.view()
+    for name, x in held.state.spec.torch_kernels.prune(view).items():
+        column = view.columns[name]
+        column.copy_(torch.where(loses, x.float().squeeze(2), column))
 
 
 def _victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:

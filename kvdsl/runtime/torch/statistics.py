@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.torch import columns
 from kvdsl.runtime.torch.attention import scores
-from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prompt import Prompt
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
@@ -38,7 +38,7 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
         query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
         head_sinks = None if sinks is None else sinks[head]
         view.weights = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks)
-        prompt.state.spec.torch_kernels.observe(view, Columns(view))
+        columns.observe(view, prompt.state.spec)
 
 
 def first_query(prompt: Prompt) -> int:
@@ -48,7 +48,7 @@ def first_query(prompt: Prompt) -> int:
     hides it from some.
     """
     spec, settings = prompt.state.spec, prompt.state.settings
-    rules = set(spec.column_rules) - {"token"}
+    rules = set(spec.column_rules) - {"token", "prune"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0
     wanted = torch.ones_like(prompt.position[:, 0], dtype=torch.float64)

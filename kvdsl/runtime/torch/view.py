@@ -7,8 +7,8 @@ reduction over dims there is one more axis, last. All arithmetic is float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
 
@@ -72,6 +72,22 @@ class View:
     doubles: dict[str, Tensor] = field(default_factory=dict)
     protected: Tensor | None = None
     weights: Weights | None = None
+
+    def queries(self) -> Iterator[View]:
+        """The block's queries one by one, in the order of the text."""
+        if self.visible.shape[2] == 1:
+            yield self
+            return
+        for number in range(self.visible.shape[2]):
+            one = slice(number, number + 1)
+            yield replace(
+                self,
+                visible=self.visible[:, :, one],
+                query_position=self.query_position[:, :, one],
+                live=self.live[:, :, one],
+                query=None if self.query is None else self.query[:, :, :, one],
+                weights=_OneQuery(self, one),
+            )
 
     @cached_property
     def attn(self) -> Tensor:
@@ -312,6 +328,20 @@ class View:
         seed, layer, first_head = self.random_key
         heads = torch.arange(self.slot_position.shape[1], device=self.slot_position.device).view(1, -1, 1, 1) + first_head
         return counter_random(seed, layer, heads, self.slot_position.long(), self.query_position.long())
+
+
+@dataclass(frozen=True)
+class _OneQuery:
+    """What one query of a block gives: the block's is found once, and reduced over the group already."""
+
+    block: View
+    query: slice
+
+    def attn(self) -> Tensor:
+        return self.block.attn[:, :, self.query].unsqueeze(2)
+
+    def logit(self) -> Tensor:
+        return self.block.logit[:, :, self.query].unsqueeze(2)
 
 
 def _standing(x: Tensor, position: Tensor, visible: Tensor) -> Tensor:
