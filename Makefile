@@ -33,7 +33,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs lint format bench peers reproduce accept torture gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -100,6 +100,9 @@ docs: $(READY)  ## the documentation as a site, in site/, with the playground, w
 	$(PY) scripts/make_notebooks.py
 	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
 	$(PY) scripts/make_playground.py
+
+pictures: $(READY)  ## the pictures of the documents; needs nvim (0.10 for inlay hints), chromium, Node.js and npm
+	$(PY) -m scripts.pictures
 
 lint: $(READY)  ## ruff, mypy, and no prose in lines of more than 100 columns
 	$(PY) -m ruff check

@@ -154,12 +154,9 @@ def _run(*command: str, cwd: Path | None = None) -> None:
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--out", type=click.Path(path_type=Path), default=ROOT / "site" / "playground", show_default="site/playground")
-@click.option("--picture", type=click.Path(path_type=Path), help="take a picture of it, too; needs chromium")
 @click.option("--times", is_flag=True, help="say how long it takes to load, and to answer a key; needs chromium")
-def main(out: Path, picture: Path | None, times: bool) -> None:
+def main(out: Path, times: bool) -> None:
     make(out.resolve())
-    if picture is not None:
-        visit(out.resolve(), "picture.mjs", str(picture.resolve()))
     if times:
         visit(out.resolve(), "times.mjs")
     click.echo(f"written: {out} ({sum(path.stat().st_size for path in out.rglob('*') if path.is_file()) / 2**20:.0f} MiB)")

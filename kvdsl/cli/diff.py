@@ -86,7 +86,11 @@ def _in_words(names: tuple[str, str], found: Difference, search: Search | None) 
         return ["no difference in meaning"]
     lines: list[str] = []
     for change in found.changes:
-        lines += [change.title, *(f"  - {line}" for line in change.before), *(f"  + {line}" for line in change.after), ""]
+        before, after = (
+            [click.style(f"  {sign} {line}", fg=colour) for line in lines_of]
+            for sign, colour, lines_of in (("-", "red", change.before), ("+", "green", change.after))
+        )
+        lines += [click.style(change.title, bold=True), *before, *after, ""]
     if search is None:
         return [*lines, "Both keep the same tokens: they differ in how slots lie in memory alone."]
     if search.why_not:

@@ -83,7 +83,7 @@ class Findings:
     def _repr_html_(self) -> str:
         text = escape(render_human(self.diagnostics, color=True), quote=False)
         marked = re.sub("\x1b\\[([0-9;]+)m", lambda code: _tag(code[1]), text)
-        return f"<pre>{marked}</pre>"
+        return f'<pre style="font-family:var(--jp-code-font-family,monospace)">{marked}</pre>'  # JupyterLab has another one for outputs
 
 
 def _tag(code: str) -> str:

@@ -1,5 +1,4 @@
-#!/usr/bin/env python
-"""Draws the README's picture, docs/assets/overview.svg: a policy, its kernel, and which tokens it keeps.
+"""The README's picture: a policy, its kernel, and which tokens it keeps.
 
 The policy is the README's first, without its docstring; the loops are taken from its generated C++; SmolLM2 reads a page of a book
 under it (`kvdsl models get smollm2`). Nothing in the picture is drawn by hand.
@@ -8,41 +7,36 @@ under it (`kvdsl models get smollm2`). Nothing in the picture is drawn by hand.
 from __future__ import annotations
 
 import re
-import sys
 import tempfile
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installation for this
+import torch
+from pygments.lexer import Lexer
+from pygments.lexers import CppLexer
+from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
 
-import torch  # noqa: E402
-from pygments.lexer import Lexer  # noqa: E402
-from pygments.lexers import CppLexer  # noqa: E402
-from pygments.token import Comment, Keyword, Name, Number, String, _TokenType  # noqa: E402
-
-import kvdsl  # noqa: E402
-from kvdsl.assets import book_text  # noqa: E402
-from kvdsl.highlight import KvLexer  # noqa: E402
+import kvdsl
+from kvdsl.assets import book_text
+from kvdsl.highlight import KvLexer
+from scripts.pictures.home import ROOT
+from scripts.pictures.svg import ADVANCE, INK, LINE, drawing, letters
 
 TOKENS, BUDGET, LAYER, HEAD = 220, 64, 28, 0
 START = "The ascent of the mountain"
 
 WIDTH, HEIGHT, GAP, PADDING = 1280, 430, 40, 18
 PANELS = (270, 450, 480)
-SIZE, ADVANCE, LINE = 12, 7.23, 18.5
-"""Of a fixed-width letter, in pixels: its size, how far the next one is, and the next line."""
-
 COLOURS: dict[_TokenType, str] = {
     Comment: "#6e7781", Keyword: "#8250df", Name.Builtin: "#0550ae", Name.Class: "#953800", Name.Function: "#0550ae",
     Number: "#0550ae", String: "#0a3069",
 }  # fmt: skip
-INK, FADED, KEPT = "#1f2328", "#9aa1a9", "#ffd98a"
+FADED, KEPT = "#9aa1a9", "#ffd98a"
 
 
-def main() -> None:
+def overview(out: Path) -> None:
     """Write the picture."""
     source = policy_of(ROOT / "README.md")
     with tempfile.TemporaryDirectory() as folder:
@@ -62,14 +56,8 @@ def main() -> None:
             text(words, held),
         ),
     ]
-    style = "font-family: ui-monospace, SFMono-Regular, Menlo, Consolas, 'DejaVu Sans Mono', monospace; white-space: pre"
-    whole = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" style="{style}" font-size="{SIZE}">\n'
-        f"<title>A kvdsl policy, the kernel that is compiled from it, and the tokens of a text that it keeps</title>\n"
-        + "\n".join(parts)
-        + "\n</svg>\n"
-    )
-    (ROOT / "docs/assets/overview.svg").write_text(whole)
+    title = "A kvdsl policy, the kernel that is compiled from it, and the tokens of a text that it keeps"
+    out.write_text(drawing(WIDTH, HEIGHT, title, parts), encoding="utf-8")
 
 
 def policy_of(readme: Path) -> str:
@@ -151,23 +139,7 @@ def text(words: list[str], held: set[int]) -> Iterator[str]:
         column += len(shown)
 
 
-def letters(part: str, column: int, row: int, colour: str) -> str:
-    """Some letters of a line; their width is stated, whatever font is there."""
-    lead = len(part) - len(part.lstrip())
-    shown = part.strip()
-    if not shown:
-        return ""
-    return (
-        f'<text x="{(column + lead) * ADVANCE:.1f}" y="{row * LINE:.1f}" fill="{colour}" textLength="{len(shown) * ADVANCE:.1f}" '
-        f'lengthAdjust="spacingAndGlyphs">{escape(shown)}</text>'
-    )
-
-
 def _colour(kind: _TokenType) -> str:
     while kind not in COLOURS and kind.parent is not None:
         kind = kind.parent
     return COLOURS.get(kind, INK)
-
-
-if __name__ == "__main__":
-    main()
