@@ -524,6 +524,13 @@ ACROSS = _code(
     "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
+REUSED = _code(
+    "KV0441",
+    "layers that cannot take over a choice",
+    "`select ... in layers 2, 13 reused above` has the layers above attend to what these choose, token by token of the text. So they "
+    "have to hold the same tokens, which layers that evict do not.",
+    _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) in layers 2 reused above"),
+)
 COMPACT = _code(
     "KV0413",
     "sketch or pages with compact positions",

@@ -38,7 +38,7 @@ STATEMENTS = {
     "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
     "max_drop": ("how many tokens leave at a time; 0: as many as are too many", "0"),
     "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
-    "select": ("attend to these tokens only, and keep all", "all"),
+    "select": ("attend to these tokens only, and keep all; `reused above`: these layers choose for those above", "all"),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
     "pages": (
         "`over page` reads what pages of so many tokens have, `over next page` what the one behind has; selection is by page",
@@ -75,7 +75,7 @@ STEPS = {
     "expect_score": "the scores before tokens left, in the order of the text",
     "expect_attn": "the attention of the last token, in the order of the text",
     "expect_state": "a state column before tokens left; `kvdsl explain` names it",
-    "expect_selected": "the positions that the last token attended to",
+    "expect_selected": "the positions that the last token chose to attend to, or for the layers above",
     "expect_sketch": "the dims of the sketch",
     "expect_live": "how many tokens are there",
     "expect_error": "the policy is refused with a message that has this text in it",

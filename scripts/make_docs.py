@@ -231,7 +231,22 @@ vote, by `sum`, `mean` or `max`, of scores or of ranks, and where nothing else d
 the same tokens: a policy that evicts needs `victims shared by heads`, or by layers. Pages, ties and what `keep` forces are as in any
 selection; padding, beams, chats and taken-back steps need nothing of their own, since nothing is remembered. torch serves it, in
 compiled steps as well; C++ and Triton, whose kernels see one KV head, refuse it, and so does tensor parallelism. In a score `over
-heads` is refused: `victims shared by heads` averages scores. That layers take over a choice (TidalDecode, OmniKV) cannot be said yet.
+heads` is refused: `victims shared by heads` averages scores.
+
+Layers may choose for those above: `select top 256 by dot(q, k) in layers 2, 13 reused above` (TidalDecode, OmniKV). Each of the listed
+layers finds, for every decoded token, what `select` says, and attends to everything itself, since it has looked at all keys. Every other
+layer attends to exactly what the nearest listed layer below it has chosen for that token, position by position and KV head by KV head,
+and computes nothing for it; `over heads` makes the choice of all heads the same. Layers below all listed ones attend to everything. A
+layer's number may be made of params and `layers`; it is floored, may come in any order, and one that the model does not have is no layer.
+What `keep first` and `keep last` protect belongs to the choice, and counts; `keep last 0` removes the default. Nothing else of the layer
+changes: every layer keeps every token, so that a policy with a budget is refused, whose layers would hold different ones. Padding, ragged
+batches, windows, pages, sketches, ties and prompts, which attend to everything, are as in any selection; of several tokens in one
+forward, guesses among them, each has a choice of its own, and since none outlives its forward, chats, beams, `crop` and saved caches know
+nothing of it. Layers have to have equally many KV heads, and a listed layer has to be one that the policy serves: where a model leaves it
+to transformers, because of a sliding window, the cache is refused. Under tensor parallelism a process hands over what its own heads
+choose. A cache whose policy evicts nothing grows, and is served outside of compiled graphs. C++ and torch serve it, Triton refuses it: its
+launches hand no choice on. A test in the language is one layer: `expect selected` at a listed layer is what that chooses, and a layer
+that takes over is refused.
 """
 
 EQUAL = """What a token has by itself, a reduction over dims of its key or value such as `norm1(v)` or `dot(filter, k)`, or a `given`

@@ -150,7 +150,7 @@ def _policy(text: str) -> Policy:
     wanted = [given.name for given in policy.given if given.default is None]
     if wanted:
         raise CannotRunError(f"The caller has to give this policy `{wanted[0]}`, which was not recorded.")
-    if policy.victims == "layers" or policy.across_layers is not None:
+    if policy.victims == "layers" or policy.across_layers is not None or policy.reuses:
         raise CannotRunError("Under this policy all layers decide together, and not all of them were recorded.")
     return policy
 

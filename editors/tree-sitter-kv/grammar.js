@@ -72,7 +72,8 @@ module.exports = grammar({
     cap: ($) => seq("cap", $.identifier),
 
     // what to attend to
-    select: ($) => seq("select", "top", $._expression, "by", $._expression, optional(seq("in", "layers", $.range))),
+    select: ($) => seq("select", "top", $._expression, "by", $._expression, optional(seq("in", "layers", choice($.range, $.reused)))),
+    reused: ($) => seq(parts($._expression, ","), "reused", "above"),
     sketch: ($) => seq("sketch", "top", $._expression, "dims", "by", $._expression, "every", $._expression, "queries"),
     pages: ($) => seq("pages", $._expression, optional(seq("after", $._expression))),
 

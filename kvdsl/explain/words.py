@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from kvdsl.explain.facts import POSITION, Budget, Facts, State, tensors_of
 from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
-from kvdsl.ir.printer import print_expression, print_number, print_range, quote
+from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import walk
 
 Rows = dict[str, list[str]]
@@ -140,6 +140,11 @@ def _selects(policy: Policy) -> Iterator[str]:
     layers = LayerRange(low=policy.select.low, high=policy.select.high)
     if layers != LayerRange():
         yield f"in layers {print_range(layers)}; the others attend to all"
+    if policy.reuses:
+        yield (
+            f"layers {print_choosing(policy.select)} choose, and attend to all; each layer above takes over what the nearest of these has "
+            f"chosen, KV head by KV head; those below attend to all"
+        )
     if policy.sketch is not None:
         yield (
             f"the sketch is the {_count(policy.sketch.count, policy)} dims with the highest {print_expression(policy.sketch.by)}, "

@@ -99,9 +99,18 @@ class Layer:
             given = of_head(supplied, index)
             self.machines[index].arrive(heads[index], query[index], key[index], value[index], given)
 
+        choices: dict[tuple[int, int], Indices] = {}  # positions, by layer and KV head
+
         def part_of(index: int) -> Attended:
+            machine, head = self.machines[index], heads[index]
             peers = [(self.machines[i], heads[i], query[i]) for i in self._layer_of(index)] if self.policy.heads_vote else []
-            return self.machines[index].token(heads[index], query[index], peers)
+            taken = None
+            if machine.numbers.takes_over:
+                taken = np.isin(head.position, choices[machine.numbers.chooser, machine.head_index])
+            attended = machine.token(head, query[index], peers, taken)
+            if attended.chosen is not None:
+                choices[machine.numbers.layer, machine.head_index] = head.position[attended.chosen]
+            return attended
 
         return self._token(heads, part_of, arrive)
 

@@ -35,6 +35,7 @@ class Numbers:
         floor_rate: `floor` as a part of the budget.
         select: the tokens that a decode query attends to, floored; inf attends to everything.
         selects: whether the layer is one of those where queries select.
+        chooser: the layer that chooses what this one attends to, itself where it chooses for those above; -1 where there is none.
         page: the tokens of a page; 1 without pages. `page_after`: those before the page from which pages are counted.
         sketch_dims, sketch_every: the sketch's dims, and the decode queries from one sketch to the next.
         prefill_block: a prompt settles after each so many tokens of the row; inf: at the end of each forward.
@@ -55,6 +56,7 @@ class Numbers:
     floor_rate: float = 0
     select: float = math.inf
     selects: bool = False
+    chooser: int = -1
     page: float = 1
     page_after: float = 0
     sketch_dims: float = 1
@@ -72,6 +74,16 @@ class Numbers:
         """The tokens kept after a settle of this layer: `budget`, or its share of all layers', where it evicts, elsewhere inf."""
         kept = self.budget if self.share is None else self.share
         return kept if self.evicts else math.inf
+
+    @property
+    def chooses(self) -> bool:
+        """Whether the layer chooses for those above, and attends to everything itself."""
+        return self.chooser == self.layer
+
+    @property
+    def takes_over(self) -> bool:
+        """Whether the layer attends to what one below has chosen."""
+        return 0 <= self.chooser < self.layer
 
     @cached_property
     def inputs(self) -> Mapping[str, Array]:
@@ -128,7 +140,9 @@ def resolve(
     pool = layers_share if policy.one_pool else None
     floor_rate = value(policy.across if pool is None else pool.floor, 0)
     at_ends = 0.0 if layers_share is None else most("first") + most("last")
-    selects = select is not None and is_within(select.low, select.high)
+    choosing = () if select is None else [floored(value(one, -1)) for one in select.choosing]
+    chooser = int(max((one for one in choosing if one <= layer), default=-1))
+    selects = select is not None and is_within(select.low, select.high) and (not choosing or chooser == layer)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
         budget=budget,
@@ -146,6 +160,7 @@ def resolve(
         layer_floor=max(counted(value(layers_share.floor, 0) * budget), at_ends) if layers_share is not None else 0,
         select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
         selects=selects,
+        chooser=chooser,
         page=at_least_one(value(policy.pages, 1)),
         page_after=counted(value(policy.pages_after, 0)),
         sketch_dims=at_least_one(value(sketch.count, 1) if sketch is not None else 1),

@@ -120,18 +120,20 @@ class Operations:
         if self.is_refresh(head, newest):
             self.refresh(head, newest, q)
 
-    def token(self, head: Head, q: Array, peers: Peers = ()) -> Attended:
+    def token(self, head: Head, q: Array, peers: Peers = (), taken: Mask | None = None) -> Attended:
         """What the token that has arrived attends to, and what it leaves behind, up to the settle: q [G, D].
 
         Args:
             peers: the KV heads of the layer, where they choose together, each with what runs it and the token's queries.
+            taken: what a layer below has chosen, [n], where this one takes that over.
         """
         newest = head.seen - 1
-        chosen = self.select(head, newest, q, peers)
-        found = self.attend(head, newest, q, chosen)
+        chosen = self.select(head, newest, q, peers) if taken is None else taken
+        attended = None if self.numbers.chooses else chosen
+        found = self.attend(head, newest, q, attended)
         attn, logit = self.over_group(found.probs), self.over_group(found.logits)
         self.observe(head, newest, attn, logit, q)
-        return Attended(found.out, attn, logit, chosen)
+        return Attended(found.out, attn, logit, attended, chosen if self.numbers.chooses else None)
 
     def told(
         self,

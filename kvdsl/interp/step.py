@@ -17,6 +17,7 @@ class Attended:
     attn: Array
     logit: Array
     selected: Mask | None = None
+    chosen: Mask | None = None
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,8 @@ class Step:
         columns: the state columns, [n] each and [n, N] of a ring; none where the head keeps its history.
         out: [G, Dv] of a decode step, [L, G, Dv] of a prefill.
         attn, logit: [n] of the last query, reduced over the group; 0 and -inf where it does not attend to the slot.
-        selected: [n] what the query attended to; None if the policy does not select, or in a prompt.
+        selected: [n] what the query attended to; None where it attends to everything, or in a prompt.
+        chosen: [n] what it chose for the layers above; None where the layer does not.
         earlier: the settles of the same forward before this one: to make room under `cap hard`, or after a prompt's blocks.
     """
 
@@ -46,11 +48,18 @@ class Step:
     attn: Array = field(default_factory=lambda: np.zeros(0))
     logit: Array = field(default_factory=lambda: np.zeros(0))
     selected: Mask | None = None
+    chosen: Mask | None = None
     earlier: tuple[Step, ...] = ()
 
     def with_attended(self, attended: Attended) -> Step:
         """The step of the forward that gave this."""
         return replace(self, **vars(attended))
+
+    @property
+    def picked(self) -> Indices:
+        """The positions that the query chose, for itself or the layers above; of one that does not choose, all."""
+        mask = self.selected if self.chosen is None else self.chosen
+        return self.position if mask is None else self.position[mask]
 
     @property
     def evicted(self) -> Indices:

@@ -327,6 +327,9 @@ class Select(Node):
 
     With `measured` it is that many, which each query finds out, and `count` what it cannot exceed.
 
+    With `choosing` these layers choose, and attend to everything themselves; each of the others attends to what the nearest of them
+    below has chosen, head by head, and those below all of them to everything.
+
     With pages the unit is a page. Units with a token that `keep first` or `keep last` protects are always selected, and count
     (`keep top` and `keep where` protect from eviction only). Decode queries select; a prompt's queries attend to everything.
     """
@@ -336,6 +339,7 @@ class Select(Node):
     measured: Expr | None = None
     low: Expr | None = None
     high: Expr | None = None
+    choosing: tuple[Expr, ...] = ()
 
 
 class AcrossLayers(Node):
@@ -451,6 +455,11 @@ class Policy(Node):
         return self.select is not None and any(
             isinstance(part, Reduce) and part.axis is Axis.HEAD for part in _parts(self.select.by)
         )
+
+    @property
+    def reuses(self) -> bool:
+        """Whether layers take over what another one's queries choose."""
+        return self.select is not None and bool(self.select.choosing)
 
     @property
     def heads_share(self) -> bool:

@@ -198,7 +198,13 @@ def print_select(select: Select) -> str:
     """A `select` statement."""
     layers = LayerRange(low=select.low, high=select.high)
     where = "" if layers == LayerRange() else f" in layers {print_range(layers)}"
+    where = f" in layers {print_choosing(select)} reused above" if select.choosing else where
     return f"select top {print_count(select)} by {print_expression(select.by)}{where}"
+
+
+def print_choosing(select: Select) -> str:
+    """The layers that choose for those above."""
+    return ", ".join(print_expression(layer) for layer in select.choosing)
 
 
 def print_sketch(sketch: Sketch) -> str:

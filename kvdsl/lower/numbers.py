@@ -109,8 +109,17 @@ def _resolve(policy: Policy) -> Iterator[Fragment]:
             if policy.budget and not awaited:
                 yield _capacity(policy.budget)
     if policy.select:
-        yield fragment("select = {}", _inside(_at_least_one(policy.select.count), policy.select))
+        if policy.select.choosing:
+            listed = [_RESOLVE(layer) for layer in policy.select.choosing]
+            yield fragment(f"chooser = given.chooser({', '.join('{}' for _ in listed)})", *listed)
+        yield fragment("select = {}", _selected(policy.select))
     yield from _fits(policy)
+
+
+def _selected(select: Select) -> Fragment:
+    """How many tokens a query selects, or chooses for the layers above; inf in layers where it does not."""
+    count = _at_least_one(select.count)
+    return fragment("given.inside({}, low=chooser, high=chooser)", count) if select.choosing else _inside(count, select)
 
 
 def _capacity(budget: Expr) -> Fragment:
@@ -189,6 +198,8 @@ def _numbers(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     yield from _floors(policy)
     if policy.select:
         yield "select", Fragment("select")
+        if policy.select.choosing:
+            yield "chooser", Fragment("chooser")
     if policy.pages:
         yield "page", _at_least_one(policy.pages)
     if policy.pages_after:

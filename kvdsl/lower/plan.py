@@ -179,6 +179,7 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "measures": policy.measured is not None,
         "selects": policy.select is not None,
         "heads_vote": policy.heads_vote,
+        "reuses": policy.reuses,
         "counts": policy.select is not None and policy.select.measured is not None,
         "sketches": policy.sketch is not None,
         "compact": policy.positions == "compact",

@@ -6,7 +6,7 @@ import re
 
 _TAKEN = frozenset({"torch", "given", "Number", "Column", "Ring", "Tensor", "Given", "math_errhandling"})
 _NUMBERS = frozenset({"capacity", "trigger", "slack", "max_drop", "floor", "select", "page", "page_after"})
-_NUMBERS |= {"sketch_dims", "sketch_every", "prefill_block", "block"}
+_NUMBERS |= {"sketch_dims", "sketch_every", "prefill_block", "block", "chooser"}
 _SIZE = "size_"
 _LIKE_A_MACRO = re.compile(r"[A-Z][A-Z0-9_]+|[a-z]*_?errhandling|linux|unix|stdin|stdout|stderr")
 

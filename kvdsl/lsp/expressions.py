@@ -41,7 +41,7 @@ def roots(document: Document) -> Iterator[Placed]:
 
 
 def _below(node: object, local: tuple[str, ...]) -> Iterator[Placed]:
-    for value in vars(node).values():
+    for value in syn.fields(node):
         if isinstance(value, NODES):
             yield Placed(value, local)
         elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):

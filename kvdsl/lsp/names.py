@@ -179,7 +179,7 @@ class _Collector:
 
     def _parts(self, node: object) -> Iterator[Name]:
         """The names in the expressions of a statement, whatever it is."""
-        for value in vars(node).values():
+        for value in syn.fields(node):
             if isinstance(value, (syn.Constant, syn.Name, syn.Unary, syn.Binary, syn.Call)):
                 yield from self._expr(value, {})
             elif isinstance(value, (syn.Range, syn.Across, syn.AcrossLayers)):

@@ -100,6 +100,14 @@ class Given:
         """The count in layers `low` to `high`, ends included; inf in the others: float64 [batch]."""
         return torch.where((self.layer >= low) & (self.layer <= high), count, math.inf)
 
+    def chooser(self, *layers: Tensor | float) -> Tensor:
+        """The layer that chooses what this one attends to, float64 [batch]: of these, floored, the nearest up to itself; -1 of none."""
+        found = torch.full_like(self.prompt, -1, dtype=torch.float64)
+        for layer in layers:
+            one = torch.as_tensor(layer, dtype=torch.float64, device=self.prompt.device).floor()
+            found = torch.where(one <= self.layer, torch.maximum(found, one), found)
+        return found
+
     def share(self, capacity: Tensor, rate: Tensor | float) -> Tensor:
         """The part of its budget that a KV head, or a layer, cannot lose to the others, in tokens, float64 [batch].
 

@@ -28,8 +28,9 @@ class PolicySpec:
             knows some by name. A policy that evicts has `capacity`, the tokens kept per KV head after a settle (inf in a layer
             that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
             lose to the others), `layer_floor` (likewise, of a layer's share), `head_floor` (a head's `floor` as a part of that
-            share) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `page`, `sketch_dims` and
-            `sketch_every`; one whose slots lie in blocks `block`, their size; every ring `size_<its name>`.
+            share) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `chooser` (the layer whose choice
+            this one attends to, -1 for none), `page`, `sketch_dims` and `sketch_every`; one whose slots lie in blocks `block`, their
+            size; every ring `size_<its name>`.
             Counts are whole; sizes are at least 1.
         resolve: from what the user gave to `numbers` by name, float64 [batch] each.
         columns: names of the state columns of one number a slot.
@@ -51,6 +52,7 @@ class PolicySpec:
         counts: whether the number of selected tokens does: `torch_kernels.count`.
         hard_cap: whether room is made before a token is placed.
         selects: whether a decoded token attends to a selection only.
+        reuses: whether layers take over what another one's queries choose; `chooser` is its number then.
         heads_vote: whether what a token attends to is chosen by what all KV heads of a layer find.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
@@ -84,6 +86,7 @@ class PolicySpec:
     counts: bool = False
     hard_cap: bool = False
     selects: bool = False
+    reuses: bool = False
     heads_vote: bool = False
     sketches: bool = False
     compact: bool = False

@@ -256,9 +256,7 @@ class _Run:
 
 
 def _selected(run: _Run, head: int) -> Iterator[int]:
-    step = run.last[head]
-    chosen = np.ones(len(step.position), dtype=bool) if step.selected is None else step.selected
-    return (int(position) for position in step.position[chosen])
+    return (int(position) for position in run.last[head].picked)
 
 
 def _sketch(run: _Run, head: int) -> Iterator[int]:
@@ -293,6 +291,11 @@ def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
     first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))
     if first + last > numbers.budget:
         return f"{first + last:g} tokens are kept first and last, but the budget holds {numbers.budget:g}"
+    if numbers.takes_over:
+        chooser = numbers.chooser
+        return (
+            f"layer {numbers.layer} attends to what layer {chooser} chooses, and a test runs one layer: `at layer {chooser}`"
+        )
     return None
 
 

@@ -54,8 +54,8 @@ def _lines(policy: Policy, step: Step) -> Iterator[tuple[str, list[str]]]:
     for keep, by in zip(policy.keeps, step.by, strict=True):
         if by is not None and keep.scope == "top":
             yield "keep top by", [f"{value:.4g}" for value in by]
-    if step.selected is not None:
-        yield "selected", _marks(step.selected)
+    if step.selected is not None or step.chosen is not None:
+        yield "selected", _marks(np.isin(step.position, step.picked))
     if step.score is not None:
         yield "protected", _marks(step.protected)
         yield "score", [f"{value:.4g}" for value in step.score]

@@ -169,8 +169,8 @@ class _Run:
 
     @property
     def selected(self) -> Kept:
-        """The positions that the last token attended to."""
-        return tuple(_sorted(s.position if s.selected is None else s.position[s.selected]) for s in self.last)
+        """The positions that the last token chose."""
+        return tuple(_sorted(step.picked) for step in self.last)
 
 
 def _sorted(positions: Indices) -> tuple[int, ...]:

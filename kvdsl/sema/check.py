@@ -182,7 +182,7 @@ class Checker:
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
             given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
             keeps=tuple(keep for keep in keeps if keep != nothing),
-            select=_built(ir.Select, "select", parts),
+            select=_select(parts),
             sketch=_built(ir.Sketch, "sketch", parts),
             across_layers=_built(ir.AcrossLayers, "across_layers", parts),
             layers=_built(ir.LayerRange, "layers", parts),
@@ -191,10 +191,17 @@ class Checker:
         )
 
 
+def _select(parts: Parts) -> Any:
+    """The `select` statement, if there is one, with the layers that choose for those above."""
+    found = _built(ir.Select, "select", parts)
+    choosing = [part.expr for name, part in parts.exprs.items() if name.startswith("select.choosing.")]
+    return found if found is None else found.model_copy(update={"choosing": tuple(choosing)})
+
+
 def _built(node: type[Any], keyword: str, parts: Parts) -> Any:
     """The part of the IR that a statement's expressions make up; None if it has none."""
-    fields = {name: parts.expr(f"{keyword}.{name}") for name in node.model_fields}
-    return node(**fields) if any(value is not None for value in fields.values()) else None
+    fields = {name: parts.expr(f"{keyword}.{name}") for name in node.model_fields if f"{keyword}.{name}" in parts.exprs}
+    return node(**fields) if fields else None
 
 
 def clean_docstring(text: str) -> str:

@@ -62,6 +62,7 @@ class Combinations:
         self._victims()
         self._heads()
         self._votes()
+        self._reused()
         self._positions()
         self._reads()
 
@@ -216,6 +217,15 @@ class Combinations:
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
         self.sink.report(codes.ACROSS, name, message, "add `victims shared by heads`, or leave out the budget", labels)
+
+    def _reused(self) -> None:
+        """Reports layers that take over what another one chooses, but hold other tokens."""
+        if "select.choosing.0" not in self.parts.exprs or "budget" not in self.parts.exprs:
+            return
+        message = "a layer that takes over a choice holds the tokens of the one that made it, but each evicts by itself"
+        labels = [Label(self._span("select"), "because of this")]
+        name = self.flat.syntax.name.span
+        self.sink.report(codes.REUSED, name, message, "leave out the budget, or `reused above`", labels)
 
     def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
         """Reports the first number that reads what differs between heads; `other` is the statement that forbids it."""

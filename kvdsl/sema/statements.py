@@ -173,16 +173,22 @@ class Statements:
     def _range(self, name: str, what: str, range_: syn.Range, placed: Placed) -> None:
         """The ends of a range of layers, which are the same in all layers and for all rows."""
         for end, node in (("low", range_.low), ("high", range_.high)):
-            part = None if node is None else self._part(node, placed, f"the range of {what}")
-            if part is None:
-                continue
-            varying = sorted(self.params.inputs_of(part.expr) - {"layers"})
-            if varying:
-                message = f"the range of {what} cannot depend on `{varying[0]}`"
-                self.sink.report(codes.NOT_HERE, part.span, message, "it can read params that do not, and `layers`")
-                continue
-            self.parts.exprs[f"{name}.{end}"] = part
-            self.parts.bounded.append(Bounded(f"the {'first' if end == 'low' else 'last'} layer of {what}", part))
+            if node is not None:
+                last = f"the {'first' if end == 'low' else 'last'} layer of {what}"
+                self._layer(f"{name}.{end}", node, placed, f"the range of {what}", last)
+
+    def _layer(self, name: str, node: syn.Expr, placed: Placed, what: str, bounded: str) -> None:
+        """A layer's number, for a field of the IR; `what` and `bounded` are what messages call it."""
+        part = self._part(node, placed, what)
+        if part is None:
+            return
+        varying = sorted(self.params.inputs_of(part.expr) - {"layers"})
+        if varying:
+            message = f"{what} cannot depend on `{varying[0]}`"
+            self.sink.report(codes.NOT_HERE, part.span, message, "it can read params that do not, and `layers`")
+            return
+        self.parts.exprs[name] = part
+        self.parts.bounded.append(Bounded(bounded, part))
 
     # -- single statements -------------------------------------------------------------------------------------------
 
@@ -323,6 +329,10 @@ class Statements:
             self.parts.exprs["select.by"] = Part(value.expr, statement.by.span)
         if statement.range is not None:
             self._range("select", "`select`", statement.range, placed)
+        for index, node in enumerate(statement.choosing):
+            self._layer(
+                f"select.choosing.{index}", node, placed, "a layer that chooses", "a layer that chooses for those above"
+            )
 
     def _select_count(self, node: syn.Expr, placed: Placed) -> None:
         """How many tokens are selected: a number, or what each query finds out."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal
 
@@ -214,12 +215,13 @@ class Budget:
 
 @dataclass(frozen=True)
 class Select:
-    """`select top N by EXPR [in layers A..B]`."""
+    """`select top N by EXPR [in layers A..B | in layers A, B reused above]`."""
 
     span: Span
     count: Expr
     by: Expr
     range: Range | None
+    choosing: tuple[Expr, ...] = ()
     override: bool = False
     keyword: ClassVar[str] = "select"
 
@@ -261,6 +263,13 @@ Single = Setting | Budget | Select | Sketch | Pages | Layers
 """The statements that may stand once in a policy."""
 
 Statement = Named | Keep | Single
+
+
+def fields(node: object) -> Iterator[object]:
+    """What a node holds; of a tuple, one by one."""
+    for value in vars(node).values():
+        yield from value if isinstance(value, tuple) else (value,)
+
 
 # -- tests -----------------------------------------------------------------------------------------------------------
 

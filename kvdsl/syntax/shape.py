@@ -157,8 +157,11 @@ class _Shaper:
             across = self._across(heads), self._across_layers(layers)
             return syn.Budget(span, self._expr(value), self._at_most(most), *across, override)
         if keyword == "select":
-            count, by, range_ = children
-            return syn.Select(span, self._expr(count), self._expr(by), self._optional_range(range_), override)
+            count, by, layers = children
+            reused = isinstance(layers, Tree) and layers.data == "reused"
+            range_ = None if reused else self._optional_range(layers)
+            choosing = tuple(self._expr(layer) for layer in _tree(layers).children) if reused else ()
+            return syn.Select(span, self._expr(count), self._expr(by), range_, choosing, override)
         if keyword == "sketch":
             count, by, every = children
             return syn.Sketch(span, self._expr(count), self._expr(by), self._expr(every), override)

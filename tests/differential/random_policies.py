@@ -454,6 +454,13 @@ class Maker:
             return Select(count=Input(name="everything"), by=by, measured=measured, low=layers.low, high=layers.high)
         return Select(count=count, by=by, low=layers.low, high=layers.high)
 
+    def reused(self, select: Select) -> Select:
+        """The same where some of the first layers choose, for themselves not."""
+        choosing = self.one_of((0,), (1,), (0, 2), (0, 1), (2, 1), (0.5, 7))
+        return select.model_copy(
+            update={"choosing": tuple(Number(value=layer) for layer in choosing), "low": None, "high": None}
+        )
+
     def of_data(self, place: Place) -> Expr:
         """A count that reads the data."""
         share = self.one_of(Number(value=0.5), Number(value=0.9), self.decay())
@@ -539,6 +546,8 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if selects:
         maker.sketch = sketches
         made["select"] = maker.select(room, votes=not fused and (not evicts or made.get("victims", "own") != "own"))
+        if not evicts and maker.one_of(False, True):
+            made["select"] = maker.reused(made["select"])
     if sketches and _looks_at_sketch(made["select"]):
         made["sketch"] = Sketch(count=maker.count(4, 1), by=maker.sketch_by(), every=maker.count(4, 1))
     paged = any(isinstance(part, (Rank, Reduce)) and part.within in ("page", "next") for part in _nodes(made))

@@ -145,11 +145,7 @@ class RowStep:
                 given = of_head(self.supplied, i, slice(number, number + 1))
                 shadow.arrive(self.q[i, number], self.k[i, number], self.v[i, number], sketches[i], given)
             yield [
-                shadow.token(
-                    self.q[i, number],
-                    None if steps[i].selected is None else steps[i].position[steps[i].selected],
-                    self._peers(shadows, i, number),
-                )
+                shadow.token(self.q[i, number], steps[i], self._peers(shadows, i, number))
                 for i, shadow in enumerate(shadows)
             ]
             return

@@ -19,6 +19,7 @@ from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
+from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef
 from kvdsl.ir.ops import REDUCTIONS, RULES
@@ -108,18 +109,22 @@ class Shadow:
         if self.policy.sketch is not None and self.machine.is_refresh(_Sketched(self.sketch), newest):  # type: ignore[arg-type]
             self.refresh(q, newest, sketch)
 
-    def token(self, q: Array, attended: Indices | None, peers: Sequence[tuple[Shadow, Array]] = ()) -> Range:
+    def token(self, q: Array, step: Step, peers: Sequence[tuple[Shadow, Array]] = ()) -> Range:
         """The token that has arrived, up to its settle: q [G, D].
 
         Args:
-            attended: the positions that the interpreter selected, if it selects.
+            step: the interpreter's, with what it attended to and what it chose for the layers above.
             peers: the KV heads of the layer, and the token's queries of each.
         """
-        newest, chosen = self.seen - 1, None
-        if attended is not None:
-            chosen = np.isin(self.position, attended)
+        newest = self.seen - 1
+        attended, chosen = (
+            None if mask is None else np.isin(self.position, step.position[mask]) for mask in (step.selected, step.chosen)
+        )
+        if chosen is not None:
             self._check_selection(q, newest, chosen, peers)
-        return self._queries(q[None], newest, chosen)
+        elif attended is not None and not self.numbers.takes_over:
+            self._check_selection(q, newest, attended, peers)
+        return self._queries(q[None], newest, attended)
 
     def _asked(self, newest: int, q: Array) -> tuple[Scope, Callable[[Expr, Scope], Range]]:
         """The head as one of its layer's that are asked together."""

@@ -159,6 +159,16 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "param budget = 12\nscore mean(attn)\nvictims shared by heads\nselect top 6 by dot(q, k) - mean(norm2(k) over heads)",
         PADDED,
     ),
+    "layers take over a choice": ("select top 5 by dot(q, k) in layers 2, 1 reused above", replace(PADDED, layers=3)),
+    "layers take over what heads choose": (
+        "keep last 0\nkeep first 1\nselect top 0.3 * prompt by max(rank(dot(q, k)) over heads) in layers layers - 2.5 reused above",
+        replace(PADDED, layers=3),
+    ),
+    "layers take over as many as a query counts": (
+        "pages 3\nsketch top 4 dims by abs(q) every 3 queries\n"
+        "select top sum(dot(q, k over sketch) > 0 over slots) by dot(q, k over sketch) in layers 2 reused above",
+        replace(PADDED, layers=3),
+    ),
     # where it lies in the text
     "compact": ("param budget = 8\nscore sum(attn)\nkeep first 2\npositions compact", replace(PADDED, rope="half")),
     "compact, interleaved": (
@@ -192,7 +202,7 @@ def test_backends_agree_with_the_interpreter(name: str, variant: str) -> None:
     policy, spec, case = policy_of(body), spec_of(body), replace(case, **VARIANTS[variant])
     if spec.victims == "layers":
         case = replace(case, at_once=1, layer=1)
-    if spec.across_layers:
+    if spec.across_layers or spec.reuses:
         case = replace(case, layer=1)
     if any("prompt" in size for size in body.splitlines() if "over last" in size):
         case = replace(case, cuts=1)

@@ -30,6 +30,7 @@ from kvdsl.passes.columns import add_columns
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.choices import hand_over
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.eviction import Together
 
@@ -95,7 +96,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
     draw = random.Random(seed)
     padding = draw.choice([0, 0, 0, 3])
     agree = policy.victims == "layers"
-    together = agree or policy.across_layers is not None
+    together = agree or policy.across_layers is not None or policy.reuses
     budgets: list[float | None] = [None] if policy.budget is None else [None, None, 6, 7, 12, 0.75]
     if policy.budget is not None and not any(param.name == "budget" for param in policy.params):
         budgets = [None]
@@ -199,6 +200,7 @@ class Run:
             together = Together()
             for state in self.states:
                 together.join(state)
+        hand_over(self.states)
         generator = torch.Generator().manual_seed(trace.seed)
         self.sinks = torch.randn(trace.kv_heads * trace.group, generator=generator) if trace.sinks else None
         self.rope = _ropes(trace)[0]
@@ -299,6 +301,9 @@ class Run:
         before = self.heads or [self._layer(b).empty(*dims) for b in range(trace.batch)]
         calls = [self._call(real) for _ in self.states]
         run = self.backend.prefill if prompt else self.backend.decode
+        for state in self.states:
+            if state.choices is not None:
+                state.choices.begin(state.layer)
         outs = [run(state, call) for state, call in zip(self.states, calls, strict=True)]
         self.heads = self._held()
         for b in range(trace.batch):

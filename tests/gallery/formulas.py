@@ -526,12 +526,6 @@ def best(cache: Cache, token: int) -> list[int]:
     return by_sketch(cache, token, 6, [token])
 
 
-def best_between(cache: Cache, token: int) -> list[int]:
-    """Six, two sinks and the two most recent among them, by their true scores."""
-    cache.sketch = list(range(cache.k.shape[1]))
-    return by_sketch(cache, token, 6, cache.kept[:2] + cache.kept[-2:])
-
-
 def voted(cache: Cache, token: int) -> list[int]:
     """Six, two sinks and the two most recent among them, by the softmaxes of all query heads."""
     return most_votes([cache], token)
@@ -617,7 +611,6 @@ def given(**params: float) -> dict[str, float]:
 METHODS: dict[str, Method] = {
     "layer_budgets": Method(brute.snapkv, 36, {"budget": 30}, prompt=50, tokens=54, tensors={"share": np.array([1.2])}),
     "token_select": Method(full, math.inf, {"tokens": 6, "sinks": 2, "recent": 2}, chosen=voted),
-    "dense_then_topk": Method(full, math.inf, {"tokens": 6, "sinks": 2, "recent": 2}, layer=2, chosen=best_between),
     "moba": Method(full, math.inf, {"page": 8, "chosen": 3}, prompt=30, tokens=50, chosen=mean_keys(8, 3)),
     "infllm": Method(
         full,

@@ -17,6 +17,7 @@ from kvdsl.shipped import gallery_policies
 from tests.differential.traces import Trace, run_policy, spec_of
 from tests.differential.units import build
 from tests.gallery.formulas import METHODS
+from tests.gallery.reusing import REUSING
 from tests.quick import few
 
 STEMS = [path.stem for path in gallery_policies()]
@@ -31,7 +32,6 @@ SMALL: dict[str, dict[str, float]] = {
     "fast_kvzip": {"budget": 8, "sinks": 2, "window": 2},
     "kvzip": {"budget": 8, "sinks": 2},
     "layer_budgets": {"budget": 40},
-    "dense_then_topk": {"tokens": 6, "sinks": 2, "recent": 2, "dense": 1},
     "lava": {"budget": 8, "window": 3},
     "zigzagkv": {"budget": 8, "window": 3},
     "lm_infinite": {"budget": 8, "sinks": 2},
@@ -53,15 +53,17 @@ TRACES = (
 @cache
 def small(stem: str) -> Policy:
     """The policy with params of a size at which a few tokens are too many."""
-    params = METHODS[stem].given if stem in METHODS else SMALL.get(stem, {"budget": 8})
+    known_sizes = METHODS | REUSING
+    params = known_sizes[stem].given if stem in known_sizes else SMALL.get(stem, {"budget": 8})
     known = {param.name for param in analyse(find_policy(stem)).policy.params}
     settings = {name: str(value) for name, value in params.items() if name in known}
     return fold(analyse(find_policy(stem), settings=settings).policy)
 
 
 def through(stem: str, trace: Trace) -> Trace:
-    """The trace, through several layers where these share a budget."""
-    return replace(trace, layers=(0, 1, 2)) if small(stem).across_layers is not None else trace
+    """The trace, through several layers where these share a budget, or a choice."""
+    policy = small(stem)
+    return replace(trace, layers=(0, 1, 2)) if policy.across_layers is not None or policy.reuses else trace
 
 
 @pytest.mark.parametrize("trace", few(TRACES, TRACES[1]), ids=str)

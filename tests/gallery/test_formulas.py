@@ -9,6 +9,7 @@ from kvdsl.interp import Call, Interpreter, Layer, resolve
 from tests.gallery.formulas import IN_BLOCKS, METHODS, importance, most_votes
 from tests.gallery.layered import LAYERED
 from tests.gallery.layered import importance as layers_importance
+from tests.gallery.reusing import REUSING
 from tests.interp.brute import Cache, Method
 from tests.interp.test_papers import DIM, compare, policy_of, trace
 
@@ -65,6 +66,56 @@ def test_layers_share(stem: str, form: str) -> None:
     found = [head.position.tolist() for head in heads]
     assert [found[layer * method.heads :][: method.heads] for layer in range(method.layers)] == expected
     assert len({len(kept) for kept in found}) > 1, "layers get the same, so that nothing is tested"
+
+
+@pytest.mark.parametrize("stem", REUSING)
+def test_layers_take_over(stem: str) -> None:
+    """Six layers of three KV heads: each attends to what the nearest below, of those that choose, has chosen; these to everything."""
+    method, policy, tokens, layers, count = REUSING[stem], policy_of(stem), 30, 6, 3
+    texts = [grouped_trace(tokens, 31 + seed, method.group) for seed in range(layers * count)]
+    caches = [Cache(Method(lambda cache: []), *text) for text in texts]
+    numbers = [resolve(policy, method.given, method.prompt, layer, layers) for layer in range(layers)]
+    model = Layer(policy, numbers, Call(scaling=DIM**-0.5), heads=count)
+    heads = model.empty(DIM, DIM)
+    q, k, v = map(np.stack, zip(*texts, strict=True))
+    part = slice(0, method.prompt)
+    model.prefill(heads, q[:, part], k[:, part], v[:, part])
+    apart = 0
+    for token in range(tokens):
+        for cache in caches:
+            cache.place(token)
+        if token < method.prompt:
+            continue
+        steps = model.decode(heads, q[:, token], k[:, token], v[:, token])
+        chosen: list[list[int]] | None = None
+        for layer in range(layers):
+            own, taken = steps[layer * count :][:count], chosen
+            if layer in method.layers:
+                chosen = method.chooses(caches[layer * count :][:count], token)
+                assert [sorted(step.picked.tolist()) for step in own] == chosen
+                apart += taken is not None and chosen != taken
+                taken = None
+            for head, step in enumerate(own):
+                everything = list(range(token + 1))
+                expected = everything if taken is None else taken[head]
+                attended = step.position if step.selected is None else step.position[step.selected]
+                assert sorted(attended.tolist()) == expected
+                cache = caches[layer * count + head]
+                np.testing.assert_allclose(step.out, attend_to(cache, token, expected), rtol=1e-9, atol=1e-12)
+    assert apart > 5, "all layers would choose the same"
+
+
+def grouped_trace(tokens: int, seed: int, group: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries [tokens, group, DIM], keys and values [tokens, DIM]."""
+    rng = np.random.default_rng(seed)
+    return rng.normal(size=(tokens, group, DIM)), rng.normal(size=(tokens, DIM)), rng.normal(size=(tokens, DIM))
+
+
+def attend_to(cache: Cache, token: int, attended: list[int]) -> np.ndarray:
+    """Softmax attention of the token's query heads over some tokens, [group, DIM]."""
+    logits = cache.q[token] @ cache.k[attended].T / np.sqrt(DIM)
+    weights = np.exp(logits - logits.max(-1, keepdims=True))
+    return weights / weights.sum(-1, keepdims=True) @ cache.v[attended]
 
 
 def test_heads_vote() -> None:

@@ -34,11 +34,13 @@ NEW: dict[str, dict[str, float]] = {
     "token_select": {"tokens": 9, "sinks": 2, "recent": 3},
     "lazy_eviction": {"budget": 20, "window": 4, "alpha": 0.05},
     "gkv": {"budget": 20, "window": 4, "buffer": 2},
+    "tidaldecode": {"tokens": 9, "start": 1, "again": 2},
+    "omnikv": {"share": 0.1, "first": 1, "second": 2},
     "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},
 }
 """Params that make every one of them decide something in texts of some 60 tokens."""
 
-ROOMY = {"budget": 4000.0, "tokens": 4000.0}
+ROOMY = {"budget": 4000.0, "tokens": 4000.0, "share": 1.0}
 
 
 @cache
@@ -128,7 +130,7 @@ def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
             assert (ours[[1, 0]] - theirs).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("name", ["sparcas", "quest", "snapkv", "equip_h2o"])
+@pytest.mark.parametrize("name", ["sparcas", "quest", "snapkv", "equip_h2o", "tidaldecode"])
 def test_beams(name: str) -> None:
     inputs, options = text(40), {"num_beams": 3, "max_new_tokens": 10, "do_sample": False}
     expected = untouched().generate(**inputs, **options)

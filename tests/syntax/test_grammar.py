@@ -83,6 +83,7 @@ SHAPES: list[tuple[str, type]] = [
     ("layers ..layers - 3", Layers),
     ("select top 3 by dot(q, k)", Select),
     ("select top 3 by dot(q, k) in layers 2..7", Select),
+    ("select top 3 by dot(q, k) in layers 2, again reused above", Select),
     ("sketch top 16 dims by abs(q) every 64 queries", Sketch),
 ]
 

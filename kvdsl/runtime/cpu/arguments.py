@@ -14,7 +14,7 @@ class DecodeArgs(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in (
             "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "seen",
             "real", "params", "constants", "supplied", "sinks", "rank", "half_keys", "near", "far", "sketch", "prompt", "sketch_keys",
-            "page_bounds", "copied", "seconds",
+            "page_bounds", "copied", "made", "taken", "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),
         *((name, ctypes.c_int32) for name in (

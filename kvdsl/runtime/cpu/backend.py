@@ -18,7 +18,7 @@ from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, point, strides_o
 from kvdsl.runtime.cpu.step import Step
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
-from kvdsl.runtime.state import copies
+from kvdsl.runtime.state import choices, copies
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import replacing, statistics
 from kvdsl.runtime.torch.attention import in_rows
@@ -92,7 +92,10 @@ class CpuBackend:
         step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        check(step.run(self._decode, call, out, seconds=self.seconds))
+        made, taken = choices.of_forward(state, tokens)
+        check(step.run(self._decode, call, out, seconds=self.seconds, made=made, taken=taken))
+        if made is not None and state.choices is not None:
+            state.choices.make_several(made)
         return out
 
     def replace(self, state: SlotState, slots: Tensor, call: AttentionCall) -> None:

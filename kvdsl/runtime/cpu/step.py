@@ -57,14 +57,16 @@ class Step:
         return ctypes.addressof(self._args)
 
     def run(
-        self, kernel: Callable[..., int], call: AttentionCall, out: Tensor | None, *more: Any, seconds: Tensor | None = None
-    ) -> int:
+        self, kernel: Callable[..., int], call: AttentionCall, out: Tensor | None, *more: Any, seconds: Tensor | None = None,
+        made: Tensor | None = None, taken: Tensor | None = None,
+    ) -> int:  # fmt: skip
         """The status of a kernel that gets these arguments.
 
         Args:
             out: gets the attention's output, [batch, tokens, query_heads, value_dim]; None where nobody attends.
             more: what the kernel takes beside.
             seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
+            made, taken: bool [tokens, batch, kv_heads, slots], get what is chosen for the layers above, or say what a layer below chose.
         """
         args = self._args
         query, key, value = in_rows(call.query), in_rows(call.key), in_rows(call.value)
@@ -72,6 +74,7 @@ class Step:
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         args.query, args.key, args.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         args.real, args.sinks, args.out, args.seconds = address(real), address(sinks), address(out), address(seconds)
+        args.made, args.taken = address(made), address(taken)
         args.threads = torch.get_num_threads()
         supplied = supplied_of(self._spec, call) if self._spec.supplied else None
         args.supplied = address(supplied)

@@ -29,6 +29,7 @@ from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.choices import hand_over
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
@@ -132,6 +133,7 @@ class KVCache(Cache):
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
+        hand_over(layer.state for layer in layers if isinstance(layer, SlotLayer))
         super().__init__(layers=layers)
 
     # -- what the policy holds -----------------------------------------------------------------------------------------

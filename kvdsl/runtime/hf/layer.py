@@ -184,6 +184,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
         self._check_text(positions, call.real, call.query.shape[2])
+        if self.state.choices is not None:
+            self.state.choices.begin(self.index)
         if self.length == 0:
             self.state.head_offset = self.head_offset(call.key.shape[1])
         if self.state.spec.supplied:

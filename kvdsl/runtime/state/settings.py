@@ -90,6 +90,11 @@ class Settings(Linked):
         """Whether a query of a policy that selects may skip tokens."""
         return self.spec.counts or bool(self.named(numbers)["select"].isfinite().any())
 
+    def chooser(self) -> int:
+        """The layer whose queries choose what this one attends to, itself where it chooses for those above; -1 where there is none."""
+        numbers = self.served() if self.spec.reuses else []
+        return int(self.named(numbers[0])["chooser"][0]) if numbers else -1
+
     # -- how many slots that takes -------------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:

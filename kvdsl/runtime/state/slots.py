@@ -14,6 +14,7 @@ from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.choices import Choices
 from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
 from kvdsl.runtime.state.order import FREE, close_gaps, ranks, text_order
 from kvdsl.runtime.state.settings import Settings
@@ -79,6 +80,7 @@ class SlotState(Linked):
         window: how many tokens a query of this layer sees, or None.
         processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
         together: the layers that agree on their victims, or None where this one decides by itself.
+        choices: what the layer chooses for those above, or takes over from one below; None where it does neither.
         workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
             cache.
         expected: tokens that a row's prompt counts as at least, because more of it will come.
@@ -127,6 +129,7 @@ class SlotState(Linked):
         self.processes = 1
         self.seed = seed
         self.together: Together | None = None
+        self.choices: Choices | None = None
         self.reserves = False
         self._fixed: bool | None = None
         self._own = {one.name: one for one in BY_SLOT if one.of(spec)}
@@ -311,7 +314,8 @@ class SlotState(Linked):
         if self.bounded and self.spec.when == "prefill":
             self.evicts, numbers = False, numbers.clone()
             numbers[..., self.spec.numbers.index("capacity")] = torch.inf
-        self.selects = self.spec.selects and self.settings.selects(numbers)
+        chooses = not self.spec.reuses or (self.choices is not None and self.choices.chooser == self.layer)
+        self.selects = self.spec.selects and chooses and self.settings.selects(numbers)
         return numbers
 
     def _limit(self, numbers: Tensor, device: torch.device) -> int | None:

@@ -115,7 +115,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     row = row_view(state, held.kept, call.query, new_position, state.numbers)
     if state.spec.sketches:
         selection.refresh(state, row, real[:, 0])
-    attended = selection.selected(state, row).unsqueeze(2) if state.selects else row.visible
+    attended = selection.attended(state, row)
     out = _attend(state, call, row, turned_keys(state, call, held.kept), attended)
     if state.spec.reads_attention:
         columns.observe(row, state.spec)

@@ -14,6 +14,20 @@ from kvdsl.runtime.torch.view import View, slots_view
 _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
+def attended(state: SlotState, row: View) -> Tensor:
+    """The slots to which the token attends: bool [batch, kv_heads, 1, slots]; it chooses for the layers above, or takes a choice over.
+
+    Args:
+        row: the token's query; its state columns know nothing of it yet.
+    """
+    if state.choices is None:
+        return selected(state, row).unsqueeze(2) if state.selects else row.visible
+    if state.choices.chooser != state.layer:
+        return state.choices.take(state.layer, state.position).unsqueeze(2) & row.visible
+    state.choices.make(selected(state, row))
+    return row.visible
+
+
 def selected(state: SlotState, row: View) -> Tensor:
     """The slots to which the token attends: bool [batch, kv_heads, slots].
 

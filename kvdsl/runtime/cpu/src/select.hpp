@@ -238,6 +238,25 @@ class Choice {
     else count_ = work_.ballot.choose(query_.position, padded(args_.slots), wanted_, work_.chosen);
   }
 
+  // Marks what was chosen, of slots of which none is marked.
+  void make(uint8_t* marks) const {
+    for (int i = 0; i < count_; ++i) marks[work_.chosen[i]] = 1;
+  }
+
+  // The same where that is all that the query sees.
+  void make_all(uint8_t* marks) const {
+    for (int i = 0; i < args_.slots; ++i) marks[i] = query_.position[i] >= query_.oldest;
+  }
+
+  // Chooses what is marked.
+  void take(const uint8_t* marks) {
+    count_ = 0;
+    for (int i = 0; i < args_.slots; ++i) {
+      work_.chosen[count_] = i;
+      count_ += marks[i];
+    }
+  }
+
  private:
   // Whether the query heads' products are reduced, not their queries.
   bool apart() const { return group_ == Group::max; }

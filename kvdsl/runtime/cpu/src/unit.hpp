@@ -63,20 +63,24 @@ class Unit {
     }
     attend_to_all();
     if (steps_.selecting.selects()) begin_choice(slot);
+    const int64_t choice = ((int64_t{t} * args_.batch + row_) * args_.kv_heads + head_) * args_.slots;
+    made_ = args_.made ? args_.made + choice : nullptr;
+    if (made_ && !choosing_) choice_.make_all(made_);
+    if (args_.taken) {
+      choice_.take(args_.taken + choice);
+      attend_to_chosen();
+    }
     return placed_ = true;
   }
 
   void renew(int chunk) { choice_.renew(chunk); }
   void look(int chunk) { choice_.look(chunk); }
 
-  // Chooses what the query attends to, once every chunk was looked at.
+  // Chooses what the query attends to, or what those of the layers above do, once every chunk was looked at.
   [[gnu::noinline]] void choose() {
     choice_.choose();
-    rows_ = choice_.count();
-    chosen_ = choice_.chosen();
-    // Far fewer than there are slots: chunks of their own, not more of them.
-    row_chunk_ = static_cast<int>(round_up((rows_ + work_.chunks - 1) / work_.chunks, 4 * block));
-    row_chunks_ = (rows_ + row_chunk_ - 1) / row_chunk_;
+    if (made_) choice_.make(made_);
+    else attend_to_chosen();
   }
 
   // The tokens in these slots leave and the new ones take their places, one for one.
@@ -254,6 +258,14 @@ class Unit {
     rows_ = args_.slots;
     row_chunk_ = work_.chunk;
     row_chunks_ = work_.chunks;
+  }
+
+  // Far fewer than there are slots: chunks of their own, not more of them.
+  void attend_to_chosen() {
+    rows_ = choice_.count();
+    chosen_ = choice_.chosen();
+    row_chunk_ = static_cast<int>(round_up((rows_ + work_.chunks - 1) / work_.chunks, 4 * block));
+    row_chunks_ = (rows_ + row_chunk_ - 1) / row_chunk_;
   }
 
   void begin_choice(int slot) {
@@ -490,6 +502,7 @@ class Unit {
   bool placed_ = false, choosing_ = false;
   bool copied_ = true;  // what is kept beside the keys holds
   const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
+  uint8_t* made_ = nullptr;          // gets what is chosen for the layers above; null: the query attends to it itself
   int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
   int status_ = ok;
 };
