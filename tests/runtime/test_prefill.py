@@ -19,7 +19,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import dense, statistics
+from kvdsl.runtime.torch import columns, dense, statistics
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
@@ -66,6 +66,9 @@ class Case:
         if self.padding in ("left", "right"):
             real[1, :40], real[2, :-1] = False, False
             return real if self.padding == "left" else real.flip(1)
+        if self.padding == "gap":
+            real[1, 30:90], real[2, 64:128] = False, False
+            return real
         assert self.padding == "scattered"
         return torch.rand(3, self.tokens, generator=torch.Generator().manual_seed(5)) < 0.7
 
@@ -94,7 +97,9 @@ class Case:
 CASES = {
     "causal": Case(),
     "one head": Case(group=1),
+    "groups of three": Case(group=3),
     "groups of five": Case(group=5),
+    "groups of seven": Case(group=7),
     "one token": Case(tokens=1),
     "seventeen tokens": Case(tokens=17, group=2),
     "window": Case(window=23),
@@ -107,6 +112,7 @@ CASES = {
     "right padding": Case(padding="right", group=2),
     "padding anywhere": Case(padding="scattered", group=2),
     "padded window": Case(padding="left", window=17),
+    "window over a gap": Case(padding="gap", window=17, group=2),
     "padded window with sinks": Case(padding="scattered", window=17, sinks=True),
     "padded softcap": Case(padding="left", softcap=1.5),
     "three forwards": Case(cuts=3),
@@ -300,7 +306,7 @@ def queries_observed(monkeypatch: pytest.MonkeyPatch, spec: PolicySpec, call: At
             seen.append(view.visible.shape[2])
             super().__init__(view)
 
-    monkeypatch.setattr(statistics, "Columns", Counting)
+    monkeypatch.setattr(columns, "Columns", Counting)
     prefill(SlotState(spec, given), call)
     return sum(seen)
 

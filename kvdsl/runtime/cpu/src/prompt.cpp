@@ -2,13 +2,18 @@
 // every query's log-sum-exp, from which the probabilities can be had once more: nothing here is of the size of queries x slots.
 // They are normalised anew, because on 16 bits torch's attention is content with coarse exponentials.
 //
-// A unit is one KV head of one row, and one thread's. `width` queries go through it together, each in a lane of its own:
-// so keys are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane.
+// The work is cut into blocks of a KV head's queries. Their probabilities, which take nearly all of the time, are found by any
+// thread in any order; they are folded block after block. `width` queries go through together, each in a lane of its own: so
+// keys are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane.
 #include <kvdsl/prompt.hpp>
 
+#include <atomic>
 #include <climits>
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
+#include <thread>
 
 #include "arena.hpp"
 #include "attend.hpp"
@@ -21,8 +26,8 @@ namespace {
 
 // Slots that are worked on together, in parts that keep the registers full of sums.
 constexpr int slot_tile = 24;
-// Queries that are added up before they join the others: among many thousands, what one gives would be rounded away.
-constexpr int query_block = 16 * width;
+// Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
+constexpr int query_block = 64;
 template <int Heads>
 constexpr int slots_at_once = (registers == 32 ? 24 : 8) / Heads;
 
@@ -42,40 +47,71 @@ void dot_lanes(const float* q, int group, const float* const* keys, int dim, Flo
   }
 }
 
-class PromptUnit {
+// As many of the group's heads at a time as there are registers for. Calls body(first head, number of heads as a constant).
+template <class Body>
+void for_lanes(int group, Body&& body) {
+  const int rest = group % 4 == 3 ? 3 : 0;
+  for_heads(group - rest, body);
+  if (rest) body(group - rest, std::integral_constant<int, 3>{});
+}
+
+// Whose turn it is to fold, for every KV head.
+class Turns {
  public:
-  PromptUnit(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps, int number, Arena arena)
+  explicit Turns(int heads) : turn_(new (std::nothrow) std::atomic<int>[static_cast<std::size_t>(heads)]()) {}
+
+  explicit operator bool() const { return turn_ != nullptr; }
+
+  void wait(int head, int block) const {
+    while (turn_[head].load(std::memory_order_acquire) != block) std::this_thread::yield();
+  }
+
+  void pass(int head) { turn_[head].fetch_add(1, std::memory_order_release); }
+
+ private:
+  std::unique_ptr<std::atomic<int>[]> turn_;
+};
+
+class PromptBlock {
+ public:
+  // Queries `first` to `end` of KV head `number` of all rows' heads.
+  PromptBlock(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps, int number, int first, int end, Arena arena)
       : args_(args), prompt_(prompt), steps_(steps), row_(number / args.kv_heads), head_(number % args.kv_heads),
-        cached_(args.slots - args.tokens), dim_stride_(round_up(args.key_dim, pair)),
+        first_(first), end_(end), cached_(args.slots - args.tokens), dim_stride_(round_up(args.key_dim, pair)),
         slot_stride_(round_up(args.slots, slot_tile) + width) {
     position_ = args.position + int64_t{number} * args.slots;
     state_ = args.state + int64_t{number} * args.slots;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
-    queries_ = arena.take<float>(width * args.group * args.key_dim);
+    queries_ = arena.take<float>(query_block * args.group * args.key_dim);
     lanes_ = arena.take<float>(int64_t{args.key_dim} * args.group * width);
     lse_ = arena.take<float>(args.group * width);
     keys_ = arena.take<float>(slot_tile * dim_stride_);
     weights_ = arena.take<float>(steps.needs_attn ? slot_stride_ * args.group * width : 0);
     totals_ = arena.take<float>(args.group * width);
     logit_lanes_ = arena.take<float>(steps.needs_logit ? slot_stride_ * width : 0);
-    attn_ = arena.take<float>(steps.needs_attn ? slot_stride_ * width : 0);
-    logit_ = arena.take<float>(steps.needs_logit ? slot_stride_ * width : 0);
+    attn_ = arena.take<float>(steps.needs_attn ? slot_stride_ * query_block : 0);
+    logit_ = arena.take<float>(steps.needs_logit ? slot_stride_ * query_block : 0);
     sums_ = arena.take<float>(steps.columns * int64_t{args.slots});
     bytes_ = arena.used();
   }
 
   int64_t bytes() const { return bytes_; }
 
-  void run() {
-    for (int i = 0; i < cached_; ++i) live_ += position_[i] >= 0;
-    for (int t = 0; t < prompt_.first; ++t) live_ += newest(t) >= 0;
-    for (int t = prompt_.first; t < args_.tokens; t += query_block) {
-      const int end = args_.tokens - t < query_block ? args_.tokens : t + query_block;
-      const int from = from_;
-      set_sums_aside(from, end);
-      for (int i = t; i < end; i += width) observe_lanes(i, end - i < width ? end - i : width);
-      add_sums(from, end);
+  // What the queries give the slots; reads nothing that folding changes.
+  void weigh() {
+    for (int t = first_; t < end_; t += width) weigh_lanes(t, end_ - t < width ? end_ - t : width);
+  }
+
+  // Each query in the order of the text, into the columns.
+  void fold() {
+    int live = 0;
+    for (int i = 0; i < cached_; ++i) live += position_[i] >= 0;
+    for (int t = 0; t < first_; ++t) live += newest(t) >= 0;
+    set_sums_aside();
+    for (int t = first_; t < end_; ++t) {
+      if (newest(t) >= 0) observe(t, ++live);
     }
+    add_sums();
   }
 
  private:
@@ -86,43 +122,44 @@ class PromptUnit {
     return static_cast<const char*>(base) + (row_ * stride[0] + head * stride[1] + index * stride[2]) * steps_.dtype->size;
   }
 
-  // The rows of the slots from the first one on that anybody sees.
-  Layout layout(const void* base, const int64_t (&stride)[3]) const {
-    return {const_cast<char*>(at(base, stride, head_, from_)), stride[2] * steps_.dtype->size};
+  // Where in the block the query is one of `width`: their slots begin at from_[that].
+  int lanes_of(int t) const { return (t - first_) / width; }
+
+  // The rows of the slots from one on.
+  Layout layout(const void* base, const int64_t (&stride)[3], int from) const {
+    return {const_cast<char*>(at(base, stride, head_, from)), stride[2] * steps_.dtype->size};
   }
 
   // What a block of queries finds in the columns that add up: nothing.
-  void set_sums_aside(int from, int tokens) {
-    for_sums(from, tokens, [](float& column, float& sum) { sum = column, column = 0.0f; });
+  void set_sums_aside() {
+    for_sums([](float& column, float& sum) { sum = column, column = 0.0f; });
   }
 
-  void add_sums(int from, int tokens) {
-    for_sums(from, tokens, [](float& column, float& sum) { column += sum; });
+  void add_sums() {
+    for_sums([](float& column, float& sum) { column += sum; });
   }
 
   template <class Change>
-  void for_sums(int from, int tokens, Change change) {
+  void for_sums(Change change) {
     for (int c = 0; c < steps_.columns; ++c) {
       if (!prompt_.adds_up[c]) continue;
       float* const column = state_ + c * column_stride_;
       float* const sum = sums_ + int64_t{c} * args_.slots;
-      for (int i = from; i < cached_ + tokens; ++i) change(column[i], sum[i]);
+      for (int i = 0; i < cached_ + end_; ++i) change(column[i], sum[i]);
     }
   }
 
   // Queries t to t + count, a lane each.
-  void observe_lanes(int t, int count) {
+  void weigh_lanes(int t, int count) {
     read_queries(t, count);
-    leave_behind(t, count);
-    const int end = cached_ + t + count;
+    const int begin = from_[lanes_of(t)] = first_seen(t, count), end = cached_ + t + count, row = t - first_;
     if (steps_.needs_attn || steps_.needs_logit) {
-      for (int from = from_; from < end; from += slot_tile) weigh(from, end, t);
+      for (int from = begin; from < end; from += slot_tile) weigh_tile(from, begin, end, t);
     }
-    if (steps_.needs_attn) normalise(end - from_);
+    if (steps_.needs_attn) normalise(end - begin, attn_ + row * slot_stride_);
     if (steps_.needs_logit) {
-      for (int i = 0; i < end - from_; ++i) to_rows(load(logit_lanes_ + int64_t{i} * width), i, logit_);
+      for (int i = 0; i < end - begin; ++i) to_rows(load(logit_lanes_ + int64_t{i} * width), i, logit_ + row * slot_stride_);
     }
-    for (int i = 0; i < count; ++i) observe(t + i, i);
   }
 
   // The queries in order, for the policy; and lane by lane, scaled.
@@ -135,7 +172,8 @@ class PromptUnit {
       for (int g = 0; g < args_.group; ++g) {
         const char* const row = at(args_.query, args_.query_stride, head_ * args_.group + g, t + i);
         const float* const query = steps_.dtype->as_floats(row, args_.key_dim, keys_);
-        std::memcpy(queries_ + i * size + g * args_.key_dim, query, sizeof(float) * static_cast<std::size_t>(args_.key_dim));
+        float* const plain = queries_ + (t - first_ + i) * size + g * args_.key_dim;
+        std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(args_.key_dim));
         for (int d = 0; d < args_.key_dim; ++d) lanes_[(d * args_.group + g) * width + i] = query[d] * args_.scale;
         const int64_t head = (int64_t{row_} * args_.kv_heads + head_) * args_.group + g;
         lse_[g * width + i] = prompt_.lse[head * args_.tokens + t + i];
@@ -149,17 +187,18 @@ class PromptUnit {
     return args_.window > 0 && newest >= args_.window ? newest - args_.window + 1 : 0;
   }
 
-  // With a window, slots in front that no query sees any more.
-  void leave_behind(int t, int count) {
+  // The first slot that any of the queries sees, as far as a window says.
+  int first_seen(int t, int count) {
     for (int i = 0; i < width; ++i) oldest_[i] = i < count ? oldest_of(newest(t + i)) : INT_MAX;
-    if (args_.window <= 0) return;
-    int oldest = INT_MAX;
+    if (args_.window <= 0) return 0;
+    int oldest = INT_MAX, from = 0;
     for (int i = 0; i < count; ++i) oldest = oldest_[i] < oldest ? oldest_[i] : oldest;
-    while (from_ < cached_ + t && position_[from_] < oldest) ++from_;
+    while (from < cached_ + t && position_[from] < oldest) ++from;
+    return from;
   }
 
   // Scores of a tile of slots and their exponentials, lane by lane. Behind `end` there is nothing to see.
-  [[gnu::noinline]] void weigh(int from, int end, int t) {
+  [[gnu::noinline]] void weigh_tile(int from, int begin, int end, int t) {
     const float* keys[slot_tile];
     Ints seen[slot_tile];
     for (int s = 0; s < slot_tile; ++s) {
@@ -167,13 +206,13 @@ class PromptUnit {
       keys[s] = steps_.dtype->as_floats(at(args_.key, args_.key_stride, head_, slot), args_.key_dim, keys_ + s * dim_stride_);
       seen[s] = from + s < end ? who_sees(slot, t) : Ints{};
     }
-    for_heads(args_.group, [&](int g, auto heads) {
+    for_lanes(args_.group, [&](int g, auto heads) {
       constexpr int count = slots_at_once<heads()>;
       for (int s = 0; s < slot_tile; s += count) {
         Floats sums[count][heads()];
         dot_lanes<heads(), count>(lanes_ + g * width, args_.group, keys + s, args_.key_dim, sums);
         for (int j = 0; j < count; ++j) {
-          for (int h = 0; h < heads(); ++h) give(sums[j][h], seen[s + j], g + h, from - from_ + s + j);
+          for (int h = 0; h < heads(); ++h) give(sums[j][h], seen[s + j], g + h, from - begin + s + j);
         }
       }
     });
@@ -210,7 +249,7 @@ class PromptUnit {
   }
 
   // Probabilities, reduced over the group.
-  [[gnu::noinline]] void normalise(int slots) {
+  [[gnu::noinline]] void normalise(int slots, float* rows) {
     for (int g = 0; g < args_.group; ++g) {
       Floats total = load(totals_ + g * width);
       if (args_.sinks) total += exp(args_.sinks[head_ * args_.group + g] - load(lse_ + g * width));
@@ -221,7 +260,7 @@ class PromptUnit {
       for (int g = 0; g < args_.group; ++g) {
         attn = join(attn, load(weights_ + (int64_t{i} * args_.group + g) * width) * load(totals_ + g * width), g);
       }
-      to_rows(attn, i, attn_);
+      to_rows(attn, i, rows);
     }
   }
 
@@ -230,16 +269,16 @@ class PromptUnit {
     for (int i = 0; i < width; ++i) rows[i * slot_stride_ + slot] = lanes[i];
   }
 
-  void observe(int t, int lane) {
+  void observe(int t, int live) {
+    const int from = from_[lanes_of(t)], row = t - first_;
     Query query;
     query.newest = newest(t);
-    if (query.newest < 0) return;
-    query.slots = cached_ + t + 1 - from_;
-    query.position = position_ + from_;
+    query.slots = cached_ + t + 1 - from;
+    query.position = position_ + from;
     query.oldest = oldest_of(query.newest);
     query.window = args_.window;
-    query.live = ++live_;
-    query.state = state_ + from_;
+    query.live = live;
+    query.state = state_ + from;
     query.ring_rows = args_.ring_rows;
     query.column_stride = column_stride_;
     query.work = nullptr;
@@ -247,14 +286,14 @@ class PromptUnit {
     query.params = params_of(args_, row_, head_);
     query.constant = constants_of(args_, head_);
     query.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
-    query.attn = attn_ + lane * slot_stride_;
-    query.logit = logit_ + lane * slot_stride_;
-    query.query = queries_ + lane * args_.group * args_.key_dim;
+    query.attn = attn_ + row * slot_stride_;
+    query.logit = logit_ + row * slot_stride_;
+    query.query = queries_ + row * args_.group * args_.key_dim;
     query.group = args_.group;
     query.key_dim = args_.key_dim;
     query.value_dim = args_.value_dim;
-    query.keys = layout(args_.key, args_.key_stride);
-    query.values = layout(args_.value, args_.value_stride);
+    query.keys = layout(args_.key, args_.key_stride, from);
+    query.values = layout(args_.value, args_.value_stride, from);
     steps_.observe(query);
   }
 
@@ -262,38 +301,48 @@ class PromptUnit {
   const PromptArgs& prompt_;
   const Steps& steps_;
   int row_, head_;
+  int first_, end_;
   int cached_;         // slots in front of the new tokens'
   int64_t dim_stride_, slot_stride_;
   const int32_t* position_;
   float* state_;
   int64_t column_stride_;
-  float* queries_;     // [width, group, key_dim]
+  float* queries_;     // [query_block, group, key_dim]
   float* lanes_;       // [key_dim, group, width]
   float* lse_;         // [group, width]
   float* keys_;        // [slot_tile, dim_stride] a tile's, where they are not floats already
   float* weights_;     // [slots, group, width] exponentials
   float* totals_;      // [group, width] their sums, then 1 / these
   float* logit_lanes_; // [slots, width]
-  float* attn_;        // [width, slot_stride]
+  float* attn_;        // [query_block, slot_stride]
   float* logit_;
   float* sums_;        // [columns, slots] of the blocks before
   int64_t bytes_;
   int32_t oldest_[width];
-  int from_ = 0;       // the first slot that anybody sees
-  int live_ = 0;
+  int from_[query_block / width];  // of every `width` queries the first slot that any of them sees
 };
 
 }  // namespace
 
 int observe(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps) {
-  const int units = args.batch * args.kv_heads;
-  const int64_t workspace = PromptUnit(args, prompt, steps, 0, Arena(nullptr)).bytes();
+  const int heads = args.batch * args.kv_heads, blocks = (args.tokens - prompt.first + query_block - 1) / query_block;
+  const int64_t workspace = PromptBlock(args, prompt, steps, 0, 0, 0, Arena(nullptr)).bytes();
+  Turns turns(heads);
+  if (!turns) return out_of_memory;
+  std::atomic<int> taken{0};
   int status = ok;
-#pragma omp parallel for schedule(dynamic, 1) num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
-  for (int u = 0; u < units; ++u) {
+// Blocks are taken in the order of the text, so that whoever waits for its turn waits for a thread that is at work.
+#pragma omp parallel num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
+  for (int task; (task = taken.fetch_add(1)) < heads * blocks;) {
+    const int head = task % heads, number = task / heads, first = prompt.first + number * query_block;
+    const int end = args.tokens - first < query_block ? args.tokens : first + query_block;
     char* const memory = thread_buffer().reserve(workspace);
-    if (memory) PromptUnit(args, prompt, steps, u, Arena(memory)).run();
+    PromptBlock block(args, prompt, steps, head, first, end, Arena(memory));
+    if (memory) block.weigh();
+    turns.wait(head, number);
+    if (memory) block.fold();
     else status |= out_of_memory;
+    turns.pass(head);
   }
   return status;
 }

@@ -29,7 +29,8 @@ typedef float Floats __attribute__((vector_size(width * 4)));
 typedef int32_t Ints __attribute__((vector_size(width * 4)));
 typedef uint32_t Bits __attribute__((vector_size(width * 4)));
 
-inline Floats splat(float x) { return Floats{} + x; }
+// x - 0 is x, also for -0: no instruction is left but the load that spreads it out. 0 + x would be an addition.
+inline Floats splat(float x) { return x - Floats{}; }
 
 // A vector at any address.
 template <class V, class P>
