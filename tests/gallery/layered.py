@@ -98,7 +98,7 @@ def lava(layers: Heads, budget: int, ask: Ask, window: int = 3) -> Stays:
 
 
 def zigzagkv(layers: Heads, budget: int, ask: Ask, window: int = 3, recovered: float = 0.9, own: float = 0.5) -> Stays:
-    """B_l = own * B + (1 - own) * B * L * M_l / sum(M): M_l is how many tokens come to 90 % of the window's attention, by its heads' mean."""
+    """B_l = own * B + (1 - own) * B * L * M_l / sum(M): M_l tokens come to 90 % of the window's attention, by the heads' mean."""
 
     def minimum(head: Cache) -> int:
         masses = sorted((mean_asked(head, token, window) for token in head.kept), reverse=True)
