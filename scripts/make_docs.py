@@ -231,7 +231,9 @@ vote, by `sum`, `mean` or `max`, of scores or of ranks, and where nothing else d
 the same tokens: a policy that evicts needs `victims shared by heads`, or by layers. Pages, ties and what `keep` forces are as in any
 selection; padding, beams, chats and taken-back steps need nothing of their own, since nothing is remembered. torch serves it, in
 compiled steps as well; C++ and Triton, whose kernels see one KV head, refuse it, and so does tensor parallelism. In a score `over
-heads` is refused: `victims shared by heads` averages scores.
+heads` is refused: `victims shared by heads` averages scores. `query_head` is the number of the query head for which something is found,
+under tensor parallelism the whole model's; so heads may take turns, under `group max`: `max(rank(dot(q, k)) * 128 - query_head over
+heads)` (LessIsMore). C++ and Triton refuse it.
 
 Layers may choose for those above: `select top 256 by dot(q, k) in layers 2, 13 reused above` (TidalDecode, OmniKV). Each of the listed
 layers finds, for every decoded token, what `select` says, and attends to everything itself, since it has looked at all keys. Every other

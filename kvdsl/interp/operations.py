@@ -35,6 +35,7 @@ from kvdsl.interp.step import Attended
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.interp.tensors import Tensors, rows_of
 from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce
+from kvdsl.ir.ops import OF_QUERY_HEADS
 from kvdsl.ir.visitors import children
 
 Peers: TypeAlias = "Sequence[tuple[Operations, Head, Array]]"
@@ -283,7 +284,9 @@ class Operations:
         if not _reads_q(body.body if isinstance(body, Fold) else body):
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
-        return self.over_group(np.stack([value(body, _with_inputs(scope, q=vector[None])) for vector in q]))
+        first = self.head_index * len(q)
+        heads = [_with_inputs(scope, q=vector[None], query_head=number(first + index)) for index, vector in enumerate(q)]
+        return self.over_group(np.stack([value(body, head) for head in heads]))
 
 
 def floats(x: ArrayLike) -> Array:
@@ -304,7 +307,7 @@ def _reads_q(expr: Expr) -> bool:
     """Whether the value differs between query heads; that of a fold, or of a reduction over queries or KV heads, inside it does not."""
     if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
         return False
-    return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
+    return (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or any(_reads_q(child) for child in children(expr))
 
 
 def _with_inputs(scope: Scope, **more: Array) -> Scope:

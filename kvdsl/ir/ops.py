@@ -85,6 +85,11 @@ INPUTS = _table(
             "the query vector; what reads it is evaluated per query head, and the result is reduced over the group",
             "query vectors",
         ),
+        InputRow(
+            "query_head",
+            frozenset({Axis.QUERY}),
+            "the query head's number in the layer, from 0, in what `select` reads: evaluated per query head, as `q` is",
+        ),
         InputRow("k", _SLOT_DIM, "the cached key", "key vectors"),
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
@@ -105,6 +110,9 @@ INPUTS = _table(
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
     ]
 )
+
+OF_QUERY_HEADS = ("q", "query_head")
+"""What differs between the query heads of a KV head's group."""
 
 FIXED = tuple(row.name for row in INPUTS.values() if row.fixed)
 """What a budget or a count may read, beside params."""

@@ -31,7 +31,7 @@ from kvdsl.ir.nodes import (
     Select,
     TensorRef,
 )
-from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.ops import FIXED, LOGICAL, OF_QUERY_HEADS, OPERATORS
 from kvdsl.lower.expression import (
     ATOM,
     Fragment,
@@ -236,7 +236,7 @@ class TensorPrinter(_TorchPrinter):
 
     def body(self, expr: Expr) -> Fragment:
         """What is made of one query: per query head where it reads q, then reduced over the group."""
-        if not reads(expr, "q"):
+        if not reads(expr, *OF_QUERY_HEADS):
             return self.value(expr)
         return fragment(f"{self._view}.over_group({{}})", self._inside(grouped=True).value(expr))
 
@@ -264,6 +264,8 @@ class TensorPrinter(_TorchPrinter):
             return self.number(expr.value)
         if isinstance(expr, Input) and expr.name == "q":
             return Fragment(f"{self._view}.q")
+        if isinstance(expr, Input) and expr.name == "query_head":
+            return Fragment(f"{self._view}.query_head" + (".unsqueeze(-1)" if self._dims else ""))
         if isinstance(expr, TensorRef) and expr.dims:
             return Fragment(f'{self._view}.vector("{expr.name}")' + (".unsqueeze(2)" if self._grouped else ""))
         if isinstance(expr, Input) and expr.name in ("k", "v"):
@@ -448,8 +450,8 @@ def _budget(policy: Policy) -> Fragment:
 def _count(select: Select) -> Fragment:
     """How many tokens a query selects; per query head where that reads q, then reduced over the group."""
     assert select.measured is not None
-    made = CountPrinter("row", grouped=reads(select.measured, "q")).value(select.measured)
-    if reads(select.measured, "q"):
+    made = CountPrinter("row", grouped=reads(select.measured, *OF_QUERY_HEADS)).value(select.measured)
+    if reads(select.measured, *OF_QUERY_HEADS):
         made = fragment("row.over_group({})", made)
     return _in_layers("row", made, select)
 

@@ -344,6 +344,8 @@ def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
         return None
     if policy.heads_vote:
         raise NotLowerable("`select` by what all KV heads find (`over heads`): a kernel sees one")
+    if reads(policy.select.by, "query_head"):
+        raise NotLowerable("`select` by a query head's number")
     by = form_of_select(policy.select.by)
     if by == "expression":
         raise NotLowerable(

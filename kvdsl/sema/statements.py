@@ -147,6 +147,10 @@ class Statements:
             help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
             self.sink.report(codes.NOT_HERE, node.span, message, help)
             return None
+        if what != "what `select` ranks by" and any(part == ir.Input(name="query_head") for part in walk(value.expr)):
+            message = f"{what} cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
+            self.sink.report(codes.NOT_HERE, node.span, message)
+            return None
         if what not in (WEIGHT, "what `select` ranks by") and reads_heads(value.expr):
             message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
             help = "`victims shared by heads` averages scores" if what == "a score" else None

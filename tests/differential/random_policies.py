@@ -232,6 +232,8 @@ class Maker:
             return self.over_page(Input(name=self.one_of("k", "v")))
         if any("dims" in one.axes for one in self.tensors) and self.rarely():
             return self.tensor(dims=True)
+        if place.query and not place.attends and not self.fused and self.rarely():
+            return self.binary("*", Input(name="k"), Input(name="query_head"))
         vectors = ("q", "k") if place.sketched else ("q", "k", "v") if place.query else ("k", "v")
         return Input(name=self.one_of(*vectors))
 

@@ -22,7 +22,7 @@ from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef
-from kvdsl.ir.ops import REDUCTIONS, RULES
+from kvdsl.ir.ops import OF_QUERY_HEADS, REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
 from .precision import Scope, bounds, bounds_of_slots, logits, over_group, probabilities, weighted
@@ -336,7 +336,9 @@ class Shadow:
         """What belongs to one query: per query head where it reads q, then reduced over the group."""
         if not _reads_q(body):
             return value(body, scope)
-        heads = [value(body, replace(scope, inputs={**scope.inputs, "q": exactly(head[None])})) for head in q]
+        first = self.machine.head_index * len(q)
+        own = [{"q": exactly(head[None]), "query_head": exactly([[first + index]])} for index, head in enumerate(q)]
+        heads = [value(body, replace(scope, inputs={**scope.inputs, **head})) for head in own]
         return over_group(stack(heads), self.policy.group)
 
     # -- what a query attends to -----------------------------------------------------------------------------------------
@@ -406,7 +408,7 @@ class _Sketched:
 def _reads_q(expr: Expr) -> bool:
     if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
         return False
-    return expr == Input(name="q") or any(_reads_q(child) for child in children(expr))
+    return (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or any(_reads_q(child) for child in children(expr))
 
 
 def _spread(x: Range, chosen: Mask) -> Range:

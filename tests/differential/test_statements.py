@@ -155,6 +155,14 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         PADDED,
     ),
     "heads choose by ranks": ("select top 9 by max(rank(dot(q, k)) over heads) - age / 100\nkeep first 2\npages 2", PADDED),
+    "heads choose in turn": (
+        "group max\nselect top 9 by max(rank(dot(q, k)) * 64 - query_head over heads) + 0 * sum(query_head * q * k over dims)",
+        PADDED,
+    ),
+    "heads choose as many as their number": (
+        "select top 3 + sum(rank(dot(q, k)) < query_head over slots) by dot(q, k) / (1 + query_head)",
+        PADDED,
+    ),
     "heads choose and agree": (
         "param budget = 12\nscore mean(attn)\nvictims shared by heads\nselect top 6 by dot(q, k) - mean(norm2(k) over heads)",
         PADDED,

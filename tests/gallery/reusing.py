@@ -56,8 +56,20 @@ def omnikv(heads: Heads, token: int, prompt: int = 12, count: int = 4) -> list[l
     return [chosen for _ in heads]
 
 
+def less_is_more(heads: Heads, token: int, tokens: int = 7, share: float = 0.3) -> list[list[int]]:
+    """The top k of every query head but for the recent tokens, united place by place, the first k of these; and the recent ones."""
+    middle = int(tokens * (1 - share))
+    recent = range(token + 1 - (tokens - middle), token + 1)
+    asked = [score for head in heads for score in scores(head, token)]
+    best = [highest({one: score[one] for one in score if one not in recent}, middle) for score in asked]
+    united = list(dict.fromkeys(own[place] for place in range(middle) for own in best))
+    chosen = sorted([*united[:middle], *recent])
+    return [chosen for _ in heads]
+
+
 REUSING: dict[str, Reusing] = {
     "tidaldecode": Reusing(tidaldecode, (1, 3), {"tokens": 5, "start": 1, "again": 3}),
+    "less_is_more": Reusing(less_is_more, (1, 3), {"tokens": 7, "share": 0.3, "start": 1, "again": 3}, group=3),
     "omnikv": Reusing(omnikv, (0, 2, 4), {"share": 0.4, "first": 0, "second": 2, "third": 4}, group=2),
 }
 """The gallery's policies by stem."""

@@ -35,6 +35,7 @@ NEW: dict[str, dict[str, float]] = {
     "lazy_eviction": {"budget": 20, "window": 4, "alpha": 0.05},
     "gkv": {"budget": 20, "window": 4, "buffer": 2},
     "tidaldecode": {"tokens": 9, "start": 1, "again": 2},
+    "less_is_more": {"tokens": 9, "start": 1, "again": 2},
     "omnikv": {"share": 0.1, "first": 1, "second": 2},
     "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},
 }

@@ -55,6 +55,15 @@ def test_a_layer_is_the_same_for_all_rows_and_layers() -> None:
             f"{SELECT} 1 - 3 reused above")  # fmt: skip
 
 
+def test_query_heads_are_numbered_in_what_selects() -> None:
+    assert policy("select top 64 by max(rank(dot(q, k)) * 128 - query_head over heads)").heads_vote
+    assert policy("select top 3 + sum(rank(dot(q, k)) < query_head over slots) by dot(q, k)").select
+    message = (
+        "a score cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
+    )
+    refused("KV0308", message, "sum(attn * query_head)", None, "param budget = 64", "score sum(attn * query_head)")
+
+
 @pytest.mark.parametrize("layers", ["2..13 reused above", "2, 13", "reused above", "2, reused above", "2 reused"])
 def test_a_list_and_its_words_go_together(layers: str) -> None:
     assert not check(body(f"{SELECT} {layers}")).ok

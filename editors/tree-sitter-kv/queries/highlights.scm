@@ -30,8 +30,8 @@
 
 ((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ceil|count|dot|ema|enough|exp|floor|fold|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
 ((call function: (identifier) @function) (#not-match? @function "^(abs|ceil|count|dot|ema|enough|exp|floor|fold|last|log|max|max_pool|mean|mean_pool|median|min|project|random|rank|sqrt|std|sum|var|where)$"))
-((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
-((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|seen|v)$"))
+((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|seen|v)$"))
+((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|seen|v)$"))
 
 (over (identifier) @constant.builtin)
 (cap (identifier) @constant.builtin)

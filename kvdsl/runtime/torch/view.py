@@ -173,6 +173,14 @@ class View:
         return self.query.float().unsqueeze(-2)
 
     @property
+    def query_head(self) -> Tensor:
+        """The query heads' numbers: [1, kv_heads, group, 1, 1]."""
+        assert self.query is not None
+        heads, group = self.query.shape[1:3]
+        first = self.random_key[2] * group
+        return torch.arange(first, first + heads * group, device=self.query.device).float().view(1, heads, group, 1, 1)
+
+    @property
     def k(self) -> Tensor:
         """Keys with room for queries: [batch, kv_heads, 1, slots, dim]."""
         return self.key.float().unsqueeze(2)
