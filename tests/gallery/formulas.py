@@ -462,20 +462,29 @@ def simlayerkv(cache: Cache, threshold: float, asked: int = 2, recent: int = 4, 
     return cache.kept[sinks : -(recent - asked)] if lazy else []
 
 
-def twilight(cache: Cache, token: int, share: float = 0.6) -> list[int]:
-    """As many as query heads need on average to come to a share of their weights, by their mean."""
-    weights = np.exp(cache.q[token] @ cache.k[cache.kept].T / math.sqrt(cache.k.shape[1]))
-    probs = weights / weights.sum(axis=1, keepdims=True)
-    needed = []
-    for head in probs:
+def in_four_bits(key: np.ndarray) -> np.ndarray:
+    """Rounded to sixteen levels from the smallest dim to the largest."""
+    low, high = float(key.min()), float(key.max())
+    scale = max(high - low, 1e-9) / 15
+    return np.clip(np.round((key - low) / scale), 0, 15) * scale + low
+
+
+def twilight(cache: Cache, token: int, share: float = 0.6, tokens: int = 20) -> list[int]:
+    """Of the highest true scores the fewest that come to a share of the softmax of estimated ones; as many as heads need on average."""
+    root, probs, needed = math.sqrt(cache.k.shape[1]), [], []
+    for query in cache.q[token]:
+        asked = sorted(cache.kept, key=lambda one, query=query: -float(query @ cache.k[one]))[:tokens]
+        told = {one: math.exp(float(query @ in_four_bits(cache.k[one])) / root) for one in asked}
+        own = {one: told.get(one, 0.0) / sum(told.values()) for one in cache.kept}
         reached, count = 0.0, 0
-        for p in sorted(head, reverse=True):
+        for p in sorted(own.values(), reverse=True):
             if reached >= share:
                 break
             reached, count = reached + p, count + 1
+        probs.append(own)
         needed.append(count)
-    best = np.argsort(-probs.mean(axis=0))[: sum(needed) // len(needed)]
-    return sorted(cache.kept[place] for place in best)
+    mean = {one: sum(own[one] for own in probs) / len(probs) for one in cache.kept}
+    return sorted(sorted(cache.kept, key=lambda one: -mean[one])[: sum(needed) // len(needed)])
 
 
 def dbudgetkv(cache: Cache, loss: float = 0.05, sinks: int = 2) -> list[int]:
@@ -667,7 +676,7 @@ METHODS: dict[str, Method] = {
         given={"threshold": 0.3, "asked": 2, "recent": 4, "sinks": 2},
         prompt=16,
     ),
-    "twilight": Method(full, math.inf, {"share": 0.6, "head_size": 6}, chosen=twilight),
+    "twilight": Method(full, math.inf, {"share": 0.6, "tokens": 20}, layer=2, chosen=twilight),
     "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.05, "sinks": 2}, prompt=20),
     "fastgen": Method(once(fastgen), given={"recovered": 0.8, "share": 0.3}, prompt=20),
     "kvpop": Method(least_important(3), given=given(window=3)),
