@@ -266,7 +266,7 @@ def _interpreted(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Comp
 
     from kvdsl.runtime.gpu.backend import TritonBackend
     from tests.differential.traces import run_policy
-    from tests.triton.interpreter import defined, make_blocks_small, make_places_equal, with_kernels
+    from tests.triton.interpreter import defined, make_blocks_small, make_places_equal, shuffle_programs, with_kernels
 
     def run(policy: Any, trace: Any, **more: bool) -> Any:
         with tempfile.TemporaryDirectory() as folder:
@@ -277,6 +277,7 @@ def _interpreted(served: list[tuple[int, Compiled]]) -> Iterator[tuple[int, Comp
     warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")  # NumPy's, of NaN and infinities
     with pytest.MonkeyPatch.context() as patch:
         make_places_equal(patch)
+        shuffle_programs(patch)
         make_blocks_small(patch)
         yield from ((number, replace(one, trace=defined(one.trace)), run) for number, one in served)
 

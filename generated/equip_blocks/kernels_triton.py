@@ -26,6 +26,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import evicting, layout, observing, ops, rotate
 
 SCORES = 1  # rows of `work`
+SPREADS = True  # whether several programs may share a KV head's slots in `settle`
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
@@ -53,12 +54,17 @@ def settle(
     columns,  # [1, B, H, N] float32: the state columns
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets what is protected
+    arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
+    lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
+    victims,  # [B, H, PIECES] int32: gets its slot
+    at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
     seen,  # [B] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
     numbers,  # [B, 3] float64
     slots,
     splits,
+    per_piece,  # slots of a program
     window,  # queries see this many tokens; 2**30: all
     SIZE: tl.constexpr,  # slots of a block
     G: tl.constexpr,
@@ -68,6 +74,7 @@ def settle(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
     PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on; 0: none
     P_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
@@ -75,15 +82,20 @@ def settle(
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Combine, place, observe, settle; the grid is (H, B)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
+    """Combine, place, observe, settle; the grid is (PIECES + 1, H, B)."""
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
+    if piece == pieces:  # what the new token attended to
+        if tl.load(real + row) == 0:
+            ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        else:
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+        return
     if tl.load(real + row) == 0:
-        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         return
     now = tl.load(newest + row)
-    if head == 0:
+    if (piece == 0) & (head == 0):
         tl.store(seen + row, now + 1)
     position += pair * slots
     logits += pair * G * slots
@@ -91,33 +103,36 @@ def settle(
     gaps += pair * slots
     work += pair * slots
     kept += pair * slots
-    column_stride = tl.num_programs(1).to(tl.int64) * heads * slots
+    column_stride = tl.num_programs(2).to(tl.int64) * heads * slots
     sum_attn_at = columns + pair * slots
     number_recent = tl.load(numbers + row * 3)
     number_capacity = tl.load(numbers + row * 3 + 1)
-
-    # Its place, before anything else: who looks at a table later runs out of registers.
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
-    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
-    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
-    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    at = tl.load(first_rows + pair) + layout.rows(slot, True, layout.table_of(table, row, slots, SIZE), SIZE)
-    tl.store(keys + at * D + d, key, mask=d < D)
-    tl.store(values + at * E + e, value, mask=e < E)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    lse = ops.log_sum_exp(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
+    begin = piece * per_piece
+    end = tl.minimum(begin + per_piece, slots)
 
-    # What the new token attended to.
-    lse = ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
-    tl.store(position + slot, now)
-    tl.store(rank + slot, live - 1)
-    if PAIRS > 0:
-        rotate.place_half(half_keys + (pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
-    ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
-    tl.store(sum_attn_at + slot, 0.0)
+    # Its place.
+    if (slot >= begin) & (slot < end):
+        d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+        key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+        value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+        at = tl.load(first_rows + pair) + layout.rows(slot, True, layout.table_of(table, row, slots, SIZE), SIZE)
+        tl.store(keys + at * D + d, key, mask=d < D)
+        tl.store(values + at * E + e, value, mask=e < E)
+        tl.store(position + slot, now)
+        tl.store(rank + slot, live - 1)
+        tl.store(length + pair, live - leaving)
+        if PAIRS > 0:
+            rotate.place_half(half_keys + (pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
+        ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
+        tl.store(sum_attn_at + slot, 0.0)
     tl.debug_barrier()
 
     # What its query says of the slots that it saw.
-    for start in range(0, slots, BLOCK):
+    for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
@@ -128,22 +143,27 @@ def settle(
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
-    tl.store(length + pair, live - leaving)
     if leaving == 0:
         return
-    last = evicting.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
-    for start in range(0, slots, BLOCK):
+    first, last = evicting.ends(now, live, 0, ops.count(number_recent))
+    lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    certain = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
-        tl.store(work + i, sum_attn, mask=inside)
-        tl.store(kept + i, pos >= last, mask=inside)
-    tl.debug_barrier()
-    evicting.evict(position, work, kept, slots, leaving, (), 0, BLOCK)
-    tl.debug_barrier()
-    evicting.close_gaps(position, rank, gaps, slots, BLOCK)
+        score = sum_attn
+        keep = pos >= last
+        tl.store(work + i, score, mask=inside)
+        tl.store(kept + i, keep, mask=inside)
+        lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
+    if evicting.arrive(arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain):
+        victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
+        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, 0, ops.count(number_recent), BLOCK)
+        gone = evicting.evict(position, work, kept, slots, leaving, victim, (), 0, BLOCK)
+        tl.debug_barrier()
+        evicting.close_gaps(position, rank, gaps, slots, gone, BLOCK)
 
 
 @triton.jit(do_not_specialize=["tokens", "slots"])

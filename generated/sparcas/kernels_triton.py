@@ -29,6 +29,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import evicting, ops, select
 
 SCORES = 0  # rows of `work`
+SPREADS = True  # whether several programs may share a KV head's slots in `settle`
 
 
 @triton.jit
@@ -192,6 +193,7 @@ def settle(
     numbers,  # [B, 3] float64
     slots,
     splits,
+    per_piece,  # slots of a program
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -204,35 +206,40 @@ def settle(
     SELECTS: tl.constexpr,  # whether the query attended to a selection
     BLOCK: tl.constexpr,
 ):
-    """Combine, place; the grid is (H, B)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
+    """Combine, place; the grid is (PIECES + 1, H, B)."""
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
+    if piece == pieces:  # what the new token attended to
+        if tl.load(real + row) == 0:
+            ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        else:
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+        return
     if tl.load(real + row) == 0:
-        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         return
     now = tl.load(newest + row)
-    if head == 0:
+    if (piece == 0) & (head == 0):
         tl.store(seen + row, now + 1)
     position += pair * slots
-
-    # What the new token attended to.
-    ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
-
-    # Its place.
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
-    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
-    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
-    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    at = pair * slots + slot
-    tl.store(keys + at * D + d, key, mask=d < D)
-    tl.store(values + at * E + e, value, mask=e < E)
-    tl.store(position + slot, now)
-    if SELECTS:
-        select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, pair, slot, slots, width, W_PAD)
-        tl.store(copied + row, 1)
-    else:  # it is kept up to date where it is not looked at, too
-        dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
-        j = tl.arange(0, W_PAD)
-        tl.store(sketch + pair * width + j, dims, mask=j < tl.where(due, width, 0))
+    begin = piece * per_piece
+    end = tl.minimum(begin + per_piece, slots)
+
+    # Its place.
+    if (slot >= begin) & (slot < end):
+        d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+        key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+        value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+        at = pair * slots + slot
+        tl.store(keys + at * D + d, key, mask=d < D)
+        tl.store(values + at * E + e, value, mask=e < E)
+        tl.store(position + slot, now)
+        if SELECTS:
+            select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, pair, slot, slots, width, W_PAD)
+            tl.store(copied + row, 1)
+        else:  # it is kept up to date where it is not looked at, too
+            dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
+            j = tl.arange(0, W_PAD)
+            tl.store(sketch + pair * width + j, dims, mask=j < tl.where(due, width, 0))

@@ -29,6 +29,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import evicting, ops
 
 SCORES = 1  # rows of `work`
+SPREADS = True  # whether several programs may share a KV head's slots in `settle`
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
@@ -50,12 +51,17 @@ def settle(
     gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets what is protected
+    arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
+    lowest_found,  # [B, H, PIECES] int64: gets what leaves first of each program's slots, as a key
+    victims,  # [B, H, PIECES] int32: gets its slot
+    at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
     seen,  # [B] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
     numbers,  # [B, 2] float64
     slots,
     splits,
+    per_piece,  # slots of a program
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -63,18 +69,24 @@ def settle(
     E: tl.constexpr,
     E_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
     SINKS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Combine, place, settle; the grid is (H, B)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    heads = tl.num_programs(0)
+    """Combine, place, settle; the grid is (PIECES + 1, H, B)."""
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, heads = tl.num_programs(0) - 1, tl.num_programs(1)
     pair = (row * heads + head).to(tl.int64)
+    if piece == pieces:  # what the new token attended to
+        if tl.load(real + row) == 0:
+            ops.nothing(out, pair, G, G_PAD, E, E_PAD)
+        else:
+            ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
+        return
     if tl.load(real + row) == 0:
-        ops.nothing(out, pair, G, G_PAD, E, E_PAD)
         return
     now = tl.load(newest + row)
-    if head == 0:
+    if (piece == 0) & (head == 0):
         tl.store(seen + row, now + 1)
     position += pair * slots
     rank += pair * slots
@@ -83,37 +95,43 @@ def settle(
     kept += pair * slots
     number_sinks = tl.load(numbers + row * 2)
     number_capacity = tl.load(numbers + row * 2 + 1)
-
-    # What the new token attended to.
-    ops.combine(out, part, top, total, sinks, pair, head, splits, G, G_PAD, E, E_PAD, S_PAD, SINKS)
-
-    # Its place.
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
-    d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
-    key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
-    value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-    at = pair * slots + slot
-    tl.store(keys + at * D + d, key, mask=d < D)
-    tl.store(values + at * E + e, value, mask=e < E)
-    tl.store(position + slot, now)
-    tl.store(rank + slot, live - 1)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    begin = piece * per_piece
+    end = tl.minimum(begin + per_piece, slots)
+
+    # Its place.
+    if (slot >= begin) & (slot < end):
+        d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
+        key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
+        value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
+        at = pair * slots + slot
+        tl.store(keys + at * D + d, key, mask=d < D)
+        tl.store(values + at * E + e, value, mask=e < E)
+        tl.store(position + slot, now)
+        tl.store(rank + slot, live - 1)
+        tl.store(length + pair, live - leaving)
     tl.debug_barrier()
 
     # Who leaves.
-    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
-    tl.store(length + pair, live - leaving)
     if leaving == 0:
         return
-    first = evicting.first_protected(position, slots, now, live, ops.count(number_sinks), BLOCK)
-    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
-    for start in range(0, slots, BLOCK):
+    first, last = evicting.ends(now, live, ops.count(number_sinks), 1)
+    lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    certain = tl.zeros([BLOCK], tl.int32)
+    for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
-        tl.store(work + i, pos.to(tl.float32), mask=inside)
-        tl.store(kept + i, (pos <= first) | (pos >= last), mask=inside)
-    tl.debug_barrier()
-    evicting.evict(position, work, kept, slots, leaving, (), 0, BLOCK)
-    tl.debug_barrier()
-    evicting.close_gaps(position, rank, gaps, slots, BLOCK)
+        score = pos.to(tl.float32)
+        keep = (pos <= first) | (pos >= last)
+        tl.store(work + i, score, mask=inside)
+        tl.store(kept + i, keep, mask=inside)
+        lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
+    if evicting.arrive(arrived, lowest_found, victims, at_ends, pair, piece, pieces, lowest, where, certain):
+        victim, found = evicting.found_by_all(lowest_found, victims, at_ends, pair, pieces, PIECES_PAD)
+        victim = evicting.unless_some_left(position, kept, victim, found, slots, now, live, ops.count(number_sinks), 1, BLOCK)
+        gone = evicting.evict(position, work, kept, slots, leaving, victim, (), 0, BLOCK)
+        tl.debug_barrier()
+        evicting.close_gaps(position, rank, gaps, slots, gone, BLOCK)

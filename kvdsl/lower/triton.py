@@ -59,6 +59,7 @@ _SLOTS = {
 }
 _EXTREMES = {"max": "maximum", "min": "minimum"}
 _FOLDS = {"max": "ops.largest", "min": "ops.least"}
+_LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
 
 
@@ -100,9 +101,10 @@ class TritonPlan:
         place: stores of a new token's columns. `reads_key`, `reads_value`: whether they need its key, its value.
         observe: loops that fold the query into the columns.
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
-            `protect` what the first and last tokens are, `score` the loops that compute the rows of scores, `scores` how many
-            those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
+            `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
+            many those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
             placed, as well.
+        spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
         agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
@@ -125,10 +127,12 @@ class TritonPlan:
     settles: bool
     hard_cap: bool
     overflow: str
-    protect: tuple[str, ...]
+    first: str
+    last: str
     score: tuple[Loop, ...]
     scores: int
     tops: tuple[str, ...]
+    spreads: bool
     select: TritonSelect | None
     compact: bool
     agrees: bool
@@ -157,14 +161,15 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     settles = policy.budget is not None and policy.when != "prefill"
     folded = [column for column in policy.columns if column.rule != "token"]
     observe = _observe(policy, folded)
-    protect, score = _settle(policy) if settles else ({}, [])
+    score = _settle(policy) if settles else []
+    first, last = (_kept_at(policy, scope) if settles else Fragment("0") for scope in ("first", "last"))
     place = [_place(column) for column in policy.columns if column.rule != "ring"]
     overflow = _overflow(numbers) if settles else Fragment("")
     tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
     select = _select(policy, numbers)
     page = [] if policy.pages is None else [number("page")]
     uses = uses_of(
-        *place, *protect.values(), overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score))
+        *place, first, last, overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score))
     )
     used = _numbers_in(uses, numbers)
     constants, vectors = (tensors_in(uses, kind, policy) for kind in ("constant", "vector"))
@@ -199,10 +204,12 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         settles=settles,
         hard_cap=settles and policy.cap == "hard",
         overflow=overflow.text,
-        protect=texts(protect.values()),
+        first=first.text,
+        last=last.text,
         score=tuple(one.printed() for one in score),
         scores=1 + len(tops),
         tops=texts(tops),
+        spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,
         compact=policy.positions == "compact",
         shares=policy.heads_share or heads_differ(policy),
@@ -382,34 +389,46 @@ def _sketch_by(policy: Policy, by: Expr) -> Fragment:
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(policy: Policy) -> tuple[dict[str, Fragment], list[Pass]]:
-    """What is protected by position, and the loops that leave every slot's scores in `work` and what protects it in `kept`."""
+def _settle(policy: Policy) -> list[Pass]:
+    """The loops that leave every slot's scores in `work` and what protects it in `kept`, and find the lowest score."""
     assert policy.score is not None
     scores = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     loops, hoisted = _hoist(policy, "cached", [*scores, *conditions])
     printer = BlockPrinter(hoisted)
-    protect = _protect(policy)
-    kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in protect]
+    scopes = {keep.scope for keep in policy.keeps}
+    kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
     kept += [printer.condition(condition) for condition in conditions]
     if len(kept) > 1:
         kept = [fragment("({})", condition) for condition in kept]
-    stores = [
-        fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr)) for n, expr in enumerate(scores)
+    lines = [
+        fragment("score = {}", printer.value(policy.score)),
+        fragment(f"keep = {' | '.join('{}' for _ in kept) or '0'}", *kept),
+        Fragment("tl.store(work + i, score, mask=inside)"),
+        *(
+            fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr))
+            for n, expr in enumerate(scores[1:], 1)
+        ),
+        Fragment("tl.store(kept + i, keep, mask=inside)"),
     ]
-    stores.append(fragment(f"tl.store(kept + i, {' | '.join('{}' for _ in kept) or '0'}, mask=inside)", *kept))
-    return protect, [*loops, Pass((), (*_values(policy, "", uses_of(*stores)), *stores))]
+    if policy.victims != "heads":
+        lines.append(Fragment(_LOWER))
+    return [*loops, Pass((), (*_values(policy, "", uses_of(*lines)), *lines))]
+
+
+def _kept_at(policy: Policy, scope: str) -> Fragment:
+    """How many tokens `keep first` or `keep last` lines protect."""
+    counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
+    return _nested("tl.maximum", counts) if counts else Fragment("0")
 
 
 def _protect(policy: Policy) -> dict[str, Fragment]:
     """By `first` and `last`, as far as the policy keeps such: up to and from which position."""
-    found = {}
-    for scope, together in (("first", "tl.maximum"), ("last", "tl.minimum")):
-        counts = [_count(keep) for keep in policy.keeps if keep.scope == scope]
-        if counts:
-            end = f"evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)"
-            found[scope] = fragment(f"{scope} = {{}}", _nested(together, [fragment(end, count) for count in counts]))
-    return found
+    return {
+        scope: fragment(f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _kept_at(policy, scope))
+        for scope in ("first", "last")
+        if any(keep.scope == scope for keep in policy.keeps)
+    }
 
 
 def _row(n: int) -> str:

@@ -17,7 +17,7 @@ class TritonWords:
     Attributes:
         launches: which of a step's launches are here. legend: what each does, and what names mean, a line each.
         modules: of `kvdsl.runtime.gpu`, those that the kernels call.
-        settle: what the kernel of this name does. its_place: what is said where it stores the new token.
+        settle: what the kernel of this name does.
         looked_at: what `look` grades. graded: the same, and the new token where that is graded, too.
         taken: for whom `choose` notes what is attended to.
     """
@@ -26,7 +26,6 @@ class TritonWords:
     legend: tuple[str, ...]
     modules: tuple[str, ...]
     settle: str
-    its_place: str
     looked_at: str
     graded: str
     taken: str
@@ -45,12 +44,7 @@ def triton_words(plan: TritonPlan, *, observes_prompts: bool) -> TritonWords:
         ),
         legend=tuple(_legend(plan)),
         modules=tuple(_modules(plan, observes_prompts)),
-        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settles else ''}; the grid is (H, B).",
-        its_place=(
-            "Its place, before anything else: who looks at a table later runs out of registers."
-            if plan.blocks
-            else "Its place."
-        ),
+        settle=f"Combine, place{', observe' if plan.observe else ''}{', settle' if plan.settles else ''}; the grid is (PIECES + 1, H, B).",
         looked_at="pages" if pages else "slots",
         graded="pages" if pages else "slots and, behind them, of the new token",
         taken="for `settle`" if choosing is not None and choosing.observed else "if anybody asked",
@@ -102,19 +96,17 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
 
 
 def _settles(plan: TritonPlan) -> Iterator[str]:
-    """What the program of `settle` does, in a line or two."""
-    who = "One program"
-    if plan.select or plan.agrees:
-        who = "`settle`: one program" if plan.agrees else "`settle`, the last: one program"
-    serves = f"{who} serves one KV head of one row. It combines what `attend` found"
-    if not (plan.observe or plan.settles):
-        yield f"{serves}, and puts the new token into a free slot."
-        return
-    yield f"{serves},"
+    """What the programs of `settle` do, in a line or two."""
+    name = "`settle`: one" if plan.agrees or plan.hard_cap else "`settle`, the last: one" if plan.select else "One"
+    yield f"{name} program combines what `attend` found for one KV head of one row. Beside it"
     frees = "ranks the slots where some must leave" if plan.agrees else "frees the slots of those that must leave"
-    if plan.observe and plan.settles:
-        yield f"puts the new token into a free slot, lets its query be observed, and {frees}."
-    elif plan.observe:
-        yield "puts the new token into a free slot, and lets its query be observed."
-    else:
-        yield f"puts the new token into a free slot, and {frees}."
+    if not plan.spreads or not (plan.observe or plan.settles):
+        does = ["puts the new token into a free slot"]
+        does += ["lets its query be observed"] if plan.observe else []
+        does += [frees] if plan.settles else []
+        yield f"another {', '.join(does[:-1])}{', and ' if does[1:] else ''}{does[-1]}."
+        return
+    does = ["the one that has the first free slot puts the new token there"]
+    does += ["each lets the query be observed"] if plan.observe else []
+    does += [f"{'each' if plan.agrees else 'the last to arrive'} {frees}"] if plan.settles else []
+    yield f"PIECES others share its slots: {', '.join(does[:-1])}, and {does[-1]}."

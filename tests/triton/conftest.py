@@ -23,11 +23,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=INTERPRETED, scope="session")
 def interpreter_as_wanted() -> Iterator[None]:
-    from .interpreter import make_places_equal, patch_language_once, watch_overflow
+    from .interpreter import make_places_equal, patch_language_once, shuffle_programs, watch_overflow
 
     with pytest.MonkeyPatch.context() as patch:
         patch_language_once(patch)
         make_places_equal(patch)
+        shuffle_programs(patch)
         watch_overflow(patch, False)
         yield
 

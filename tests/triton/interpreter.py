@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import numpy as np
@@ -66,6 +67,26 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
     of_numbers = cache(interpreter._get_np_dtype)  # it makes its table anew at every call
     address = np.dtype(np.uint64)
     patch.setattr(interpreter, "_get_np_dtype", lambda kind: address if kind.scalar.is_ptr() else of_numbers(kind.scalar))
+
+
+def shuffle_programs(patch: pytest.MonkeyPatch) -> None:
+    """A launch's programs run one after another, in an order that depends on the grid alone: as on a GPU, the last is any of them."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    begin, turn_to = builder.set_grid_dim, builder.set_grid_idx
+    orders: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+
+    def set_grid_dim(self: Any, *grid: int) -> None:
+        begin(self, *grid)
+        programs = list(np.ndindex(*grid))
+        orders.setdefault(grid, Random(str(grid)).sample(programs, len(programs)))
+
+    def set_grid_idx(self: Any, *program: int) -> None:
+        turn_to(self, *orders[self.grid_dim][np.ravel_multi_index(program, self.grid_dim)])
+
+    patch.setattr(builder, "set_grid_dim", set_grid_dim)
+    patch.setattr(builder, "set_grid_idx", set_grid_idx)
 
 
 def watch_overflow(patch: pytest.MonkeyPatch, watch: bool = True) -> None:

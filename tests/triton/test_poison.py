@@ -42,12 +42,18 @@ def call(tokens: int, make: torch.Generator, dtype: torch.dtype, real: torch.Ten
     return AttentionCall(query, key, value, real, 0.25, rope=rope)
 
 
+WHOLE = ("first_free", "held", "grades", "chosen", "found", "joins", "taken", "kept", "newest", "gaps", "lowest_found", "victims", "at_ends")
+"""Whole numbers of a workspace that a step writes before it reads them."""
+
+
 def poison(state: SlotState) -> None:
-    """NaN wherever nothing is."""
+    """NaN wherever nothing is, and numbers that are no slot's or token's."""
     free = state.position < 0
     if state.workspace is not None:
-        for tensor in state.workspace.tensors.values():
-            if tensor.is_floating_point():
+        for name, tensor in state.workspace.tensors.items():
+            if name in WHOLE:
+                tensor.fill_(-77)
+            elif tensor.is_floating_point():
                 tensor.fill_(torch.nan)
     if isinstance(state.layout, SlotAfterSlot):
         state.layout.key_pool[free] = torch.nan

@@ -72,7 +72,7 @@ def traffic(monkeypatch: pytest.MonkeyPatch) -> Iterator[Traffic]:
         seen.note(grid, given)
         launch(kernel, grid, given, options)
 
-    monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(load=load, store=store))
+    monkeypatch.setattr(interpreter, "_interpreter", SimpleNamespace(load=load, store=store, atomic_rmw=real.atomic_rmw))
     monkeypatch.setattr(triton_backend, "launch", noting)
     yield seen
 
@@ -95,7 +95,8 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
     cached = int((state.position >= 0).sum())
     server.decode(state, AttentionCall(*tokens[1], None, 0.125, rope=rope))
     splits = state.workspace.splits  # type: ignore[attr-defined]
-    assert traffic.launches == [(splits, 2, 1), (2, 1)]
+    pieces = state.workspace.pieces  # type: ignore[attr-defined]
+    assert traffic.launches == [(splits, 2, 1), (pieces + 1, 2, 1)]
     row = SHAPE.head_dim * 2
     free = SHAPE.batch * SHAPE.kv_heads  # which a head may have one of among those that are taken, and which is read, too
     assert cached * row <= traffic.loads["key_pool"] == traffic.loads["value_pool"] <= (cached + free) * row
@@ -121,7 +122,8 @@ def test_a_selection_reads_little(traffic: Traffic) -> None:
     traffic.clear()
     server.decode(state, AttentionCall(*tokens[1], None, 0.125))
     splits = state.workspace.splits  # type: ignore[attr-defined]
-    assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (2, 1)]
+    pieces = state.workspace.pieces  # type: ignore[attr-defined]
+    assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (pieces + 1, 2, 1)]
     assert traffic.loads["key_pool"] == traffic.loads["value_pool"] == rows
     assert traffic.loads["sketch_keys"] == cached * dims * item
 

@@ -50,7 +50,7 @@ from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_PROCESSORS_IN_THE_INTERPRETER = 8
+_PROCESSORS_IN_THE_INTERPRETER = 16
 
 
 class TritonBackend:
@@ -140,15 +140,15 @@ class TritonBackend:
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
-            "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "width": work.width,
+            "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
-            launch(self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits), SETTLE_OPTIONS)
-            self._agree(arguments | sizes.settle(work.splits), before=True)
+            launch(self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits, work.pieces), SETTLE_OPTIONS)
+            self._agree(arguments | sizes.settle(work.splits, work.pieces), before=True)
         if state.selects:
             dims = work.width or sizes.key_dim
             launch(
@@ -165,9 +165,9 @@ class TritonBackend:
         launch(attend, (work.splits, heads, batch), arguments | halves | dense | sizes.attend(rope), ATTEND_OPTIONS)
         if block_size:
             launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
-        launch(self.kernels.settle, (heads, batch), arguments | sizes.settle(work.splits, work.width, rope), SETTLE_OPTIONS)
+        launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | sizes.settle(work.splits, work.pieces, work.width, rope), SETTLE_OPTIONS)
         if state.evicts:
-            self._agree(arguments | sizes.settle(work.splits), before=False)
+            self._agree(arguments | sizes.settle(work.splits, work.pieces), before=False)
         if block_size and state.evicts:
             launch(
                 give_back, (arguments["table"].shape[1], batch), arguments | sizes.give_back(block_size), GIVE_BACK_OPTIONS
@@ -221,7 +221,7 @@ class Workspace:
     Attributes:
         fits: the shapes that it was made for.
         tensors: by the name that the kernels have for them.
-        splits, per_split: see `Sizes.splits`.
+        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`.
         width: dims of the sketch, 0 without one.
     """
 
@@ -229,6 +229,8 @@ class Workspace:
     tensors: dict[str, Tensor]
     splits: int
     per_split: int
+    pieces: int
+    per_piece: int
     width: int
 
 
@@ -239,12 +241,15 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, T
     fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
         batch, heads, slots = state.position.shape
-        splits, per_split = sizes.splits(slots, batch * heads, _processors(state.position.device))
-        state.workspace = Workspace(fits, tensors or _allocate(state, kernels, sizes, splits), splits, per_split, width)
+        cut = slots, batch * heads, _processors(state.position.device)
+        splits, per_split = sizes.splits(*cut)
+        pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
+        tensors = tensors or _allocate(state, kernels, sizes, splits, pieces)
+        state.workspace = Workspace(fits, tensors, splits, per_split, pieces, per_piece, width)
     return state.workspace
 
 
-def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict[str, Tensor]:
+def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces: int) -> dict[str, Tensor]:
     batch, heads, slots = state.position.shape
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
@@ -265,6 +270,10 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int) -> dict
         "new_logits": floats(sizes.group),
         "work": floats(kernels.SCORES, slots),
         "kept": floats(slots).to(torch.int8),
+        "arrived": ints().zero_(),
+        "lowest_found": ints(pieces).to(torch.int64),
+        "victims": ints(pieces),
+        "at_ends": ints(pieces),
         "first_free": ints(splits),
         "held": ints(splits),
         "grades": ints(choices + 16),

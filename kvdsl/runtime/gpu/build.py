@@ -40,6 +40,9 @@ DTYPES = {"bf16": (tl.bfloat16, 2), "fp16": (tl.float16, 2), "fp32": (tl.float32
 SPLITS = 32
 """Of a KV head, as kernels are compiled here."""
 
+PIECES = 4
+"""Of a KV head in `settle`, likewise."""
+
 SKETCHED = 16
 """Dims of a sketch."""
 
@@ -53,7 +56,7 @@ STRIDES = tuple(
 )
 """Of `observe`'s arguments; multiples of a head's size."""
 
-OF_STEPS = ("slots", "per_split", "width")
+OF_STEPS = ("slots", "per_split", "per_piece", "width")
 """Of the arguments of a step's kernels; multiples of 16, as blocks of slots and sketches here are."""
 
 OF_PROMPTS = ("over_slots", "observe")
@@ -84,14 +87,16 @@ _TYPES = {
     ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
     **dict.fromkeys(("grades", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(("arrived", "victims", "at_ends"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
-        ("slots", "heads", "per_split", "splits", "window", "seed", "layer", "first_head", "width", "pages"), "i32"
+        ("slots", "heads", "per_split", "splits", "per_piece", "window", "seed", "layer", "first_head", "width", "pages"), "i32"
     ),
     **dict.fromkeys(("tokens", "batch", "blocks", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     **dict.fromkeys(("first_rows", "table"), "*i64"),
+    "lowest_found": "*i64",
     "kept": "*i8",
     "taken": "*i8",
     "real": "*i1",
@@ -189,15 +194,15 @@ def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, An
     block = SLOTS_OF_A_BLOCK if "table" in arguments else 0
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
-    common = _common(arguments, shape, block, rope)
+    common = _common(arguments, shape, block, rope) | {"SPREADS": kernels.SPREADS}
     found = [
-        ("make_room", "make_room", sizes.settle(SPLITS), SETTLE_OPTIONS, True),
+        ("make_room", "make_room", sizes.settle(SPLITS, PIECES), SETTLE_OPTIONS, True),
         ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
         ("choose", "choose", sizes.choose(SPLITS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
         ("attend", attend, sizes.attend(rope), ATTEND_OPTIONS, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
-        ("settle", "settle", sizes.settle(SPLITS, width, rope), SETTLE_OPTIONS, True),
-        ("agree", "agree", sizes.settle(SPLITS), SETTLE_OPTIONS, True),
+        ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope), SETTLE_OPTIONS, True),
+        ("agree", "agree", sizes.settle(SPLITS, PIECES), SETTLE_OPTIONS, True),
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
         ("observe", "observe", sizes.observe(), OBSERVE_OPTIONS, True),

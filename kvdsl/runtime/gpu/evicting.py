@@ -1,4 +1,7 @@
-"""Device functions of the second launch of a decode step, `settle`: who leaves. One program serves one KV head, as in `ops`.
+"""Device functions of the second launch of a decode step, `settle`: who leaves.
+
+The programs of `settle` share a KV head's slots: each ranks its own, and finds the one of them that leaves first. The last to arrive
+takes the lowest of these. No two slots have the same key, so that it does not matter in which order they come.
 
 The order in which slots leave is the one of `kvdsl.runtime.torch.settle`: the lowest score first, a NaN below everything, -0 like +0, of
 equal scores the older one; protected slots only when there are no others, and the newest token last of all.
@@ -107,6 +110,89 @@ def _key(x, pos):
     return (ops.grade(x).to(tl.int64) << 32) | pos.to(tl.int64)
 
 
+# -- programs that share a head's slots --------------------------------------------------------------------------------
+
+
+@triton.jit
+def ends(now, live, first, last):
+    """The positions up to which and from which on the `first` tokens and the `last` are protected, if none of these has left."""
+    return tl.minimum(first, live) - 1, now + 1 - tl.minimum(last, live)
+
+
+@triton.jit
+def lower(lowest, where, certain, i, pos, score, keep, first, last):
+    """Take a block into what was found so far: the lowest key that is not protected, [BLOCK], its slot, and how many tokens are
+    at an end.
+    """
+    key = _key(tl.cast(score, tl.float32), pos)
+    lower = (pos >= 0) & (tl.cast(keep, tl.int32) == 0) & (key < lowest)
+    certain += ((pos >= 0) & (pos <= first)).to(tl.int32) + (pos >= last).to(tl.int32)
+    return tl.where(lower, key, lowest), tl.where(lower, i, where), certain
+
+
+@triton.jit
+def leaves_first(lowest, where):
+    """The lowest key of several, and its slot; -1 if all are protected."""
+    key = tl.min(lowest, 0)
+    return key, tl.max(tl.where(lowest == key, where, -1), 0)
+
+
+@triton.jit
+def arrive(
+    arrived,  # [B, H] int32: how many have; 0 before the launch, and after it
+    lowest,  # [B, H, PIECES] int64: gets each program's lowest key
+    victim,  # [B, H, PIECES] int32: gets its slot
+    certain,  # [B, H, PIECES] int32: gets how many of its tokens are at an end
+    pair,
+    piece,
+    pieces,
+    own_lowest,
+    own_where,
+    own_certain,
+):
+    """Leave what the program found where the last to arrive finds it; says whether this one is the last."""
+    key, slot = leaves_first(own_lowest, own_where)
+    mine = pair * pieces + piece
+    tl.store(lowest + mine, key)
+    tl.store(victim + mine, slot)
+    tl.store(certain + mine, tl.sum(own_certain, 0))
+    tl.debug_barrier()  # what the program's other threads have stored was stored before it arrives, too
+    last = tl.atomic_add(arrived + pair, 1) == pieces - 1
+    if last:
+        tl.store(arrived + pair, 0)
+    return last
+
+
+@triton.jit
+def found_by_all(lowest, victim, certain, pair, pieces, PIECES_PAD: tl.constexpr):
+    """The slot of the head that leaves first, -1 if all are protected; and how many tokens are at an end."""
+    p = tl.arange(0, PIECES_PAD)
+    mine, there = pair * pieces + p, p < pieces
+    keys = tl.load(lowest + mine, mask=there, other=ops.ABOVE_ALL)
+    _, slot = leaves_first(keys, tl.load(victim + mine, mask=there, other=-1))
+    return slot, tl.sum(tl.load(certain + mine, mask=there, other=0), 0)
+
+
+@triton.jit
+def unless_some_left(position, kept, slot, found, slots, now, live, first, last, BLOCK: tl.constexpr):
+    """The slot that leaves first, if the `first` tokens and the `last` are those that were protected: if as many were `found`. If not,
+    those that are now, in their place, are, and -1 says that the slot is to be found anew.
+    """
+    if found < tl.minimum(first, live) + tl.minimum(last, live):
+        up_to = first_protected(position, slots, now, live, first, BLOCK)
+        since = last_protected(position, slots, now, live, last, BLOCK)
+        for start in range(0, slots, BLOCK):
+            i = start + tl.arange(0, BLOCK)
+            pos = tl.load(position + i, mask=i < slots, other=-1)
+            tl.store(kept + i, 1, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
+        tl.debug_barrier()
+        slot = -1
+    return slot
+
+
+# -- who leaves --------------------------------------------------------------------------------------------------------
+
+
 @triton.jit
 def evict(
     position,
@@ -114,15 +200,16 @@ def evict(
     kept,  # [N] int8: 1 where protected already
     slots,
     leaving,
+    slot,  # the one that leaves first, but for tops; -1: not known
     tops,  # how many each `keep top` protects
     TOPS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Free the `leaving` slots that leave first."""
-    done = 0
+    """Free the `leaving` slots that leave first. Gives the only one that left, or -1."""
+    gone = -1
     if leaving == 1:
-        done = _evict_one(position, scores, kept, slots, tops, TOPS, BLOCK)
-    if done == 0:
+        gone = _evict_one(position, scores, kept, slots, slot, tops, TOPS, BLOCK)
+    if gone < 0:
         for t in tl.static_range(TOPS):
             _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], BLOCK)
         newest = _newest_held(position, slots, BLOCK)  # not the row's newest token, if that has left before
@@ -130,6 +217,7 @@ def evict(
             free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, BLOCK)
             _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
             leaving = tl.maximum(leaving - free, 0)
+    return gone
 
 
 @triton.jit
@@ -143,13 +231,14 @@ def _newest_held(position, slots, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
+def _evict_one(position, scores, kept, slots, slot, tops, TOPS: tl.constexpr, BLOCK: tl.constexpr):
     """One victim, as in every step of the steady state: take the lowest slot and count how many rank above it where tops are
-    protected; while it proves protected, take the next. 0 if it is not found in a few tries, else 1.
+    protected; while it proves protected, take the next. Gives it, or -1 if it is not found in a few tries.
     """
-    done, tries = 0, 0
-    while (tries < TRIES) & (done == 0):
-        slot = _lowest(position, scores, kept, slots, BLOCK)
+    gone, tries = -1, 0
+    while (tries < TRIES) & (gone < 0):
+        if slot < 0:
+            slot = _lowest(position, scores, kept, slots, BLOCK)
         leaves = slot >= 0
         own = tl.maximum(slot, 0)
         pos = tl.load(position + own)
@@ -162,9 +251,10 @@ def _evict_one(position, scores, kept, slots, tops, TOPS: tl.constexpr, BLOCK: t
         elif slot >= 0:
             tl.store(kept + own, 1)
             tl.debug_barrier()
-        done = leaves.to(tl.int32)
+        gone = tl.where(leaves, own, -1)
         tries = tl.where(slot >= 0, tries + 1, TRIES)
-    return done
+        slot = -1
+    return gone
 
 
 @triton.jit
@@ -176,7 +266,8 @@ def _lowest(position, scores, kept, slots, BLOCK: tl.constexpr):
         i, key = _keys(position, scores, kept, start, slots, NOBODY, UNPROTECTED, BLOCK)
         lower = (key != ops.BELOW_ALL) & (key < lowest)
         lowest, where = tl.where(lower, key, lowest), tl.where(lower, i, where)
-    return tl.max(tl.where(lowest == tl.min(lowest, 0), where, -1), 0)
+    _, slot = leaves_first(lowest, where)
+    return slot
 
 
 @triton.jit
@@ -313,15 +404,12 @@ def close_gaps(
     rank,  # [N] int32: how many live slots hold an earlier token; still those of the slots that were freed, -1 of free ones
     gaps,  # [N] int32: to work in
     slots,
+    gone,  # the only slot that was freed; -1: there may be several
     BLOCK: tl.constexpr,
 ):
     """After slots were freed, the tokens behind each gap move up. Nothing is sorted; of one gap a comparison says who moves."""
-    freed, last = tl.zeros([BLOCK], tl.int32), tl.full([BLOCK], -1, tl.int32)
-    for start in range(0, slots, BLOCK):
-        was = _rank_of_freed(position, rank, start, slots, BLOCK)
-        freed += (was >= 0).to(tl.int32)
-        last = tl.maximum(last, was)
-    several, only = tl.sum(freed, 0) > 1, tl.max(last, 0)
+    several, only = gone < 0, tl.load(rank + tl.maximum(gone, 0))
+    tl.debug_barrier()
     if several:
         _count_gaps(position, rank, gaps, slots, BLOCK)
     for start in range(0, slots, BLOCK):

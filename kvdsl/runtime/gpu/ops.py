@@ -21,12 +21,30 @@ COMBINED = tl.constexpr(4096)
 
 
 @triton.jit
-def combine(
-    out,  # [B, H * G, E]: gets the attention's output
-    part,  # [B, H, S, G, E]
-    top,  # [B, H, S, G]
+def log_sum_exp(
+    top,  # [B, H, S, G], with `total`: what each split of `attend` found
     total,  # [B, H, S, G]
     sinks,  # [H * G], if SINKS
+    pair,
+    head,
+    splits,
+    G: tl.constexpr,
+    G_PAD: tl.constexpr,
+    S_PAD: tl.constexpr,
+    SINKS: tl.constexpr,
+):
+    """That of each query head's logits, [G_PAD]."""
+    base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
+    return base + tl.log(weight)
+
+
+@triton.jit
+def combine(
+    out,  # [B, H * G, E]: gets the attention's output
+    part,  # [B, H, S, G, E], with all that follows as for `log_sum_exp`
+    top,
+    total,
+    sinks,
     pair,
     head,
     splits,
@@ -37,17 +55,9 @@ def combine(
     S_PAD: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """The group's attention from what the splits found; gives the log-sum-exp of each query head's logits, [G_PAD]."""
+    """The group's attention from what the splits found."""
+    base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
     group = tl.arange(0, G_PAD)
-    tops, totals = _found(top, total, pair, tl.arange(0, S_PAD), group, splits, G)
-    highest = tl.max(tops, 0)
-    if SINKS:
-        sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)
-        highest = tl.maximum(highest, sink)
-    base = tl.where(highest == float("-inf"), 0.0, highest)
-    weight = tl.sum(tl.exp(tops - base[None, :]) * totals, 0)
-    if SINKS:
-        weight += tl.exp(sink - base)
 
     # All heads' parts at once, so many splits at a time as registers hold: loads that wait for no barrier.
     OF_A_SPLIT: tl.constexpr = G_PAD * E_PAD
@@ -64,7 +74,22 @@ def combine(
     found = tl.sum(mixed, 0) / weight[:, None]
     g, e = group[:, None], tl.arange(0, E_PAD)[None, :]
     tl.store(out + (pair * G + g) * E + e, found.to(out.dtype.element_ty), mask=(g < G) & (e < E))
-    return base + tl.log(weight)
+
+
+@triton.jit
+def _softmax(top, total, sinks, pair, head, splits, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, SINKS: tl.constexpr):
+    """A number near the largest logit of each query head, and the sum of exp(logit - that), [G_PAD]."""
+    group = tl.arange(0, G_PAD)
+    tops, totals = _found(top, total, pair, tl.arange(0, S_PAD), group, splits, G)
+    highest = tl.max(tops, 0)
+    if SINKS:
+        sink = tl.load(sinks + head * G + group, mask=group < G, other=0.0).to(tl.float32)
+        highest = tl.maximum(highest, sink)
+    base = tl.where(highest == float("-inf"), 0.0, highest)
+    weight = tl.sum(tl.exp(tops - base[None, :]) * totals, 0)
+    if SINKS:
+        weight += tl.exp(sink - base)
+    return base, weight
 
 
 @triton.jit

@@ -20,6 +20,7 @@ import triton
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu import loops
 from kvdsl.runtime.gpu.loops import Loop
+from kvdsl.runtime.gpu.sizes import Sizes
 
 
 @dataclass(frozen=True)
@@ -132,7 +133,7 @@ def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: 
     issue_us = read_us = None
     if "SLOTS" not in shape:
         heads = step.batch * step.kv_heads
-        spread = chip.processors if kernel in _SPLIT else min(heads, chip.processors)
+        spread = _spread(kernel, loop, shape, step, chip)
         rounds = step.slots / round_of * heads
         cycles = loop.instructions * meta.num_warps * rounds / (spread * _SCHEDULERS)
         issue_us = round(cycles / chip.gigahertz / 1e3, 2)
@@ -140,6 +141,16 @@ def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: 
     loads = ", ".join(f"{count}x{bits}" for bits, count in loop.loads.items())
     per_slot = round(loop.instructions * meta.num_warps / round_of, 3)
     return LoopRow(kernel, loop.name, times, per_slot, loads, loop.products, loop.barriers, issue_us, read_us)
+
+
+def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Step, chip: Chip) -> int:
+    """Multiprocessors that share a step's rounds. What `settle` calls when the last of a head's programs has arrived, one program does."""
+    if kernel in _SPLIT:
+        return chip.processors
+    heads, pieces = step.batch * step.kv_heads, 1
+    if shape.get("SPREADS") and kernel == "settle" and loop.name.startswith("settle"):
+        pieces, _ = Sizes(shape["G"], shape["D"], shape["E"], 2).pieces(step.slots, heads, chip.processors)
+    return min(heads * pieces, chip.processors)
 
 
 def _round(loop: Loop, shape: dict[str, int]) -> int:
@@ -151,7 +162,9 @@ def _round(loop: Loop, shape: dict[str, int]) -> int:
 
 
 _SPLIT = ("attend", "look")
-"""Kernels whose programs share a head's slots, and are as many as the chip has room for; of the others each has a head of its own."""
+"""Kernels whose programs share a head's slots, and are as many as the chip has room for; of the others each has a head of its own,
+but for `settle`, where it may be shared.
+"""
 
 
 def _counted(found: list[Loop]) -> Iterator[tuple[Loop, int]]:

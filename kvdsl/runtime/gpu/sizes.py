@@ -105,7 +105,7 @@ class Sizes:
             "INTERLEAVED": pairing == "interleaved",
         }
 
-    def settle(self, splits: int, width: int = 0, rope: Rope | None = None) -> dict[str, Any]:
+    def settle(self, splits: int, pieces: int, width: int = 0, rope: Rope | None = None) -> dict[str, Any]:
         """Constants of `settle` that follow from the sizes; `width`: dims of a sketch. `rope`: how keys turn, if their halves are kept."""
         return self._pairs(rope) | {
             "G": self.group,
@@ -115,9 +115,21 @@ class Sizes:
             "E": self.value_dim,
             "E_PAD": _power_of_two(self.value_dim),
             "S_PAD": _power_of_two(splits),
+            "PIECES_PAD": _power_of_two(pieces),
             "W_PAD": _matrix(width),
             "BLOCK": self.settle_block,
         }
+
+    def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
+        """How many programs of `settle` share a KV head's slots, and how many slots each has: whole blocks, and no more programs than
+        multiprocessors, of which each takes one.
+
+        Args:
+            pairs, processors: see `splits`.
+        """
+        blocks = -(-slots // self.settle_block)
+        each = -(-blocks // max(1, min(blocks, processors // pairs)))
+        return -(-blocks // each), each * self.settle_block
 
     def look(self, dims: int, *, in_blocks: bool = False) -> dict[str, Any]:
         """Constants of `look` that follow from the sizes.
