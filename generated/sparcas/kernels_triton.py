@@ -17,7 +17,8 @@ In layers where the query attends to everything, `attend` and `settle` are the o
 
 Legend:
     `look`: one program grades the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
-    `settle`, the last: one program serves one KV head of one row. It combines what `attend` found, and puts the new token into a free slot.
+    `settle`, the last: one program combines what `attend` found for one KV head of one row. Beside it
+    another puts the new token into a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     W: dims of the sketch. dims: which those are, -1 behind them.
@@ -29,7 +30,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import evicting, ops, select
 
 SCORES = 0  # rows of `work`
-SPREADS = True  # whether several programs may share a KV head's slots in `settle`
+SPREADS = False  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit

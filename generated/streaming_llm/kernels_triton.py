@@ -16,8 +16,8 @@ keep first sinks
 keep last 1
 
 Legend:
-    One program serves one KV head of one row. It combines what `attend` found,
-    puts the new token into a free slot, and frees the slots of those that must leave.
+    One program combines what `attend` found for one KV head of one row. Beside it
+    PIECES others share its slots: the one that has the first free slot puts the new token there, and the last to arrive frees the slots of those that must leave.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
@@ -29,7 +29,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import evicting, ops
 
 SCORES = 1  # rows of `work`
-SPREADS = True  # whether several programs may share a KV head's slots in `settle`
+SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
