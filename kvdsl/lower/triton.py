@@ -168,9 +168,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
     select = _select(policy, numbers)
     page = [] if policy.pages is None else [number("page")]
-    uses = uses_of(
-        *place, first, last, overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score))
-    )
+    uses = uses_of(*place, first, last, overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score)))
     used = _numbers_in(uses, numbers)
     constants, vectors = (tensors_in(uses, kind, policy) for kind in ("constant", "vector"))
     inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
@@ -425,7 +423,9 @@ def _kept_at(policy: Policy, scope: str) -> Fragment:
 def _protect(policy: Policy) -> dict[str, Fragment]:
     """By `first` and `last`, as far as the policy keeps such: up to and from which position."""
     return {
-        scope: fragment(f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _kept_at(policy, scope))
+        scope: fragment(
+            f"{scope} = evicting.{scope}_protected(position, slots, now, live, {{}}, BLOCK)", _kept_at(policy, scope)
+        )
         for scope in ("first", "last")
         if any(keep.scope == scope for keep in policy.keeps)
     }

@@ -29,7 +29,9 @@ KEEPS = {
 
 def begun(keeps: str) -> SlotState:
     state = slot_state(spec_of(TEXT.format(keeps)), {})
-    choose(state.spec, "triton", CPU, torch.float32).prefill(state, call(PROMPT, torch.Generator().manual_seed(1), torch.float32))
+    choose(state.spec, "triton", CPU, torch.float32).prefill(
+        state, call(PROMPT, torch.Generator().manual_seed(1), torch.float32)
+    )
     return state
 
 

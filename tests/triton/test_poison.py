@@ -42,7 +42,21 @@ def call(tokens: int, make: torch.Generator, dtype: torch.dtype, real: torch.Ten
     return AttentionCall(query, key, value, real, 0.25, rope=rope)
 
 
-WHOLE = ("first_free", "held", "grades", "chosen", "found", "joins", "taken", "kept", "newest", "gaps", "lowest_found", "victims", "at_ends")
+WHOLE = (
+    "first_free",
+    "held",
+    "grades",
+    "chosen",
+    "found",
+    "joins",
+    "taken",
+    "kept",
+    "newest",
+    "gaps",
+    "lowest_found",
+    "victims",
+    "at_ends",
+)
 """Whole numbers of a workspace that a step writes before it reads them."""
 
 

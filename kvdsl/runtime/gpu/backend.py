@@ -50,7 +50,7 @@ from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-_PROCESSORS_IN_THE_INTERPRETER = 16
+_PROCESSORS_IN_THE_INTERPRETER = 8
 
 
 class TritonBackend:
@@ -147,7 +147,9 @@ class TritonBackend:
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
         if state.spec.hard_cap and state.evicts:
-            launch(self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits, work.pieces), SETTLE_OPTIONS)
+            launch(
+                self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits, work.pieces), SETTLE_OPTIONS
+            )
             self._agree(arguments | sizes.settle(work.splits, work.pieces), before=True)
         if state.selects:
             dims = work.width or sizes.key_dim
@@ -165,7 +167,12 @@ class TritonBackend:
         launch(attend, (work.splits, heads, batch), arguments | halves | dense | sizes.attend(rope), ATTEND_OPTIONS)
         if block_size:
             launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
-        launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | sizes.settle(work.splits, work.pieces, work.width, rope), SETTLE_OPTIONS)
+        launch(
+            self.kernels.settle,
+            (work.pieces + 1, heads, batch),
+            arguments | sizes.settle(work.splits, work.pieces, work.width, rope),
+            SETTLE_OPTIONS,
+        )
         if state.evicts:
             self._agree(arguments | sizes.settle(work.splits, work.pieces), before=False)
         if block_size and state.evicts:

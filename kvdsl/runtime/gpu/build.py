@@ -91,7 +91,8 @@ _TYPES = {
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
     **dict.fromkeys(
-        ("slots", "heads", "per_split", "splits", "per_piece", "window", "seed", "layer", "first_head", "width", "pages"), "i32"
+        ("slots", "heads", "per_split", "splits", "per_piece", "window", "seed", "layer", "first_head", "width", "pages"),
+        "i32",
     ),
     **dict.fromkeys(("tokens", "batch", "blocks", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),

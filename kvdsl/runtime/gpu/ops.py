@@ -77,7 +77,9 @@ def combine(
 
 
 @triton.jit
-def _softmax(top, total, sinks, pair, head, splits, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, SINKS: tl.constexpr):
+def _softmax(
+    top, total, sinks, pair, head, splits, G: tl.constexpr, G_PAD: tl.constexpr, S_PAD: tl.constexpr, SINKS: tl.constexpr
+):
     """A number near the largest logit of each query head, and the sum of exp(logit - that), [G_PAD]."""
     group = tl.arange(0, G_PAD)
     tops, totals = _found(top, total, pair, tl.arange(0, S_PAD), group, splits, G)
