@@ -392,6 +392,21 @@ PROJECT = _code(
     "has none.",
     _policy('tensor basis [dims, rank] from "basis.safetensors"', "select top 64 by dot(project(q, basis), k)"),
 )
+ROTATE = _code(
+    "KV0323",
+    "nothing to rotate",
+    "`turn`, `ahead` and `pairs` rotate a key or a query as the model does, or what is made of these dim by dim. Values have no "
+    "positions, and what `project` gives has other dims.",
+    _policy(_BUDGET, "score norm2(turn(v, 3))"),
+)
+TEXT = _code(
+    "KV0324",
+    "not over the text",
+    "`over text` ranges over all queries of the prompt that has come, whether they saw the slot or not. These are there until the "
+    "prompt has settled: for a score under `when prefill`, and not in a prompt that settles block by block. What a query gave "
+    "(`attn`, `logit`) it did not give to slots behind it, and so cannot be read.",
+    _policy(_BUDGET, "score mean(dot(q, k) over text)"),
+)
 SELECT_AXES = _code(
     "KV0314",
     "not one number per slot or dim",

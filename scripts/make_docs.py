@@ -162,6 +162,27 @@ A fold takes 4 bytes a slot. Beams, padding, blocks, steps that are taken back a
 serves folds, query by query also in a prompt; C++ and Triton refuse them, and `explain` says so.
 """
 
+TEXT = """`mean(x over text)` ranges over all queries of the prompt that has come, whether they saw the slot or not: a chat's are those of
+the turn, a prompt's in several forwards those of each that settles. `over text after 4` leaves out the queries at the first 4
+places. In `x` stand `q`, the query's own place `query_position`, keys, values and numbers, but not `attn`, which no query gives
+what comes after it; `dot(q, k) * scaling` is what it would be before the softmax. What is left varies over what `x` does, slots
+and dims, without the queries: `dot(mean(q over text), k)`. A score reads it, under `when prefill` and not in blocks; it is
+found once all queries are there, for each query head, and `group` reduces the score at the end (before a pool). Padding asks
+nothing, and a row to which no tokens come keeps all it has. What is found needs the prompt's queries until it settles, and
+nothing after that.
+
+Keys and queries are rotated at their places in the text. `turn(x, n)` rotates one on by n places, so that `turn(k, -position)` is the key
+as it was before, and `turn(q, -query_position)` the query. `ahead(k, n)` is the key as the next n queries find it, on average: its
+product with an unrotated query is the mean of what that query would give it from the n places behind the newest token; `ahead(k, n, 2)`
+takes the places 1, 2, 4, ... behind it, n of them. `pairs(k)` has at every dim the length of the pair of dims that rotates together. Dims
+that the model does not rotate stay, and in a model without rotary positions all do. Angles are found in float64. A model whose rotation
+is not a turn of pairs by its place is refused, as under compact positions.
+
+`leverage(x, ridge)` is how little of a slot's vector the others span: x times the inverse of (the sum of x xᵀ over the slots + ridge
+times the identity) times x, in float64, NaN where there is no inverse. Torch serves all of these, also where C++ or Triton serves what is
+decoded, if they stand in a score under `when prefill`; elsewhere those refuse them, and `explain` says so.
+"""
+
 COUNTS = """A budget may read what is cached: `budget sum(importance >= tau or age < 128 over slots)` keeps what reaches a
 threshold, and the last 128 tokens. It is a single number, made of `live`, `seen` (the row's tokens so far), params and the like,
 of reductions over slots, and of `enough(x, p)`: the fewest tokens, the highest `x` first, whose `x` come to the share `p` of the
@@ -320,6 +341,8 @@ def language_reference() -> str:
         RANKS,
         "### Folds\n",
         FOLDS,
+        "### The prompt's queries, and rotated vectors\n",
+        TEXT,
         "## What is equal on every backend\n",
         EQUAL,
         "## The prelude\n",

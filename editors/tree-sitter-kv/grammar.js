@@ -96,7 +96,7 @@ module.exports = grammar({
     unary: ($) => choice(prec(NOT, seq("not", $._expression)), prec(MINUS, seq("-", $._expression))),
     call: ($) => seq(field("function", $.identifier), "(", optional(parts($.argument, ",")), ")"),
     argument: ($) => seq(optional(seq(field("name", $.identifier), "=")), $._expression, optional(choice($.over, $.over_last, $.over_next))),
-    over: ($) => seq("over", $.identifier),
+    over: ($) => seq("over", $.identifier, optional(seq("after", $._expression))),
     over_last: ($) => seq("over", "last", $._expression, "queries"),
     over_next: () => seq("over", "next", "page"),
 

@@ -77,7 +77,7 @@ class PolicyPress(BasePress):
     def post_init_from_model(self, model: Any) -> None:
         """Count the layers; find how they rotate, where the policy must know."""
         self._layers = model.config.get_text_config().num_hidden_layers
-        if self._spec.compact:
+        if self._spec.compact or self._spec.rotates:
             from kvdsl.runtime.hf.rope import ropes
 
             self._ropes = ropes(model)

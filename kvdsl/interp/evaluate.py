@@ -9,10 +9,10 @@ over queries comes from the memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import reduce
-from typing import TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -28,6 +28,7 @@ from kvdsl.ir.nodes import (
     FoldRef,
     GivenRef,
     Input,
+    Leverage,
     Number,
     ParamRef,
     Pool,
@@ -37,16 +38,28 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Rotate,
     TensorRef,
 )
 from kvdsl.ir.nodes import Call as FunctionCall
-from kvdsl.ir.ops import REDUCTIONS
+from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
+from kvdsl.ir.visitors import children
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
 Indices: TypeAlias = NDArray[np.int64]
 Remembered: TypeAlias = "Reduce | Fold | ColumnRef | FoldRef | RingRef"
 """What an expression asks of the memory: a reduction over queries, a fold, a state column, or a reduction of a ring."""
+
+
+class Rotation(Protocol):
+    """How a model rotates; see `kvdsl.interp.rotation.Rope`."""
+
+    def rotate(self, x: Array, shift: Array) -> Array:
+        """The vectors, [..., dim], turned on by `shift` places, [...]."""
+
+    def pairs(self, x: Array) -> Array:
+        """At each dim the length of its pair."""
 
 
 def _remembers_nothing(leaf: Remembered) -> Array:
@@ -70,6 +83,9 @@ class Scope:
         page: the tokens of a page. `page_after`: those before the page from which pages are counted.
         sketch: the sketch's dims, ascending; None before the first sketch.
         unprotected: [slots] the slots along which a pool counts; None where nothing can be pooled.
+        rope: how the model rotates; None where positions do not rotate.
+        text: the prompt's queries where a score reads them: the place of each, and its query heads, [G, D].
+        group, query_head: how many query heads share the KV head, and which is asked; `over_group` reduces what they gave, [G, ...].
         heads: the layer's KV heads, where all of them are asked together.
     """
 
@@ -86,6 +102,11 @@ class Scope:
     page_after: float = 0
     sketch: Indices | None = None
     unprotected: Mask | None = None
+    rope: Rotation | None = None
+    text: Sequence[tuple[int, Array]] = ()
+    group: int = 1
+    query_head: int = 0
+    over_group: Callable[[Array], Array] = lambda x: np.asarray(x[0])
     heads: tuple[Peer, ...] = ()
 
 
@@ -137,6 +158,10 @@ def _value(expr: Expr, scope: Scope) -> Array:
     if isinstance(expr, Project):
         projected: Array = _value(expr.body, scope) @ _value(expr.matrix, scope)
         return projected
+    if isinstance(expr, Rotate):
+        return _rotate(expr, scope)
+    if isinstance(expr, Leverage):
+        return _leverage(expr, scope)
     if isinstance(expr, Rank):
         return _rank(expr, scope)
     if isinstance(expr, Pool):
@@ -150,6 +175,8 @@ def _value(expr: Expr, scope: Scope) -> Array:
     if isinstance(expr, Previous):
         assert scope.previous is not None
         return scope.previous
+    if isinstance(expr, Reduce) and expr.within == "text":
+        return _over_text(expr, scope)
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
     if expr.axis is Axis.HEAD:
@@ -178,6 +205,82 @@ def evaluate_slots(expr: Expr, scope: Scope) -> Array:
     """The value of an expression with at most the slots' axis: [slots]."""
     values: Array = np.broadcast_to(evaluate(expr, scope), (scope.slots, 1))[:, 0].copy()
     return values
+
+
+def evaluate_group(expr: Expr, scope: Scope) -> Array:
+    """The value of what a settle ranks by, [slots]: what differs between query heads is found for each, then reduced over the group."""
+    if not differs_by_query_head(expr):
+        return evaluate_slots(expr, scope)
+    return scope.over_group(np.stack([evaluate_slots(expr, replace(scope, query_head=head)) for head in range(scope.group)]))
+
+
+def differs_by_query_head(expr: Expr) -> bool:
+    """Whether a value of a settle differs between the query heads of a group; what pools is reduced before."""
+    if isinstance(expr, Pool):
+        return False
+    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
+        return False
+    return expr == Input(name="q") or any(map(differs_by_query_head, children(expr)))
+
+
+def _over_text(expr: Reduce, scope: Scope) -> Array:
+    """A reduction over the prompt's queries, of one query head."""
+    first = 0.0 if expr.after is None else evaluate_number(expr.after, scope)
+    position, found = scope.inputs["position"], []
+    for place, heads in scope.text:
+        if place >= first:
+            own = {"q": heads[scope.query_head][None], "query_position": number(place), "age": place - position}
+            found.append(_value(expr.body, replace(scope, inputs={**scope.inputs, **own})))
+    if not found:
+        return np.full((1, scope.dims if Axis.DIM in axes_of(expr.body) else 1), REDUCTIONS[expr.op].of_nothing)
+    reduced: Array = fold(expr.op, np.stack(found), axis=0)[0]
+    return reduced
+
+
+def _rotate(expr: Rotate, scope: Scope) -> Array:
+    """A vector turned, or its pairs' lengths."""
+    x = _value(expr.body, scope)
+    if expr.op == "pairs":
+        return np.abs(x) if scope.rope is None else scope.rope.pairs(x)
+    assert expr.by is not None
+    if expr.op == "turn":
+        return _turned(x, _value(expr.by, scope), scope)
+    newest, count = float(scope.inputs["seen"].item()) - 1, int(at_least_one(evaluate_number(expr.by, scope)))
+    factor = None if expr.factor is None else evaluate_number(expr.factor, scope)
+    count = min(count, FARTHEST if factor is None else MOST_STEPS)
+    places = range(1, count + 1) if factor is None else [factor**step for step in range(count)]
+    turned: Array = np.mean([_turned(x, number(-(newest + place)), scope) for place in places], axis=0)
+    return turned
+
+
+def _turned(x: Array, shift: Array, scope: Scope) -> Array:
+    rows = max(len(x), len(shift))
+    x, shift = np.broadcast_to(x, (rows, x.shape[1])), np.broadcast_to(shift[:, 0], rows)
+    return np.array(x) if scope.rope is None else scope.rope.rotate(x, shift)
+
+
+def _leverage(expr: Leverage, scope: Scope) -> Array:
+    """From the definition: x (XᵀX + ridge)⁻¹ x of each row x of X."""
+    x = np.broadcast_to(_value(expr.body, scope), (scope.slots, _value(expr.body, scope).shape[1]))
+    size, ridge = x.shape[1], evaluate_number(expr.ridge, scope)
+    place = np.arange(size)
+    gram = np.where(place[:, None] == place[None], x.T @ x + ridge, x.T @ x)
+    solved = _solved(gram, x.T)
+    return per_slot(np.full(scope.slots, np.nan) if solved is None else np.sum(x * solved.T, axis=1))
+
+
+def _solved(matrix: Array, right: Array) -> Array | None:
+    """The inverse of a matrix, [D, D], times [D, n], by elimination; None where there is none."""
+    rows = [np.concatenate(parts) for parts in zip(matrix, right, strict=True)]
+    for place in range(len(rows)):
+        best = max(range(place, len(rows)), key=lambda row: abs(float(rows[row][place])))
+        rows[place], rows[best] = rows[best], rows[place]
+        if rows[place][place] == 0:
+            return None
+        pivot = rows[place] / rows[place][place]
+        rows = [pivot if row == place else other - pivot * other[place] for row, other in enumerate(rows)]
+    solved: Array = np.stack([row[len(rows) :] for row in rows])
+    return solved
 
 
 def _over_heads(expr: Reduce, scope: Scope) -> Array:
@@ -269,7 +372,7 @@ def _pool(expr: Pool, scope: Scope) -> Array:
     """Each unprotected slot with its neighbours among these, in the order of the text; a protected one by itself."""
     if scope.unprotected is None:
         raise LookupError("only a score can pool")
-    body = evaluate_slots(expr.body, scope)
+    body = evaluate_group(expr.body, scope)
     radius = int(min(at_least_one(evaluate_number(expr.size, scope)), 2 * scope.slots) // 2)
     slots = np.flatnonzero(scope.unprotected)
     in_order = slots[np.argsort(scope.inputs["position"][slots, 0])]

@@ -22,6 +22,8 @@ class Head:
         seen: the row's tokens so far: the position of its next token.
         sketch: the dims of the newest sketch, ascending; None before the first.
         given: [n] what the caller gave of the tokens, by name.
+        text: the prompt's queries, where the score reads them until it settles: the place of each, and its query heads, [G, D].
+        group: how many query heads it serves.
     """
 
     key: Array
@@ -31,6 +33,8 @@ class Head:
     seen: int = 0
     sketch: Indices | None = None
     given: dict[str, Array] = field(default_factory=dict)
+    text: list[tuple[int, Array]] = field(default_factory=list)
+    group: int = 1
 
     @property
     def live(self) -> int:
@@ -62,5 +66,6 @@ class Head:
         """An independent copy."""
         given = {name: values.copy() for name, values in self.given.items()}
         return Head(
-            self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch, given
-        )
+            self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch, given,
+            list(self.text), self.group,
+        )  # fmt: skip

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from kvdsl.interp.attention import Call
-from kvdsl.interp.evaluate import Array, Indices, Mask, Peer, Scope, evaluate, evaluate_number, evaluate_slots
+from kvdsl.interp.evaluate import Array, Indices, Mask, Peer, Scope, evaluate, evaluate_group, evaluate_number
 from kvdsl.interp.head import Head
 from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
@@ -239,7 +239,7 @@ class Layer:
         if self.policy.score is None:
             return None
         scopes = [replace(scope, unprotected=~shield) for scope, shield in zip(scopes, shields, strict=True)]
-        return self._agreed([evaluate_slots(self.policy.score, scope) for scope in scopes], places, _mean)
+        return self._agreed([evaluate_group(self.policy.score, scope) for scope in scopes], places, _mean)
 
     def _gone(
         self,

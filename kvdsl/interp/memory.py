@@ -262,5 +262,5 @@ def folds(policy: Policy) -> tuple[Fold, ...]:
 def _bodies(expr: Expr) -> Iterator[Expr]:
     for child in children(expr):
         yield from _bodies(child)
-    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
+    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
         yield expr.body

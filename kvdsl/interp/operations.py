@@ -106,6 +106,8 @@ class Operations:
         """Several tokens of a prompt, up to their settle: q [L, G, D], k [L, D], v [L, Dv]."""
         first, outs = head.seen, []
         self.place(head, k, v, supplied)
+        head.group = q.shape[1]
+        head.text = list(enumerate(q, start=first)) if self.policy.reads_text else []
         for newest, query in enumerate(q, start=first):
             found = self.attend(head, newest, query)
             attn, logit = self.over_group(found.probs), self.over_group(found.logits)
@@ -118,6 +120,7 @@ class Operations:
         """One token after the prompt is placed, and the sketch refreshed if it is time: q [G, D], k [D], v [Dv]."""
         newest = head.seen
         self.place(head, k[None], v[None], supplied)
+        head.group, head.text = len(q), []
         if self.is_refresh(head, newest):
             self.refresh(head, newest, q)
 
@@ -243,7 +246,8 @@ class Operations:
         inputs = {**self.numbers.inputs, "k": head.key[chosen], "v": head.value[chosen]}
         inputs |= {"position": per_slot(position), "age": per_slot(newest - position), "observed": per_slot(moment.observed)}
         inputs["live"] = number(float(np.count_nonzero(head.position <= newest)))
-        inputs["seen"] = number(float(newest + 1))
+        inputs["seen"], inputs["query_position"] = number(float(newest + 1)), number(float(newest))
+        inputs["scaling"] = number(self.call.scaling)
         return Scope(
             slots=len(chosen),
             dims=head.key.shape[1],
@@ -256,6 +260,10 @@ class Operations:
             page=self.numbers.page,
             page_after=self.numbers.page_after,
             sketch=head.sketch,
+            rope=self.call.rope,
+            text=head.text,
+            group=head.group,
+            over_group=self.over_group,
         )
 
     def over_group(self, x: Array) -> Array:

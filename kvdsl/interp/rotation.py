@@ -36,6 +36,14 @@ class Rope:
         turned[..., second] = b * np.cos(angle) + a * np.sin(angle)
         return turned
 
+    @np.errstate(all="ignore")
+    def pairs(self, x: ArrayLike) -> Array:
+        """At each dim of the vectors, [..., dim], the length of its pair; of a dim that does not turn its own."""
+        lengths = np.abs(np.array(x, dtype=np.float64))
+        first, second = self._pairs()
+        lengths[..., first] = lengths[..., second] = np.sqrt(lengths[..., first] ** 2 + lengths[..., second] ** 2)
+        return lengths
+
     def _pairs(self) -> tuple[Indices, Indices]:
         """The first and the second dim of each pair, [pairs] each."""
         pair = np.arange(len(self.inv_freq), dtype=np.int64)

@@ -13,6 +13,7 @@ from kvdsl.ir.nodes import (
     FoldRef,
     GivenRef,
     Input,
+    Leverage,
     Pool,
     Previous,
     Project,
@@ -20,6 +21,7 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Rotate,
     TensorRef,
 )
 from kvdsl.ir.ops import INPUTS
@@ -31,7 +33,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return INPUTS[expr.name].axes
     if isinstance(expr, TensorRef):
         return frozenset({Axis.DIM}) if expr.dims else frozenset()
-    if isinstance(expr, (Random, GivenRef, ColumnRef, RingRef, Fold, FoldRef, Previous, Pool)):
+    if isinstance(expr, (Random, GivenRef, ColumnRef, RingRef, Fold, FoldRef, Previous, Leverage, Pool)):
         return frozenset({Axis.SLOT})
     if isinstance(expr, Call):
         return frozenset().union(*(axes_of(arg) for arg in expr.args))
@@ -39,10 +41,14 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return axes_of(expr.left) | axes_of(expr.right)
     if isinstance(expr, (Project, Rank)):
         return axes_of(expr.body)
+    if isinstance(expr, Rotate):
+        return axes_of(expr.body) | (frozenset() if expr.by is None else axes_of(expr.by))
     if isinstance(expr, Reduce):
         inner = axes_of(expr.body)
         if expr.within in ("page", "next"):  # every slot has the value of a page
             return inner
+        if expr.within == "text":
+            return inner - {Axis.QUERY}
         return (inner - {Axis.QUERY}) | {Axis.SLOT} if expr.axis is Axis.QUERY else inner - {expr.axis}
     if isinstance(expr, Enough):
         return (axes_of(expr.body) | axes_of(expr.by)) - {Axis.SLOT}

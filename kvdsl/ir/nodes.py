@@ -48,8 +48,8 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Fold | Previous | Project | Rank | Enough"
-        " | Pool | ColumnRef | RingRef | FoldRef"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Fold | Previous | Project | Rotate | Leverage"
+        " | Rank | Enough | Pool | ColumnRef | RingRef | FoldRef"
     )
 else:
     Expr = Annotated[Any, _ByKind]
@@ -150,7 +150,9 @@ class Reduce(Node):
     each later one gives decay * ema + (1 - decay) * value.
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
     page it gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it. Over dims within the
-    sketch it ranges over the sketch's dims only. Over heads it ranges over a layer's KV heads, each of which has one number; only a
+    sketch it ranges over the sketch's dims only. Over queries within the text it ranges over all queries of the prompt that has come,
+    but for those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own. Over heads it ranges
+    over a layer's KV heads, each of which has one number; only a
     layer's weight (`AcrossLayers`) does. `std` and `var` are the population's.
     """
 
@@ -160,7 +162,8 @@ class Reduce(Node):
     body: Expr
     last: Expr | None = None
     decay: Expr | None = None
-    within: Literal["all", "page", "next", "sketch"] = "all"
+    within: Literal["all", "page", "next", "sketch", "text"] = "all"
+    after: Expr | None = None
 
     @property
     def over(self) -> str:
@@ -193,6 +196,32 @@ class Project(Node):
     kind: Literal["project"] = "project"
     body: Expr
     matrix: Expr
+
+
+class Rotate(Node):
+    """A vector over the dims of a key, rotated as the model rotates.
+
+    `turn`: on by `by` places. `ahead`: the mean of it turned back by the places newest + 1, ..., newest + `by`; with a `factor`, newest +
+    1, newest + factor, newest + factor ** 2 and so on. `pairs`: at each dim the length of the pair that is rotated together; of a dim that
+    is not rotated its own.
+    """
+
+    kind: Literal["rotate"] = "rotate"
+    op: Literal["turn", "ahead", "pairs"]
+    body: Expr
+    by: Expr | None = None
+    factor: Expr | None = None
+
+
+class Leverage(Node):
+    """Of each slot's vector `body`, x: x times the inverse of (the sum of x xᵀ over slots + `ridge` times the identity) times x.
+
+    NaN where there is no inverse.
+    """
+
+    kind: Literal["leverage"] = "leverage"
+    body: Expr
+    ridge: Expr
 
 
 class Rank(Node):
@@ -269,6 +298,8 @@ EXPRESSIONS = (
     Fold,
     Previous,
     Project,
+    Rotate,
+    Leverage,
     Rank,
     Enough,
     Pool,
@@ -460,6 +491,20 @@ class Policy(Node):
     def reuses(self) -> bool:
         """Whether layers take over what another one's queries choose."""
         return self.select is not None and bool(self.select.choosing)
+
+    @property
+    def reads_text(self) -> bool:
+        """Whether the score reads the queries of the whole prompt."""
+        return self.score is not None and any(
+            isinstance(part, Reduce) and part.within == "text" for part in _parts(self.score)
+        )
+
+    @property
+    def rotates(self) -> bool:
+        """Whether an expression asks how the model rotates keys."""
+        by = [keep.by for keep in self.keeps] + [one.body for one in self.columns]
+        by += [self.score, self.measured, *(part.by for part in (self.select, self.across_layers) if part is not None)]
+        return any(isinstance(part, Rotate) for expr in by if expr is not None for part in _parts(expr))
 
     @property
     def heads_share(self) -> bool:

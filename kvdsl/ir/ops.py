@@ -107,6 +107,8 @@ INPUTS = _table(
         InputRow(
             "everything", _NONE, "more tokens than any text has: a KV head with this budget keeps all of them", fixed=True
         ),
+        InputRow("query_position", frozenset({Axis.QUERY}), "the query's own place in the text"),
+        InputRow("scaling", _NONE, "what products of queries and keys are multiplied by before the softmax"),
         InputRow("observed", _SLOT, "how many queries could see the slot while it was cached", written="count()"),
     ]
 )
@@ -217,8 +219,13 @@ RANGES = {
     "page": "over page",
     "next": "over next page",
     "heads": "over heads",
+    "text": "over text",
 }
 """What a reduction can range over, and how a sentence says it."""
+
+
+FARTHEST, MOST_STEPS = 65_536, 32
+"""How many places `ahead` looks ahead at most, one by one, and by steps that grow."""
 
 
 def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
@@ -259,7 +266,7 @@ class ReductionRow:
     parts: Formula | None = None
 
 
-_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "next", "heads")
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "next", "heads", "text")
 _ROOT: Formula = ("sqrt", ("var", "x"))
 _SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
 
@@ -366,6 +373,25 @@ FORMS = _table(
             "project",
             "project(x, basis)",
             "the vector x, over the dims of a key, in the dims `rank` of a tensor: x times that matrix",
+        ),
+        FormRow(
+            "turn",
+            "turn(x, n)",
+            "the key or query x, rotated on by n places; `turn(k, -position)`: as it was before it was rotated",
+        ),
+        FormRow(
+            "ahead",
+            "ahead(x, n)",
+            "the key x as the next n queries find it: its product with an unrotated query is the mean of what that gives it from there; "
+            "`ahead(x, n, 2)`: from 1, 2, 4, ... places behind the newest token",
+        ),
+        FormRow(
+            "pairs", "pairs(x)", "at every dim of a key or query the length of the pair of dims that is rotated together"
+        ),
+        FormRow(
+            "leverage",
+            "leverage(x, ridge)",
+            "how little of a slot's vector x the others span: x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
         ),
         FormRow(
             "rank",

@@ -20,6 +20,7 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     LayerRange,
+    Leverage,
     Number,
     Param,
     ParamRef,
@@ -31,6 +32,7 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Rotate,
     Select,
     Sketch,
     Tensor,
@@ -79,6 +81,13 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return "prev", _ATOM
     if isinstance(expr, Project):
         return f"project({_text(expr.body, _OR)}, {_text(expr.matrix, _OR)})", _ATOM
+    if isinstance(expr, Rotate):
+        return (
+            f"{expr.op}({', '.join(_text(part, _OR) for part in (expr.body, expr.by, expr.factor) if part is not None)})",
+            _ATOM,
+        )
+    if isinstance(expr, Leverage):
+        return f"leverage({_text(expr.body, _OR)}, {_text(expr.ridge, _OR)})", _ATOM
     if isinstance(expr, Rank):
         return f"rank({_text(expr.body, _OR)}{'' if expr.within == 'all' else f' over {expr.within}'})", _ATOM
     if isinstance(expr, Enough):
@@ -97,7 +106,8 @@ def _over(expr: Reduce) -> str:
     if expr.last is not None:
         return f" over last {_text(expr.last, _OR)} queries"
     if expr.within != "all":
-        return " over next page" if expr.within == "next" else f" over {expr.within}"
+        after = "" if expr.after is None else f" after {_text(expr.after, _OR)}"
+        return " over next page" if expr.within == "next" else f" over {expr.within}{after}"
     return " over queries" if expr.axis is Axis.QUERY and expr.op in FUNCTIONS else _OVER[expr.axis]
 
 

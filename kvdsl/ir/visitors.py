@@ -4,7 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from kvdsl.ir.nodes import Binary, Call, Enough, Expr, Fold, FoldRef, Node, Policy, Pool, Project, Rank, Reduce
+from kvdsl.ir.nodes import (
+    Binary,
+    Call,
+    Enough,
+    Expr,
+    Fold,
+    FoldRef,
+    Leverage,
+    Node,
+    Policy,
+    Pool,
+    Project,
+    Rank,
+    Reduce,
+    Rotate,
+)
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
@@ -21,13 +36,17 @@ def children(expr: Expr) -> tuple[Expr, ...]:
     if isinstance(expr, Binary):
         return (expr.left, expr.right)
     if isinstance(expr, Reduce):
-        return (expr.body, *(part for part in (expr.last, expr.decay) if part is not None))
+        return (expr.body, *(part for part in (expr.last, expr.decay, expr.after) if part is not None))
     if isinstance(expr, Fold):
         return (expr.body, expr.start)
     if isinstance(expr, FoldRef):
         return (expr.start,)
     if isinstance(expr, Project):
         return (expr.body, expr.matrix)
+    if isinstance(expr, Rotate):
+        return (expr.body, *(part for part in (expr.by, expr.factor) if part is not None))
+    if isinstance(expr, Leverage):
+        return (expr.body, expr.ridge)
     if isinstance(expr, Rank):
         return (expr.body,)
     if isinstance(expr, Enough):
@@ -48,7 +67,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     if isinstance(expr, Binary):
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, (Reduce, Fold, FoldRef, Project, Rank, Enough, Pool)):
+    if isinstance(expr, (Reduce, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
         parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
         return expr.model_copy(update=parts)
     return expr

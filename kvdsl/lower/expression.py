@@ -20,6 +20,7 @@ from kvdsl.ir.nodes import (
     FoldRef,
     GivenRef,
     Input,
+    Leverage,
     Number,
     ParamRef,
     Pool,
@@ -29,6 +30,7 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Rotate,
     TensorRef,
 )
 from kvdsl.ir.ops import COMPARISONS, LOGICAL, RANGES
@@ -159,6 +161,8 @@ class Target:
         ranks: whether slots can be ranked inside of an expression. `projects`: whether vectors can be.
         tensors: whether tensors of files are read. `given`: whether what the caller gives is.
         counts: whether numbers are counted that read the data.
+        rotates: whether vectors can be rotated, and what goes with it: a query's own place, the factor of products.
+        leverages: whether slots' vectors can be measured by each other.
     """
 
     reduces: Mapping[str, Iterable[str]]
@@ -170,6 +174,8 @@ class Target:
     tensors: bool = False
     given: bool = False
     counts: bool = False
+    rotates: bool = False
+    leverages: bool = False
 
     def knows(self, expr: Reduce) -> bool:
         """Whether there is code for a reduction as it stands."""
@@ -198,6 +204,12 @@ class Target:
             missing = "rank"
         elif isinstance(expr, Project) and not self.projects:
             missing = "project"
+        elif isinstance(expr, Rotate) and not self.rotates:
+            missing = expr.op
+        elif isinstance(expr, Input) and expr.name in ("query_position", "scaling") and not self.rotates:
+            missing = expr.name
+        elif isinstance(expr, Leverage) and not self.leverages:
+            missing = "leverage"
         elif isinstance(expr, TensorRef) and not self.tensors:
             raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
         elif isinstance(expr, GivenRef) and not self.given:
@@ -247,6 +259,10 @@ class Printer(ABC):
             return self.fold(expr)
         if isinstance(expr, Project):
             return self.project(expr)
+        if isinstance(expr, Rotate):
+            return self.rotate(expr)
+        if isinstance(expr, Leverage):
+            return self.leverage(expr)
         if isinstance(expr, Rank):
             return self.rank(expr)
         if isinstance(expr, Enough):
@@ -296,6 +312,14 @@ class Printer(ABC):
     def project(self, expr: Project) -> Fragment:
         """A vector in other dims."""
         raise NotLowerable("`project`")
+
+    def rotate(self, expr: Rotate) -> Fragment:
+        """A vector, rotated."""
+        raise NotLowerable(f"`{expr.op}`")
+
+    def leverage(self, expr: Leverage) -> Fragment:
+        """A vector, measured by those of all slots."""
+        raise NotLowerable("`leverage`")
 
     def rank(self, expr: Rank) -> Fragment:
         """A place in the order of a value."""

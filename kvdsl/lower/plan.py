@@ -183,6 +183,8 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "counts": policy.select is not None and policy.select.measured is not None,
         "sketches": policy.sketch is not None,
         "compact": policy.positions == "compact",
+        "rotates": policy.rotates,
+        "reads_text": policy.reads_text,
         "rope_cached": policy.rope == "cached",
         "vectors": torch.vectors,
         "tensors_of_values": _tensors_of_values(policy),

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import ClassVar
 
 from kvdsl.ir.axes import axes_of
@@ -20,6 +22,7 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     LayerRange,
+    Leverage,
     Number,
     ParamRef,
     Policy,
@@ -28,10 +31,12 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     RingRef,
+    Rotate,
     Select,
     TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OF_QUERY_HEADS, OPERATORS
+from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import (
     ATOM,
     Fragment,
@@ -70,6 +75,7 @@ CAN = Target(
         "page": _MASKED,
         "next": _MASKED,
         "heads": _MASKED,
+        "text": _MASKED,
     },
     functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
     operators=OPERATORS,
@@ -79,6 +85,8 @@ CAN = Target(
     tensors=True,
     given=True,
     counts=True,
+    rotates=True,
+    leverages=True,
 )
 """What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
 
@@ -226,13 +234,16 @@ class TensorPrinter(_TorchPrinter):
     """Values over queries and slots, read from a `View` called `view`; state columns are locals of their names.
 
     `grouped` and `dims` tell which axes beyond the four the surroundings have: a body that reads q has the group's, and inside a
-    reduction over dims there are dims.
+    reduction over dims there are dims. `names` are the locals of reductions over the text.
     """
 
-    def __init__(self, view: str, *, grouped: bool = False, dims: bool = False) -> None:
+    def __init__(
+        self, view: str, *, grouped: bool = False, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})
+    ) -> None:
         self._view = view
         self._grouped = grouped
         self._dims = dims
+        self._names = names
 
     def body(self, expr: Expr) -> Fragment:
         """What is made of one query: per query head where it reads q, then reduced over the group."""
@@ -245,6 +256,7 @@ class TensorPrinter(_TorchPrinter):
             self._view,
             grouped=self._grouped if grouped is None else grouped,
             dims=self._dims if dims is None else dims,
+            names=self._names,
         )
 
     def library(self, function: str, argument: Fragment) -> Fragment:
@@ -282,7 +294,9 @@ class TensorPrinter(_TorchPrinter):
         if isinstance(expr, TensorRef):
             return Fragment(f'{self._view}.scalar("{expr.name}")')
         if isinstance(expr, Input):
-            return Fragment(f'{self._view}.number("{expr.name}")' if expr.name in FIXED else f"{self._view}.{expr.name}")
+            if expr.name in FIXED:
+                return Fragment(f'{self._view}.number("{expr.name}")')
+            return Fragment(f"{self._view}.{'asked' if expr.name == 'query_position' else expr.name}")
         return Fragment(f"{self._view}.random()")
 
     def _lift(self, made: Fragment) -> Fragment:
@@ -297,6 +311,8 @@ class TensorPrinter(_TorchPrinter):
             return self._lift(fragment(f'{self._view}.over_heads("{expr.op}", {{}})', body))
         if expr.within in ("page", "next"):
             return self._over_page(expr)
+        if expr.within == "text":
+            return self._over_text(expr)
         if (weighted := _weighted_vectors(expr)) is not None:
             weights, vectors = weighted
             made = self._inside(dims=False).value(weights)
@@ -307,7 +323,11 @@ class TensorPrinter(_TorchPrinter):
 
     def _over_dims(self, expr: Reduce) -> Fragment:
         product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
-        if expr.op == "sum" and expr.body == product:
+        sides = _of_query_and_slot(expr) if self._view == "text" else None
+        if sides is not None:
+            inside = self._inside(dims=True)
+            made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
+        elif expr.op == "sum" and expr.body == product:
             made = Fragment(f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}")
         else:
             body = self._inside(dims=True).value(expr.body)
@@ -315,6 +335,19 @@ class TensorPrinter(_TorchPrinter):
             call = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
             made = fragment(call, body, uses=_vectors(expr))
         return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
+
+    def _over_text(self, expr: Reduce) -> Fragment:
+        """The body is a function of the text's queries, block by block."""
+        grouped, dims = reads(expr.body, "q"), Axis.DIM in axes_of(expr.body)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
+            ".unsqueeze(-1)" if self._dims and not dims else ""
+        )
+        if expr in self._names:
+            return Fragment(self._names[expr] + lifted)
+        body = TensorPrinter("text", grouped=grouped, dims=dims).value(expr.body)
+        after = [] if expr.after is None else [TensorPrinter(self._view).value(expr.after)]
+        flags = ", grouped=True" * grouped + ", dims=True" * dims + ", after={}" * len(after)
+        return fragment(f'{self._view}.over_text("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
 
     def _over_page(self, expr: Reduce) -> Fragment:
         """What pages hold has nothing to do with the query: it is found once for the whole group."""
@@ -333,6 +366,23 @@ class TensorPrinter(_TorchPrinter):
         assert isinstance(expr.matrix, TensorRef)
         return fragment(f'{self._view}.project("{expr.matrix.name}", {{}})', self.value(expr.body))
 
+    def rotate(self, expr: Rotate) -> Fragment:
+        flat = self._inside(dims=False)
+        x = self.value(expr.body, ATOM)
+        if expr.op == "pairs":
+            return fragment(f"{self._view}.pairs({{}})", x)
+        assert expr.by is not None
+        if expr.op == "turn":
+            return fragment(f"{self._view}.turn({{}}, {{}})", x, flat.value(expr.by))
+        numbers = [TensorPrinter(self._view).value(part) for part in (expr.by, expr.factor) if part is not None]
+        return fragment(f"{self._view}.ahead({{}}{', {}' * len(numbers)})", x, *numbers)
+
+    def leverage(self, expr: Leverage) -> Fragment:
+        body = self._inside(dims=True).value(expr.body)
+        ridge = TensorPrinter(self._view).value(expr.ridge)
+        lifted = ".unsqueeze(-1)" if self._dims else ""
+        return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", body, ridge)
+
     def rank(self, expr: Rank) -> Fragment:
         grouped = self._grouped and expr.within == "all"
         inside = self._inside(grouped=grouped, dims=False)
@@ -345,7 +395,19 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f"{self._view}.enough({{}}, {{}}, {{}}).float()", *parts)
 
     def pool(self, expr: Pool) -> Fragment:
-        return fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", self.value(expr.body), self.value(expr.size))
+        flat = TensorPrinter(self._view, names=self._names)  # what it pools is the group's
+        return self._lift(fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", flat.body(expr.body), flat.value(expr.size)))
+
+
+def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:
+    """The vectors of a product of a query's and a slot's, which is one of matrices."""
+    body = expr.body
+    if expr.op != "sum" or expr.within != "all" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for left, right in ((body.left, body.right), (body.right, body.left)):
+        if axes_of(left) == {Axis.QUERY, Axis.DIM} and axes_of(right) == {Axis.SLOT, Axis.DIM}:
+            return left, right
+    return None
 
 
 def _vectors(expr: Reduce) -> tuple[Use, ...]:
@@ -408,7 +470,7 @@ def torch_plan(policy: Policy) -> TorchPlan:
     observe = [_observed(column, row) for column in folded]
     fold, prune = _named(policy, "fold", row), _named(policy, "prune", slots)
     protect = [_torch_keep(keep, slots) for keep in policy.keeps]
-    score = [] if policy.score is None else [fragment("return {}", slots.value(policy.score))]
+    score = [] if policy.score is None else _score(policy.score)
     budget = [] if policy.measured is None else [fragment("return {}", _budget(policy))]
     by = None if policy.across_layers is None else policy.across_layers.by
     weigh = [] if by is None else [fragment("return {}", slots.value(by))]
@@ -438,6 +500,18 @@ def torch_plan(policy: Policy) -> TorchPlan:
         select=(*_column_locals("row", select), *texts(select)),
         sketch=(*_column_locals("row", sketch), *texts(sketch)),
     )
+
+
+def _score(score: Expr) -> list[Fragment]:
+    """What slots score; each reduction over the text is found once."""
+    texts = dict.fromkeys(part for part in walk(score) if isinstance(part, Reduce) and part.within == "text")
+    names: dict[Expr, str] = {}
+    lines = []
+    for number, part in enumerate(texts, 1):
+        names[part] = f"{part.op}_over_text_{number}"
+        bare = TensorPrinter("slots", grouped=reads(part.body, "q"), dims=Axis.DIM in axes_of(part.body))
+        lines.append(fragment(f"{names[part]} = {{}}", bare.value(part)))
+    return [*lines, fragment("return {}", TensorPrinter("slots", names=names).body(score))]
 
 
 def _budget(policy: Policy) -> Fragment:

@@ -103,7 +103,7 @@ class _Columns:
             return self._fold(expr)
         if not isinstance(expr, Reduce):
             return None
-        if expr.axis is Axis.QUERY:
+        if expr.axis is Axis.QUERY and expr.within != "text":
             return self._over_queries(expr, self.lower(expr.body))
         if expr.axis is Axis.DIM and _is_of_token(expr):
             return ColumnRef(name=self._column("token", expr))

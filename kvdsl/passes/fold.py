@@ -19,6 +19,7 @@ from kvdsl.ir.nodes import (
     Fold,
     FoldRef,
     Input,
+    Leverage,
     Node,
     Number,
     ParamRef,
@@ -27,6 +28,7 @@ from kvdsl.ir.nodes import (
     Project,
     Rank,
     Reduce,
+    Rotate,
 )
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
 
@@ -71,7 +73,7 @@ def fold_expression(expr: Expr) -> Expr:
         same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, (Reduce, Fold, FoldRef, Project, Rank, Enough, Pool)):
+    elif isinstance(expr, (Reduce, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
         return _folded_inside(expr)
     else:
         return expr

@@ -21,7 +21,7 @@ class AttentionCall(NamedTuple):
         softcap: logits become softcap * tanh(logit / softcap), or None.
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [query_heads] learned logits that join the softmax's denominator (gpt-oss), or None.
-        rope: how queries and keys were rotated; None without rotary positions. Only compact positions ask.
+        rope: how queries and keys were rotated; None without rotary positions. Compact positions ask, and who turns keys.
         supplied: what the caller gives of the tokens, float32 [values, batch, kv_heads, tokens]; None: the defaults.
         goes_on: whether more of the same prompt follows in another call. Until then nothing leaves, except by blocks: a prompt in parts
             leaves what it leaves as a whole.

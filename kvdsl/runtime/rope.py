@@ -71,6 +71,27 @@ class Rope:
         a, b = self._split(self._rotated(x))
         return self._among_the_others(x, self._join(a * cos - b * sin, a * sin + b * cos))
 
+    def rotate_mean(self, x: Tensor, angle: Tensor, weight: Tensor) -> Tensor:
+        """The weighted mean of the vectors turned by several angles, float32 [..., dim].
+
+        Args:
+            angle, weight: of each pair, in radians, float64 [turns, ..., pairs].
+        """
+        cos, sin = ((f(angle) * weight).sum(0).float() for f in (torch.cos, torch.sin))
+        x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1]), -1)
+        a, b = self._split(self._rotated(x))
+        return self._among_the_others(x, self._join(a * cos - b * sin, a * sin + b * cos))
+
+    def pair_lengths(self, x: Tensor) -> Tensor:
+        """At each dim the length of the pair that turns together, float32 [..., dim]; of a dim that does not turn its own."""
+        x = x.float()
+        length = torch.hypot(*self._split(self._rotated(x)))
+        return self._among_the_others(x.abs(), self._join(length, length))
+
+    def frequencies(self, device: torch.device) -> Tensor:
+        """`inv_freq` on a device."""
+        return self._on(device)
+
     def rotate_half(self, x: Tensor) -> Tensor:
         """The rotated dims a quarter of a turn further, (a, b) -> (-b, a): [..., 2 pairs] in the dtype of `x`, exact.
 

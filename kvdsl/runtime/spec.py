@@ -56,6 +56,7 @@ class PolicySpec:
         heads_vote: whether what a token attends to is chosen by what all KV heads of a layer find.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
+        rotates: whether an expression asks how keys are rotated. `reads_text`: whether the score reads all queries of the prompt.
         rope_cached: whether a key's rotated half is kept beside it.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
@@ -90,6 +91,8 @@ class PolicySpec:
     heads_vote: bool = False
     sketches: bool = False
     compact: bool = False
+    rotates: bool = False
+    reads_text: bool = False
     rope_cached: bool = False
     vectors: bool = False
     tensors: Tensors | None = None

@@ -13,7 +13,7 @@ from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
 from kvdsl.ir.nodes import Input, Rank, Reduce, Tensor
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.needs import READS_TENSORS, reads_heads
+from kvdsl.sema.needs import READS_TENSORS, reads_heads, reads_text
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
@@ -57,6 +57,7 @@ class Combinations:
         """Checks them all."""
         self._budget()
         self._measured()
+        self._text()
         self._phases()
         self._across()
         self._victims()
@@ -137,6 +138,21 @@ class Combinations:
                 labels = [Label(self._span("budget"), "because of this")]
                 self.sink.report(codes.MEASURED, part.span, message, "write a number, or a param of another name", labels)
                 return
+
+    # -- the prompt's queries ----------------------------------------------------------------------------------------
+
+    def _text(self) -> None:
+        """Reports a score that reads the prompt's queries where these are not there."""
+        score = self.parts.exprs.get("score")
+        if score is None or not reads_text(score.expr):
+            return
+        if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
+            message = "the prompt's queries are there until it has settled, so `over text` needs `when prefill`"
+            labels = [Label(self._span("when"), "because of this")] if self._has("when") else []
+            self.sink.report(codes.TEXT, score.span, message, "add `when prefill`", labels)
+        elif self._is("prefill", "blocks"):
+            message = "a prompt in blocks settles before all of its queries are there, so the score cannot read `over text`"
+            self._refuse(codes.TEXT, "prefill", message, "leave out `prefill blocks`", "score")
 
     # -- phases ------------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,17 @@ from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
 from kvdsl.ir.nodes import Axis, Expr, Input, Reduce
-from kvdsl.ir.ops import ELEMENTWISE, LOGICAL, NAMED_FUNCTIONS, NAMED_INPUTS, POOLS, REDUCTIONS, ReductionRow
+from kvdsl.ir.ops import (
+    ELEMENTWISE,
+    FARTHEST,
+    LOGICAL,
+    MOST_STEPS,
+    NAMED_FUNCTIONS,
+    NAMED_INPUTS,
+    POOLS,
+    REDUCTIONS,
+    ReductionRow,
+)
 from kvdsl.ir.visitors import children
 from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
@@ -28,7 +38,7 @@ from kvdsl.sema.needs import is_fixed
 from kvdsl.sema.reductions import Over, Reductions, vector
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.statics import Bounded, Part
-from kvdsl.sema.values import Value
+from kvdsl.sema.values import Value, extent
 from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
@@ -319,6 +329,10 @@ class Expressions:
             return self._dot(node, scope)
         if name == "rank":
             return self._rank(node, scope)
+        if name in ("turn", "ahead", "pairs"):
+            return self._rotate(node, cast(Literal["turn", "ahead", "pairs"], name), scope)
+        if name == "leverage":
+            return self._leverage(node, scope)
         if name == "project":
             return self._project(node, scope)
         if name == "enough":
@@ -393,7 +407,7 @@ class Expressions:
         if over is None or body is None or (row.decay and decay is None):
             return None
         made = self.reductions.reduce(node, op, over, body, decay)
-        if made is not None and over.axis is Axis.QUERY and Axis.DIM in body.axes:
+        if made is not None and over.range != "text" and over.axis is Axis.QUERY and Axis.DIM in body.axes:
             message, help = vector(node, body)
             self.vectors.setdefault(made.expr, self._reporting(codes.VECTOR, node.arguments[0].value.span, message, help))
         return made
@@ -403,7 +417,15 @@ class Expressions:
         if over is None:
             return default
         if over.last is None:
-            return self.reductions.axis(over.axis)
+            found = self.reductions.axis(over.axis)
+            if found is None or over.after is None:
+                return found
+            after = self._fixed(over.after, scope, "the N of `over text after N`")
+            if found.within != "text":
+                message = f"only `over text` leaves out the first queries, not `over {over.axis.text}`"
+                self._report(codes.AXIS, over.span, message, f"write `over {over.axis.text}`")
+                return None
+            return None if after is None else replace(found, after=after)
         last = self._fixed(over.last, scope, "the N of `over last N queries`", 1)
         if last is None:
             return None
@@ -454,6 +476,54 @@ class Expressions:
             return None
         return values.project(body, definition.tensor)
 
+    def _rotate(self, node: syn.Call, op: Literal["turn", "ahead", "pairs"], scope: Scope) -> Value | None:
+        """`turn(x, n)`, `ahead(x, n)`, `ahead(x, n, factor)` and `pairs(x)`, of a key or query, or what is made of these."""
+        counts = {"turn": (2,), "ahead": (2, 3), "pairs": (1,)}[op]
+        if not self._plain(op, node.arguments):
+            return None
+        if len(node.arguments) not in counts:
+            help = {"turn": "turn(k, -position)", "ahead": "ahead(k, 512)", "pairs": "pairs(k)"}[op]
+            self._report(
+                codes.ARGUMENTS,
+                node.span,
+                takes(op, " or ".join(map(str, counts)), len(node.arguments)),
+                f"for example `{help}`",
+            )
+            return None
+        vector, *rest = (argument.value for argument in node.arguments)
+        body = self.check(vector, scope)
+        if op == "turn":
+            numbers = [self.check(part, scope) for part in rest]
+        else:
+            bounds = (
+                ("how far `ahead` looks", 1, FARTHEST if len(rest) < 2 else MOST_STEPS),
+                ("the factor of `ahead`", 1, 16),
+            )
+            numbers = [self._fixed(part, scope, *bound) for part, bound in zip(rest, bounds, strict=False)]
+        if body is None or any(one is None for one in numbers):
+            return None
+        if body.spaces != {""} or _of_values(body.expr):
+            message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
+            self._report(codes.ROTATE, vector.span, message, f"for example `{op}(k{', ...' if rest else ''})`")
+            return None
+        if op == "turn" and numbers[0] is not None and Axis.DIM in numbers[0].axes:
+            message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
+            self._report(codes.ROTATE, rest[0].span, message)
+            return None
+        return values.rotate(op, body, *numbers)
+
+    def _leverage(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`leverage(x, ridge)`."""
+        if len(node.arguments) != 2:
+            help = "for example `leverage(k, 0.01)`"
+            self._report(codes.ARGUMENTS, node.span, takes("leverage", "2", len(node.arguments)), help)
+            return None
+        if not self._plain("leverage", node.arguments):
+            return None
+        body = self.check(node.arguments[0].value, scope)
+        ridge = self._fixed(node.arguments[1].value, scope, "the ridge of `leverage`")
+        return None if body is None or ridge is None else self.reductions.leverage(node, body, ridge)
+
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
         """`rank(x)`, `rank(x over page)`."""
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
@@ -502,7 +572,7 @@ class Expressions:
         size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
         return None if body is None or size is None else self.reductions.pool(node, op, body, size)
 
-    def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float, high: float = math.inf) -> Value | None:
+    def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
         """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""
         value = self.check(node, scope)
         if value is None or not is_fixed(value, node.span, what, self._report):

@@ -96,6 +96,11 @@ def reads_heads(expr: Expr) -> bool:
     return any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
 
 
+def reads_text(expr: Expr) -> bool:
+    """Whether a value reads the queries of the whole prompt."""
+    return any(isinstance(part, Reduce) and part.within == "text" for part in walk(expr))
+
+
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a value is one number for all KV heads of a layer; reports if not."""
     text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"

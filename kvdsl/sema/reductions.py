@@ -7,16 +7,16 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Pool, Previous, Random, Rank, Reduce
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Pool, Previous, Random, Rank, Reduce
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
-from kvdsl.sema.needs import Report, differs_by_head, reads_heads
+from kvdsl.sema.needs import Report, differs_by_head, reads_heads, reads_text
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
-Within = Literal["all", "page", "next", "sketch"]
+Within = Literal["all", "page", "next", "sketch", "text"]
 
 _AXES: dict[str, tuple[Axis, Within]] = {
     "queries": (Axis.QUERY, "all"),
@@ -26,17 +26,19 @@ _AXES: dict[str, tuple[Axis, Within]] = {
     "next page": (Axis.SLOT, "next"),
     "sketch": (Axis.DIM, "sketch"),
     "heads": (Axis.HEAD, "all"),
+    "text": (Axis.QUERY, "text"),
 }
 _PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}
 
 
 @dataclass(frozen=True)
 class Over:
-    """What a reduction ranges over; `last` is the N of `over last N queries`."""
+    """What a reduction ranges over; `last` is the N of `over last N queries`, `after` that of `over text after N`."""
 
     axis: Axis = Axis.QUERY
     within: Within = "all"
     last: Value | None = None
+    after: Value | None = None
 
     @property
     def range(self) -> str:
@@ -61,7 +63,7 @@ class Reductions:
     def reduce(self, node: syn.Call, op: str, over: Over, body: Value, decay: Value | None = None) -> Value | None:
         """The reduction that a call stands for; `decay` is that of `ema`."""
         fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, body)
-        return values.reduce(op, over.axis, body, over.last, decay, over.within) if fits else None
+        return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after) if fits else None
 
     def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
         ranges = REDUCTIONS[op].over
@@ -83,6 +85,11 @@ class Reductions:
         span = node.arguments[0].value.span
         if over.axis is Axis.QUERY and body.observes:
             self._nested(node, op)
+        elif over.within == "text" and (reads := _not_of_text(body)) is not None:
+            message = f"`over text` ranges over queries that never saw the slot, so it cannot read `{reads}`"
+            self.report(
+                codes.TEXT, span, message, "`logit` is `dot(q, k) * scaling`" if reads in ("attn", "logit") else None
+            )
         elif over.axis is Axis.HEAD and (Axis.DIM in body.axes or not differs_by_head(body.expr)):
             self._of_heads(node, body)
         elif over.axis not in body.axes and over.axis is not Axis.HEAD:
@@ -122,6 +129,18 @@ class Reductions:
             self._page_of_query(span, body, f"rank(sum({text}) over page)")
         else:
             return values.rank(body, "page" if over.within == "page" else "all")
+        return None
+
+    def leverage(self, node: syn.Call, body: Value, ridge: Value) -> Value | None:
+        """`leverage(x, ridge)`."""
+        span = node.arguments[0].value.span
+        if body.pools:
+            self._pooled(node, "`leverage(...)`")
+        elif body.axes != {Axis.SLOT, Axis.DIM}:
+            message = f"`leverage` takes a vector of each slot, but `{span.quoted()}` {extent(body.axes)}"
+            self.report(codes.REDUCTION, span, message, "for example `leverage(k, 0.01)`")
+        else:
+            return values.leverage(body, ridge)
         return None
 
     def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
@@ -175,7 +194,7 @@ class Reductions:
             self.report(
                 codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", help
             )
-        elif word == "queries" and any(map(_of_many_queries, walk(body.expr))):
+        elif reads_text(body.expr) or (word == "queries" and any(map(_of_many_queries, walk(body.expr)))):
             message = (
                 "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"
             )
@@ -281,3 +300,15 @@ def _is_start(start: Value) -> bool:
         and (not isinstance(part, Input) or part.name in known)
         for part in walk(start.expr)
     )
+
+
+def _not_of_text(body: Value) -> str | None:
+    """What a reduction over the text cannot read of its body; None if all is well."""
+    for part in walk(body.expr):
+        if isinstance(part, Input) and part.name in ("attn", "logit", "seen", "observed"):
+            return "count()" if part.name == "observed" else part.name
+        if isinstance(part, Random):
+            return "random()"
+        if isinstance(part, (Fold, Leverage, Rank, Pool)) or (isinstance(part, Reduce) and part.within in ("page", "next")):
+            return part.kind if not isinstance(part, Reduce) else "over page"
+    return None

@@ -21,6 +21,7 @@ from kvdsl.sema.needs import (
     of_counts,
     reads_data,
     reads_heads,
+    reads_text,
     selects,
     sketches,
     weighs_a_layer,
@@ -136,6 +137,10 @@ class Statements:
         if value.pools and what != "a score":
             message = f"{what} cannot pool: the pool leaves out what is protected, which is known for a score only"
             self.sink.report(codes.POOL, node.span, message)
+            return None
+        if what != "a score" and reads_text(value.expr):
+            message = f"{what} cannot read `over text`: the prompt's queries are there when it is scored"
+            self.sink.report(codes.TEXT, node.span, message, "read it in the score")
             return None
         if value.sketched and what != "what `select` ranks by":
             message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"

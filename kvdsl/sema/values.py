@@ -14,6 +14,7 @@ from kvdsl.ir.nodes import (
     Fold,
     GivenRef,
     Input,
+    Leverage,
     Number,
     ParamRef,
     Pool,
@@ -22,6 +23,7 @@ from kvdsl.ir.nodes import (
     Random,
     Rank,
     Reduce,
+    Rotate,
     Tensor,
     TensorRef,
 )
@@ -111,18 +113,19 @@ def reduce(
     body: Value,
     last: Value | None = None,
     decay: Value | None = None,
-    within: Literal["all", "page", "next", "sketch"] = "all",
+    within: Literal["all", "page", "next", "sketch", "text"] = "all",
+    after: Value | None = None,
 ) -> Value:
     """A reduction. One over queries leaves one number per slot; one within a page gives every slot the value of its page."""
-    args = tuple(value for value in (body, last, decay) if value is not None)
-    last_expr, decay_expr = (None if value is None else value.expr for value in (last, decay))
-    expr = Reduce(op=op, axis=axis, body=body.expr, last=last_expr, decay=decay_expr, within=within)
+    args = tuple(value for value in (body, last, decay, after) if value is not None)
+    last_expr, decay_expr, after_expr = (None if value is None else value.expr for value in (last, decay, after))
+    expr = Reduce(op=op, axis=axis, body=body.expr, last=last_expr, decay=decay_expr, within=within, after=after_expr)
     combined = _combined(expr, args, condition=False, constant=None)
     return replace(
         combined,
         axes=body.axes
         if within in ("page", "next")
-        else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY else NO_AXES),
+        else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY and within != "text" else NO_AXES),
         observes=body.observes or axis is Axis.QUERY,
         spaces=NO_SPACES if axis is Axis.DIM else body.spaces,
         sketched=body.sketched or within == "sketch",
@@ -133,6 +136,21 @@ def project(body: Value, matrix: Tensor) -> Value:
     """A vector in other dims."""
     expr = Project(body=body.expr, matrix=TensorRef(name=matrix.name, dims=True))
     return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
+
+
+def rotate(
+    op: Literal["turn", "ahead", "pairs"], body: Value, by: Value | None = None, factor: Value | None = None
+) -> Value:
+    """A vector, rotated as the model rotates."""
+    args = tuple(value for value in (body, by, factor) if value is not None)
+    by_expr, factor_expr = (None if value is None else value.expr for value in (by, factor))
+    return _combined(Rotate(op=op, body=body.expr, by=by_expr, factor=factor_expr), args, condition=False, constant=None)
+
+
+def leverage(body: Value, ridge: Value) -> Value:
+    """How little of a slot's vector the others span."""
+    made = _combined(Leverage(body=body.expr, ridge=ridge.expr), (body, ridge), condition=False, constant=None)
+    return replace(made, axes=frozenset({Axis.SLOT}), spaces=NO_SPACES)
 
 
 def rank(body: Value, within: Literal["all", "page"]) -> Value:

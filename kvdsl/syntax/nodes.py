@@ -57,11 +57,12 @@ class Binary:
 
 @dataclass(frozen=True)
 class Over:
-    """`over slots`; `last` is the N of `over last N queries`."""
+    """`over slots`; `last` is the N of `over last N queries`, `after` that of `over text after N`."""
 
     span: Span
     axis: Word
     last: Expr | None = None
+    after: Expr | None = None
 
 
 @dataclass(frozen=True)

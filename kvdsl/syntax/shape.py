@@ -240,7 +240,8 @@ class _Shaper:
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
-        return syn.Over(span, self._word(tree.children[0]))
+        after = self._expr(tree.children[1]) if tree.data == "over_after" else None
+        return syn.Over(span, self._word(tree.children[0]), after=after)
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 

@@ -12,7 +12,7 @@ from kvdsl.interp.evaluate import counted, evaluate_number
 from kvdsl.interp.settle import shares
 from kvdsl.ir.nodes import Keep
 
-from .precision import Scope, bounds, bounds_of_slots
+from .precision import Scope, bounds, bounds_of_group, bounds_of_slots
 from .ranges import Mask, Range, fold, holds, in_top, joined, may_precede, stack
 from .shadow import Indices, Shadow, by_place
 
@@ -181,7 +181,7 @@ def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:
     for shadow, (may, must) in zip(shadows, masks, strict=True):
         assert shadow.policy.score is not None
         known = None if (may != must).any() else ~must
-        made.append(bounds_of_slots(shadow.policy.score, replace(shadow.live_scope(), unprotected=known)))
+        made.append(bounds_of_group(shadow.policy.score, replace(shadow.live_scope(), unprotected=known)))
     return _agreed(made, shadows, lambda x: fold("mean", x, 0)[0])
 
 

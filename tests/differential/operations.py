@@ -36,6 +36,11 @@ _REDUCED = {
         "score where(position < 6, {op}(sum(attn) over next page), age)\n"
         "select top 5 by sum(where(position < 3, q * {op}(k over next page), k) over dims)",
     ),
+    "text": (
+        "param budget = 7\nwhen prefill\nscore {}",
+        "{op}(dot(q, k) + query_position over text after 2) + sum(attn) * {op}(query_position - position over text)"
+        " + dot({op}(q over text), k)",
+    ),
     "heads": (
         "param budget = 7\nwhen prefill\nscore sum(attn)\nbudget budget across layers by {}",
         "{op}(var(sum(attn) over slots) over heads) + 0.1",
@@ -175,6 +180,33 @@ def folds() -> Iterator[tuple[str, Policy]]:
         yield f"fold over {place}", policy(text)
 
 
+_ROTATED = {
+    "a score": "param budget = 7\nscore dot(turn(k, -position), ahead(k, 9)) + norm2(pairs(k) - k) + sum(ahead(k, 5, 2) over dims)",
+    "a query": "param budget = 7\nscore mean(dot(turn(q, -query_position), turn(k, 3 - position)))"
+    " + max(dot(ahead(q, 4), pairs(k)) * scaling)",
+    "the text": "param budget = 7\nwhen prefill\nlet asks = dot(turn(q, -query_position), ahead(k, 9)) * scaling\n"
+    "score mean(asks over text) + var(asks over text after 1) / norm2(ahead(mean(turn(q, -query_position) over text), 3))",
+    "a selection": "select top 5 by dot(turn(q, query_position), turn(k, 2)) + norm2(ahead(k, 3))",
+    "a pool": "param budget = 7\nwhen prefill\nscore mean_pool(max(dot(q, k) over text) * norm1(v), 3) + age",
+}
+"""Where vectors can be rotated, and what goes with it."""
+
+_SPANNED = {
+    "keys": "param budget = 7\nscore leverage(k, 1) + leverage(k - mean(k over slots), 0.1)",
+    "weighed values": "param budget = 7\nscore leverage(v * sqrt(sum(attn)), 1) + age / 100",
+    "what a query says": "param budget = 7\nwhen prefill\nscore leverage(v * exp(mean(dot(q, k) over text)), 0.5)",
+}
+"""What leverages can be of."""
+
+
+def rotations() -> Iterator[tuple[str, Policy]]:
+    """Rotated vectors, and leverages."""
+    for place, text in _ROTATED.items():
+        yield f"rotation in {place}", policy(text)
+    for place, text in _SPANNED.items():
+        yield f"leverage of {place}", policy(text)
+
+
 def all_operations() -> Iterator[tuple[str, Policy]]:
     """Every operation at every place, by what it is called in messages."""
     for op, row in ops.REDUCTIONS.items():
@@ -185,6 +217,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, pool(name)) for name in ops.POOLS)
     yield from ranks()
     yield from folds()
+    yield from rotations()
     yield from draws()
     yield from tensors()
     yield from given()

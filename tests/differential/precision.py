@@ -5,13 +5,14 @@ Shapes are the interpreter's: [slots or 1, dims or 1].
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from kvdsl.interp.evaluate import Scope as ExactScope
-from kvdsl.interp.evaluate import ascending, at_least_one, evaluate_number, page_of
+from kvdsl.interp.evaluate import ascending, at_least_one, differs_by_query_head, evaluate_number, page_of
+from kvdsl.interp.rotation import Rope
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
@@ -22,6 +23,7 @@ from kvdsl.ir.nodes import (
     FoldRef,
     GivenRef,
     Input,
+    Leverage,
     Number,
     ParamRef,
     Pool,
@@ -29,19 +31,22 @@ from kvdsl.ir.nodes import (
     Random,
     Rank,
     Reduce,
+    Rotate,
     TensorRef,
 )
-from kvdsl.ir.ops import REDUCTIONS
+from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
 
 from .ranges import (
     FUNCTIONS,
     LARGEST,
+    LIBRARY,
     OPERATORS,
     TINY,
     UNIT,
     Array,
     Mask,
     Range,
+    add,
     anything,
     choose,
     divide,
@@ -53,8 +58,10 @@ from .ranges import (
     rounded,
     square,
     stack,
+    subtract,
     tanh,
     total,
+    widened,
 )
 
 FUSED_16_BITS = 2.0**-14
@@ -69,6 +76,7 @@ class Scope:
         numbers: the policy's numbers, by name, exact.
         recall: the range, [slots, 1], of a state column or of a ring's reduction.
         unprotected: [slots] what a pool ranges over; None where that lies within precision.
+        rope, text, group: as the interpreter's scope has them; `query_head`: which of the group is asked, `how` the group is reduced.
         heads: the layer's KV heads, where all of them are asked together: what each sees, and the value of an expression for it.
     """
 
@@ -79,6 +87,11 @@ class Scope:
     recall: Callable[[Expr], Range]
     random: Callable[[], Array] | None = None
     unprotected: Mask | None = None
+    rope: Rope | None = None
+    text: Sequence[tuple[int, Array]] = ()
+    group: int = 1
+    query_head: int = 0
+    how: str = "mean"
     heads: tuple[tuple[Scope, Callable[[Expr, Scope], Range]], ...] = ()
 
 
@@ -106,6 +119,12 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
     if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
         return _over_heads(expr, scope)
+    if isinstance(expr, Reduce) and expr.within == "text":
+        return _over_text(expr, scope)
+    if isinstance(expr, Rotate):
+        return _rotate(expr, scope)
+    if isinstance(expr, Leverage):
+        return _leverage(expr, scope)
     if isinstance(expr, Reduce):
         return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
     if isinstance(expr, Project):
@@ -126,6 +145,70 @@ def _begun(held: Range, start: Range) -> Range:
     either = Range(np.minimum(held.lo, start.lo), np.maximum(held.hi, start.hi), held.nan & start.nan)
     begun = choose(held.never, start, choose(~held.nan, held, either))
     return choose(held.never, start, begun)
+
+
+def _over_text(expr: Reduce, scope: Scope) -> Range:
+    first = 0.0 if expr.after is None else evaluate_number(expr.after, scope.numbers)
+    found = []
+    for place, heads in scope.text:
+        if place >= first:
+            own = {"q": exactly(heads[scope.query_head][None]), "query_position": exactly([[place]])}
+            own["age"] = exactly(place - scope.inputs["position"].lo)
+            found.append(bounds(expr.body, replace(scope, inputs={**scope.inputs, **own})))
+    if not found:
+        return exactly(np.full((1, scope.dims if Axis.DIM in axes_of(expr.body) else 1), REDUCTIONS[expr.op].of_nothing))
+    shape = np.broadcast_shapes(*(one.lo.shape for one in found))
+    return fold(expr.op, stack([one.map(lambda x: np.broadcast_to(x, shape)) for one in found]), 0)[0]
+
+
+def _rotate(expr: Rotate, scope: Scope) -> Range:
+    """Cosines and sines are a library's, and found in float64."""
+    x = bounds(expr.body, scope)
+    if scope.rope is None:
+        return FUNCTIONS["abs"](x) if expr.op == "pairs" else x
+    first, second = scope.rope._pairs()
+    a, b = x[:, first], x[:, second]
+    if expr.op == "pairs":
+        length = FUNCTIONS["sqrt"](add(square(a), square(b)))
+        return _with_pairs(FUNCTIONS["abs"](x), (first, widened(length, LIBRARY)), (second, widened(length, LIBRARY)))
+    assert expr.by is not None
+    if expr.op == "turn":
+        by = bounds(expr.by, scope)
+        if not by.sharp.all() or not np.isfinite(by.lo).all():
+            return anything((max(len(x.lo), len(by.lo)), x.lo.shape[1]))
+        angle = by.lo * scope.rope.inv_freq
+        cos, sin = np.cos(angle), np.sin(angle)
+    else:
+        newest, count = scope.inputs["seen"].lo.item() - 1, int(at_least_one(evaluate_number(expr.by, scope.numbers)))
+        factor = None if expr.factor is None else evaluate_number(expr.factor, scope.numbers)
+        count = min(count, FARTHEST if factor is None else MOST_STEPS)
+        places = [place + 1 if factor is None else factor**place for place in range(count)]
+        angle = -(newest + np.array(places))[:, None] * scope.rope.inv_freq
+        cos, sin = np.cos(angle).mean(0, keepdims=True), np.sin(angle).mean(0, keepdims=True)
+    c, s = (widened(rounded(one), LIBRARY) for one in (cos, sin))
+    rows = max(len(x.lo), len(cos))
+    turned = (subtract(multiply(a, c), multiply(b, s)), add(multiply(a, s), multiply(b, c)))
+    whole = x.map(lambda one: np.broadcast_to(one, (rows, one.shape[1])).copy())
+    return _with_pairs(whole, (first, turned[0]), (second, turned[1]))
+
+
+def _with_pairs(x: Range, *parts: tuple[Array, Range]) -> Range:
+    for dims, part in parts:
+        for name in ("lo", "hi", "nan"):
+            getattr(x, name)[:, dims] = getattr(part, name)
+    return x
+
+
+def _leverage(expr: Leverage, scope: Scope) -> Range:
+    """Of vectors that are known, where the system is well posed; found in float64 everywhere."""
+    x = bounds(expr.body, scope).map(lambda one: np.broadcast_to(one, (scope.slots, one.shape[1])))
+    unknown = anything((scope.slots, 1))
+    if not x.sharp.all() or not np.isfinite(x.lo).all():
+        return unknown
+    gram = x.lo.T @ x.lo + evaluate_number(expr.ridge, scope.numbers) * np.eye(x.lo.shape[1])
+    if not np.isfinite(gram).all() or np.linalg.cond(gram) > 1e6:
+        return unknown
+    return widened(exactly(np.sum(x.lo * np.linalg.solve(gram, x.lo.T).T, axis=1, keepdims=True)), 1e-6)
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Range:
@@ -199,7 +282,7 @@ def _first(holds: Mask, otherwise: int) -> float:
 def _pool(expr: Pool, scope: Scope) -> Range:
     if scope.unprotected is None:
         return anything((scope.slots, 1))
-    body = bounds(expr.body, scope).map(lambda x: np.broadcast_to(x, (scope.slots, 1)))
+    body = bounds_of_group(expr.body, scope).map(lambda x: x[:, None])
     radius = int(min(at_least_one(evaluate_number(expr.size, scope.numbers)), 2 * scope.slots) // 2)
     slots = np.flatnonzero(scope.unprotected)
     in_order = slots[np.argsort(scope.inputs["position"].lo[slots, 0])]
@@ -212,6 +295,14 @@ def _pool(expr: Pool, scope: Scope) -> Range:
 def bounds_of_slots(expr: Expr, scope: Scope) -> Range:
     """The range of an expression with at most the slots' axis: [slots]."""
     return bounds(expr, scope).map(lambda x: np.broadcast_to(x, (scope.slots, 1))[:, 0].copy())
+
+
+def bounds_of_group(expr: Expr, scope: Scope) -> Range:
+    """The same of what a settle ranks by: what differs between query heads is reduced over the group."""
+    if not differs_by_query_head(expr):
+        return bounds_of_slots(expr, scope)
+    heads = [bounds_of_slots(expr, replace(scope, query_head=head)) for head in range(scope.group)]
+    return over_group(stack(heads), scope.how)
 
 
 # -- attention -----------------------------------------------------------------------------------------------------------

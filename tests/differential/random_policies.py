@@ -30,6 +30,7 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     LayerRange,
+    Leverage,
     Node,
     Number,
     Param,
@@ -41,6 +42,7 @@ from kvdsl.ir.nodes import (
     Random,
     Rank,
     Reduce,
+    Rotate,
     Select,
     Sketch,
     Tensor,
@@ -73,6 +75,7 @@ class Place:
         attends: that query has attended, so attn and logit have values as well.
         dims: it stands in a reduction over dims; `sketched`: over the sketch's.
         pools: it may pool: a score, outside of reductions and pools.
+        text: it may range over the prompt's queries; `asks`: it stands in such a reduction.
         previous: it stands in a fold; `pruned`: over prunes.
         depth: how many operations deep it may still become.
     """
@@ -82,6 +85,8 @@ class Place:
     dims: bool = False
     sketched: bool = False
     pools: bool = False
+    text: bool = False
+    asks: bool = False
     previous: bool = False
     pruned: bool = False
     depth: int = 3
@@ -214,6 +219,13 @@ class Maker:
 
     def own_leaf(self, place: Place) -> Expr:
         """What only this place has."""
+        if place.asks and not place.dims:
+            return self.one_of(
+                lambda: self.dot(place),
+                lambda: self.dot(place),
+                lambda: Input(name="query_position"),
+                lambda: Input(name="age"),
+            )()
         if place.previous and not place.dims and self.one_of(True, False):
             return Previous()
         if place.dims:
@@ -232,10 +244,45 @@ class Maker:
             return self.over_page(Input(name=self.one_of("k", "v")))
         if any("dims" in one.axes for one in self.tensors) and self.rarely():
             return self.tensor(dims=True)
-        if place.query and not place.attends and not self.fused and self.rarely():
+        if place.query and not place.attends and not place.asks and not self.fused and self.rarely():
             return self.binary("*", Input(name="k"), Input(name="query_head"))
+        if not self.fused and not place.sketched and self.rarely():
+            return self.rotated(place)
         vectors = ("q", "k") if place.sketched else ("q", "k", "v") if place.query else ("k", "v")
         return Input(name=self.one_of(*vectors))
+
+    def rotated(self, place: Place) -> Expr:
+        """A key or query, turned."""
+        body = Input(name=self.one_of("q", "k") if place.query else "k")
+        op = self.one_of("turn", "turn", "ahead", "pairs")
+        if op == "pairs":
+            return Rotate(op=op, body=body)
+        if op == "ahead":
+            factor = Number(value=self.one_of(1.0, 2.0, 3.0)) if self.rarely() else None
+            return Rotate(op=op, body=body, by=self.count(9, 1), factor=factor)
+        own = Input(name="query_position") if body.name == "q" else Input(name="position")
+        by = self.one_of(
+            Call(function="neg", args=(own,)), Number(value=self.one_of(1.0, 3.0, -2.0)), self.one_of(*self.fixed)
+        )
+        return Rotate(op=op, body=body, by=by)
+
+    def leverage(self, place: Place) -> Expr:
+        """Of keys or values, perhaps weighed."""
+        body: Expr = Input(name=self.one_of("k", "v"))
+        if self.rarely():
+            body = self.binary("*", body, self.value(place.deeper(pools=False, text=False)))
+        return Leverage(body=body, ridge=Number(value=self.one_of(1.0, 0.01, 10.0)))
+
+    def over_text(self, place: Place) -> Expr:
+        """A reduction over the prompt's queries."""
+        inside = Place(query=True, attends=False, asks=True, depth=min(place.depth - 1, 1))
+        body = self.binary(self.one_of("+", "*", "-"), self.dot(inside), self.value(inside))
+        if self.rarely():
+            turned = Rotate(op="turn", body=Input(name="q"), by=Call(function="neg", args=(Input(name="query_position"),)))
+            seen = Rotate(op="ahead", body=Input(name="k"), by=self.count(9, 1))
+            body = Reduce(op="sum", axis=DIM, body=Binary(op="*", left=turned, right=seen))
+        after = self.count(3) if self.rarely() else None
+        return Reduce(op=self.one_of(*ops.reducing("text")), axis=QUERY, body=body, within="text", after=after)
 
     def tensor(self, *, dims: bool) -> Expr:
         """What a file says of the KV head."""
@@ -260,14 +307,19 @@ class Maker:
             axes.append("rank")
         if not self.fused and not place.dims and not place.pruned and (not place.query or place.previous) and self.rarely():
             axes.append("fold")
+        if place.text and not place.dims:
+            axes += ["text"] * 4
+        if not self.fused and not place.query and not place.asks and self.one_of(*[False] * 31, True):
+            axes.append("leverage")
         makers = {
+            "text": self.over_text, "leverage": self.leverage,
             "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
             "rank": self.rank, "fold": self.fold,
         }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
     def over_queries(self, place: Place) -> Expr:
-        body = self.value(place.deeper(query=True, dims=False, pools=False))
+        body = self.value(place.deeper(query=True, dims=False, pools=False, text=False))
         if QUERY not in axes_of(body):
             body = self.binary(self.one_of("*", "+", ">"), Input(name="attn"), body)
         return self.of_queries(self.one_of(*OF_QUERIES), body)
@@ -320,7 +372,7 @@ class Maker:
         if place.query:
             body: Expr = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=Input(name=self.one_of("k", "v")))
             return self.over_page(self.one_of(body, Input(name="age")))
-        body = self.value(place.deeper(dims=False, pools=False))
+        body = self.value(place.deeper(dims=False, pools=False, text=False))
         drawn = axes_of(body) == {SLOT} and not any(isinstance(part, Random) for part in walk(body))
         return self.over_page(body if drawn else self.attention())
 
@@ -341,7 +393,9 @@ class Maker:
     def fold(self, place: Place) -> Expr:
         """Query by query, or prune by prune; a fold over queries may stand in either."""
         over = "queries" if place.query else self.one_of("queries", "queries", "prunes")
-        inside = place.deeper(query=over == "queries", attends=True, previous=True, pruned=over == "prunes", pools=False)
+        inside = place.deeper(
+            query=over == "queries", attends=True, previous=True, pruned=over == "prunes", pools=False, text=False
+        )
         body = self.value(inside)
         shape = self.one_of("max", "blend", "where")
         if shape == "max":
@@ -398,15 +452,22 @@ class Maker:
 
     def eviction(self, room: float, *, compact: bool) -> dict[str, Any]:
         """The statements of a policy with a budget; what it may read of the layer is decided before."""
-        made: dict[str, Any] = {"score": self.value(SCORE)}
-        made["when"] = self.one_of("both", "both", "both", "both", "prefill", "decode")
+        made: dict[str, Any] = {"when": self.one_of("both", "both", "both", "both", "prefill", "decode")}
+        made["score"] = self.value(replace(SCORE, text=made["when"] == "prefill" and not self.fused))
+        asks = any(isinstance(part, Reduce) and part.within == "text" for part in walk(made["score"]))
         if made["when"] != "prefill":
             if self.rarely():
                 made |= {name: self.count(4, own=self.by_head) for name in ("trigger", "slack", "max_drop")}
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
         elif not self.fused and not self.by_head and not self.measured:
             made |= self.shared()
-        if made["when"] != "decode" and self.victims != "layers" and "across_layers" not in made and self.rarely():
+        if (
+            made["when"] != "decode"
+            and self.victims != "layers"
+            and "across_layers" not in made
+            and not asks
+            and self.rarely()
+        ):
             made |= {"prefill": "blocks", "prefill_block": self.count(6, 1)}
         if not made.keys() & {"across", "across_layers"}:
             made["victims"] = self.victims
@@ -689,6 +750,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Fold, Project, Rank, Enough, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Fold, Project, Rotate, Leverage, Rank, Enough, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

@@ -84,6 +84,8 @@ class Shadow:
         self.sketch = head.sketch
         self.columns = {name: exactly(x) for name, x in head.columns.items()}
         self.undecided = False
+        self.text: list[tuple[int, Array]] = []
+        self.group = 1
         self._new: dict[str, Array] = {}  # what the caller gave of the newest tokens
 
     # -- forwards ------------------------------------------------------------------------------------------------------
@@ -95,6 +97,7 @@ class Shadow:
             fused: the precision of the attention that serves prompts.
         """
         first_new = self.seen
+        self.text, self.group = list(enumerate(q, start=first_new)), q.shape[1]
         self._place(k, v, supplied)
         return self._queries(q, first_new, None, fused)
 
@@ -105,6 +108,7 @@ class Shadow:
             sketch: the dims at which the interpreter looks.
         """
         newest = self.seen
+        self.text, self.group = [], len(q)
         self._place(k[None], v[None], supplied)
         if self.policy.sketch is not None and self.machine.is_refresh(_Sketched(self.sketch), newest):  # type: ignore[arg-type]
             self.refresh(q, newest, sketch)
@@ -273,7 +277,8 @@ class Shadow:
         inputs |= {name: exactly(value).map(lambda x: x[:, None]) for name, value in per_slot.items()}
         inputs |= {"k": exactly(self.key[chosen]), "v": exactly(self.value[chosen])}
         inputs["live"] = exactly([[np.count_nonzero(self.position <= newest)]])
-        inputs["seen"] = exactly([[newest + 1]])
+        inputs["seen"], inputs["query_position"] = exactly([[newest + 1]]), exactly([[newest]])
+        inputs["scaling"] = rounded([[self.machine.call.scaling]])
         for name, value in (("attn", prob), ("logit", logit)):
             if value is not None:
                 inputs[name] = over_group(value, self.policy.group).map(lambda x: x[:, None])
@@ -285,6 +290,10 @@ class Shadow:
             numbers=self._exact(live=inputs["live"].lo, seen=inputs["seen"].lo),
             recall=lambda leaf: self._recall(leaf, chosen, newest),
             random=lambda: uniform(machine.seed, self.numbers.layer, machine.head_index, position, newest)[:, None],
+            rope=machine.call.rope,
+            text=self.text,
+            group=self.group,
+            how=self.policy.group,
         )
 
     def _exact(self, **inputs: Array) -> ExactScope:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import numpy as np
 
 from tests.interp import brute
-from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, by_sketch, draw, full, lowest, recent_total
+from tests.interp.brute import FREQUENCIES, Cache, Leaves, Method, by_sketch, draw, full, lowest, recent_total, rotated
 
 
 def once(leaves: Leaves) -> Leaves:
@@ -232,14 +232,74 @@ def mean_keys(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callab
 # -- approximately -----------------------------------------------------------------------------------------------------
 
 
-def expected_attention(cache: Cache, sinks: int = 2) -> list[int]:
-    """The mean of exp(x) of a normal x, times the value's norm."""
+def from_ahead(cache: Cache, query: np.ndarray, token: int, horizon: int) -> float:
+    """What a query gives a key, on average, from the places that come next."""
+    key, places = rotated(cache.k[token], token, FREQUENCIES), range(cache.newest + 1, cache.newest + 1 + horizon)
+    return float(np.mean([rotated(query, place, FREQUENCIES) @ key for place in places]))
 
-    def score(token: int) -> float:
-        found = logits(cache, token)
-        return math.exp(float(np.mean(found)) + float(np.var(found)) / 2) * length(cache.v[token])
 
-    return lowest(cache, cache.kept[sinks:-1], score)
+def softmax(logits: dict[int, float]) -> dict[int, float]:
+    weights = {token: math.exp(x) for token, x in logits.items()}
+    return {token: weight / sum(weights.values()) for token, weight in weights.items()}
+
+
+def expected_attention(cache: Cache, sinks: int = 2, horizon: int = 3) -> list[int]:
+    """The softmax of mean + variance / 2 of what the prompt's queries give from ahead, head by head, times the value's norm."""
+    text, score = cache.kept[sinks:], dict.fromkeys(cache.kept[sinks:], 0.0)
+    for head in range(cache.q.shape[1]):
+        asked = {
+            token: [
+                from_ahead(cache, cache.q[query, head], token, horizon) / math.sqrt(cache.k.shape[1])
+                for query in range(sinks, cache.newest + 1)
+            ]
+            for token in text
+        }
+        for token, p in softmax({token: float(np.mean(x)) + float(np.var(x)) / 2 for token, x in asked.items()}).items():
+            score[token] += p * length(cache.v[token])
+    return lowest(cache, text, lambda token: score[token])
+
+
+def leverages(rows: np.ndarray, ridge: float) -> np.ndarray:
+    """x (XᵀX + ridge)⁻¹ x of every row."""
+    return np.einsum("nd,de,ne->n", rows, np.linalg.inv(rows.T @ rows + ridge * np.eye(rows.shape[1])), rows)
+
+
+def leverage_score(cache: Cache) -> list[int]:
+    """Of the keys before they were rotated, about their mean, in the sketch's dims."""
+    keys = cache.k[cache.kept]
+    found = leverages((keys - keys.mean(axis=0)) @ SKETCH, 0.01)
+    return lowest(cache, cache.kept, lambda token: found[cache.kept.index(token)])
+
+
+def capkv(cache: Cache, sinks: int = 2, tau: float = 5.0, horizon: int = 3) -> list[int]:
+    """Leverages of values, weighed by exp(tau cos) of key and mean query, head by head."""
+    text, score = cache.kept[sinks:], np.zeros(len(cache.kept) - sinks)
+    for head in range(cache.q.shape[1]):
+        centre = cache.q[sinks : cache.newest + 1, head].mean(axis=0)
+        ahead = np.mean(
+            [rotated(centre, place, FREQUENCIES) for place in range(cache.newest + 1, cache.newest + 1 + horizon)], axis=0
+        )
+        keys = np.stack([rotated(cache.k[token], token, FREQUENCIES) for token in text])
+        cosine = keys @ ahead / (np.linalg.norm(keys, axis=1) * length(ahead))
+        weight = np.exp(tau * cosine - (tau * cosine).max())
+        found = leverages(cache.v[text] * np.sqrt(weight + 1e-6)[:, None], 1.0)
+        score += weight * found / (weight + 1e-6)
+    return lowest(cache, text, lambda token: score[text.index(token)])
+
+
+def non_causal(cache: Cache, chunk: int = 4) -> list[int]:
+    """Column sums of each chunk's whole attention, unscaled; the mean with both neighbours, zeros around the text."""
+    got = [0.0] * len(cache.kept)
+    for head in range(cache.q.shape[1]):
+        for first in range(0, len(cache.kept), chunk):
+            own = cache.kept[first : first + chunk]
+            for query in own:
+                asked = rotated(cache.q[query, head], query, FREQUENCIES)
+                given = softmax({token: float(asked @ rotated(cache.k[token], token, FREQUENCIES)) for token in own})
+                for token, p in given.items():
+                    got[token] += p / cache.q.shape[1]
+    weighed = [0.0, *(got[token] * length(cache.v[token]) for token in cache.kept), 0.0]
+    return lowest(cache, cache.kept, lambda token: sum(weighed[token : token + 3]) / 3)
 
 
 def criticalkv(cache: Cache, window: int = 2) -> list[int]:
@@ -569,6 +629,7 @@ def double_sparsity(cache: Cache, token: int) -> list[int]:
 
 
 BASIS = np.array([[0.6, 0.0], [0.0, 0.8], [-0.8, 0.0], [0.0, 0.0], [0.0, -0.6], [0.0, 0.0]])
+SKETCH = np.random.default_rng(4).normal(size=(6, 4)) / 2
 
 
 def loki(cache: Cache, token: int) -> list[int]:
@@ -646,7 +707,10 @@ METHODS: dict[str, Method] = {
     "streaming_llm_once": Method(once(sinks_and_recent)),
     "random_once": Method(once(at_random)),
     "snapkv_kvpress": Method(once(snapkv), given=given(window=4), prompt=20),
-    "expected_attention": Method(once(expected_attention), given=given(sinks=2)),
+    "expected_attention": Method(once(expected_attention), given=given(sinks=2, horizon=3), rotary=FREQUENCIES),
+    "leverage_score": Method(once(leverage_score), prompt=16, rotary=FREQUENCIES, tensors={"sketch": SKETCH[None, None]}),
+    "capkv": Method(once(capkv), given=given(sinks=2, horizon=3), rotary=FREQUENCIES),
+    "non_causal": Method(once(non_causal), given=given(chunk=4), rotary=FREQUENCIES),
     "cur": Method(once(cur), 12, given=given(budget=12, sinks=2, block=4), prompt=30),
     "chunkkv": Method(once(chunkkv), given=given(chunk=5, window=3), prompt=20),
     "lagkv": Method(once(lagkv), 14, {"budget": 14, "sinks": 2, "lag": 4}, prompt=23),

@@ -32,6 +32,8 @@ NEW: dict[str, dict[str, float]] = {
     "sparcas": {"tokens": 9, "dims": 4},
     "quest": {"tokens": 32},
     "token_select": {"tokens": 9, "sinks": 2, "recent": 3},
+    "expected_attention": {"budget": 34, "sinks": 2, "horizon": 16},
+    "capkv": {"budget": 34, "sinks": 2},
     "lazy_eviction": {"budget": 20, "window": 4, "alpha": 0.05},
     "gkv": {"budget": 20, "window": 4, "buffer": 2},
     "tidaldecode": {"tokens": 9, "start": 1, "again": 2},

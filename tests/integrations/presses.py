@@ -79,6 +79,12 @@ COUNTERPARTS: dict[str, Counterpart] = {
     "lagkv": Counterpart(
         lambda kvpress, ratio: kvpress.LagKVPress(ratio, n_sink=4, lag_size=15), lambda budget: {"sinks": 4, "lag": 15}
     ),
+    "expected_attention": Counterpart(lambda kvpress, ratio: kvpress.ExpectedAttentionPress(ratio)),
+    "capkv": Counterpart(lambda kvpress, ratio: kvpress.CapPress(ratio)),
+    # Whole chunks: a last one that is not whole attends to its padding in kvpress.
+    "non_causal": Counterpart(
+        lambda kvpress, ratio: kvpress.NonCausalAttnPress(ratio, chunk_size=16), lambda budget: {"chunk": 16}
+    ),
     "finch": Counterpart(_finch, lambda budget: {"question": 12}),
     "cur": Counterpart(lambda kvpress, ratio: kvpress.CURPress(ratio)),
     "chunkkv": Counterpart(
@@ -111,6 +117,7 @@ OTHERS = (
     "lu_kv",
     "duo_attention",
     "q_filters",
+    "leverage_score",
     "fast_kvzip",
     "kvzip",
     "dms",

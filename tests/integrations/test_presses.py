@@ -187,10 +187,10 @@ def test_all_layers_share(read: Read, policy: str, press: str, score: Callable[.
 
 
 def with_tensor(folder: Path, policy: str, name: str, values: np.ndarray, *statements: str) -> Path:
-    """A policy that extends one of the gallery by a tensor for the model [layers, heads] or [layers, heads, dims], as a file."""
+    """A policy that extends one of the gallery by a tensor for the model, [layers, heads(, dims(, rank))], as a file."""
     stored = Stored("F32", values.shape, values.astype("<f4").tobytes())
     (folder / "mine.safetensors").write_bytes(written({name: stored}))
-    axes = ", ".join(("layers", "heads", "dims")[: values.ndim])
+    axes = ", ".join(("layers", "heads", "dims", "rank")[: values.ndim])
     parent = analyse(find_policy(policy)).policy.name
     lines = (f'override tensor {name} [{axes}] from "mine.safetensors"', *statements)
     body = "".join(f"  {line}\n" for line in lines)
@@ -242,6 +242,20 @@ def test_a_filter_for_each_head(read: Read, tmp_path: Path, ratio: float) -> Non
 
     theirs = read.kept(Press(ratio))
     file = with_tensor(tmp_path, "q_filters", "filter", filters, "keep last 0", "when prefill")
+    assert read.kept(PolicyPress(file, compression_ratio=ratio)) == theirs
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_leverage(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
+    """With the same random numbers, which kvpress draws layer by layer."""
+    layers, heads = heads_of(read)
+    drawn = np.random.default_rng(3).normal(size=(layers, heads, read.values[0].shape[3], 12))
+    left = [torch.tensor(one[None], dtype=torch.float32) for one in drawn]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "randn", lambda *shape, **how: left.pop(0))
+        theirs = read.kept(kvpress.LeverageScorePress(ratio, sketch_dimension=12))
+    assert not left
+    file = with_tensor(tmp_path, "leverage_score", "sketch", drawn / np.sqrt(12))
     assert read.kept(PolicyPress(file, compression_ratio=ratio)) == theirs
 
 

@@ -36,6 +36,9 @@ class Cache:
         """Softmax over the kept tokens, this one included, or over those that were chosen."""
         seen = self.kept if chosen is None else chosen
         key, query = self.k[seen], self.q[token]
+        if self.method.rotary is not None:
+            key = np.stack([rotated(self.k[one], one, self.method.rotary) for one in seen])
+            query = np.stack([rotated(one, token, self.method.rotary) for one in query])
         if self.method.frequencies is not None:
             rank = {kept: place for place, kept in enumerate(self.kept)}
             key = np.stack([rotated(self.k[one], rank[one], self.method.frequencies) for one in seen])
@@ -88,7 +91,7 @@ class Method:
         prompt, tokens: lengths of the prompt, and of everything.
         layer, layers: where it runs.
         chosen: what a decoded token attends to, or None: everything.
-        frequencies: of the rotary positions, counted inside of the cache, or None: as they arrive.
+        frequencies: of the rotary positions, counted inside of the cache, or None: as they arrive. `rotary`: counted in the text.
         tensors: what the policy's files hold, for a model of one layer and KV head.
     """
 
@@ -101,6 +104,7 @@ class Method:
     layers: int = 4
     chosen: Callable[[Cache, int], list[int]] | None = None
     frequencies: tuple[float, ...] | None = None
+    rotary: tuple[float, ...] | None = None
     tensors: dict[str, np.ndarray] = field(default_factory=dict)
 
     def run(

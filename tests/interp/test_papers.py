@@ -43,10 +43,11 @@ def compare(
     """
     q, k, v = trace(method.tokens, seed)
     query, key, rope = q, k, None
-    if method.frequencies is not None:  # the model gives them rotated at their places in the text
-        rope = Rope(np.array(method.frequencies))
-        key = np.stack([rotated(x, place, method.frequencies) for place, x in enumerate(k)])
-        query = np.stack([[rotated(x, place, method.frequencies) for x in group] for place, group in enumerate(q)])
+    frequencies = method.frequencies or method.rotary
+    if frequencies is not None:  # the model gives them rotated at their places in the text
+        rope = Rope(np.array(frequencies))
+        key = np.stack([rotated(x, place, frequencies) for place, x in enumerate(k)])
+        query = np.stack([[rotated(x, place, frequencies) for x in group] for place, group in enumerate(q)])
     where = {"prompt": method.prompt, "layer": method.layer, "layers": method.layers, "tensors": method.tensors}
     numbers = resolve(policy, method.given, **where)
     interpreter = Interpreter(policy, numbers, Call(scaling=DIM**-0.5, rope=rope), tensors=method.tensors)

@@ -200,6 +200,23 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
          "fold(prev + max_pool(age, 3) over prunes, 0)", "pool the score as a whole"),
         ("fold(prev + attn, live)", "KV0308", "a fold begins with what is known of a token when it comes, but `live` is not", "live",
          "a number, `position`, or what its key and value say"),
+        ("mean(attn over text)", "KV0324", "`over text` ranges over queries that never saw the slot, so it cannot read `attn`", "attn",
+         "`logit` is `dot(q, k) * scaling`"),
+        ("max(random() * dot(q, k) over text)", "KV0324",
+         "`over text` ranges over queries that never saw the slot, so it cannot read `random()`", "random() * dot(q, k)", None),
+        ("mean(dot(q, k) over text)", "KV0324", "the prompt's queries are there until it has settled, so `over text` needs `when prefill`",
+         "mean(dot(q, k) over text)", "add `when prefill`"),
+        ("max(k over dims after 3)", "KV0307", "only `over text` leaves out the first queries, not `over dims`", "over dims after 3",
+         "write `over dims`"),
+        ("norm2(turn(v, 3))", "KV0323", "`turn` rotates a vector over the dims of a key, but `v` is none", "v",
+         "for example `turn(k, ...)`"),
+        ("norm2(pairs(age))", "KV0323", "`pairs` rotates a vector over the dims of a key, but `age` is none", "age",
+         "for example `pairs(k)`"),
+        ("norm2(turn(k, v))", "KV0323", "all dims turn by the same number of places, but `v` has one number per slot and dim", "v", None),
+        ("norm2(turn(k))", "KV0306", "`turn` takes 2 arguments, but 1 is given", "turn(k)", "for example `turn(k, -position)`"),
+        ("norm2(ahead(k, 0))", "KV0410", "how far `ahead` looks lies between 1 and 65536, but `0` is 0", "0", None),
+        ("leverage(age, 1)", "KV0304", "`leverage` takes a vector of each slot, but `age` has one number per slot", "age",
+         "for example `leverage(k, 0.01)`"),
         ("prev + 1", "KV0201", "unknown name `prev`", "prev",
          "`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`"),
         ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(x)`, the place in the order of x"),
@@ -208,6 +225,22 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
 )  # fmt: skip
 def test_refused(text: str, code: str, message: str, at: str, help: str | None) -> None:
     expect_in(f"score {text}", code, message, at, help)
+
+
+def test_the_prompts_queries_are_for_scores() -> None:
+    found = only(body("param budget = 8", "when prefill", "score age", "keep top 2 by max(dot(q, k) over text)"), "KV0324")
+    assert (
+        found.message == "what `keep top` ranks by cannot read `over text`: the prompt's queries are there when it is scored"
+    )
+    found = only(body("param budget = 8", "when prefill", "score max(dot(q, k) over text)", "prefill blocks of 4"), "KV0324")
+    assert (
+        found.message
+        == "a prompt in blocks settles before all of its queries are there, so the score cannot read `over text`"
+    )
+    expr = score("dot(mean(turn(q, -query_position) over text after 2), ahead(k, 9, 2))", "when prefill")
+    assert axes_of(expr) == {Axis.SLOT}
+    assert print_expression(expr) == "sum(mean(turn(q, -query_position) over text after 2) * ahead(k, 9, 2) over dims)"
+    assert print_expression(score("leverage(pairs(k) * age, 0.5)")) == "leverage(pairs(k) * age, 0.5)"
 
 
 @pytest.mark.parametrize(

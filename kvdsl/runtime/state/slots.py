@@ -12,6 +12,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.choices import Choices
@@ -77,7 +78,9 @@ class SlotState(Linked):
         selects: whether a decoded token attends to a selection only.
         even: whether every head of every row comes to fill its slots, all but a few: kernels then read them without asking which.
         ring_sizes: rows of each ring.
-        window: how many tokens a query of this layer sees, or None.
+        window: how many tokens a query of this layer sees, or None. `scaling`, `rope`: as the last call had them.
+        text: the queries of the prompt that has not settled yet, forward by forward, [batch, query_heads, tokens, dim], and their
+            places, int32 [batch, tokens], FREE for padding; for a score that reads them.
         processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
         together: the layers that agree on their victims, or None where this one decides by itself.
         choices: what the layer chooses for those above, or takes over from one below; None where it does neither.
@@ -173,6 +176,9 @@ class SlotState(Linked):
         self.selects = False
         self.even = False
         self.window = None
+        self.scaling = 1.0
+        self.rope: Rope | None = None
+        self.text: list[tuple[Tensor, Tensor]] = []
         self.ring_sizes = ()
         self.workspace: Any = None
         self.expected = 0

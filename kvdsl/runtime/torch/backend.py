@@ -103,6 +103,7 @@ def _one_by_one(call: AttentionCall) -> Iterator[AttentionCall]:
 
 
 def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
+    state.scaling, state.rope = call.scaling, call.rope
     new_position = new_positions(state, call)
     real = new_position >= 0
     if state.spec.hard_cap:

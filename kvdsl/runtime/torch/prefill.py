@@ -32,9 +32,11 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     Returns:
         [batch, tokens, query_heads, value_dim].
     """
-    state.window = call.window
+    state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     state.read_constants(call.key, call.value)
     position = new_positions(state, call)
+    if state.spec.reads_text:
+        state.text.append((call.query, position))
     seen = seen_before(state, call) + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen)
     state.size_rings(numbers)
@@ -45,8 +47,13 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
         state.store(kept, seen, numbers)
         return out
     held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers), of_prompt=True)
-    eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
+    eviction.settle(held, then=lambda: _settled(state, kept, seen, numbers))
     return out
+
+
+def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> None:
+    state.text = []
+    state.store(kept, seen, numbers)
 
 
 def finish(state: SlotState) -> None:
@@ -57,7 +64,7 @@ def finish(state: SlotState) -> None:
         return  # blocks settle by themselves
     all_rows = torch.ones_like(seen, dtype=torch.bool)
     held = Held(state, kept, numbers, seen - 1, all_rows, _evicts(state, numbers), of_prompt=True)
-    eviction.settle(held, then=lambda: state.store(kept, seen, numbers))
+    eviction.settle(held, then=lambda: _settled(state, kept, seen, numbers))
 
 
 def _in_blocks(

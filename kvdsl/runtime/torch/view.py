@@ -7,7 +7,7 @@ reduction over dims there is one more axis, last. All arithmetic is float32.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Protocol
@@ -15,10 +15,24 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import neighbours, pages, rings
 from kvdsl.runtime.torch.rounding import sqrt
 from kvdsl.runtime.torch.settle import grade
+
+_FARTHEST, _MOST_STEPS = 65_536, 32
+"""How far `ahead` looks at most; see `kvdsl.ir.ops`, which generated packages do not need."""
+
+_TEXT_ENTRIES = 1 << 22
+"""Numbers of a block of the prompt's queries."""
+
+_TEXT_FOLDS: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
+    "sum": (0.0, torch.add),
+    "max": (-torch.inf, torch.maximum),
+    "min": (torch.inf, torch.minimum),
+}
+"""How blocks of the prompt's queries go together: what there is of none, and of two."""
 
 
 class Weights(Protocol):
@@ -52,6 +66,9 @@ class View:
         sketch: int32 [batch, kv_heads, any], dims of keys and queries, -1 for none; None for a policy without a sketch.
         protected: bool [batch, kv_heads, slots], what may not leave; None until a settle knows.
         weights: what the queries give the slots; None in a settle.
+        factor: what products of queries and keys are multiplied by. `rope`: how the model rotates, or None.
+        newest: int32 [batch, 1, 1, 1], the newest token's place, in a view of the prompt's queries; elsewhere it is the query's own.
+        text: the prompt's queries, and their places; see `SlotState.text`.
     """
 
     visible: Tensor
@@ -72,6 +89,10 @@ class View:
     doubles: dict[str, Tensor] = field(default_factory=dict)
     protected: Tensor | None = None
     weights: Weights | None = None
+    factor: float = 1.0
+    rope: Rope | None = None
+    newest: Tensor | None = None
+    text: Sequence[tuple[Tensor, Tensor]] = ()
 
     def queries(self) -> Iterator[View]:
         """The block's queries one by one, in the order of the text."""
@@ -115,6 +136,16 @@ class View:
     def seen(self) -> Tensor:
         """How many tokens of the row there were when the query's had come: [batch, 1, queries, 1]."""
         return (self.query_position + 1).float()
+
+    @property
+    def asked(self) -> Tensor:
+        """The query's own place: [batch, 1, queries, 1]."""
+        return self.query_position.float()
+
+    @property
+    def scaling(self) -> Tensor:
+        """The factor of products of queries and keys: [1, 1, 1, 1]."""
+        return torch.full((1, 1, 1, 1), self.factor, device=self.visible.device)
 
     @property
     def observed(self) -> Tensor:
@@ -277,6 +308,102 @@ class View:
         numbers = {name: values[:, 0] for name, values in self.numbers.items() if name in ("page", "page_after")}
         return pages.page_of(self.slot_position[:, :, 0], numbers).unsqueeze(2)
 
+    # -- rotated vectors, and the prompt's queries -----------------------------------------------------------------------
+
+    def turn(self, x: Tensor, shift: Tensor | float) -> Tensor:
+        """A vector, [batch, kv_heads, ..., dim], turned on by `shift` places, [batch, kv_heads, ...]."""
+        by = torch.as_tensor(shift, dtype=torch.float64, device=x.device)
+        shape = torch.broadcast_shapes(x.shape[:-1], by.shape)
+        if self.rope is None:
+            return x.float().expand(*shape, x.shape[-1])
+        return self.rope.rotate(x, by)
+
+    def pairs(self, x: Tensor) -> Tensor:
+        """At each dim the length of the pair that turns together."""
+        return x.float().abs() if self.rope is None else self.rope.pair_lengths(x)
+
+    def ahead(self, x: Tensor, count: Tensor | float, factor: Tensor | float | None = None) -> Tensor:
+        """A key, [batch, kv_heads, ..., dim], turned back by the next places, on average: see `kvdsl.ir.nodes.Rotate`."""
+        if self.rope is None:
+            return x.float()
+        newest = (self.query_position if self.newest is None else self.newest).double()
+        frequencies = self.rope.frequencies(x.device)
+        places = _places(count, newest)
+        angle, weight = (
+            _series(frequencies, newest, places) if factor is None else _steps(frequencies, newest, places, factor)
+        )
+        for _ in range(x.dim() - 5):  # the group
+            angle, weight = angle.unsqueeze(3), weight.unsqueeze(3)
+        return self.rope.rotate_mean(x, -angle, weight)
+
+    def product(self, query: Tensor, slot: Tensor) -> Tensor:
+        """Products of queries' vectors, [..., queries, 1, dim], and slots', [..., 1, slots, dim]: [..., queries, slots]."""
+        return query.squeeze(-2) @ slot.squeeze(-3).transpose(-1, -2)
+
+    def over_text(
+        self,
+        op: str,
+        body: Callable[[View], Tensor],
+        *,
+        grouped: bool = False,
+        dims: bool = False,
+        after: Tensor | float = 0,
+    ) -> Tensor:
+        """Reduce what the prompt's queries give, keeping the axis.
+
+        Args:
+            body: from a view of a block of queries. The flags tell the axes of its values beyond the four.
+            after: queries before this place do not count.
+        """
+        axis = -3 if dims else -2
+
+        def folded(op: str, body: Callable[[View], Tensor]) -> Tensor:
+            fill, fold = _TEXT_FOLDS[op]
+            total = torch.full((1, 1, 1, 1), fill, device=self.visible.device)
+            for view, counts in self._text(after):
+                counts = counts.unsqueeze(2) if grouped else counts
+                counts = counts.unsqueeze(-1) if dims else counts
+                x = torch.where(counts, body(view).float(), fill)
+                total = fold(total, x.sum(axis, keepdim=True) if op == "sum" else getattr(x, f"a{op}")(axis, keepdim=True))
+            return total
+
+        if op in _TEXT_FOLDS:
+            return folded(op, body)
+        count = torch.as_tensor(sum(counts.sum(2, keepdim=True) for _, counts in self._text(after)))
+        count = count.unsqueeze(2) if grouped else count
+        count = count.unsqueeze(-1) if dims else count
+        mean = folded("sum", body) / count
+        if op == "mean":
+            return mean
+        variance = folded("sum", lambda text: (body(text) - mean).square()) / count
+        return variance if op == "var" else variance.sqrt()
+
+    def _text(self, after: Tensor | float) -> Iterator[tuple[View, Tensor]]:
+        """Blocks of the prompt's queries, each before all slots, and which of them count, bool [batch, kv_heads or 1, queries, 1]."""
+        batch, heads, _, slots = self.visible.shape
+        for query, position in self.text:
+            size = max(1, _TEXT_ENTRIES // (batch * query.shape[1] * slots))
+            for start in range(0, position.shape[1], size):
+                part = slice(start, start + size)
+                at = position[:, None, part, None]
+                own = query.unflatten(1, (heads, -1))[:, :, :, part]
+                yield (
+                    replace(self, query=own, query_position=at, newest=self.query_position, text=()),
+                    (at >= 0) & (at >= after),
+                )
+
+    def leverage(self, x: Tensor, ridge: Tensor | float, *, grouped: bool = False) -> Tensor:
+        """X times the inverse of (the sum of x xᵀ over slots + ridge) times x, of each slot's x [..., 1, slots, dim]: [..., 1, slots]."""
+        visible = self.visible.unsqueeze(2) if grouped else self.visible
+        rows = torch.where(visible.unsqueeze(-1), x.double(), 0.0)
+        columns = rows.transpose(-1, -2)
+        by = torch.as_tensor(ridge, dtype=torch.float64, device=x.device)
+        by = by.view(-1, *(1,) * (rows.dim() - 1)) if by.dim() else by
+        gram = columns @ rows + by * torch.eye(rows.shape[-1], dtype=torch.float64, device=x.device)
+        solved, info = torch.linalg.solve_ex(gram, columns)
+        found = (rows * solved.transpose(-1, -2)).sum(-1)
+        return torch.where(info[..., None] == 0, found, torch.nan).float()
+
     def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
         """How many of the slots that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
         position, visible = self.slot_position, self.visible
@@ -350,6 +477,30 @@ class _OneQuery:
 
     def logit(self) -> Tensor:
         return self.block.logit[:, :, self.query].unsqueeze(2)
+
+
+def _places(count: Tensor | float, like: Tensor) -> Tensor:
+    """How many places, at least one: float64 [batch or 1, kv_heads or 1, 1, 1, 1]."""
+    made = torch.as_tensor(count, dtype=torch.float64, device=like.device)
+    made = made if made.dim() == 4 else made.view(1, 1, 1, 1)
+    return torch.where(made >= 1, made.floor(), 1.0).unsqueeze(-1)
+
+
+def _series(frequencies: Tensor, newest: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+    """One angle of each pair, and its weight, that stand for the mean over the next places: the sum of a geometric series."""
+    count, half = count.clamp(max=_FARTHEST), frequencies / 2
+    angle = 2 * half * (newest.unsqueeze(-1) + (count + 1) / 2)
+    weight = torch.where(half.sin() == 0, 1.0, (half * count).sin() / (count * half.sin()))
+    return angle.unsqueeze(0), weight.unsqueeze(0)
+
+
+def _steps(frequencies: Tensor, newest: Tensor, count: Tensor, factor: Tensor | float) -> tuple[Tensor, Tensor]:
+    """The angles of each pair at places that grow by a factor, and their weights, [steps, batch, kv_heads or 1, 1, 1, pairs]."""
+    count = count.clamp(max=_MOST_STEPS)
+    step = torch.arange(_MOST_STEPS, dtype=torch.float64, device=newest.device).view(-1, 1, 1, 1, 1, 1)
+    by = torch.as_tensor(factor, dtype=torch.float64, device=newest.device)
+    place = newest.unsqueeze(-1) + (by if by.dim() == 4 else by.view(1, 1, 1, 1)).unsqueeze(-1) ** step
+    return place * frequencies, ((step < count) / count).expand(*place.shape[:-1], len(frequencies))
 
 
 def _standing(x: Tensor, position: Tensor, visible: Tensor) -> Tensor:
@@ -449,6 +600,9 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         rings=state.rings(kept["columns"]),
         constants=state.constants_of(),
         sketch=state.sketch if state.has_sketch else None,
+        factor=state.scaling,
+        rope=state.rope,
+        text=state.text,
     )
 
 
