@@ -112,6 +112,7 @@ def _build(asked: Any) -> None:
     """Have the kernels built before many processes want them."""
     import torch
 
+    from kvdsl.integrations.vllm.evictions import library
     from kvdsl.runtime.backends import choose
     from kvdsl.runtime.cpu.backend import CpuBackend
     from kvdsl.runtime.cpu.rows import Rows
@@ -119,3 +120,4 @@ def _build(asked: Any) -> None:
     backend = choose(asked.spec, "auto", torch.device("cpu"), torch.float32)
     if isinstance(backend, CpuBackend):
         Rows(backend)
+    library()

@@ -19,6 +19,7 @@ from vllm import LLM, SamplingParams
 import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl_lab.assets import reference_model_path
 
 BUDGET, NEW, LONGEST = 48, 24, 1024
@@ -102,16 +103,22 @@ def sets(position: torch.Tensor) -> list[list[int]]:
 def test_requests_together_are_what_they_are_alone(served: tuple[str, LLM]) -> None:
     policy, llm = served
     texts = prompts()
+    ledger = Ledger.find(0)
+    assert ledger is not None
+    before = ledger.evicted
     answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], SamplingParams(
         max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True), use_tqdm=False))  # fmt: skip
     pages = kept_in_pages(llm)
+    left = 0
     for text, (tokens, found) in zip(texts, answers, strict=True):
         wanted, held = alone(policy, text, tokens)
         assert np.abs(np.array(found) - wanted).max() < NEAR
         for layer, position in enumerate(held):
+            left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
             assert sets(position) in [sets(page) for page in pages[layer]], (
                 f"layer {layer} of the text of {len(text)} tokens"
             )
+    assert ledger.evicted - before == left > 0
 
 
 def test_a_page_shows_nothing_of_whom_it_was_before(served: tuple[str, LLM]) -> None:

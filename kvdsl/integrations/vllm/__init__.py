@@ -20,6 +20,9 @@ def register() -> None:
     """
     from vllm.platforms import current_platform
 
+    from kvdsl.integrations.vllm.ledger import begin_run
+
+    begin_run()
     if not current_platform.is_cpu():
         _warn(current_platform.device_name)
         return

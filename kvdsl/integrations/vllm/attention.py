@@ -92,6 +92,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                 part = slice(row, row + 1)
                 found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
                 output[part] = found[0].view(1, self.num_heads, -1)
+        attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
         return output
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:

@@ -12,6 +12,8 @@ from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, Atte
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace_as
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.evictions import Evictions
+from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.settings import asked, reads_whole
@@ -44,11 +46,13 @@ class Step:
         prompts: those whose prompts are being read.
         pages: of the others, each of which has one token; int64 [requests].
         rows: where in the step's tokens these are; int64 [requests].
+        evictions: counts who has left, once all layers have attended.
     """
 
     prompts: list[Prompt]
     pages: Tensor
     rows: Tensor
+    evictions: Evictions
 
 
 class PolicyBackend(AttentionBackend):  # type: ignore[misc]
@@ -107,6 +111,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         refuse_configuration(vllm_config)
         scheduler = vllm_config.scheduler_config
         most = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
+        self._evictions = Evictions(len(layer_names), Ledger.make(vllm_config.parallel_config.data_parallel_index))
         self._room = 0 if scheduler.long_prefill_token_threshold else most
         """Tokens of a step. In one that has fewer no prompt was cut; it may have been if long ones are cut anyhow."""
 
@@ -126,4 +131,4 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
             elif last > first:
                 raise RuntimeError(f"{last - first} tokens came at once behind a prompt: kvdsl takes them one by one")
         table = torch.tensor(decoded, dtype=torch.int64).view(-1, 2)
-        return Step(prompts, table[:, 0].contiguous(), table[:, 1].contiguous())
+        return Step(prompts, table[:, 0].contiguous(), table[:, 1].contiguous(), self._evictions)

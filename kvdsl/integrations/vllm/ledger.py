@@ -1,0 +1,111 @@
+"""A few numbers of one engine that its worker writes and the servers read, in a file that all of them map.
+
+vLLM's servers, which answer `/metrics`, are other processes than the one that evicts, and what travels between them has no place for a
+plug-in's numbers.
+"""
+
+from __future__ import annotations
+
+import atexit
+import fcntl
+import mmap
+import os
+import secrets
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+RUN = "KVDSL_VLLM_RUN"
+"""The variable that names a server and the processes that it starts."""
+
+_EVICTED, _REPORTED, _REQUEST_BYTES, _BLOCKS, _LAYERS = range(5)
+_SIZE = 8 * 5
+
+
+def begin_run() -> None:
+    """Give this process and those that it will start a name in common, unless it has one from its own parent."""
+    if RUN not in os.environ:
+        os.environ[RUN] = secrets.token_hex(8)
+        atexit.register(_sweep, os.getpid())
+
+
+def _sweep(process: int) -> None:
+    """Remove what the run has made; processes that were forked from the one that began it leave that to it."""
+    if os.getpid() == process:
+        for path in Path(tempfile.gettempdir()).glob(f"kvdsl-{os.environ[RUN]}-*"):
+            path.unlink(missing_ok=True)
+
+
+class Sizes(NamedTuple):
+    """What an engine's pages are.
+
+    Attributes:
+        request_bytes: of the cache that a request takes, all layers together.
+        blocks: of vLLM's cache; a request has one, which is a page in each layer.
+        layers: how many have pages.
+    """
+
+    request_bytes: int
+    blocks: int
+    layers: int
+
+
+class Ledger:
+    """An engine's numbers: int64 each, so that whoever reads one sees it as it was or as it is."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._numbers = memoryview(mmap.mmap(descriptor, _SIZE)).cast("q")
+
+    @classmethod
+    def make(cls, engine: int) -> Ledger:
+        """An engine's, with zeros."""
+        path = _path(engine)
+        path.unlink(missing_ok=True)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        os.ftruncate(descriptor, _SIZE)
+        return cls(descriptor)
+
+    @classmethod
+    def find(cls, engine: int) -> Ledger | None:
+        """An engine's, if it has made one on this machine."""
+        try:
+            descriptor = os.open(_path(engine), os.O_RDWR | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return None
+        if os.fstat(descriptor).st_size == _SIZE:
+            return cls(descriptor)
+        os.close(descriptor)  # it is being made
+        return None
+
+    @property
+    def sizes(self) -> Sizes:
+        """Zeros before the first step."""
+        return Sizes(self._numbers[_REQUEST_BYTES], self._numbers[_BLOCKS], self._numbers[_LAYERS])
+
+    @sizes.setter
+    def sizes(self, sizes: Sizes) -> None:
+        self._numbers[_REQUEST_BYTES], self._numbers[_BLOCKS], self._numbers[_LAYERS] = sizes
+
+    @property
+    def evicted(self) -> int:
+        """Tokens that have left so far, counted in each layer and KV head."""
+        return self._numbers[_EVICTED]
+
+    def add(self, evicted: int) -> None:
+        """So many more have left; one process says so."""
+        self._numbers[_EVICTED] += evicted
+
+    def take(self) -> int:
+        """How many have left since a server last asked: of several servers, one is told."""
+        fcntl.flock(self._descriptor, fcntl.LOCK_EX)
+        try:
+            evicted = self._numbers[_EVICTED]
+            new, self._numbers[_REPORTED] = evicted - self._numbers[_REPORTED], evicted
+        finally:
+            fcntl.flock(self._descriptor, fcntl.LOCK_UN)
+        return new
+
+
+def _path(engine: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"kvdsl-{os.environ[RUN]}-{engine}"

@@ -1,0 +1,121 @@
+"""What the server says of kvdsl under `/metrics`: against requests of which it is known how many tokens leave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+from prometheus_client.parser import text_string_to_metric_families
+
+from kvdsl.integrations.vllm.page import page
+from kvdsl.integrations.vllm.settings import Settings
+from kvdsl_lab.assets import reference_model_path
+
+BUDGET, LAYERS, HEADS = 48, 5, 4
+"""The model that comes with kvdsl-lab has as many layers and KV heads."""
+
+
+@pytest.fixture(scope="module", params=[(), ("--api-server-count", "2")], ids=["one server", "two servers"])
+def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        port = found.getsockname()[1]
+    asked = json.dumps({"kvdsl": {"policy": "h2o", "budget": BUDGET}})
+    words = [
+        "serve", str(reference_model_path()), "--served-model-name", "small", "--additional-config", asked, "--port", str(port),
+        "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
+    ]  # fmt: skip
+    log = tmp_path_factory.mktemp("serving") / "log"
+    environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    with log.open("w") as out:
+        command = [sys.executable, "-m", "kvdsl.integrations.vllm.launch", *words, *request.param]
+        server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
+    try:
+        yield _ready(server, f"http://127.0.0.1:{port}", log)
+    finally:
+        server.terminate()
+        server.wait()
+
+
+def _ready(server: subprocess.Popen[bytes], address: str, log: Path) -> str:
+    for _ in range(600):
+        try:
+            urllib.request.urlopen(f"{address}/health").close()
+            return address
+        except OSError:
+            assert server.poll() is None, log.read_text()
+            time.sleep(1)
+    raise TimeoutError(log.read_text())
+
+
+def answer(address: str, prompt: int, new: int) -> None:
+    """Has a request of so many tokens answered by so many."""
+    asked = {
+        "model": "small",
+        "prompt": list(range(10, 10 + prompt)),
+        "max_tokens": new,
+        "ignore_eos": True,
+        "temperature": 0,
+    }
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as got:
+        assert json.load(got)["usage"]["completion_tokens"] == new
+
+
+def said(address: str) -> dict[str, float]:
+    """kvdsl's numbers."""
+    with urllib.request.urlopen(f"{address}/metrics") as got:
+        families = list(text_string_to_metric_families(got.read().decode()))
+    samples = [sample for family in families for sample in family.samples if sample.name.startswith("kvdsl:")]
+    assert all(sample.labels["model_name"] == "small" and sample.labels["engine"] == "0" for sample in samples)
+    return {sample.name: sample.value for sample in samples if not sample.name.endswith("_created")}
+
+
+def settled(address: str, evicted: int) -> dict[str, float]:
+    """The numbers, once a server has told the last step's: that comes a moment after the answer."""
+    for _ in range(100):
+        if (found := said(address)).get("kvdsl:tokens_evicted_total") == evicted and not found["kvdsl:pages_in_use"]:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def test_the_numbers_are_those_of_requests_that_are_known(address: str) -> None:
+    """The last token of an answer is not read: a request of 130 and 24 tokens has read 153, and holds 48."""
+    answer(address, 20, 20)
+    assert settled(address, 0)["kvdsl:tokens_evicted_total"] == 0
+    evicted = 0
+    for prompt, new in ((130, 24), (47, 24), (48, 2), (300, 1), (130, 24)):
+        answer(address, prompt, new)
+        evicted += (prompt + new - 1 - BUDGET) * LAYERS * HEADS
+        assert settled(address, evicted)["kvdsl:tokens_evicted_total"] == evicted
+    found = said(address)
+    whole = page(Settings("h2o", (("budget", BUDGET),)), HEADS, 64, torch.float32).bytes * LAYERS
+    assert found["kvdsl:request_bytes"] == whole
+    assert found["kvdsl:pages_in_use"] == 0
+
+
+def test_pages_are_in_use_while_a_request_is_answered(address: str) -> None:
+    asked = {"model": "small", "prompt": [10, 11], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
+    request = urllib.request.Request(
+        f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request) as got:
+        most = 0.0
+        for line in got:
+            if line.startswith(b"data: {"):
+                most = max(most, said(address).get("kvdsl:pages_in_use", 0.0))
+    assert most == 2 * LAYERS
