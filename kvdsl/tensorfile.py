@@ -17,8 +17,9 @@ from kvdsl.errors import KvdslError
 FLOATS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2}
 """The dtypes that are read, and their bytes."""
 
-AXES = ("layers", "heads", "dims", "rank")
-"""What a tensor of a policy can vary over: the model's layers, the KV heads of a layer, the dims of a key, and with these the dims
+AXES = ("layers", "heads", "group", "dims", "rank")
+"""What a tensor of a policy can vary over: the model's layers, the KV heads of a layer, the query heads of a KV head's group, the dims of a
+key, and with these the dims
 to which a matrix projects a vector, as many as the file has."""
 
 _LONGEST_HEADER = 2**26

@@ -93,6 +93,10 @@ them. An expression reads what belongs to its layer and KV head: a vector over d
 or without `dims` a number (`score sum(attn) * weight`). With `dims` and `rank` it is a matrix, `tensor basis [layers, heads, dims, rank]`,
 which `project(x, basis)` multiplies a vector by, a key, a query or what is made of these dim by dim. The file says how large `rank` is.
 Projected vectors have other dims than keys have, so they are multiplied with each other only: `dot(project(q, basis), project(k, basis))`.
+With `heads`, `group` and `dims` each query head has a vector of its own, `tensor centre [layers, heads, group, dims]`, or a matrix. What
+reads one is found per query head and then reduced by `group`: in a score to its end (before a pool), as under `over text`; in a selection
+and in what is reduced over queries as what reads `q`. Elsewhere a KV head has one number, and cannot read it. C++ and Triton refuse it,
+but in a score under `when prefill`.
 
 A number may also say how much each KV head keeps: `budget where(streaming > 0.5, 384, everything)` (DuoAttention). Every head then has
 a budget of its own, in prompts and while decoding. `budget` means the head's own wherever it is read, so that `keep last budget / 4`

@@ -204,7 +204,13 @@ def _param(param: Param) -> str:
 
 def _tensor(tensor: Tensor) -> str:
     """`filter: a number per layer, KV head and dim of a key, from "filter.safetensors"`."""
-    called = {"layers": "layer", "heads": "KV head", "dims": "dim of a key", "rank": "dim that it projects to"}
+    called = {
+        "layers": "layer",
+        "heads": "KV head",
+        "group": "query head",
+        "dims": "dim of a key",
+        "rank": "dim that it projects to",
+    }
     *most, last = (called[axis] for axis in tensor.axes)
     return f"{tensor.name}: a number per {', '.join(most)}{' and ' if most else ''}{last}, from {quote(tensor.file)}"
 

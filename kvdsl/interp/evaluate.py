@@ -143,7 +143,11 @@ def _value(expr: Expr, scope: Scope) -> Array:
     if isinstance(expr, ParamRef):
         return number(scope.params[expr.name])
     if isinstance(expr, TensorRef):
-        return scope.tensors[expr.name]
+        row = scope.tensors[expr.name]
+        if not expr.group:
+            return row
+        own: Array = row[scope.query_head]
+        return own if own.ndim == 2 else own[None]
     if isinstance(expr, GivenRef):
         return scope.given[expr.name]
     if isinstance(expr, Input):
@@ -220,7 +224,8 @@ def differs_by_query_head(expr: Expr) -> bool:
         return False
     if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
         return False
-    return expr == Input(name="q") or any(map(differs_by_query_head, children(expr)))
+    own = (isinstance(expr, TensorRef) and expr.group) or expr == Input(name="q")
+    return own or any(map(differs_by_query_head, children(expr)))
 
 
 def _over_text(expr: Reduce, scope: Scope) -> Array:

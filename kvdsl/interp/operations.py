@@ -34,7 +34,7 @@ from kvdsl.interp.settle import protected
 from kvdsl.interp.step import Attended
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
 from kvdsl.interp.tensors import Tensors, rows_of
-from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce
+from kvdsl.ir.nodes import Axis, Expr, Fold, Input, Policy, Reduce, TensorRef
 from kvdsl.ir.ops import OF_QUERY_HEADS
 from kvdsl.ir.visitors import children
 
@@ -293,7 +293,10 @@ class Operations:
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
         first = self.head_index * len(q)
-        heads = [_with_inputs(scope, q=vector[None], query_head=number(first + index)) for index, vector in enumerate(q)]
+        heads = [
+            replace(_with_inputs(scope, q=vector[None], query_head=number(first + index)), query_head=index)
+            for index, vector in enumerate(q)
+        ]
         return self.over_group(np.stack([value(body, head) for head in heads]))
 
 
@@ -315,7 +318,8 @@ def _reads_q(expr: Expr) -> bool:
     """Whether the value differs between query heads; that of a fold, or of a reduction over queries or KV heads, inside it does not."""
     if isinstance(expr, Fold) or (isinstance(expr, Reduce) and expr.axis in (Axis.QUERY, Axis.HEAD)):
         return False
-    return (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or any(_reads_q(child) for child in children(expr))
+    own = (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or (isinstance(expr, TensorRef) and expr.group)
+    return own or any(_reads_q(child) for child in children(expr))
 
 
 def _with_inputs(scope: Scope, **more: Array) -> Scope:

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvdsl.interp.evaluate import Array
 from kvdsl.ir.nodes import Policy, Tensor
-from kvdsl.tensorfile import Stored
+from kvdsl.tensorfile import AXES, Stored
 
 Tensors = Mapping[str, Array]
 """Of each tensor all that its file has, by name, over the axes of its statement."""
@@ -29,13 +29,16 @@ def values(stored: Stored) -> Array:
 
 
 def rows_of(policy: Policy, tensors: Tensors, layer: int, head: int) -> dict[str, Array]:
-    """What expressions of a KV head read, [1, dims or 1] each; of a matrix [dims, rank]."""
+    """What expressions of a KV head read, [1, dims or 1] each, of a matrix [dims, rank]; of query heads [group, dims(, rank)]."""
     return {tensor.name: _row(tensor, tensors[tensor.name], layer, head) for tensor in policy.tensors}
 
 
 def _row(tensor: Tensor, whole: Array, layer: int, head: int) -> Array:
-    at: dict[str, Any] = {"layers": layer, "heads": head, "dims": slice(None), "rank": slice(None)}
-    row: Array = whole[tuple(at[axis] for axis in tensor.axes)]
+    at: dict[str, Any] = {"layers": layer, "heads": head}
+    row: Array = whole[tuple(at.get(axis, slice(None)) for axis in tensor.axes)]
+    if "group" in tensor.axes:
+        left = [axis for axis in tensor.axes if axis not in at]
+        return np.transpose(row, [left.index(axis) for axis in AXES if axis in left])
     if "rank" in tensor.axes:
         return row if tensor.axes.index("dims") < tensor.axes.index("rank") else row.T
     return row.reshape(1, -1)

@@ -92,11 +92,15 @@ class ParamRef(Node):
 
 
 class TensorRef(Node):
-    """What one of the policy's tensors has for the KV head and its layer: a number, or with `dims` one for each dim of a key."""
+    """What one of the policy's tensors has for the KV head and its layer: a number, or with `dims` one for each dim of a key.
+
+    With `group` each query head has its own.
+    """
 
     kind: Literal["tensor"] = "tensor"
     name: str
     dims: bool
+    group: bool = False
 
 
 class GivenRef(Node):

@@ -11,6 +11,7 @@ from kvdsl.ir.nodes import (
     Expr,
     Fold,
     FoldRef,
+    Input,
     Leverage,
     Node,
     Policy,
@@ -19,7 +20,9 @@ from kvdsl.ir.nodes import (
     Rank,
     Reduce,
     Rotate,
+    TensorRef,
 )
+from kvdsl.ir.ops import OF_QUERY_HEADS
 
 
 def walk(expr: Expr) -> Iterator[Expr]:
@@ -54,6 +57,14 @@ def children(expr: Expr) -> tuple[Expr, ...]:
     if isinstance(expr, Pool):
         return (expr.body, expr.size)
     return ()
+
+
+def of_query_heads(expr: Expr) -> bool:
+    """Whether an expression reads what each query head has of its own."""
+    return any(
+        (isinstance(part, TensorRef) and part.group) or (isinstance(part, Input) and part.name in OF_QUERY_HEADS)
+        for part in walk(expr)
+    )
 
 
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:

@@ -210,6 +210,8 @@ class Target:
             missing = expr.name
         elif isinstance(expr, Leverage) and not self.leverages:
             missing = "leverage"
+        elif isinstance(expr, TensorRef) and expr.group and not self.rotates:
+            raise NotLowerable(f"tensors with vectors of query heads, as `{expr.name}` is one")
         elif isinstance(expr, TensorRef) and not self.tensors:
             raise NotLowerable(f"tensors of files, as `{expr.name}` is one")
         elif isinstance(expr, GivenRef) and not self.given:

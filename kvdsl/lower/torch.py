@@ -35,8 +35,8 @@ from kvdsl.ir.nodes import (
     Select,
     TensorRef,
 )
-from kvdsl.ir.ops import FIXED, LOGICAL, OF_QUERY_HEADS, OPERATORS
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.visitors import of_query_heads, walk
 from kvdsl.lower.expression import (
     ATOM,
     Fragment,
@@ -50,7 +50,6 @@ from kvdsl.lower.expression import (
     literal,
     names_of,
     pair,
-    reads,
     texts,
     uses_of,
 )
@@ -247,7 +246,7 @@ class TensorPrinter(_TorchPrinter):
 
     def body(self, expr: Expr) -> Fragment:
         """What is made of one query: per query head where it reads q, then reduced over the group."""
-        if not reads(expr, *OF_QUERY_HEADS):
+        if not of_query_heads(expr):
             return self.value(expr)
         return fragment(f"{self._view}.over_group({{}})", self._inside(grouped=True).value(expr))
 
@@ -278,6 +277,8 @@ class TensorPrinter(_TorchPrinter):
             return Fragment(f"{self._view}.q")
         if isinstance(expr, Input) and expr.name == "query_head":
             return Fragment(f"{self._view}.query_head" + (".unsqueeze(-1)" if self._dims else ""))
+        if isinstance(expr, TensorRef) and expr.group:
+            return Fragment(f'{self._view}.vectors("{expr.name}")')
         if isinstance(expr, TensorRef) and expr.dims:
             return Fragment(f'{self._view}.vector("{expr.name}")' + (".unsqueeze(2)" if self._grouped else ""))
         if isinstance(expr, Input) and expr.name in ("k", "v"):
@@ -338,7 +339,7 @@ class TensorPrinter(_TorchPrinter):
 
     def _over_text(self, expr: Reduce) -> Fragment:
         """The body is a function of the text's queries, block by block."""
-        grouped, dims = reads(expr.body, "q"), Axis.DIM in axes_of(expr.body)
+        grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
             ".unsqueeze(-1)" if self._dims and not dims else ""
         )
@@ -364,7 +365,8 @@ class TensorPrinter(_TorchPrinter):
 
     def project(self, expr: Project) -> Fragment:
         assert isinstance(expr.matrix, TensorRef)
-        return fragment(f'{self._view}.project("{expr.matrix.name}", {{}})', self.value(expr.body))
+        name = "project_group" if expr.matrix.group else "project"
+        return fragment(f'{self._view}.{name}("{expr.matrix.name}", {{}})', self.value(expr.body))
 
     def rotate(self, expr: Rotate) -> Fragment:
         flat = self._inside(dims=False)
@@ -509,7 +511,7 @@ def _score(score: Expr) -> list[Fragment]:
     lines = []
     for number, part in enumerate(texts, 1):
         names[part] = f"{part.op}_over_text_{number}"
-        bare = TensorPrinter("slots", grouped=reads(part.body, "q"), dims=Axis.DIM in axes_of(part.body))
+        bare = TensorPrinter("slots", grouped=of_query_heads(part.body), dims=Axis.DIM in axes_of(part.body))
         lines.append(fragment(f"{names[part]} = {{}}", bare.value(part)))
     return [*lines, fragment("return {}", TensorPrinter("slots", names=names).body(score))]
 
@@ -524,8 +526,8 @@ def _budget(policy: Policy) -> Fragment:
 def _count(select: Select) -> Fragment:
     """How many tokens a query selects; per query head where that reads q, then reduced over the group."""
     assert select.measured is not None
-    made = CountPrinter("row", grouped=reads(select.measured, *OF_QUERY_HEADS)).value(select.measured)
-    if reads(select.measured, *OF_QUERY_HEADS):
+    made = CountPrinter("row", grouped=of_query_heads(select.measured)).value(select.measured)
+    if of_query_heads(select.measured):
         made = fragment("row.over_group({})", made)
     return _in_layers("row", made, select)
 

@@ -151,7 +151,8 @@ class _Columns:
 def _is_of_token(expr: Expr) -> bool:
     """Whether the value is the token's own: fixed from the moment it is placed. Params may still change with the prompt."""
     return axes_of(expr) == {Axis.SLOT} and all(
-        isinstance(part, (Call, Binary, Number, TensorRef, GivenRef))
+        isinstance(part, (Call, Binary, Number, GivenRef))
+        or (isinstance(part, TensorRef) and not part.group)
         or (isinstance(part, Reduce) and part.axis is Axis.DIM and part.within == "all")
         or (isinstance(part, Input) and part.name in ("k", "v"))
         for part in walk(expr)

@@ -45,7 +45,7 @@ class Tensors:
     def rows(self, layer: int, sizes: Mapping[str, int], heads: slice) -> Tensor:
         """What some KV heads of a layer read, float32 [rows, heads, dims]; of a tensor without dims the same for all of them.
 
-        A tensor has a row, and a matrix one for each of its `rank`.
+        A tensor has a row, and a matrix one for each of its `rank`; with a `group` each query head has so many.
 
         Args:
             sizes: of the model, by axis.
@@ -57,25 +57,35 @@ class Tensors:
         made = torch.empty(sum(self.ranks), heads.stop - heads.start, sizes["dims"])
         for rows, (name, axes, _) in zip(made.split(self.ranks), self.tensors, strict=True):
             values = _values(self, name)[layer if "layers" in axes else 0]
-            rows.copy_((values[heads] if "heads" in axes else values).permute(2, 0, 1))
+            own = values[heads] if "heads" in axes else values
+            rows.copy_(own.permute(1, 3, 0, 2).flatten(0, 1))
         return made
 
     @cached_property
     def ranks(self) -> list[int]:
         """How many of `rows` each has. Known once rows were made, so that a compiled step reads no file."""
-        return [_values(self, name).shape[3] for name in self.names]
+        return [_values(self, name).shape[2] * _values(self, name).shape[4] for name in self.names]
+
+    @cached_property
+    def groups(self) -> list[int]:
+        """How many query heads each has rows for; 1 where these share them."""
+        return [_values(self, name).shape[2] for name in self.names]
 
     def by_name(self, rows: Tensor) -> dict[str, Tensor]:
-        """What each has of such rows, [heads, dims], or [heads, rank, dims] of a matrix."""
-        parts = zip(self.tensors, rows.split(self.ranks), strict=True)
-        return {name: part.transpose(0, 1) if "rank" in axes else part[0] for (name, axes, _), part in parts}
+        """What each has of such rows, [heads, (group,) (rank,) dims]."""
+        found = {}
+        for (name, axes, _), part, group in zip(self.tensors, rows.split(self.ranks), self.groups, strict=True):
+            own = part.unflatten(0, (group, -1)).movedim(2, 0)
+            own = own if "rank" in axes else own[:, :, 0]
+            found[name] = own if "group" in axes else own[:, 0]
+        return found
 
     def numbers(self, layer: int, heads: slice) -> dict[str, Tensor]:
         """What those without dims have for some KV heads of a layer, by name: float64 [heads], or [1] where it is the same for all."""
         found = {}
         for name, axes, _ in self.tensors:
             if "dims" not in axes:
-                values = _values(self, name)[layer if "layers" in axes else 0, :, 0, 0].double()
+                values = _values(self, name)[layer if "layers" in axes else 0, :, 0, 0, 0].double()
                 found[name] = values[heads] if "heads" in axes else values
         return found
 
@@ -94,7 +104,7 @@ def _read(tensors: Tensors) -> dict[str, Stored]:
 
 @lru_cache(maxsize=64)
 def _values(tensors: Tensors, name: str) -> Tensor:
-    """One of them, float32 [layers, heads, dims, rank], of size 1 along an axis that it lacks.
+    """One of them, float32 [layers, heads, group, dims, rank], of size 1 along an axis that it lacks.
 
     Raises:
         KvdslError: if it has a number that is not finite.

@@ -98,7 +98,7 @@ class _Run:
     def _tensors(self) -> dict[str, Array]:
         """What the policy's tensors hold."""
         scenario = self.scenario
-        sizes = {"layers": scenario.layers, "heads": scenario.heads, "dims": scenario.key_dim}
+        sizes = {"layers": scenario.layers, "heads": scenario.heads, "group": scenario.group, "dims": scenario.key_dim}
         found = {}
         try:
             for tensor in self.policy.tensors:

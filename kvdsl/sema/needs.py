@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Enough, Expr, GivenRef, Input, Random, Rank, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, INPUTS
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
@@ -94,6 +94,15 @@ def differs_by_head(expr: Expr) -> bool:
 def reads_heads(expr: Expr) -> bool:
     """Whether a value reads all KV heads of a layer."""
     return any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
+
+
+def of_query_heads_at_once(expr: Expr) -> bool:
+    """Whether a value outside of reductions over queries reads a tensor that each query head has of its own."""
+    if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
+        return False
+    if isinstance(expr, Fold) and expr.over == "queries":
+        return False
+    return (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_at_once, children(expr)))
 
 
 def reads_text(expr: Expr) -> bool:

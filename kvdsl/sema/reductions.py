@@ -11,7 +11,7 @@ from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Pool, Prev
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
-from kvdsl.sema.needs import Report, differs_by_head, reads_heads, reads_text
+from kvdsl.sema.needs import Report, differs_by_head, of_query_heads_at_once, reads_heads, reads_text
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -194,6 +194,9 @@ class Reductions:
             self.report(
                 codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", help
             )
+        elif word == "prunes" and of_query_heads_at_once(body.expr):
+            message = "a fold over prunes is the KV head's, and cannot read a tensor that each query head has of its own"
+            self.report(codes.NOT_HERE, span, message)
         elif reads_text(body.expr) or (word == "queries" and any(map(_of_many_queries, walk(body.expr)))):
             message = (
                 "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"

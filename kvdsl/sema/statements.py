@@ -19,6 +19,7 @@ from kvdsl.sema.needs import (
     is_per_slot,
     looks_back,
     of_counts,
+    of_query_heads_at_once,
     reads_data,
     reads_heads,
     reads_text,
@@ -137,6 +138,10 @@ class Statements:
         if value.pools and what != "a score":
             message = f"{what} cannot pool: the pool leaves out what is protected, which is known for a score only"
             self.sink.report(codes.POOL, node.span, message)
+            return None
+        if what not in ("a score", "what `select` ranks by") and of_query_heads_at_once(value.expr):
+            message = f"{what} belongs to a KV head, and cannot read a tensor that each query head has of its own"
+            self.sink.report(codes.NOT_HERE, node.span, message, "read it in the score")
             return None
         if what != "a score" and reads_text(value.expr):
             message = f"{what} cannot read `over text`: the prompt's queries are there when it is scored"

@@ -32,6 +32,11 @@ def _has_axes(statement: syn.Tensor, sink: Sink) -> bool:
             sink.report(codes.TENSOR, word.span, f"the axis `{word.text}` is named twice")
             return False
         seen.add(word.text)
+    if "group" in seen and not {"heads", "dims"} <= seen:
+        group = next(word for word in statement.axes if word.text == "group")
+        message = "`group` are the query heads of a KV head, of which a tensor has vectors"
+        sink.report(codes.TENSOR, group.span, message, "for example `[layers, heads, group, dims]`")
+        return False
     if "rank" in seen and "dims" not in seen:
         rank = next(word for word in statement.axes if word.text == "rank")
         message = "`rank` is what `dims` are projected to, but this tensor has no `dims`"

@@ -79,7 +79,7 @@ def read_param(name: str) -> Value:
 def read_tensor(tensor: Tensor) -> Value:
     """What a tensor has for a KV head."""
     dims = "dims" in tensor.axes
-    ref = TensorRef(name=tensor.name, dims=dims)
+    ref = TensorRef(name=tensor.name, dims=dims, group="group" in tensor.axes)
     return Value(ref, frozenset({Axis.DIM}), spaces=_OF_KEYS) if dims else Value(ref)
 
 
@@ -134,7 +134,7 @@ def reduce(
 
 def project(body: Value, matrix: Tensor) -> Value:
     """A vector in other dims."""
-    expr = Project(body=body.expr, matrix=TensorRef(name=matrix.name, dims=True))
+    expr = Project(body=body.expr, matrix=TensorRef(name=matrix.name, dims=True, group="group" in matrix.axes))
     return replace(_combined(expr, (body,), condition=False, constant=None), spaces=frozenset({matrix.name}))
 
 

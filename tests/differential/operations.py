@@ -15,7 +15,7 @@ from kvdsl.passes.fold import fold
 from kvdsl.source import SourceFile
 
 from .given import GIVEN
-from .tensors import BESIDE, MATRICES, TENSORS
+from .tensors import BESIDE, GROUPED, MATRICES, TENSORS
 from .traces import Trace
 
 TARGETS = ("cpu", "torch", "triton")
@@ -76,6 +76,10 @@ _READING = {
     "- norm2(project(k * vector, matrix))",
     "a projection of a mean": "param budget = 7\nscore dot(project(mean(k over slots), matrix), project(k, matrix)) "
     "+ max(project(k, matrix) over dims)",
+    "vectors of query heads": "param budget = 7\nscore dot(asking, ahead(k, 3)) + norm2(project(k, spread))"
+    " + max(attn * dot(asking, pairs(k)))",
+    "vectors of query heads, in the text": "param budget = 7\nwhen prefill\ngroup max\nscore mean(dot(q * asking, k) over text) + age / 9",
+    "a selection by vectors of query heads": "select top 5 by dot(asking, k) + norm2(project(q * k, spread))",
     "a sketch": "sketch top 3 dims by abs(direction) every 2 queries\nselect top 5 by dot(q, k over sketch)",
 }
 
@@ -225,7 +229,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
 
 def tensors() -> Iterator[tuple[str, Policy]]:
     """Tensors of files, in all places where they can stand."""
-    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES))
+    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES, *GROUPED))
     for place, text in _READING.items():
         kept = "".join(line for line in lines.splitlines(keepends=True) if line.split()[1] in text)
         yield f"a tensor in {place}", policy(kept + text)

@@ -103,7 +103,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
     if isinstance(expr, ParamRef):
         return rounded([[scope.numbers.params[expr.name]]])
     if isinstance(expr, TensorRef):
-        return exactly(scope.numbers.tensors[expr.name])
+        row = scope.numbers.tensors[expr.name]
+        return exactly(np.atleast_2d(row[scope.query_head]) if expr.group else row)
     if isinstance(expr, GivenRef):
         return exactly(scope.numbers.given[expr.name])
     if isinstance(expr, Input):

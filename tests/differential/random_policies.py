@@ -52,7 +52,7 @@ from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
 
 from .given import GIVEN
-from .tensors import MATRICES, TENSORS
+from .tensors import GROUPED, MATRICES, TENSORS
 
 QUERY, SLOT, DIM = Axis.QUERY, Axis.SLOT, Axis.DIM
 
@@ -110,7 +110,7 @@ class Maker:
         fused: no statements without fused kernels.
         tensors: of files, which expressions may read. `given`: values from the caller, likewise.
         measured: whether the budget reads the data, so that nothing else reads it.
-        matrices: tensors that project vectors.
+        matrices: tensors that project vectors. `grouped`: those that each query head has of its own.
         by_head: the budget, where it differs between KV heads, and what tells it; numbers that need not be the same for all may read these.
     """
 
@@ -126,6 +126,7 @@ class Maker:
     given: tuple[Given, ...] = ()
     by_head: tuple[Expr, ...] = ()
     matrices: tuple[Tensor, ...] = ()
+    grouped: tuple[Tensor, ...] = ()
     measured: bool = False
 
     def one_of(self, *options: Any) -> Any:
@@ -248,6 +249,8 @@ class Maker:
             return self.binary("*", Input(name="k"), Input(name="query_head"))
         if not self.fused and not place.sketched and self.rarely():
             return self.rotated(place)
+        if self.grouped and place.query and not place.sketched and self.rarely():
+            return TensorRef(name="asking", dims=True, group=True)
         vectors = ("q", "k") if place.sketched else ("q", "k", "v") if place.query else ("k", "v")
         return Input(name=self.one_of(*vectors))
 
@@ -578,6 +581,9 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     maker = Maker(pick, fused=fused)
     maker.tensors = tuple(one for one in TENSORS if maker.one_of(*[False] * 4, True))
     maker.matrices = () if fused else tuple(one for one in MATRICES if maker.one_of(*[False] * 4, True))
+    maker.grouped = (
+        () if fused else tuple(one for one in GROUPED if one.name == "asking" and maker.one_of(*[False] * 4, True))
+    )
     maker.given = tuple(one for one in GIVEN if maker.one_of(*[False] * 4, True))
     evicts = maker.one_of(*[True] * 9, False)
     selects = not evicts or maker.one_of(False, False, False, False, True)
@@ -620,7 +626,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
             made["pages_after"] = maker.count(7)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
-    made["tensors"] = tuple(one for one in (*maker.tensors, *maker.matrices) if _reads(made, one))
+    made["tensors"] = tuple(one for one in (*maker.tensors, *maker.matrices, *maker.grouped) if _reads(made, one))
     made["given"] = tuple(one for one in maker.given if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))

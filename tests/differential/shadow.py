@@ -21,7 +21,7 @@ from kvdsl.interp.randomness import uniform
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
-from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef
+from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, Reduce, RingRef, TensorRef
 from kvdsl.ir.ops import OF_QUERY_HEADS, REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
@@ -347,7 +347,7 @@ class Shadow:
             return value(body, scope)
         first = self.machine.head_index * len(q)
         own = [{"q": exactly(head[None]), "query_head": exactly([[first + index]])} for index, head in enumerate(q)]
-        heads = [value(body, replace(scope, inputs={**scope.inputs, **head})) for head in own]
+        heads = [value(body, replace(scope, inputs={**scope.inputs, **head}, query_head=n)) for n, head in enumerate(own)]
         return over_group(stack(heads), self.policy.group)
 
     # -- what a query attends to -----------------------------------------------------------------------------------------
@@ -417,7 +417,8 @@ class _Sketched:
 def _reads_q(expr: Expr) -> bool:
     if isinstance(expr, Reduce) and expr.axis is Axis.QUERY:
         return False
-    return (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or any(_reads_q(child) for child in children(expr))
+    own = (isinstance(expr, Input) and expr.name in OF_QUERY_HEADS) or (isinstance(expr, TensorRef) and expr.group)
+    return own or any(_reads_q(child) for child in children(expr))
 
 
 def _spread(x: Range, chosen: Mask) -> Range:

@@ -32,6 +32,8 @@ _AXES = {
     "layer_": ("layers",),
     "matrix": ("layers", "heads", "dims", "rank"),
     "turned": ("rank", "dims"),
+    "asking": ("layers", "heads", "group", "dims"),
+    "spread": ("layers", "group", "heads", "dims", "rank"),
 }
 _SHARES = {"kept": (0.2, 0.9), "share": (0.5, 1.5)}
 """What a budget reads as a share: numbers between two."""
@@ -39,13 +41,19 @@ _DTYPES = {"vector": "F32", "direction": "BF16", "head": "F64", "layer_": "F16"}
 TENSORS = tuple(
     Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
     for name, axes in _AXES.items()
-    if "rank" not in axes
+    if not {"rank", "group"} & {*axes}
 )
 MATRICES = tuple(
     Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
     for name, axes in _AXES.items()
-    if "rank" in axes
+    if "rank" in axes and "group" not in axes
 )
+GROUPED = tuple(
+    Tensor(name=name, axes=axes, file="tensors.safetensors", path=str(FOLDER / "tensors.safetensors"))
+    for name, axes in _AXES.items()
+    if "group" in axes
+)
+"""What each query head has of its own."""
 _RANK = 3
 
 

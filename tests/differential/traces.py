@@ -188,7 +188,7 @@ class Run:
         self.rng = np.random.default_rng(trace.seed)
         self.given = ({} if trace.budget is None else {"budget": trace.budget}) | dict(trace.given)
         given = {name: self.given.get(name) for name in spec.params}
-        sizes = {"layers": LAYERS, "heads": HEAD_OFFSET + trace.kv_heads, "dims": trace.head_dim}
+        sizes = {"layers": LAYERS, "heads": HEAD_OFFSET + trace.kv_heads, "group": trace.group, "dims": trace.head_dim}
         spec, self.tensors = drawn(spec, sizes, self.rng)
         self.states = [
             slot_state(spec, given, layer=layer, layers=LAYERS, head_offset=HEAD_OFFSET, seed=trace.seed)

@@ -245,3 +245,53 @@ def test_the_file_of_a_shipped_policy_stays_as_it_is(capsys: pytest.CaptureFixtu
 def test_a_malformed_choice(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["calibrate", "h2o", "--tensor", "filter"]) == 2
     assert "`filter` is not of the form NAME=STATISTIC" in capsys.readouterr().err
+
+
+# -- before rotation ---------------------------------------------------------------------------------------------------
+
+
+def unrotated(model, ids: Tensor) -> Tensor:
+    """The queries of the first layer, [kv_heads, group, all stretches', dims], by the model's own projection."""
+    attention = model.model.layers[0].self_attn
+    captured: list[Tensor] = []
+    hook = attention.q_proj.register_forward_hook(lambda module, given, out: captured.append(out))
+    with torch.inference_mode():
+        for stretch in ids.split(1):
+            model(stretch)
+    hook.remove()
+    heads, groups = model.config.num_key_value_heads, model.config.num_attention_heads // model.config.num_key_value_heads
+    queries = torch.cat([one[0, 4:] for one in captured])
+    return queries.view(len(queries), heads, groups, -1).permute(1, 2, 0, 3).double()
+
+
+def test_moments_of_queries_before_they_are_rotated(model, ids: Tensor) -> None:
+    queries = unrotated(model, ids)
+    mean = queries.mean(2)
+    torch.testing.assert_close(found(model, ids, "query-centres")[0].double(), mean, atol=1e-5, rtol=1e-4)
+    about = queries - mean.unsqueeze(2)
+    covariance = about.transpose(-1, -2) @ about / queries.shape[2]
+    root = found(model, ids, "query-roots")[0].double()
+    torch.testing.assert_close(root @ root.transpose(-1, -2), covariance, atol=1e-4, rtol=1e-3)
+    first, second = queries.chunk(2, -1)
+    excess = torch.hypot(first, second).mean(2) - torch.hypot(*mean.chunk(2, -1))
+    torch.testing.assert_close(
+        found(model, ids, "query-excess")[0].double(), torch.cat([excess, excess], -1), atol=1e-5, rtol=1e-3
+    )
+
+
+def test_a_sketch_is_drawn_for_every_head(model, ids: Tensor) -> None:
+    sketch = found(model, ids, "random-sketch")
+    assert (
+        sketch.shape[-1] == CHANNELS and sketch.flatten(0, 1).flatten(1).unique(dim=0).shape[0] == sketch[..., 0, 0].numel()
+    )
+    assert float(sketch.square().mean()) == pytest.approx(1 / CHANNELS, rel=0.3)
+
+
+@pytest.mark.parametrize("stem", ["expected_attention_stats", "triattention", "leverage_score"])
+def test_the_gallery_knows_what_to_ask_for(stem: str) -> None:
+    asked = {one.tensor.name: one.statistic.name for one in wanted(analyse(find_policy(stem)).policy, {}, KNOWN)}
+    assert asked in (
+        {"centre": "query-centres", "root": "query-roots"},
+        {"centre": "query-centres", "excess": "query-excess"},
+        {"sketch": "random-sketch"},
+    )

@@ -259,6 +259,48 @@ def expected_attention(cache: Cache, sinks: int = 2, horizon: int = 3) -> list[i
     return lowest(cache, text, lambda token: score[token])
 
 
+def expected_by_moments(cache: Cache, sinks: int = 2, horizon: int = 3) -> list[int]:
+    """The same by a mean and a covariance that were found elsewhere."""
+    text, score = cache.kept[sinks:], dict.fromkeys(cache.kept[sinks:], 0.0)
+    turns = [rotation(place) for place in range(cache.newest + 1, cache.newest + 1 + horizon)]
+    ahead = np.mean(turns, axis=0)
+    for centre, root in zip(CENTRES, ROOTS, strict=True):
+        mean, covariance = ahead @ centre, ahead @ root @ root.T @ ahead.T
+        logits = {}
+        for token in text:
+            key = rotated(cache.k[token], token, FREQUENCIES)
+            logits[token] = mean @ key / math.sqrt(len(key)) + key @ covariance @ key / (2 * len(key))
+        for token, p in softmax(logits).items():
+            score[token] += p * length(cache.v[token])
+    return lowest(cache, text, lambda token: score[token])
+
+
+def rotation(place: int) -> np.ndarray:
+    """A rotation as a matrix."""
+    return np.stack([rotated(one, place, FREQUENCIES) for one in np.eye(2 * len(FREQUENCIES))], axis=1)
+
+
+def triattention(cache: Cache, interval: int = 3) -> list[int]:
+    """The trigonometric series of every query head, and the norms', over the distances to 1, 2, 4, ... places after the next token;
+    standardised over what was generated, the largest of the group.
+    """
+    new, pairs = [token for token in cache.kept if token >= cache.method.prompt], len(FREQUENCIES)
+    if cache.newest < cache.method.prompt or cache.excess < interval:
+        return []
+    best = dict.fromkeys(new, -math.inf)
+    for centre, excess in zip(CENTRES, EXCESSES, strict=True):
+        query, raw = centre[:pairs] + 1j * centre[pairs:], []
+        for token in new:
+            key = cache.k[token][:pairs] + 1j * cache.k[token][pairs:]
+            phase = np.angle(query) - np.angle(key)
+            distances = [cache.newest + 1 - token + 2**step for step in range(17)]
+            series = [np.sum(abs(query) * abs(key) * np.cos(far * np.array(FREQUENCIES) + phase)) for far in distances]
+            raw.append(np.mean(series) + np.sum(excess * abs(key)))
+        for token, z in zip(new, (np.array(raw) - np.mean(raw)) / max(np.std(raw), 1e-6), strict=True):
+            best[token] = max(best[token], z)
+    return lowest(cache, new, lambda token: best[token])
+
+
 def leverages(rows: np.ndarray, ridge: float) -> np.ndarray:
     """x (XᵀX + ridge)⁻¹ x of every row."""
     return np.einsum("nd,de,ne->n", rows, np.linalg.inv(rows.T @ rows + ridge * np.eye(rows.shape[1])), rows)
@@ -629,6 +671,10 @@ def double_sparsity(cache: Cache, token: int) -> list[int]:
 
 
 BASIS = np.array([[0.6, 0.0], [0.0, 0.8], [-0.8, 0.0], [0.0, 0.0], [0.0, -0.6], [0.0, 0.0]])
+CENTRES = np.random.default_rng(5).normal(size=(2, 6))
+ROOTS = np.random.default_rng(6).normal(size=(2, 6, 4))
+EXCESSES = np.random.default_rng(7).uniform(size=(2, 3))
+"""Of two query heads: the mean of the queries, a root of their covariance, and by how much pairs are longer than their mean."""
 SKETCH = np.random.default_rng(4).normal(size=(6, 4)) / 2
 
 
@@ -708,6 +754,19 @@ METHODS: dict[str, Method] = {
     "random_once": Method(once(at_random)),
     "snapkv_kvpress": Method(once(snapkv), given=given(window=4), prompt=20),
     "expected_attention": Method(once(expected_attention), given=given(sinks=2, horizon=3), rotary=FREQUENCIES),
+    "expected_attention_stats": Method(
+        once(expected_by_moments),
+        given=given(sinks=2, horizon=3),
+        rotary=FREQUENCIES,
+        tensors={"centre": CENTRES[None, None], "root": ROOTS[None, None]},
+    ),
+    "triattention": Method(
+        triattention,
+        16,
+        given(budget=16, interval=3),
+        rotary=FREQUENCIES,
+        tensors={"centre": CENTRES[None, None], "excess": np.tile(EXCESSES, 2)[None, None]},
+    ),
     "leverage_score": Method(once(leverage_score), prompt=16, rotary=FREQUENCIES, tensors={"sketch": SKETCH[None, None]}),
     "capkv": Method(once(capkv), given=given(sinks=2, horizon=3), rotary=FREQUENCIES),
     "non_causal": Method(once(non_causal), given=given(chunk=4), rotary=FREQUENCIES),

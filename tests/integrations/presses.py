@@ -118,6 +118,7 @@ OTHERS = (
     "duo_attention",
     "q_filters",
     "leverage_score",
+    "expected_attention_stats",
     "fast_kvzip",
     "kvzip",
     "dms",

@@ -188,11 +188,21 @@ def test_all_layers_share(read: Read, policy: str, press: str, score: Callable[.
 
 def with_tensor(folder: Path, policy: str, name: str, values: np.ndarray, *statements: str) -> Path:
     """A policy that extends one of the gallery by a tensor for the model, [layers, heads(, dims(, rank))], as a file."""
-    stored = Stored("F32", values.shape, values.astype("<f4").tobytes())
-    (folder / "mine.safetensors").write_bytes(written({name: stored}))
-    axes = ", ".join(("layers", "heads", "dims", "rank")[: values.ndim])
+    axes = ("layers", "heads", "dims", "rank")[: values.ndim]
+    return with_tensors(folder, policy, {name: (axes, values)}, *statements)
+
+
+def with_tensors(
+    folder: Path, policy: str, tensors: dict[str, tuple[tuple[str, ...], np.ndarray]], *statements: str
+) -> Path:
+    """A policy that extends one of the gallery by tensors with these axes, as a file."""
+    stored = {name: Stored("F32", x.shape, np.ascontiguousarray(x, "<f4").tobytes()) for name, (_, x) in tensors.items()}
+    (folder / "mine.safetensors").write_bytes(written(stored))
     parent = analyse(find_policy(policy)).policy.name
-    lines = (f'override tensor {name} [{axes}] from "mine.safetensors"', *statements)
+    overrides = [
+        f'override tensor {name} [{", ".join(axes)}] from "mine.safetensors"' for name, (axes, _) in tensors.items()
+    ]
+    lines = (*overrides, *statements)
     body = "".join(f"  {line}\n" for line in lines)
     file = folder / "mine.kv"
     file.write_text(f'kv 1\nimport {policy}\n\npolicy Mine extends {parent} {{\n  "With the model\'s numbers."\n{body}}}\n')
@@ -257,6 +267,22 @@ def test_leverage(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
     assert not left
     file = with_tensor(tmp_path, "leverage_score", "sketch", drawn / np.sqrt(12))
     assert read.kept(PolicyPress(file, compression_ratio=ratio)) == theirs
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_stored_moments(read: Read, tmp_path: Path, ratio: float) -> None:
+    """Means and covariances as they might have been found on a text."""
+    layers, heads, dims = *heads_of(read), read.values[0].shape[3]
+    group = read.model.config.num_attention_heads // heads
+    random = np.random.default_rng(4)
+    centre, root = random.normal(size=(layers, heads, group, dims)), random.normal(size=(layers, heads, group, dims, 5))
+    press = kvpress.ExpectedAttentionStatsPress(ratio)
+    press.mu = torch.tensor(centre.reshape(layers, -1, dims), dtype=torch.float32)
+    press.cov = torch.tensor((root @ root.swapaxes(-1, -2)).reshape(layers, -1, dims, dims), dtype=torch.float32)
+    axes = ("layers", "heads", "group", "dims", "rank")
+    tensors = {"centre": (axes[:4], centre), "root": (axes, root)}
+    file = with_tensors(tmp_path, "expected_attention_stats", tensors)
+    assert read.kept(PolicyPress(file, compression_ratio=ratio)) == read.kept(press)
 
 
 # -- as many as the data say ---------------------------------------------------------------------------------------------

@@ -39,6 +39,21 @@ def test_a_tensor_is_read_by_its_name(tmp_path: Path) -> None:
     assert again.policy == policy
 
 
+GROUP = 'tensor g [layers, heads, group, dims] from "f.safetensors"'
+
+
+def test_vectors_of_query_heads(tmp_path: Path) -> None:
+    policy = checked(tmp_path, GROUP, "score dot(g, k) + mean(dot(g * q, k))").policy
+    assert analyse(SourceFile("p.kv", print_policy(policy), tmp_path / "p.kv")).policy == policy
+    (found,) = errors(tmp_path, 'tensor g [heads, group] from "f.safetensors"', "score age")
+    assert found.message == "`group` are the query heads of a KV head, of which a tensor has vectors"
+    for lines in (("score age", "keep top 2 by dot(g, k)"), ("score age", "keep where dot(g, k) > 1")):
+        (found,) = errors(tmp_path, GROUP, *lines)
+        assert found.message.endswith("belongs to a KV head, and cannot read a tensor that each query head has of its own")
+    (found,) = errors(tmp_path, GROUP, "score fold(prev + dot(g, k) over prunes, 0)")
+    assert found.code == "KV0308"
+
+
 def test_who_extends_inherits_it_with_the_folder_that_it_has(tmp_path: Path) -> None:
     (tmp_path / "base").mkdir()
     (tmp_path / "base" / "p.kv").write_text(HEAD + f"  {FILTER}\n  {SCORE}\n}}\n")

@@ -52,6 +52,8 @@ def sizes(config: Any, layers: int) -> dict[str, int]:
         "heads": getattr(config, "num_key_value_heads", None),
         "dims": getattr(config, "head_dim", None),
     }
+    if isinstance(found["heads"], int) and isinstance(getattr(config, "num_attention_heads", None), int):
+        found["group"] = config.num_attention_heads // found["heads"]
     return {axis: size for axis, size in found.items() if isinstance(size, int)}
 
 

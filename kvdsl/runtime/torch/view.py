@@ -181,6 +181,14 @@ class View:
         """What a tensor with dims has, with room for queries and slots: [1, kv_heads, 1, 1, dim]."""
         return self.constants[name][None, :, None, None]
 
+    def vectors(self, name: str) -> Tensor:
+        """What a tensor has of each query head, with room for queries and slots: [1, kv_heads, group, 1, 1, dim]."""
+        return self.constants[name][None, :, :, None, None]
+
+    def project_group(self, name: str, x: Tensor) -> Tensor:
+        """A vector, [batch, kv_heads, group or 1, queries, slots, dim], over the rank of each query head's matrix."""
+        return x.float() @ self.constants[name][None, :, :, None].transpose(-1, -2)
+
     def project(self, name: str, x: Tensor) -> Tensor:
         """A vector, [batch, kv_heads, ..., dim], over the rank of a tensor: [batch, kv_heads, ..., rank]."""
         return torch.einsum("bh...d,hrd->bh...r", x.float(), self.constants[name])

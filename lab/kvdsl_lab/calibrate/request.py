@@ -45,9 +45,9 @@ def wanted(policy: Policy, chosen: Mapping[str, str], known: Mapping[str, Statis
 def _statistic(tensor: Tensor, chosen: Mapping[str, str], known: Mapping[str, Statistic]) -> Statistic:
     if tensor.name in chosen:
         return known[chosen[tensor.name]]
-    for statistic in known.values():
-        if tensor.name in statistic.names:
-            return statistic
+    meant = [statistic for statistic in known.values() if tensor.name in statistic.names]
+    for statistic in sorted(meant, key=lambda one: set(one.axes) != set(tensor.axes)):
+        return statistic
     fitting = [one.name for one in known.values() if set(one.axes) == set(tensor.axes)]
     example = f"`--tensor {tensor.name}={(fitting or list(known))[0]}`"
     raise KvdslError(f"nobody knows what `{tensor.name}` is to hold: say {example}; statistics are {listed(known, 'and')}")

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.rope import ropes
 from kvdsl_lab.calibrate.statistics import Statistic
-from kvdsl_lab.eval.recording import recorded
+from kvdsl_lab.eval.recording import Recording, recorded
 
 
 def read_twice(ids: Tensor) -> Tensor:
@@ -47,7 +48,9 @@ def calibrate(
 
 def _read(model: Any, ids: Tensor, asking: Mapping[str, Statistic], sums: Mapping[str, dict[int, Any]]) -> None:
     """One stretch, [1, length]."""
-    for layer, found in recorded(model, ids).items():
+    rotations = ropes(model) if any(statistic.rotation for statistic in asking.values()) else {}
+    for layer, recording in recorded(model, ids).items():
+        found = Recording(recording.call._replace(rope=rotations.get(layer)))
         for name, statistic in asking.items():
             part = statistic.seen(found)
             sums[name][layer] = sums[name][layer] + part if layer in sums[name] else part

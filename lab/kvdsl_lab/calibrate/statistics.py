@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from kvdsl_lab.calibrate import heavy_channels, key_pca, q_filters, query_mean, retrieval_heads
+from kvdsl_lab.calibrate import heavy_channels, key_pca, q_filters, query_mean, retrieval_heads, sketches, unrotated
 from kvdsl_lab.eval.recording import Recording
 
 
@@ -29,6 +29,7 @@ class Statistic:
         twice: whether the text is one that is read twice.
         seen: what a layer's recording of a stretch adds; such parts can be added up.
         result: from the sum of these to one layer's numbers, [kv_heads, ...].
+        rotation: whether it asks how the model rotates.
         whole: from all layers' numbers, [layers, kv_heads, ...], to what is written.
     """
 
@@ -39,10 +40,12 @@ class Statistic:
     seen: Callable[[Recording], Any]
     result: Callable[[Any], Tensor]
     twice: bool = False
+    rotation: bool = False
     whole: Callable[[Tensor], Tensor] = _as_it_is
 
 
 _VECTOR, _NUMBER = ("layers", "heads", "dims"), ("layers", "heads")
+_OF_GROUP = ("layers", "heads", "group", "dims")
 
 
 def _by_heads(sinks: int, recent: int) -> dict[str, Any]:
@@ -74,6 +77,22 @@ def statistics(sinks: int = 16, recent: int = 64, channels: int = 16) -> dict[st
         Statistic(
             "key-axes", "the first principal axes of the keys (Loki)",
             ("basis", "key_axes"), (*_VECTOR, "rank"), key_pca.seen, partial(key_pca.axes, count=channels),
+        ),
+        Statistic(
+            "query-centres", "each query head's mean query before it is rotated (Expected Attention, TriAttention)",
+            ("centre", "center"), _OF_GROUP, unrotated.seen, unrotated.centre, rotation=True,
+        ),
+        Statistic(
+            "query-roots", "a root of the covariance of each query head's queries before they are rotated (Expected Attention)",
+            ("root",), (*_OF_GROUP, "rank"), unrotated.seen, unrotated.root, rotation=True,
+        ),
+        Statistic(
+            "query-excess", "how much longer the pairs of a query head's dims are on average than those of the mean query (TriAttention)",
+            ("excess",), _OF_GROUP, unrotated.seen_pairs, unrotated.excess, rotation=True,
+        ),
+        Statistic(
+            "random-sketch", "normal numbers over the root of how many there are for each dim (leverage scores)",
+            ("sketch",), (*_VECTOR, "rank"), partial(sketches.seen, count=channels), sketches.result, whole=sketches.drawn,
         ),
         Statistic(
             "heavy-channels", "1 for the dims that weigh most in products of queries and keys, else 0 (Double Sparsity)",
