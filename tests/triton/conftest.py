@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-COMPILING = ("test_build", "test_report")
+COMPILING = ("test_build", "test_prepared", "test_report")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import weakref
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -25,6 +27,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
+from kvdsl.runtime.gpu.prepared import SERVED, Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.sizes import (
     ATTEND_OPTIONS,
@@ -122,21 +125,36 @@ class TritonBackend:
 
     def _decode_one(self, state: SlotState, call: AttentionCall, t: int) -> Tensor:
         query, key, value = (x[:, :, t].contiguous() for x in (call.query, call.key, call.value))
-        batch, heads, value_dim = value.shape
-        sizes = _sizes(call)
-        work = workspace(state, self.kernels, sizes)
+        work = workspace(state, self.kernels, _sizes(call))
         copies.keep(state, 1)
-        rope = _turns(state, call)
-        layout = state.layout
-        block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
-        out = query.new_empty(batch, 1, query.shape[1], value_dim)
-        supplied = supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None
-        real = work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous()
-        arguments = work.tensors | {
-            "query": query, "new_key": key, "new_value": value, "out": out, "real": real,
+        out = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
+        fresh = {
+            "query": query, "new_key": key, "new_value": value, "out": out,
+            "real": work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous(),
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
-            "supplied": supplied,
-            "angles": None if rope is None else digits(rope, key.device),
+            "supplied": supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None,
+        }  # fmt: skip
+        known = _prepared.get(state)
+        if known is not None and known.serves(state, call, fresh):
+            known.run(fresh)
+        elif interpreted() or not SERVED:
+            for one in self._launches(state, call, work, fresh):
+                launch(one.kernel, one.grid, one.arguments, one.options)
+        else:
+            _prepared[state] = Prepared(self._launches(state, call, work, fresh), state, call, fresh)
+        return out
+
+    def _launches(
+        self, state: SlotState, call: AttentionCall, work: Workspace, fresh: Mapping[str, Tensor | None]
+    ) -> Iterator[Launch]:
+        """What one token launches, in order."""
+        batch, heads, _ = state.position.shape
+        sizes, rope, layout = _sizes(call), _turns(state, call), state.layout
+        block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
+        settle = sizes.settle(work.splits, work.pieces, work.width, rope)
+        arguments = work.tensors | {
+            **fresh,
+            "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
             "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
@@ -146,45 +164,33 @@ class TritonBackend:
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
         }  # fmt: skip
+        agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
-            launch(
-                self.kernels.make_room, (heads, batch), arguments | sizes.settle(work.splits, work.pieces), SETTLE_OPTIONS
-            )
-            self._agree(arguments | sizes.settle(work.splits, work.pieces), before=True)
+            yield Launch(self.kernels.make_room, (heads, batch), arguments | settle, SETTLE_OPTIONS)
+            if agrees:
+                yield Launch(self.kernels.agree, (batch,), arguments | settle | {"BEFORE": True}, SETTLE_OPTIONS)
         if state.selects:
-            dims = work.width or sizes.key_dim
-            launch(
-                self.kernels.look,
-                (work.splits, heads, batch),
-                arguments | sizes.look(dims, in_blocks=block_size > 0),
-                LOOK_OPTIONS,
-            )
+            look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
+            yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
-            launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
+            yield Launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         halves = {"HALVES": state.spec.rope_cached and rope is not None}
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        launch(attend, (work.splits, heads, batch), arguments | halves | dense | sizes.attend(rope), ATTEND_OPTIONS)
+        attends = arguments | halves | dense | sizes.attend(rope)
+        yield Launch(attend, (work.splits, heads, batch), attends, ATTEND_OPTIONS)
         if block_size:
-            launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
-        launch(
-            self.kernels.settle,
-            (work.pieces + 1, heads, batch),
-            arguments | sizes.settle(work.splits, work.pieces, work.width, rope),
-            SETTLE_OPTIONS,
-        )
-        if state.evicts:
-            self._agree(arguments | sizes.settle(work.splits, work.pieces), before=False)
+            yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
+        yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, SETTLE_OPTIONS)
+        if agrees:
+            yield Launch(self.kernels.agree, (batch,), arguments | settle | {"BEFORE": False}, SETTLE_OPTIONS)
         if block_size and state.evicts:
-            launch(
-                give_back, (arguments["table"].shape[1], batch), arguments | sizes.give_back(block_size), GIVE_BACK_OPTIONS
-            )
-        return out
+            gives = arguments | sizes.give_back(block_size)
+            yield Launch(give_back, (arguments["table"].shape[1], batch), gives, GIVE_BACK_OPTIONS)
 
-    def _agree(self, arguments: dict[str, Any], *, before: bool) -> None:
-        """Evict what the layer's heads agree on, if they must. `before`: before the token is placed, under a hard cap."""
-        if hasattr(self.kernels, "agree"):
-            launch(self.kernels.agree, (arguments["batch"],), arguments | {"BEFORE": before}, SETTLE_OPTIONS)
+
+_prepared: weakref.WeakKeyDictionary[SlotState, Prepared] = weakref.WeakKeyDictionary()
+"""Every state's launches, from its last token that was of another kind than the one before."""
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:

@@ -17,11 +17,15 @@ def on(device: torch.device) -> AbstractContextManager[Any]:
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
-def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> None:
-    """Run the kernel; it gets those of the arguments that it names. Products are rounded: counts are floored, where one bit decides."""
+def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> Any:
+    """Run the kernel; it gets those of the arguments that it names. Products are rounded: counts are floored, where one bit decides.
+
+    Returns:
+        what Triton compiled, None in the interpreter.
+    """
     if torch.version.hip:
         options = {name: value for name, value in options.items() if name not in _OF_NVIDIA}
-    kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
+    return kernel[grid](**{name: arguments[name] for name in kernel.arg_names}, **options, enable_fp_fusion=False)
 
 
 def signed(word: int) -> int:
