@@ -536,7 +536,8 @@ ACROSS = _code(
     "`budget ... across heads` shares out a layer's tokens among its heads once, after the prompt, and `across layers` those of all "
     "layers; that is possible under `when prefill` only. Heads that agree on their victims have nothing to share, and what a tensor "
     "gives each head is its own. What a layer's share goes by, `across layers by ...`, is one number for all its KV heads; there "
-    "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens.",
+    "`over heads` reduces what each of them has. So it does in what `select` ranks by, where heads hold the same tokens, and in the "
+    "score of heads that share a budget, of one number each; `rank(x over heads)` is for the latter alone.",
     _policy("budget 512 across heads", "score sum(attn)"),
 )
 REUSED = _code(

@@ -225,6 +225,13 @@ SHARED = """Under `when prefill` a budget may belong to several KV heads, which 
 `budget budget across heads` is one for the heads of a layer: the layer's lowest scores leave, of whatever head, and of each head at
 least `floor` of its own budget stays (Ada-KV).
 
+There a score may read what the other heads have: `rank(x over heads)` is a slot's place among the slots of all KV heads of the layer (of
+equals the older is lower, then the lower head's), and `sum(x over heads)` and the like reduce one number of each head, `sum(1 over heads)`
+how many there are. So a head knows its share before it says who leaves, `sum(sum(live over heads) - rank(x over heads) <= budget * sum(1
+over heads) over slots)`, and goes by another order within it (CriticalAdaKV). Heads may hold different tokens, so that slots are ranked
+and not reduced position by position; each row of a batch ranks its own. It is found where prompts settle, in torch operations for every
+backend.
+
 `budget budget across layers` is one for all layers and heads that evict: their budgets are added up, the lowest scores of all leave,
 and of each head at least `floor` of its own budget stays. Of equal scores the older token's leave first, then the lower layer's and
 head's.
@@ -256,7 +263,8 @@ vote, by `sum`, `mean` or `max`, of scores or of ranks, and where nothing else d
 the same tokens: a policy that evicts needs `victims shared by heads`, or by layers. Pages, ties and what `keep` forces are as in any
 selection; padding, beams, chats and taken-back steps need nothing of their own, since nothing is remembered. torch serves it, in
 compiled steps as well; C++ and Triton, whose kernels see one KV head, refuse it, and so does tensor parallelism. In a score `over
-heads` is refused: `victims shared by heads` averages scores. `query_head` is the number of the query head for which something is found,
+heads` is refused: `victims shared by heads` averages scores, and only heads that share a budget compare theirs.
+`query_head` is the number of the query head for which something is found,
 under tensor parallelism the whole model's; so heads may take turns, under `group max`: `max(rank(dot(q, k)) * 128 - query_head over
 heads)` (LessIsMore). C++ and Triton refuse it.
 

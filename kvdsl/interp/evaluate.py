@@ -86,7 +86,7 @@ class Scope:
         rope: how the model rotates; None where positions do not rotate.
         text: the prompt's queries where a score reads them: the place of each, and its query heads, [G, D].
         group, query_head: how many query heads share the KV head, and which is asked; `over_group` reduces what they gave, [G, ...].
-        heads: the layer's KV heads, where all of them are asked together.
+        heads: the layer's KV heads, where all of them are asked together; in a score, `place` is this one's among them.
     """
 
     slots: int
@@ -108,6 +108,7 @@ class Scope:
     query_head: int = 0
     over_group: Callable[[Array], Array] = lambda x: np.asarray(x[0])
     heads: tuple[Peer, ...] = ()
+    place: int = 0
 
 
 @dataclass(frozen=True)
@@ -352,7 +353,9 @@ def _folded_in_half(x: Array) -> Array:
 
 
 def _rank(expr: Rank, scope: Scope) -> Array:
-    """How many slots, of all or of its page, come before each in the order in which slots rank."""
+    """How many slots, of all, of its page or of all heads, come before each in the order in which slots rank."""
+    if expr.within == "heads":
+        return _rank_over_heads(expr, scope)
     body, position = evaluate_slots(expr.body, scope), scope.inputs["position"][:, 0]
     pages = (
         page_of(position, scope.page, scope.page_after) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
@@ -362,6 +365,17 @@ def _rank(expr: Rank, scope: Scope) -> Array:
         own = np.flatnonzero(pages == page)
         ranks[own[ascending(body[own], position[own])]] = np.arange(len(own))
     return per_slot(ranks)
+
+
+def _rank_over_heads(expr: Rank, scope: Scope) -> Array:
+    """Of equals the older comes first, then the lower head's."""
+    found = [evaluate_slots(expr.body, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
+    places = np.concatenate([peer.scope.inputs["position"][:, 0] for peer in scope.heads])
+    heads = np.repeat(np.arange(len(found)), [len(one) for one in found])
+    order = ascending(np.concatenate(found), places * len(found) + heads)
+    ranks = np.zeros(len(order))
+    ranks[order] = np.arange(len(order))
+    return per_slot(ranks[heads == scope.place])
 
 
 def _enough(expr: Enough, scope: Scope) -> Array:

@@ -239,6 +239,13 @@ class Layer:
         if self.policy.score is None:
             return None
         scopes = [replace(scope, unprotected=~shield) for scope, shield in zip(scopes, shields, strict=True)]
+        if self.policy.across is not None:
+            peers = {group[0]: tuple(Peer(scopes[i], evaluate) for i in group) for group in self._by_layer()}
+            scopes = [
+                replace(scopes[i], heads=peers[group[0]], place=place)
+                for group in self._by_layer()
+                for place, i in enumerate(group)
+            ]
         return self._agreed([evaluate_group(self.policy.score, scope) for scope in scopes], places, _mean)
 
     def _gone(

@@ -232,12 +232,12 @@ class Rank(Node):
     """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
 
     Of the slots that the query sees (inside a reduction over queries, or in a selection), or of the live slots; within a page of
-    those of the slot's page.
+    those of the slot's page; within heads of the live slots of all KV heads of the layer, of equals the older, then the lower head's.
     """
 
     kind: Literal["rank"] = "rank"
     body: Expr
-    within: Literal["all", "page"] = "all"
+    within: Literal["all", "page", "heads"] = "all"
 
 
 class Enough(Node):

@@ -389,7 +389,8 @@ class TensorPrinter(_TorchPrinter):
         grouped = self._grouped and expr.within == "all"
         inside = self._inside(grouped=grouped, dims=False)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
-        call = "rank_in_page({})" if expr.within == "page" else f"rank({{}}{', grouped=True' if grouped else ''})"
+        calls = {"page": "rank_in_page({})", "heads": "rank_over_heads({})"}
+        call = calls.get(expr.within, f"rank({{}}{', grouped=True' if grouped else ''})")
         return fragment(f"{self._view}.{call}{lifted}", inside.value(expr.body))
 
     def enough(self, expr: Enough) -> Fragment:

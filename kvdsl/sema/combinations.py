@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
-from kvdsl.ir.nodes import Input, Rank, Reduce, Tensor
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
+from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.needs import READS_TENSORS, reads_heads, reads_text
 from kvdsl.sema.params import Params
@@ -63,6 +65,7 @@ class Combinations:
         self._victims()
         self._heads()
         self._votes()
+        self._compared()
         self._reused()
         self._positions()
         self._reads()
@@ -233,6 +236,28 @@ class Combinations:
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
         self.sink.report(codes.ACROSS, name, message, "add `victims shared by heads`, or leave out the budget", labels)
+
+    def _compared(self) -> None:
+        """Reports a score that reads all KV heads where these do not share a budget, or what their slots have."""
+        score = self.parts.exprs.get("score")
+        if score is None or not reads_heads(score.expr):
+            return
+        if "across" not in self.parts.exprs:
+            message = (
+                "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, for `select`, and for "
+                "heads that share a budget"
+            )
+            help = "`victims shared by heads` averages scores; `budget ... across heads` compares them"
+            self.sink.report(codes.ACROSS, score.span, message, help)
+        if any(isinstance(part, Reduce) and part.within == "text" for part in walk(score.expr)):
+            message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
+            self.sink.report(codes.ACROSS, score.span, message)
+        for part in walk(score.expr):
+            if isinstance(part, Reduce) and part.axis is Axis.HEAD and axes_of(part.body):
+                inner = print_expression(part.body)
+                message = f"heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `{inner}`"
+                self.sink.report(codes.REDUCTION, score.span, message, f"reduce it before: `sum({inner} over slots)`")
+                return
 
     def _reused(self) -> None:
         """Reports layers that take over what another one chooses, but hold other tokens."""

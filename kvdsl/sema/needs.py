@@ -93,7 +93,12 @@ def differs_by_head(expr: Expr) -> bool:
 
 def reads_heads(expr: Expr) -> bool:
     """Whether a value reads all KV heads of a layer."""
-    return any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
+    return ranks_across(expr) or any(isinstance(part, Reduce) and part.axis is Axis.HEAD for part in walk(expr))
+
+
+def ranks_across(expr: Expr) -> bool:
+    """Whether a value is a place among the slots of all KV heads of a layer."""
+    return any(isinstance(part, Rank) and part.within == "heads" for part in walk(expr))
 
 
 def of_query_heads_at_once(expr: Expr) -> bool:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Pool, Previous, Random, Rank, Reduce
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
@@ -90,13 +90,13 @@ class Reductions:
             self.report(
                 codes.TEXT, span, message, "`logit` is `dot(q, k) * scaling`" if reads in ("attn", "logit") else None
             )
-        elif over.axis is Axis.HEAD and (Axis.DIM in body.axes or not differs_by_head(body.expr)):
+        elif over.axis is Axis.HEAD and (Axis.DIM in body.axes or not (_is_count(op, body) or differs_by_head(body.expr))):
             self._of_heads(node, body)
         elif over.axis not in body.axes and over.axis is not Axis.HEAD:
             self._no_axis(node, over.axis, body)
         elif over.axis is Axis.DIM and body.spaces != {""} and (len(body.spaces) > 1 or over.within == "sketch"):
             self.mixed(span, body)
-        elif body.pools:
+        elif body.pools and over.range != "slots":
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
             message = (
@@ -113,13 +113,13 @@ class Reductions:
         return False
 
     def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
-        """`rank(x)` or `rank(x over page)`."""
+        """`rank(x)`, `rank(x over page)` or `rank(x over heads)`."""
         text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span
-        if over.axis is not Axis.SLOT or over.within == "next":
+        if over.axis not in (Axis.SLOT, Axis.HEAD) or over.within == "next":
             self.report(
                 codes.ARGUMENTS,
                 node.span,
-                "`rank` is a place among slots, or among those of a page",
+                "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
                 f"write `rank({text})`",
             )
         elif Axis.SLOT not in body.axes or Axis.DIM in body.axes:
@@ -128,7 +128,7 @@ class Reductions:
         elif over.within == "page" and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"rank(sum({text}) over page)")
         else:
-            return values.rank(body, "page" if over.within == "page" else "all")
+            return values.rank(body, "heads" if over.axis is Axis.HEAD else "page" if over.within == "page" else "all")
         return None
 
     def leverage(self, node: syn.Call, body: Value, ridge: Value) -> Value | None:
@@ -315,3 +315,8 @@ def _not_of_text(body: Value) -> str | None:
         if isinstance(part, (Fold, Leverage, Rank, Pool)) or (isinstance(part, Reduce) and part.within in ("page", "next")):
             return part.kind if not isinstance(part, Reduce) else "over page"
     return None
+
+
+def _is_count(op: str, body: Value) -> bool:
+    """Whether a reduction over heads counts them: `sum(1 over heads)`."""
+    return op == "sum" and isinstance(body.expr, Number)

@@ -20,6 +20,7 @@ from kvdsl.sema.needs import (
     looks_back,
     of_counts,
     of_query_heads_at_once,
+    ranks_across,
     reads_data,
     reads_heads,
     reads_text,
@@ -161,10 +162,13 @@ class Statements:
             message = f"{what} cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
             self.sink.report(codes.NOT_HERE, node.span, message)
             return None
-        if what not in (WEIGHT, "what `select` ranks by") and reads_heads(value.expr):
+        if what != "a score" and ranks_across(value.expr):
+            message = f"{what} cannot read `rank(... over heads)`, which is for the score of heads that share a budget"
+            self.sink.report(codes.ACROSS, node.span, message)
+            return None
+        if what not in (WEIGHT, "what `select` ranks by", "a score") and reads_heads(value.expr):
             message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
-            help = "`victims shared by heads` averages scores" if what == "a score" else None
-            self.sink.report(codes.ACROSS, node.span, message, help)
+            self.sink.report(codes.ACROSS, node.span, message)
             return None
         return value
 

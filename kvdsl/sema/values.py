@@ -153,7 +153,7 @@ def leverage(body: Value, ridge: Value) -> Value:
     return replace(made, axes=frozenset({Axis.SLOT}), spaces=NO_SPACES)
 
 
-def rank(body: Value, within: Literal["all", "page"]) -> Value:
+def rank(body: Value, within: Literal["all", "page", "heads"]) -> Value:
     """A place in an order."""
     return _combined(Rank(body=body.expr, within=within), (body,), condition=False, constant=None)
 

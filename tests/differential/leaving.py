@@ -177,11 +177,15 @@ def _kept(keep: Keep, shadows: Sequence[Shadow], scopes: Sequence[Scope]) -> lis
 
 def scores(shadows: Sequence[Shadow], masks: Sequence[Doubt]) -> list[Range]:
     """The score of every live slot, [n] per head."""
+    score = shadows[0].policy.score
+    assert score is not None
+    known = [None if (may != must).any() else ~must for may, must in masks]
+    scopes = [replace(shadow.live_scope(), unprotected=one) for shadow, one in zip(shadows, known, strict=True)]
     made = []
-    for shadow, (may, must) in zip(shadows, masks, strict=True):
-        assert shadow.policy.score is not None
-        known = None if (may != must).any() else ~must
-        made.append(bounds_of_group(shadow.policy.score, replace(shadow.live_scope(), unprotected=known)))
+    for index, shadow in enumerate(shadows):
+        layer = [i for i, other in enumerate(shadows) if other.numbers.layer == shadow.numbers.layer]
+        peers = tuple((scopes[i], bounds) for i in layer)
+        made.append(bounds_of_group(score, replace(scopes[index], heads=peers, place=layer.index(index))))
     return _agreed(made, shadows, lambda x: fold("mean", x, 0)[0])
 
 

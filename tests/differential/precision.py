@@ -78,6 +78,7 @@ class Scope:
         unprotected: [slots] what a pool ranges over; None where that lies within precision.
         rope, text, group: as the interpreter's scope has them; `query_head`: which of the group is asked, `how` the group is reduced.
         heads: the layer's KV heads, where all of them are asked together: what each sees, and the value of an expression for it.
+        place: which of them this one is, in a score.
     """
 
     slots: int
@@ -93,6 +94,7 @@ class Scope:
     query_head: int = 0
     how: str = "mean"
     heads: tuple[tuple[Scope, Callable[[Expr, Scope], Range]], ...] = ()
+    place: int = 0
 
 
 @np.errstate(all="ignore")
@@ -243,7 +245,17 @@ def _over_dims(expr: Reduce, scope: Scope) -> Range:
     return fold(expr.op, body if expr.within == "all" else body[:, scope.numbers.sketch], 1)
 
 
+def _rank_over_heads(expr: Rank, scope: Scope) -> Range:
+    found = [bounds_of_slots(expr.body, replace(one, heads=scope.heads)) for one, _ in scope.heads]
+    heads = np.repeat(np.arange(len(found)), [one.slots for one, _ in scope.heads])
+    places = np.concatenate([one.inputs["position"].lo[:, 0] for one, _ in scope.heads])
+    ranks = rank(joined(found), (places * len(found) + heads).astype(np.int64))
+    return ranks[heads == scope.place].map(lambda x: x[:, None])
+
+
 def _rank(expr: Rank, scope: Scope) -> Range:
+    if expr.within == "heads":
+        return _rank_over_heads(expr, scope)
     body, position = bounds_of_slots(expr.body, scope), scope.inputs["position"].lo[:, 0].astype(np.int64)
     pages = (
         page_of(position, scope.numbers.page, scope.numbers.page_after)

@@ -464,6 +464,8 @@ class Maker:
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
         elif not self.fused and not self.by_head and not self.measured:
             made |= self.shared()
+            if "across" in made and not asks and self.one_of(True, False):
+                made["score"] = self.compared(made["score"])
         if (
             made["when"] != "decode"
             and self.victims != "layers"
@@ -479,6 +481,15 @@ class Maker:
         if self.one_of(*[False] * 7, True):
             made["layers"] = self.one_of(*[found for found in [self.layers()] if found != LayerRange()] or [None])
         return made | ({"positions": "compact", "rope": self.one_of("fused", "fused", "cached")} if compact else {})
+
+    def compared(self, score: Expr) -> Expr:
+        """A score of heads that share a budget, which reads what all of them have."""
+        if SLOT not in axes_of(score):
+            score = self.binary("+", score, Input(name="position"))
+        heads = Reduce(op="sum", axis=Axis.HEAD, body=self.one_of(ONE, Input(name="live"), self.over_slots(KEEP)))
+        mean = Reduce(op="mean", axis=SLOT, body=score)  # of pools, too
+        ranked = Rank(body=self.one_of(score, self.binary("-", score, mean)), within="heads")
+        return self.one_of(ranked, self.binary("+", score, ranked), self.binary("<", ranked, self.binary("*", heads, heads)))
 
     def shared(self) -> dict[str, Any]:
         """Who shares a budget."""

@@ -135,7 +135,40 @@ def one_pool(sinks: int, window: Callable[[int], int]) -> Callable[[Heads, int, 
     return stays
 
 
+def criticaladakv(layers: Heads, budget: int, ask: Ask, window: int = 2) -> Stays:
+    """Shares by the layer's highest pooled attention, a fifth each head's own; half of a share by that, half by that times what is told."""
+    return [_critical(index, heads, budget, ask, window) for index, heads in enumerate(layers)]
+
+
+def _critical(layer: int, heads: Sequence[Cache], budget: int, ask: Ask, window: int) -> list[list[int]]:
+    asks, owns = [], []
+    for head in heads:
+        text = head.kept[:-window]
+        padded = [0.0] * 2 + [mean_asked(head, token, window) for token in text] + [0.0] * 2
+        pooled = {token: sum(padded[place : place + 5]) / 5 for place, token in enumerate(text)}
+        asks.append(pooled | dict.fromkeys(head.kept[-window:], 2.0))
+        owns.append(sorted(head.kept, key=lambda token, own=asks[-1]: (-own[token], -token))[: max(budget // 5, 1)])
+    everyone = [
+        (3.0 if token in owns[index] else asks[index][token], token, index)
+        for index in range(len(heads))
+        for token in asks[index]
+    ]
+    best = sorted(everyone, reverse=True)[: budget * len(heads)]
+    kept = []
+    for index, head in enumerate(heads):
+        share = sum(1 for *_, owner in best if owner == index)
+        order = sorted(head.kept, key=lambda token, own=asks[index]: (-own[token], -token))
+        sure = set(owns[index]) | set(order[: share // 2])
+        rest = sorted(
+            (token for token in head.kept if token not in sure),
+            key=lambda token, index=index: -(asks[index][token] + 1e-4) * ask(layer, index, token),
+        )
+        kept.append(sorted([*sure, *rest[: share - len(sure)]]))
+    return kept
+
+
 LAYERED: dict[str, Layered] = {
+    "criticaladakv": Layered(criticaladakv, 8, {"window": 2}),
     "cake": Layered(cake, given={"window": 3, "gamma": 20, "tau1": 2, "tau2": 2}),
     "lava": Layered(lava, given={"window": 3}),
     "zigzagkv": Layered(zigzagkv, budget=10, given={"window": 3, "recovered": 0.9, "own": 0.5}),

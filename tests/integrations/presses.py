@@ -47,12 +47,18 @@ def _criticalkv(kvpress: Any, ratio: float) -> Any:
     return kvpress.CriticalKVPress(kvpress.SnapKVPress(ratio, window_size=8, kernel_size=5))
 
 
+def _criticaladakv(kvpress: Any, ratio: float) -> Any:
+    return kvpress.CriticalAdaKVPress(kvpress.SnapKVPress(ratio, window_size=4, kernel_size=5))
+
+
 def _projected(press: Any) -> dict[str, Callable[[Any, Any], Any]]:
     """Norms behind the output projection, as kvpress finds them."""
 
     def norms(module: Any, hidden: Any) -> Any:
         values = module.v_proj(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2)
-        return press.vwl1norm(values, module)
+        from kvpress import CriticalKVPress
+
+        return CriticalKVPress.vwl1norm(values, module)
 
     return {"projected": norms}
 
@@ -74,6 +80,7 @@ COUNTERPARTS: dict[str, Counterpart] = {
     ),
     "key_rerotation": Counterpart(lambda kvpress, ratio: kvpress.KeyRerotationPress(kvpress.KnormPress(ratio))),
     "criticalkv_projected": Counterpart(_criticalkv, lambda budget: {"window": 8}, supplied=_projected),
+    "criticaladakv": Counterpart(_criticaladakv, lambda budget: {"window": 4}, supplied=_projected),
     "kvzap_once": Counterpart(_kvzap, supplied=_kvzap_says),
     # Four partitions of 15 are ranked: at every ratio whole ranks of them leave, since those of one rank tie.
     "lagkv": Counterpart(

@@ -98,10 +98,14 @@ def test_weights_that_make_no_sense(by: str, code: str, at: str, message: str, h
 def test_heads_are_reduced_for_a_layers_share_only() -> None:
     score = f"sum(attn) / sum({WEIGHT} over heads)"
     message = (
-        "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
+        "a score belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, for `select`, and for heads that "
+        "share a budget"
     )
-    refused("KV0412", message, score, "`victims shared by heads` averages scores", "param budget = 64", f"score {score}")
-    message = message.replace("a score", "the budget")
+    help = "`victims shared by heads` averages scores; `budget ... across heads` compares them"
+    refused("KV0412", message, score, help, "param budget = 64", f"score {score}")
+    message = (
+        "the budget belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
+    )
     budget = "sum(sum(norm2(k) over slots) over heads)"
     refused("KV0412", message, budget, None, f"budget {budget}", "score age")
 
@@ -129,4 +133,37 @@ def test_heads_with_budgets_of_their_own_do_not_share() -> None:
     budget = "budget 64 * w across layers"
     refused(
         "KV0412", message, "64 * w", "leave out `across layers`", tensor, budget, "score age", "when prefill", because=budget
+    )
+
+
+# -- heads that share a budget compare their slots ---------------------------------------------------------------------
+
+COMPARED = ("param budget = 64", "budget budget across heads", "when prefill")
+
+
+@pytest.mark.parametrize(
+    "score",
+    [
+        "rank(sum(attn) over heads)",
+        "sum(attn) * sum(1 over heads) - max(sum(norm1(k) over slots) over heads)",
+        "sum(rank(max_pool(sum(attn), 3) over heads) >= budget over slots) - age",
+    ],
+)
+def test_a_score_of_heads_that_share(score: str) -> None:
+    assert check(body(*COMPARED, f"score {score}")).ok
+    found = check(body("param budget = 64", "when prefill", f"score {score}")).diagnostics
+    assert [one.code for one in found] == ["KV0412"]
+
+
+def test_what_heads_that_share_cannot_compare() -> None:
+    refused("KV0304", "heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `sum(attn)`",
+            "max(sum(attn) over heads)", "reduce it before: `sum(sum(attn) over slots)`", *COMPARED,
+            "score max(sum(attn) over heads)")  # fmt: skip
+    what = "cannot read `rank(... over heads)`, which is for the score of heads that share a budget"
+    refused(
+        "KV0412",
+        f"what `select` ranks by {what}",
+        "rank(dot(q, k) over heads)",
+        None,
+        "select top 64 by rank(dot(q, k) over heads)",
     )

@@ -428,6 +428,14 @@ class View:
         place = by_page.argsort(-1)
         return (place - pages.spread("min", place, self.visible, index, -1)).float()
 
+    def rank_over_heads(self, x: Tensor) -> Tensor:
+        """The same among the slots of all KV heads of the layer, [batch, kv_heads, 1, slots]; of equals the older, then the lower head."""
+        batch, heads, _, slots = self.visible.shape
+        head = torch.arange(heads, device=self.visible.device).view(1, heads, 1, 1)
+        tie = self.slot_position.expand(self.visible.shape) * heads + head
+        flat = (one.expand(self.visible.shape).reshape(batch, heads * slots) for one in (x.float(), tie, self.visible))
+        return _standing(*flat).float().view(batch, heads, 1, slots)
+
     def over_sketch(self, op: str, x: Tensor) -> Tensor:
         """Reduce the last axis, of size dim or 1, over the sketch's dims only."""
         chosen, valid = self._sketched(x.float())
