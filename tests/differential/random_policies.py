@@ -50,6 +50,7 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
+from kvdsl.sema.needs import of_query_heads_at_once
 
 from .given import GIVEN
 from .tensors import GROUPED, MATRICES, TENSORS
@@ -464,7 +465,7 @@ class Maker:
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
         elif not self.fused and not self.by_head and not self.measured:
             made |= self.shared()
-            if "across" in made and not asks and self.one_of(True, False):
+            if "across" in made and not asks and not of_query_heads_at_once(made["score"]) and self.one_of(True, False):
                 made["score"] = self.compared(made["score"])
         if (
             made["when"] != "decode"

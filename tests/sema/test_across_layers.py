@@ -159,6 +159,9 @@ def test_what_heads_that_share_cannot_compare() -> None:
     refused("KV0304", "heads that share a budget hold different tokens, so `over heads` reduces one number of each, not `sum(attn)`",
             "max(sum(attn) over heads)", "reduce it before: `sum(sum(attn) over slots)`", *COMPARED,
             "score max(sum(attn) over heads)")  # fmt: skip
+    message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
+    score = "rank(mean(dot(q, k) over text) over heads)"
+    refused("KV0412", message, score, None, *COMPARED, f"score {score}")
     what = "cannot read `rank(... over heads)`, which is for the score of heads that share a budget"
     refused(
         "KV0412",
