@@ -281,6 +281,9 @@ class Maker:
         """A reduction over the prompt's queries."""
         inside = Place(query=True, attends=False, asks=True, depth=min(place.depth - 1, 1))
         body = self.binary(self.one_of("+", "*", "-"), self.dot(inside), self.value(inside))
+        if QUERY not in axes_of(body):  # of projections of keys, say
+            product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+            body = self.binary("+", body, Reduce(op="sum", axis=DIM, body=product))
         if self.rarely():
             turned = Rotate(op="turn", body=Input(name="q"), by=Call(function="neg", args=(Input(name="query_position"),)))
             seen = Rotate(op="ahead", body=Input(name="k"), by=self.count(9, 1))
