@@ -67,6 +67,8 @@ REDUCTIONS = ["sum", "mean", "var", "std", "max", "min", "median"]
 @given(a=arrays(), b=arrays())
 @np.errstate(all="ignore")
 def test_functions_of_two(name: str, a: np.ndarray, b: np.ndarray) -> None:
+    if name == "power":  # of -inf NumPy itself makes NaN on machines with AVX-512, and what C says, inf, on others
+        a = np.where(np.isneginf(a), -1.0, a)
     same(getattr(plain, name)(ours(a), ours(b)), getattr(np, name)(a, b))
 
 
