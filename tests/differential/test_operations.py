@@ -25,7 +25,7 @@ from kvdsl.lower import torch as torch_target
 from kvdsl.lower import triton_expressions as triton
 from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula
-from kvdsl.runtime.torch import columns, neighbours, statistics, view
+from kvdsl.runtime.torch import columns, masked, neighbours, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
@@ -92,7 +92,7 @@ def test_the_parts_of_a_reduction_are_what_it_means(op: str) -> None:
 
 def test_the_torch_backend_has_what_lowering_says() -> None:
     can = torch_target.CAN.reduces
-    assert {*can["history"], *can["slots"], *can["sketch"]} == view.MASKED.keys()
+    assert {*can["history"], *can["slots"], *can["sketch"]} == masked.MASKED.keys()
     assert set(can["queries"]) == columns.INITIAL.keys() | {"ring"}
     assert (
         pytest.approx({name: row.fresh for name, row in ops.RULES.items() if name != "ring"}, nan_ok=True) == columns.INITIAL
@@ -124,7 +124,7 @@ def test_an_operation_without_a_row_is_an_error() -> None:
         Reduce(op="mode", axis=Axis.SLOT, body=Input(name="age"))
     x, visible = torch.zeros(1, 3), torch.ones(1, 3, dtype=torch.bool)
     with pytest.raises(KeyError):
-        view.masked_reduce("mode", x, visible, -1)
+        masked.masked_reduce("mode", x, visible, -1)
     with pytest.raises(KeyError):
         neighbours.pool("mode", torch.zeros(1, 1, 3), torch.arange(3).view(1, 1, 3), ~visible.unsqueeze(1), torch.tensor(3))
 
@@ -163,7 +163,7 @@ def test_a_target_refuses_what_it_does_not_name(target: str, monkeypatch: pytest
 )
 def test_a_median_is_the_middle_one_of_what_is_visible(values: list[float], visible: list[int], expected: float) -> None:
     x, mask = torch.tensor([values]), torch.tensor([visible], dtype=torch.bool)
-    assert float(view.masked_reduce("median", x, mask, -1)) == pytest.approx(expected, nan_ok=True)
+    assert float(masked.masked_reduce("median", x, mask, -1)) == pytest.approx(expected, nan_ok=True)
     with np.errstate(invalid="ignore"):
         seen = [value for value, counts in zip(values, visible, strict=True) if counts]
         assert over_queries("median", seen) == pytest.approx(expected, nan_ok=True)

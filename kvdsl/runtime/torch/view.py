@@ -17,12 +17,11 @@ from torch import Tensor
 
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import neighbours, pages, rings
+from kvdsl.runtime.torch import ahead, neighbours, pages, rings
+from kvdsl.runtime.torch.masked import masked_reduce
+from kvdsl.runtime.torch.random import counter_random
 from kvdsl.runtime.torch.rounding import sqrt
 from kvdsl.runtime.torch.settle import grade
-
-_FARTHEST, _MOST_STEPS = 65_536, 32
-"""How far `ahead` looks at most; see `kvdsl.ir.ops`, which generated packages do not need."""
 
 _TEXT_ENTRIES = 1 << 22
 """Numbers of a block of the prompt's queries."""
@@ -336,9 +335,9 @@ class View:
             return x.float()
         newest = (self.query_position if self.newest is None else self.newest).double()
         frequencies = self.rope.frequencies(x.device)
-        places = _places(count, newest)
+        places = ahead.places(count, newest)
         angle, weight = (
-            _series(frequencies, newest, places) if factor is None else _steps(frequencies, newest, places, factor)
+            ahead.series(frequencies, newest, places) if factor is None else ahead.steps(frequencies, newest, places, factor)
         )
         for _ in range(x.dim() - 5):  # the group
             angle, weight = angle.unsqueeze(3), weight.unsqueeze(3)
@@ -495,75 +494,10 @@ class _OneQuery:
         return self.block.logit[:, :, self.query].unsqueeze(2)
 
 
-def _places(count: Tensor | float, like: Tensor) -> Tensor:
-    """How many places, at least one: float64 [batch or 1, kv_heads or 1, 1, 1, 1]."""
-    made = torch.as_tensor(count, dtype=torch.float64, device=like.device)
-    made = made if made.dim() == 4 else made.view(1, 1, 1, 1)
-    return torch.where(made >= 1, made.floor(), 1.0).unsqueeze(-1)
-
-
-def _series(frequencies: Tensor, newest: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
-    """One angle of each pair, and its weight, that stand for the mean over the next places: the sum of a geometric series."""
-    count, half = count.clamp(max=_FARTHEST), frequencies / 2
-    angle = 2 * half * (newest.unsqueeze(-1) + (count + 1) / 2)
-    weight = torch.where(half.sin() == 0, 1.0, (half * count).sin() / (count * half.sin()))
-    return angle.unsqueeze(0), weight.unsqueeze(0)
-
-
-def _steps(frequencies: Tensor, newest: Tensor, count: Tensor, factor: Tensor | float) -> tuple[Tensor, Tensor]:
-    """The angles of each pair at places that grow by a factor, and their weights, [steps, batch, kv_heads or 1, 1, 1, pairs]."""
-    count = count.clamp(max=_MOST_STEPS)
-    step = torch.arange(_MOST_STEPS, dtype=torch.float64, device=newest.device).view(-1, 1, 1, 1, 1, 1)
-    by = torch.as_tensor(factor, dtype=torch.float64, device=newest.device)
-    place = newest.unsqueeze(-1) + (by if by.dim() == 4 else by.view(1, 1, 1, 1)).unsqueeze(-1) ** step
-    return place * frequencies, ((step < count) / count).expand(*place.shape[:-1], len(frequencies))
-
-
 def _standing(x: Tensor, position: Tensor, visible: Tensor) -> Tensor:
     """Each one's place in the order in which slots rank, int64; what is not visible comes last."""
     key = torch.where(visible, grade(x, position), torch.iinfo(torch.int64).max)
     return key.argsort(dim=-1).argsort(-1)
-
-
-def masked_reduce(op: str, x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """Reduce an axis to size 1 over what is visible, by one of `MASKED`."""
-    return MASKED[op](x, visible, dim)
-
-
-def _sum(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    return torch.where(visible, x, 0.0).sum(dim, keepdim=True)
-
-
-def _mean(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    return _sum(x, visible, dim) / visible.sum(dim, keepdim=True)
-
-
-def _var(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """In two passes: no cancellation."""
-    return _mean((x - _mean(x, visible, dim)) ** 2, visible, dim)
-
-
-def _median(x: Tensor, visible: Tensor, dim: int) -> Tensor:
-    """NaN if any value is, and of nothing."""
-    count = visible.sum(dim, keepdim=True)
-    ordered = torch.where(visible, x, torch.inf).sort(dim).values
-    shape = list(ordered.shape)
-    shape[dim] = 1
-    low, high = (ordered.gather(dim, nth.clamp(min=0).expand(shape)) for nth in ((count - 1) // 2, count // 2))
-    lost = (visible & x.isnan()).any(dim, keepdim=True) | (count == 0)
-    return torch.where(lost, torch.nan, 0.5 * low + 0.5 * high)
-
-
-MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
-    "sum": _sum,
-    "mean": _mean,
-    "var": _var,
-    "std": lambda x, visible, dim: _var(x, visible, dim).sqrt(),
-    "max": lambda x, visible, dim: torch.where(visible, x, -torch.inf).amax(dim, keepdim=True),
-    "median": _median,
-    "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
-}
-"""The reductions that `kvdsl/lower/torch.py` says there are."""
 
 
 # -- looking at slots --------------------------------------------------------------------------------------------------
@@ -620,24 +554,3 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         rope=state.rope,
         text=state.text,
     )
-
-
-# -- random numbers ----------------------------------------------------------------------------------------------------
-
-_WORD = 0xFFFFFFFF
-
-
-def counter_random(seed: int, layer: int, head: Tensor, position: Tensor, step: Tensor) -> Tensor:
-    """A 24-bit random number in [0, 1) for every (layer, head, position, step): murmur3's finaliser over the words."""
-    state = torch.full((), seed & _WORD, dtype=torch.int64, device=position.device)
-    for word in (torch.full_like(state, layer), head.long(), position, step):
-        state = _mix(state ^ (word * 0x9E3779B9 & _WORD))
-    return (state >> 8).float() * 2.0**-24
-
-
-def _mix(x: Tensor) -> Tensor:
-    x = x ^ (x >> 16)
-    x = x * 0x85EBCA6B & _WORD
-    x = x ^ (x >> 13)
-    x = x * 0xC2B2AE35 & _WORD
-    return x ^ (x >> 16)
