@@ -261,7 +261,7 @@ def _rotate(expr: Rotate, scope: Scope) -> Array:
 
 def _turned(x: Array, shift: Array, scope: Scope) -> Array:
     rows = max(len(x), len(shift))
-    x, shift = np.broadcast_to(x, (rows, x.shape[1])), np.broadcast_to(shift[:, 0], rows)
+    x, shift = np.broadcast_to(x, (rows, x.shape[1])), np.broadcast_to(shift[:, 0], (rows,))
     return np.array(x) if scope.rope is None else scope.rope.rotate(x, shift)
 
 
