@@ -202,6 +202,9 @@ class Reductions:
                 "a fold goes on query by query, so what all queries gave cannot stand in it; another fold over queries can"
             )
             self.report(codes.NESTED, span, message)
+        elif any(_over_queries(part) and _reads_previous(part) for part in walk(body.expr)):
+            message = "`prev` of a fold over prunes is none of a query's, and cannot stand in a reduction over queries"
+            self.report(codes.NESTED, span, message, "read `prev` outside of the reduction")
         elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
             self.report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
         elif body.pools:
@@ -290,8 +293,12 @@ def _reads_previous(expr: Expr) -> bool:
     return isinstance(expr, Previous) or (not isinstance(expr, Fold) and any(map(_reads_previous, children(expr))))
 
 
+def _over_queries(part: Expr) -> bool:
+    return isinstance(part, Reduce) and part.axis is Axis.QUERY
+
+
 def _of_many_queries(part: Expr) -> bool:
-    return (isinstance(part, Reduce) and part.axis is Axis.QUERY) or part == Input(name="observed")
+    return _over_queries(part) or part == Input(name="observed")
 
 
 def _is_start(start: Value) -> bool:

@@ -326,7 +326,7 @@ class Maker:
         return makers[self.one_of(*axes)](place)
 
     def over_queries(self, place: Place) -> Expr:
-        body = self.value(place.deeper(query=True, dims=False, pools=False, text=False))
+        body = self.value(place.deeper(query=True, previous=False, dims=False, pools=False, text=False))
         if QUERY not in axes_of(body):
             body = self.binary(self.one_of("*", "+", ">"), Input(name="attn"), body)
         return self.of_queries(self.one_of(*OF_QUERIES), body)
