@@ -266,6 +266,15 @@ def test_what_is_not_capped_and_finite_is_fused(monkeypatch: pytest.MonkeyPatch)
                 prefill(SlotState(kvdsl.load("full").spec, {}), part)
 
 
+def test_finite_numbers_whose_sum_is_not_are_fused_in_float16() -> None:
+    """Keys have means: 100,000 of them may well add up to more than 65,504."""
+    numbers = torch.full((1000,), 100.0, dtype=torch.float16)
+    assert not numbers.sum().isfinite()
+    assert dense._finite(numbers)
+    for worst in (torch.inf, -torch.inf, torch.nan):
+        assert not dense._finite(torch.cat([numbers, torch.tensor([worst], dtype=torch.float16)]))
+
+
 # -- what is not finite --------------------------------------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.order import in_text_order, text_order
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import dense
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -49,6 +50,16 @@ def test_survivors_lie_in_text_order() -> None:
     position = prefilled("h2o", 30, budget=12).position
     assert torch.equal(position[..., :12].sort(-1).values, position[..., :12])
     assert (position[..., 12] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("position", "already"),
+    [([0, 1, 2, 3], True), ([0, 1, 5, -1], True), ([-1, 0, 1, 2], False), ([0, -1, 1, 2], False), ([1, 0, 2, 3], False)],
+)
+def test_whether_slots_lie_in_text_order(position: list[int], already: bool) -> None:
+    slots = torch.tensor([[[0, 1, 2, 3], position]], dtype=torch.int32)
+    assert in_text_order(slots) is already
+    assert torch.equal(text_order(slots), torch.arange(4).expand(1, 2, 4)) is already
 
 
 def test_an_unbounded_cache_grows_by_a_quarter() -> None:

@@ -11,7 +11,16 @@ FREE = -1
 
 def text_order(position: Tensor) -> Tensor:
     """The slots in the order of the text, the free ones last; int64, of the shape of `position`."""
-    return torch.where(position >= 0, position, torch.iinfo(torch.int32).max).argsort(dim=-1, stable=True)
+    return _place(position).argsort(dim=-1, stable=True)
+
+
+def in_text_order(position: Tensor) -> bool:
+    """Whether they lie so already, as those of a prompt do that nobody left."""
+    return bool((_place(position).diff(dim=-1) >= 0).all())
+
+
+def _place(position: Tensor) -> Tensor:
+    return torch.where(position >= 0, position, torch.iinfo(torch.int32).max)
 
 
 def ranks(position: Tensor) -> Tensor:

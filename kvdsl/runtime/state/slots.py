@@ -17,7 +17,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.choices import Choices
 from kvdsl.runtime.state.layout import Layout, SlotAfterSlot
-from kvdsl.runtime.state.order import FREE, close_gaps, ranks, text_order
+from kvdsl.runtime.state.order import FREE, close_gaps, in_text_order, ranks, text_order
 from kvdsl.runtime.state.settings import Settings
 from kvdsl.runtime.state.tensors import (
     BY_SLOT,
@@ -306,7 +306,7 @@ class SlotState(Linked):
             self.prompt = holding(self.prompt, torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
         self.even = self._is_even()
-        order = text_order(position)[..., :slots]
+        order = None if position.shape[-1] <= slots and in_text_order(position) else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
         self.layout.lay_out(self, kept, order)
         self._forget_copies()
