@@ -242,7 +242,7 @@ class Maker:
 
     def vector(self, place: Place) -> Expr:
         """With dims: keys, values and queries, or those of a page."""
-        if self.pages and self.rarely():
+        if self.pages and not place.asks and self.rarely():
             return self.over_page(Input(name=self.one_of("k", "v")))
         if any("dims" in one.axes for one in self.tensors) and self.rarely():
             return self.tensor(dims=True)
@@ -308,11 +308,12 @@ class Maker:
             axes.append("pool")
         if place.dims and self.one_of(True, True, False):
             return self.leaf(place)  # a reduction inside a reduction over dims: seldom
-        if self.pages:
+        if self.pages and not place.asks:
             axes.append("page")
-        if not self.fused and self.rarely():
+        if not self.fused and not place.asks and self.rarely():
             axes.append("rank")
-        if not self.fused and not place.dims and not place.pruned and (not place.query or place.previous) and self.rarely():
+        folds = not place.dims and not place.pruned and (not place.query or place.previous)
+        if not self.fused and not place.asks and folds and self.rarely():
             axes.append("fold")
         if place.text and not place.dims:
             axes += ["text"] * 4

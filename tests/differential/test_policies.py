@@ -29,7 +29,7 @@ from tests.quick import few
 from .random_policies import policies, policy_of
 from .random_texts import policy_with_score
 from .tensors import BESIDE
-from .test_random import commit_seed
+from .test_random import draws_seed
 from .traces import RANDOM_INPUTS, Tally, Trace, random_trace, run_policy, spec_of
 from .units import build
 
@@ -42,7 +42,7 @@ def quickly(examples: int) -> Callable[[Any], Any]:
     return settings(max_examples=examples, deadline=None, database=None, suppress_health_check=list(HealthCheck))
 
 
-@seed(commit_seed())
+@seed(draws_seed())
 @quickly(150)
 @given(policies())
 def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
@@ -55,7 +55,7 @@ def test_the_checker_accepts_them_and_reads_them_back(policy: Policy) -> None:
 def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytest.RecordProperty) -> None:
     total = Tally()
 
-    @seed(commit_seed() + chunk)
+    @seed(draws_seed() + chunk)
     @quickly(PER_CHUNK)
     @given(policies(), st.integers(0, 10**6))
     def run(policy: Policy, number: int) -> None:
@@ -73,9 +73,9 @@ def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytes
 @pytest.mark.parametrize("unit", few(range(UNITS), 0))
 def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     """What has no fused kernel is left out here: torch serves it."""
-    seeds = [f"{commit_seed()}-{unit}-{number}" for number in range(2 * PER_UNIT)]
+    seeds = [f"{draws_seed()}-{unit}-{number}" for number in range(2 * PER_UNIT)]
     made = {f"p{number}": policy_of(text, f"p{number}", fused=True) for number, text in enumerate(seeds)}
-    traces = {stem: random_trace(policy, f"{commit_seed()}-{stem}") for stem, policy in made.items()}
+    traces = {stem: random_trace(policy, f"{draws_seed()}-{stem}") for stem, policy in made.items()}
     files = {stem: package(policy, print_policy(policy)) for stem, policy in made.items()}
     fused = [stem for stem in made if "kernels_cpu.cpp" in files[stem]][:PER_UNIT]
     assert len(fused) == PER_UNIT
@@ -91,7 +91,7 @@ def test_what_the_checker_accepts_is_served(count: int) -> None:
     """Scores as one would type them, most of which are refused; the other random policies are legal by construction."""
     trace = Trace(prompt=7, steps=4, batch=2, padding=2, seed=3)
     for number in range(count):
-        policy = policy_with_score(f"{commit_seed()}-{count}-{number}")
+        policy = policy_with_score(f"{draws_seed()}-{count}-{number}")
         one = run_policy(policy, TorchBackend(), trace)
         assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
 
@@ -150,26 +150,16 @@ def test_planted_bugs_are_found(name: str, monkeypatch: pytest.MonkeyPatch) -> N
     pytest.fail("nothing was found")
 
 
-def _checked(draws: str) -> Tally:
-    """40 policies of `draws`, the interpreter's own steps beside what arithmetic allows them."""
-    total = Tally()
-    for number in range(40):
-        policy = policy_of(f"{draws}-{number}")
-        trace = random_trace(policy, f"{draws}-{number}")
-        if trace.inputs in RANDOM_INPUTS:
-            total.add(run_policy(policy, TorchBackend(), trace, check=True))
-    return total
-
-
 @pytest.mark.slow
 def test_the_interpreter_lies_within_its_bounds() -> None:
-    total = _checked(str(commit_seed()))
-    assert not total.failures, f"KVDSL_TEST_SEED={commit_seed()}\n" + "\n".join(total.failures)
-
-
-@pytest.mark.slow
-def test_most_steps_have_one_outcome() -> None:
-    """Of policies that are always the same: one that ends in a remainder of float16 is near a boundary at every step."""
-    total = _checked("0")
-    assert total.undecided < 0.5 * total.checked
-    assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} head-steps were near a boundary"
+    """Its own steps beside what arithmetic allows them; most of them have one outcome only."""
+    total = Tally()
+    for number in range(40):
+        policy = policy_of(f"{draws_seed()}-{number}")
+        trace = random_trace(policy, f"{draws_seed()}-{number}")
+        if trace.inputs in RANDOM_INPUTS:
+            total.add(run_policy(policy, TorchBackend(), trace, check=True))
+    assert not total.failures, f"KVDSL_TEST_SEED={draws_seed()}\n" + "\n".join(total.failures)
+    if draws_seed() == 0:  # of 40 policies drawn anew a single one may be near a boundary at every step
+        assert total.undecided < 0.5 * total.checked
+        assert total.near <= NEAR_SHARE * total.steps, f"{total.near} of {total.steps} head-steps were near a boundary"

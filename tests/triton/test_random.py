@@ -16,7 +16,7 @@ from kvdsl.ir.printer import print_policy
 from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.spec import PolicySpec
 from tests.differential.random_policies import policy_of
-from tests.differential.test_random import commit_seed
+from tests.differential.test_random import draws_seed
 from tests.differential.traces import random_trace, run_policy
 
 from .interpreter import defined, with_kernels
@@ -29,7 +29,7 @@ FEW, MANY = 1, 16
 def unlike_most(folder: Path) -> Iterator[tuple[str, Policy, PolicySpec]]:
     """Of the random policies those that only few shipped ones are like, as far as they have kernels."""
     for number in count():
-        seed = f"{commit_seed()}-triton-{number}"
+        seed = f"{draws_seed()}-triton-{number}"
         policy = policy_of(seed, f"p{number}")
         if policy.positions != "compact" and policy.victims != "heads" and policy.storage != "blocks":
             continue
