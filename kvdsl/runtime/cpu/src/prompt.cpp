@@ -4,7 +4,8 @@
 //
 // The work is cut into blocks of a KV head's queries. Their probabilities, which take nearly all of the time, are found by any
 // thread in any order; they are folded block after block. `width` queries go through together, each in a lane of its own: so
-// keys are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane.
+// keys are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane. In bfloat16
+// matrix units give the same products many at a time, where there are any.
 #include <kvdsl/prompt.hpp>
 
 #include <atomic>
@@ -15,6 +16,7 @@
 #include <new>
 #include <thread>
 
+#include "amx.hpp"
 #include "arena.hpp"
 #include "attend.hpp"
 #include "simd.hpp"
@@ -78,7 +80,8 @@ class PromptBlock {
   PromptBlock(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps, int number, int first, int end, Arena arena)
       : args_(args), prompt_(prompt), steps_(steps), row_(number / args.kv_heads), head_(number % args.kv_heads),
         first_(first), end_(end), cached_(args.slots - args.tokens), dim_stride_(round_up(args.key_dim, pair)),
-        slot_stride_(round_up(args.slots, slot_tile) + width) {
+        by_matrix_(steps.dtype == &bfloat16 && args.key_dim % amx::dims_at_once == 0 && amx::lent()),
+        slots_together_(by_matrix_ ? amx::keys_at_once : slot_tile), slot_stride_(round_up(args.slots, slots_together_) + width) {
     position_ = args.position + int64_t{number} * args.slots;
     state_ = args.state + int64_t{number} * args.slots;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
@@ -86,6 +89,9 @@ class PromptBlock {
     lanes_ = arena.take<float>(int64_t{args.key_dim} * args.group * width);
     lse_ = arena.take<float>(args.group * width);
     keys_ = arena.take<float>(slot_tile * dim_stride_);
+    pairs_ = arena.take<bf16>(by_matrix_ ? int64_t{args.group} * args.key_dim * width : 0);
+    rows_ = arena.take<bf16>(by_matrix_ ? int64_t{amx::keys_at_once} * args.key_dim : 0);
+    scores_ = arena.take<float>(by_matrix_ ? amx::keys_at_once * width : 0);
     weights_ = arena.take<float>(steps.needs_attn ? slot_stride_ * args.group * width : 0);
     totals_ = arena.take<float>(args.group * width);
     logit_lanes_ = arena.take<float>(steps.needs_logit ? slot_stride_ * width : 0);
@@ -99,6 +105,7 @@ class PromptBlock {
 
   // What the queries give the slots; reads nothing that folding changes.
   void weigh() {
+    const amx::Configured tiles(by_matrix_);
     for (int t = first_; t < end_; t += width) weigh_lanes(t, end_ - t < width ? end_ - t : width);
   }
 
@@ -154,7 +161,10 @@ class PromptBlock {
     read_queries(t, count);
     const int begin = from_[lanes_of(t)] = first_seen(t, count), end = cached_ + t + count, row = t - first_;
     if (steps_.needs_attn || steps_.needs_logit) {
-      for (int from = begin; from < end; from += slot_tile) weigh_tile(from, begin, end, t);
+      for (int from = begin; from < end; from += slots_together_) {
+        if (by_matrix_) weigh_by_matrix(from, begin, end, t);
+        else weigh_tile(from, begin, end, t);
+      }
     }
     if (steps_.needs_attn) normalise(end - begin, attn_ + row * slot_stride_);
     if (steps_.needs_logit) {
@@ -165,7 +175,8 @@ class PromptBlock {
   // The queries in order, for the policy; and lane by lane, scaled.
   void read_queries(int t, int count) {
     const int size = args_.group * args_.key_dim;
-    std::memset(lanes_, 0, sizeof(float) * static_cast<std::size_t>(size * width));
+    if (by_matrix_) std::memset(pairs_, 0, sizeof(bf16) * static_cast<std::size_t>(size * width));
+    else std::memset(lanes_, 0, sizeof(float) * static_cast<std::size_t>(size * width));
     std::memset(lse_, 0, sizeof(float) * static_cast<std::size_t>(args_.group * width));
     std::memset(totals_, 0, sizeof(float) * static_cast<std::size_t>(args_.group * width));
     for (int i = 0; i < count; ++i) {
@@ -174,11 +185,17 @@ class PromptBlock {
         const float* const query = steps_.dtype->as_floats(row, args_.key_dim, keys_);
         float* const plain = queries_ + (t - first_ + i) * size + g * args_.key_dim;
         std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(args_.key_dim));
-        for (int d = 0; d < args_.key_dim; ++d) lanes_[(d * args_.group + g) * width + i] = query[d] * args_.scale;
+        if (by_matrix_) to_pairs(reinterpret_cast<const bf16*>(row), i, pairs_ + int64_t{g} * args_.key_dim * width);
+        else for (int d = 0; d < args_.key_dim; ++d) lanes_[(d * args_.group + g) * width + i] = query[d] * args_.scale;
         const int64_t head = (int64_t{row_} * args_.kv_heads + head_) * args_.group + g;
         lse_[g * width + i] = prompt_.lse[head * args_.tokens + t + i];
       }
     }
+  }
+
+  // A query's dims two by two, in its column.
+  void to_pairs(const bf16* query, int lane, bf16* pairs) const {
+    for (int d = 0; d < args_.key_dim; ++d) pairs[(d / 2 * width + lane) * 2 + d % 2] = query[d];
   }
 
   // The lowest position that a query sees; nothing is as high as what padding sees.
@@ -216,6 +233,30 @@ class PromptBlock {
         }
       }
     });
+  }
+
+  // The same with a matrix unit.
+  [[gnu::noinline]] void weigh_by_matrix(int from, int begin, int end, int t) {
+    Ints seen[amx::keys_at_once];
+    for (int s = 0; s < amx::keys_at_once; ++s) seen[s] = from + s < end ? who_sees(from + s, t) : Ints{};
+    amx::Keys keys[amx::blocks];
+    for (int i = 0; i < amx::blocks; ++i) keys[i] = rows_from(from + i * amx::rows, i);
+    for (int g = 0; g < args_.group; ++g) {
+      amx::dot(keys, pairs_ + int64_t{g} * args_.key_dim * width, args_.key_dim, scores_);
+      for (int s = 0; s < amx::keys_at_once; ++s) give(load(scores_ + s * width) * args_.scale, seen[s], g, from - begin + s);
+    }
+  }
+
+  // Keys of the slots from one on, as they lie; the last ones, behind which memory may end, in a copy.
+  amx::Keys rows_from(int slot, int block) {
+    if (slot + amx::rows <= args_.slots) return {at(args_.key, args_.key_stride, head_, slot), args_.key_stride[2] * steps_.dtype->size};
+    const std::size_t bytes = sizeof(bf16) * static_cast<std::size_t>(args_.key_dim);
+    bf16* const copy = rows_ + int64_t{block} * amx::rows * args_.key_dim;
+    std::memset(copy, 0, amx::rows * bytes);
+    for (int s = 0; slot + s < args_.slots; ++s) {
+      std::memcpy(copy + int64_t{s} * args_.key_dim, at(args_.key, args_.key_stride, head_, slot + s), bytes);
+    }
+    return {copy, static_cast<int64_t>(bytes)};
   }
 
   // A mask of the lanes whose queries see the slot.
@@ -303,7 +344,10 @@ class PromptBlock {
   int row_, head_;
   int first_, end_;
   int cached_;         // slots in front of the new tokens'
-  int64_t dim_stride_, slot_stride_;
+  int64_t dim_stride_;
+  bool by_matrix_;     // whether products come from a matrix unit
+  int slots_together_;
+  int64_t slot_stride_;
   const int32_t* position_;
   float* state_;
   int64_t column_stride_;
@@ -311,6 +355,9 @@ class PromptBlock {
   float* lanes_;       // [key_dim, group, width]
   float* lse_;         // [group, width]
   float* keys_;        // [slot_tile, dim_stride] a tile's, where they are not floats already
+  bf16* pairs_;        // [group, key_dim / 2, width, 2] queries for the matrix unit,
+  bf16* rows_;         // [keys_at_once, key_dim] copies of its last keys,
+  float* scores_;      // [keys_at_once, width] and what it gives
   float* weights_;     // [slots, group, width] exponentials
   float* totals_;      // [group, width] their sums, then 1 / these
   float* logit_lanes_; // [slots, width]
