@@ -48,12 +48,14 @@ def fixes(document: Document, range: lsp.Range, texts: Mapping[Path, str] = NO_T
 
 def _actions(document: Document, found: Diagnostic, texts: Mapping[Path, str]) -> Iterator[lsp.CodeAction]:
     seen: set[str] = set()
+    offered: set[str] = set()
     for title, edit in list(_edits(document.text, found))[:_MOST]:
         after = edit.applied(document.text)
-        if after in seen or after == document.text:
+        if after in seen or after == document.text or title in offered:
             continue
         seen.add(after)
         if _mends(document, after, found, texts):
+            offered.add(title)
             change = lsp.TextEdit(document.positions.range(edit.start, edit.end), edit.text)
             yield lsp.CodeAction(
                 title,
@@ -97,15 +99,62 @@ def _edits(text: str, found: Diagnostic) -> Iterator[tuple[str, Edit]]:
         if code == "}":
             yield "add `}`", Edit(len(text), len(text), "}\n" if text.endswith("\n") else "\n}\n")
         if help.startswith("leave out") or help.startswith("the parentheses"):
-            yield f"leave out `{code}`", _without(text, code, start)
+            yield f"leave out `{code}`", _without(text, code, line)
+            if code != "override":
+                yield f"leave out the line `{code} …`", _line_of(text, code, start, "")
+        if help.startswith("add "):
+            yield f"add `{code}`", _last_in_body(text, code, start)
         if code.startswith("override "):
             yield "override it", Edit(indent, indent, "override ")
-        else:
-            yield f"write `{code}`", Edit(start, end, code)
+            continue
+        yield f"write `{code}`", Edit(start, end, code)
+        if help.startswith("write ") and " " in code:
+            indented = code if code.startswith("import ") else f"  {code}"
+            yield f"write `{code}`", _line_of(text, code.split()[0], start, f"{indented}\n")
+        if code.startswith("over "):
+            yield f"write `{code}`", _another_axis(text, code, start, end)
+        if code.endswith("(x)"):
+            yield f"write `{code[:-3]}`", Edit(start, end, code[:-3])
+        for first, last in _calls_around(text, start, end):
+            yield f"write `{code}`", Edit(first, last, code)
     if help == "leave out the parentheses":
         after = re.compile(r"\s*\([^()\n]*\)").match(text, end)
         if after is not None:
             yield help, Edit(end, after.end(), "")
+
+
+def _calls_around(text: str, start: int, end: int) -> Iterator[tuple[int, int]]:
+    """The calls on the line that hold a place, the innermost first."""
+    first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end)
+    calls = []
+    opened: list[int] = []
+    for at in range(first, len(text) if last < 0 else last):
+        if text[at] == "(":
+            opened.append(at)
+        elif text[at] == ")" and opened:
+            name = re.search(r"\w*$", text[first : (paren := opened.pop())])
+            calls.append((paren - len(name[0]) if name else paren, at + 1))
+    return ((one, other) for one, other in calls if one <= start and end <= other)
+
+
+def _last_in_body(text: str, statement: str, start: int) -> Edit:
+    """A statement of its own before the `}` of the body that is around or behind a place."""
+    closing = re.compile(r"^[ \t]*\}", re.MULTILINE).search(text, start)
+    at = len(text) if closing is None else closing.start()
+    return Edit(at, at, f"  {statement}\n")
+
+
+def _another_axis(text: str, axis: str, start: int, end: int) -> Edit:
+    """The first `over ...` in a place, with another axis."""
+    at = re.compile(r"\bover \w+").search(text, start, end)
+    return Edit(start, start, "") if at is None else Edit(*at.span(), axis)
+
+
+def _line_of(text: str, word: str, start: int, new: str) -> Edit:
+    """Another line in place of the one in the body around a place (or above all bodies) that begins with a word."""
+    head = text.rfind("{", 0, start) + 1
+    at = re.compile(rf"^[ \t]*{re.escape(word)}\b[^\n]*\n", re.MULTILINE).search(text, head)
+    return Edit(start, start, "") if at is None else Edit(*at.span(), new)
 
 
 def _below_edition(text: str, line: str) -> Edit:
