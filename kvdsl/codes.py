@@ -334,7 +334,8 @@ ARGUMENTS = _code(
 AXIS = _code(
     "KV0307",
     "unknown axis",
-    "Reductions run `over queries` (the default), `over last N queries`, `over slots`, `over dims`, `over page` or `over sketch`.",
+    "Reductions run `over queries` (the default), `over last N queries`, `over slots`, `over others`, `over dims`, `over page` or `over "
+    "sketch`.",
     _policy(_BUDGET, "score mean(attn over tokens)"),
 )
 NOT_HERE = _code(
@@ -406,6 +407,14 @@ TEXT = _code(
     "prompt has settled: for a score under `when prefill`, and not in a prompt that settles block by block. What a query gave "
     "(`attn`, `logit`) it did not give to slots behind it, and so cannot be read.",
     _policy(_BUDGET, "score mean(dot(q, k) over text)"),
+)
+OTHERS = _code(
+    "KV0325",
+    "no slot to compare with",
+    "A reduction `over others` compares each slot with all other live slots of its KV head, one by one: `max(dot(k, other(k)) over "
+    "others)`, where `other(x)` is what the other slot has. It is found in a settle, from what slots have whatever the query, and "
+    "`other(x)` is read nowhere else.",
+    _policy(_BUDGET, "score sum(dot(k, other(k)) over slots)"),
 )
 SELECT_AXES = _code(
     "KV0314",

@@ -127,14 +127,17 @@ def language_reference() -> str:
         "## Reductions\n",
         "`mean(x)` reduces over queries, `mean(x over slots)` over the slots that a query sees, or that are cached. `over page` gives "
         "every slot the value of its page, `over next page` that of the page behind it, `over sketch` reads the sketch's dims only. "
-        "Pages are cut by places in the text, from its beginning or (`pages 128 after 4`) from behind its first tokens on; of a page "
-        "counts what is there. Behind the last one there is none: a sum over it is 0, a maximum minus infinity, a minimum infinity, and "
+        "`over others` compares a slot with each of the others. Pages are cut by places in the text, from its beginning or (`pages 128 "
+        "after 4`) from behind its first tokens on; of a page counts what is there. Behind the last one there is none: a sum over it "
+        "is 0, a maximum minus infinity, a minimum infinity, and "
         "anything else NaN.\n",
         _table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
         _table(("", "meaning"), _functions()),
         "### Ranks\n",
         _said("ranks"),
+        "### Slots against each other\n",
+        _said("others"),
         "### Folds\n",
         _said("folds"),
         "### The prompt's queries, and rotated vectors\n",

@@ -30,6 +30,7 @@ from kvdsl.ir.nodes import (
     Input,
     Leverage,
     Number,
+    Other,
     ParamRef,
     Pool,
     Previous,
@@ -43,7 +44,7 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.nodes import Call as FunctionCall
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
-from kvdsl.ir.visitors import children
+from kvdsl.ir.visitors import children, of_one_slot
 
 Array: TypeAlias = NDArray[np.float64]
 Mask: TypeAlias = NDArray[np.bool_]
@@ -86,6 +87,7 @@ class Scope:
         rope: how the model rotates; None where positions do not rotate.
         text: the prompt's queries where a score reads them: the place of each, and its query heads, [G, D].
         group, query_head: how many query heads share the KV head, and which is asked; `over_group` reduces what they gave, [G, ...].
+        known: values of parts of an expression, in the body of a reduction over others: what the slot and the other ones have.
         heads: the layer's KV heads, where all of them are asked together; in a score, `place` is this one's among them.
     """
 
@@ -106,6 +108,7 @@ class Scope:
     text: Sequence[tuple[int, Array]] = ()
     group: int = 1
     query_head: int = 0
+    known: Mapping[Expr, Array] = field(default_factory=dict)
     over_group: Callable[[Array], Array] = lambda x: np.asarray(x[0])
     heads: tuple[Peer, ...] = ()
     place: int = 0
@@ -139,6 +142,8 @@ def evaluate(expr: Expr, scope: Scope) -> Array:
 
 
 def _value(expr: Expr, scope: Scope) -> Array:
+    if scope.known and expr in scope.known:
+        return scope.known[expr]
     if isinstance(expr, Number):
         return number(expr.value)
     if isinstance(expr, ParamRef):
@@ -182,8 +187,11 @@ def _value(expr: Expr, scope: Scope) -> Array:
         return scope.previous
     if isinstance(expr, Reduce) and expr.within == "text":
         return _over_text(expr, scope)
+    assert not isinstance(expr, Other), "known in a reduction over others"
     if isinstance(expr, (ColumnRef, RingRef)) or expr.axis is Axis.QUERY:
         return scope.recall(expr)
+    if expr.axis is Axis.OTHER:
+        return _over_others(expr, scope)
     if expr.axis is Axis.HEAD:
         return _over_heads(expr, scope)
     return _over_slots(expr, scope) if expr.axis is Axis.SLOT else _over_dims(expr, scope)
@@ -311,6 +319,25 @@ def _over_slots(expr: Reduce, scope: Scope) -> Array:
     folded = {page: fold(expr.op, body[pages == page], axis=0) for page in set(pages)}
     nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
     return np.concatenate([folded.get(page + (expr.within == "next"), nothing) for page in pages])
+
+
+def _over_others(expr: Reduce, scope: Scope) -> Array:
+    """A reduction over all other slots, of each slot in turn."""
+    parts = {part: _of_every_slot(part, scope) for part in of_one_slot(expr.body)}
+    place, reduced = np.arange(scope.slots), []
+    for slot in place:
+        known = {part: x[place != slot] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
+        body = _value(expr.body, replace(scope, slots=scope.slots - 1, known=known))
+        body = np.broadcast_to(body, (scope.slots - 1, body.shape[1]))
+        nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
+        reduced.append(fold(expr.op, body, axis=0) if len(body) else nothing)
+    return np.concatenate(reduced)
+
+
+def _of_every_slot(part: Expr, scope: Scope) -> Array:
+    """What every slot has of a part that belongs to one of two that are compared, [slots, dims or 1]."""
+    found = _value(part.body if isinstance(part, Other) else part, scope)
+    return np.broadcast_to(found, (scope.slots, found.shape[1]))
 
 
 def _over_dims(expr: Reduce, scope: Scope) -> Array:

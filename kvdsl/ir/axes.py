@@ -14,6 +14,7 @@ from kvdsl.ir.nodes import (
     GivenRef,
     Input,
     Leverage,
+    Other,
     Pool,
     Previous,
     Project,
@@ -28,7 +29,7 @@ from kvdsl.ir.ops import INPUTS
 
 
 def axes_of(expr: Expr) -> frozenset[Axis]:
-    """The axes of an expression. A reduction over queries leaves the slots: it has one value per cached token."""
+    """The axes of an expression. A reduction over queries, or over others, leaves the slots: it has one value per cached token."""
     if isinstance(expr, Input):
         return INPUTS[expr.name].axes
     if isinstance(expr, TensorRef):
@@ -39,6 +40,8 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
         return frozenset().union(*(axes_of(arg) for arg in expr.args))
     if isinstance(expr, Binary):
         return axes_of(expr.left) | axes_of(expr.right)
+    if isinstance(expr, Other):
+        return (axes_of(expr.body) - {Axis.SLOT}) | {Axis.OTHER}
     if isinstance(expr, (Project, Rank)):
         return axes_of(expr.body)
     if isinstance(expr, Rotate):
@@ -49,7 +52,7 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
             return inner
         if expr.within == "text":
             return inner - {Axis.QUERY}
-        return (inner - {Axis.QUERY}) | {Axis.SLOT} if expr.axis is Axis.QUERY else inner - {expr.axis}
+        return inner - {expr.axis} | ({Axis.SLOT} if expr.axis in (Axis.QUERY, Axis.OTHER) else frozenset())
     if isinstance(expr, Enough):
         return (axes_of(expr.body) | axes_of(expr.by)) - {Axis.SLOT}
     return frozenset()

@@ -48,8 +48,8 @@ def _expression(value: Any) -> Any:
 
 if TYPE_CHECKING:
     Expr: TypeAlias = (
-        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Fold | Previous | Project | Rotate | Leverage"
-        " | Rank | Enough | Pool | ColumnRef | RingRef | FoldRef"
+        "Number | ParamRef | TensorRef | GivenRef | Input | Random | Call | Binary | Reduce | Other | Fold | Previous | Project | Rotate"
+        " | Leverage | Rank | Enough | Pool | ColumnRef | RingRef | FoldRef"
     )
 else:
     Expr = Annotated[Any, _ByKind]
@@ -155,9 +155,9 @@ class Reduce(Node):
     Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
     page it gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it. Over dims within the
     sketch it ranges over the sketch's dims only. Over queries within the text it ranges over all queries of the prompt that has come,
-    but for those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own. Over heads it ranges
-    over a layer's KV heads, each of which has one number; only a
-    layer's weight (`AcrossLayers`) does. `std` and `var` are the population's.
+    but for those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own. Over others it ranges,
+    for each live slot, over all other live slots of its KV head (`Other`). Over heads it ranges over a layer's KV heads, each of which has
+    one number; only a layer's weight (`AcrossLayers`) does. `std` and `var` are the population's.
     """
 
     kind: Literal["reduce"] = "reduce"
@@ -173,6 +173,13 @@ class Reduce(Node):
     def over(self) -> str:
         """Which of `kvdsl.ir.ops.RANGES` it ranges over."""
         return ops.range_of(self.axis, self.within, last=self.last is not None)
+
+
+class Other(Node):
+    """In a reduction over others, what the other slot has of `body`."""
+
+    kind: Literal["other"] = "other"
+    body: Expr
 
 
 class Fold(Node):
@@ -299,6 +306,7 @@ EXPRESSIONS = (
     Call,
     Binary,
     Reduce,
+    Other,
     Fold,
     Previous,
     Project,

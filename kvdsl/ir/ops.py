@@ -22,6 +22,7 @@ class Axis(str, Enum):
     QUERY = "query"
     SLOT = "slot"
     DIM = "dim"
+    OTHER = "other slot"  # with which a slot is compared, in a reduction over others
     HEAD = "KV head"  # of a layer; nothing is written of several, but a reduction over them
 
 
@@ -218,6 +219,7 @@ RANGES = {
     "sketch": "over sketch",
     "page": "over page",
     "next": "over next page",
+    "others": "over others",
     "heads": "over heads",
     "text": "over text",
 }
@@ -232,7 +234,7 @@ def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
     """Which of `RANGES` it is: an axis, all of it or a part, or only the last queries."""
     if last:
         return "history"
-    words = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.HEAD: "heads"}
+    words = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTHER: "others", Axis.HEAD: "heads"}
     return words[axis] if within == "all" else within
 
 
@@ -250,7 +252,7 @@ class ReductionRow:
         over: what it can range over.
         decay: whether it takes a decay, as a second argument.
         rises: whether it can only rise if one of the values does, so that it lies between what their bounds give.
-        of_nothing: what it is where no query of the range saw the slot, and of a page that is not there.
+        of_nothing: what it is where no query of the range saw the slot, of a page that is not there, and of others where there are none.
         columns: how it is made of columns (`RULES`), one query at a time; None if it is a rule itself.
         parts: how it is made of simpler reductions over slots or dims, for targets without code of their own; None if it is as simple
             as it gets.
@@ -266,7 +268,7 @@ class ReductionRow:
     parts: Formula | None = None
 
 
-_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "next", "heads", "text")
+_EVERYWHERE = ("queries", "history", "slots", "dims", "sketch", "page", "next", "others", "heads", "text")
 _ROOT: Formula = ("sqrt", ("var", "x"))
 _SQUARED_DISTANCE: Formula = ("**", ("-", "x", ("mean", "x")), 2)
 
@@ -392,6 +394,11 @@ FORMS = _table(
             "leverage",
             "leverage(x, ridge)",
             "how little of a slot's vector x the others span: x times the inverse of (the sum of x xᵀ over slots + ridge) times x",
+        ),
+        FormRow(
+            "other",
+            "other(x)",
+            "what the other slot has where a slot is compared with each: `max(dot(k, other(k)) over others)`",
         ),
         FormRow(
             "rank",

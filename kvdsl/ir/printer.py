@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     LayerRange,
     Leverage,
     Number,
+    Other,
     Param,
     ParamRef,
     Policy,
@@ -47,7 +48,8 @@ _STRENGTH = {
     "+": _SUM, "-": _SUM, "*": _PRODUCT, "/": _PRODUCT, "%": _PRODUCT, "**": _POWER,
 }  # fmt: skip
 
-_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims", Axis.HEAD: " over heads"}
+_OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
+_OVER |= {Axis.OTHER: " over others", Axis.HEAD: " over heads"}
 
 
 def print_expression(expr: Expr) -> str:
@@ -74,6 +76,8 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Reduce):
         decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
         return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+    if isinstance(expr, Other):
+        return f"other({_text(expr.body, _OR)})", _ATOM
     if isinstance(expr, Fold):
         over = " over prunes" if expr.over == "prunes" else ""
         return f"fold({_text(expr.body, _OR)}{over}, {_text(expr.start, _OR)})", _ATOM

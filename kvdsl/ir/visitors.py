@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
+    Axis,
     Binary,
     Call,
     Enough,
@@ -14,6 +16,7 @@ from kvdsl.ir.nodes import (
     Input,
     Leverage,
     Node,
+    Other,
     Policy,
     Pool,
     Project,
@@ -50,7 +53,7 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return (expr.body, *(part for part in (expr.by, expr.factor) if part is not None))
     if isinstance(expr, Leverage):
         return (expr.body, expr.ridge)
-    if isinstance(expr, Rank):
+    if isinstance(expr, (Other, Rank)):
         return (expr.body,)
     if isinstance(expr, Enough):
         return (expr.body, expr.share, expr.by)
@@ -67,6 +70,15 @@ def of_query_heads(expr: Expr) -> bool:
     )
 
 
+def of_one_slot(body: Expr) -> Iterator[Expr]:
+    """The largest parts of the body of a reduction over others that belong to one slot: to the other (`Other`), or to the slot itself."""
+    if isinstance(body, Other) or Axis.OTHER not in axes_of(body):
+        yield body
+    else:
+        for child in children(body):
+            yield from of_one_slot(child)
+
+
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Rewrite outermost first: where `rule` returns an expression it replaces the node and is not entered again."""
     replaced = rule(expr)
@@ -78,7 +90,7 @@ def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     if isinstance(expr, Binary):
         left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
         return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, (Reduce, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
+    if isinstance(expr, (Reduce, Other, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
         parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
         return expr.model_copy(update=parts)
     return expr

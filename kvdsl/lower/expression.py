@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Input,
     Leverage,
     Number,
+    Other,
     ParamRef,
     Pool,
     Previous,
@@ -47,6 +48,8 @@ def is_condition(expr: Expr) -> bool:
     """Whether the expression is true or false rather than a number."""
     if isinstance(expr, Binary):
         return expr.op in COMPARISONS | LOGICAL
+    if isinstance(expr, Other):
+        return is_condition(expr.body)
     return isinstance(expr, Call) and expr.function == "not"
 
 
@@ -208,6 +211,8 @@ class Target:
             missing = expr.op
         elif isinstance(expr, Input) and expr.name in ("query_position", "scaling") and not self.rotates:
             missing = expr.name
+        elif isinstance(expr, Other) and "others" not in self.reduces:
+            missing = "other"
         elif isinstance(expr, Leverage) and not self.leverages:
             missing = "leverage"
         elif isinstance(expr, TensorRef) and expr.group and not self.rotates:
@@ -257,6 +262,8 @@ class Printer(ABC):
             return self.call(expr)
         if isinstance(expr, Reduce):
             return self.reduce(expr)
+        if isinstance(expr, Other):
+            return self.other(expr)
         if isinstance(expr, FoldRef):
             return self.fold(expr)
         if isinstance(expr, Project):
@@ -306,6 +313,10 @@ class Printer(ABC):
 
     @abstractmethod
     def reduce(self, expr: Reduce) -> Fragment: ...
+
+    def other(self, expr: Other) -> Fragment:
+        """What the other slot has."""
+        raise NotLowerable("`other`")
 
     def fold(self, expr: FoldRef) -> Fragment:
         """What a fold has come to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from copy import copy
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import ClassVar
@@ -24,6 +25,7 @@ from kvdsl.ir.nodes import (
     LayerRange,
     Leverage,
     Number,
+    Other,
     ParamRef,
     Policy,
     Pool,
@@ -73,6 +75,7 @@ CAN = Target(
         "sketch": _MASKED,
         "page": _MASKED,
         "next": _MASKED,
+        "others": _MASKED,
         "heads": _MASKED,
         "text": _MASKED,
     },
@@ -310,6 +313,8 @@ class TensorPrinter(_TorchPrinter):
         if expr.axis is Axis.HEAD:  # what each KV head has is its group's
             body = TensorPrinter(self._view).body(expr.body)
             return self._lift(fragment(f'{self._view}.over_heads("{expr.op}", {{}})', body))
+        if expr.axis is Axis.OTHER:
+            return self._over_others(expr)
         if expr.within in ("page", "next"):
             return self._over_page(expr)
         if expr.within == "text":
@@ -358,6 +363,18 @@ class TensorPrinter(_TorchPrinter):
         flag = (", dims=True" if dims else "") + (", following=True" if expr.within == "next" else "")
         return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
 
+    def _over_others(self, expr: Reduce) -> Fragment:
+        """Each slot against the others, the same for the whole group: the body is a function of what both have."""
+        dims = Axis.DIM in axes_of(expr.body)
+        pairs = _PairPrinter(self._view, dims=dims, names=self._names)
+        body = pairs.value(expr.body)
+        vectors = ", vectors=True" if pairs.compares_vectors else ""
+        lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
+        flags = f"{', dims=True' if dims else ''}{vectors}"
+        own, others = (fragment("[" + ", ".join("{}" for _ in parts) + "]", *parts) for parts in (pairs.own, pairs.others))
+        call = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
+        return fragment(call, body, own, others)
+
     def fold(self, expr: FoldRef) -> Fragment:
         column = Fragment(expr.name, uses=(Use("column", expr.name), _TORCH))
         start = TensorPrinter(self._view).value(expr.start)
@@ -400,6 +417,67 @@ class TensorPrinter(_TorchPrinter):
     def pool(self, expr: Pool) -> Fragment:
         flat = TensorPrinter(self._view, names=self._names)  # what it pools is the group's
         return self._lift(fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", flat.body(expr.body), flat.value(expr.size)))
+
+
+class _PairPrinter(TensorPrinter):
+    """The body of a reduction over others, of `own` and `other`: what a block of slots has, and what the others have.
+
+    Attributes:
+        own, others: what these hold, found once for all slots.
+        compares_vectors: whether there is a value for every slot, other slot and dim.
+    """
+
+    def __init__(
+        self, view: str, *, grouped: bool = False, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})
+    ) -> None:
+        super().__init__(view, grouped=grouped, dims=dims, names=names)
+        self.own: list[Fragment] = []
+        self.others: list[Fragment] = []
+        self.compares_vectors = dims
+
+    def _inside(self, *, grouped: bool | None = None, dims: bool | None = None) -> TensorPrinter:
+        inner = copy(self)  # which adds to the same lists
+        inner._dims = self._dims if dims is None else dims
+        return inner
+
+    def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
+        slots = TensorPrinter(self._view, dims=self._dims, names=self._names)
+        if isinstance(expr, Other):
+            return _listed(self.others, "other", slots(expr.body))
+        if Axis.OTHER not in axes_of(expr) and (axes_of(expr) or any(isinstance(part, Reduce) for part in walk(expr))):
+            return _listed(self.own, "own", slots(expr))
+        return super().__call__(expr, at_least)
+
+    def _over_dims(self, expr: Reduce) -> Fragment:
+        inside = self._inside(dims=True)
+        if (sides := _of_slot_and_other(expr)) is not None:
+            made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
+        else:
+            self.compares_vectors = True
+            made = fragment(f"({{}}).{_OVER_DIMS[expr.op]}", inside.value(expr.body))
+        return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
+
+
+def _listed(parts: list[Fragment], name: str, part: Fragment) -> Fragment:
+    """A part's place in a list."""
+    if part not in parts:
+        parts.append(part)
+    return Fragment(f"{name}[{parts.index(part)}]")
+
+
+def _of_slot_and_other(expr: Reduce) -> tuple[Expr, Expr] | None:
+    """The vectors of a product of a slot's and another one's, which is one of matrices."""
+    body = expr.body
+    if expr.op != "sum" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for left, right in ((body.left, body.right), (body.right, body.left)):
+        if (
+            axes_of(left) == {Axis.SLOT, Axis.DIM}
+            and isinstance(right, Other)
+            and axes_of(right.body) == {Axis.SLOT, Axis.DIM}
+        ):
+            return left, right
+    return None
 
 
 def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:

@@ -27,6 +27,7 @@ from kvdsl.ir.nodes import (
     Input,
     Keep,
     Number,
+    Other,
     ParamRef,
     Policy,
     Previous,
@@ -190,6 +191,8 @@ def _words(expr: Expr) -> str:
         return f"{expr.op}_{_words(expr.body)}"
     if isinstance(expr, Project):
         return f"{_words(expr.body)}_in_{_words(expr.matrix)}"
+    if isinstance(expr, Other):
+        return f"other_{_words(expr.body)}"
     if isinstance(expr, Rank):
         return f"rank_{_words(expr.body)}"
     if isinstance(expr, Call):

@@ -22,6 +22,7 @@ from kvdsl.ir.nodes import (
     Leverage,
     Node,
     Number,
+    Other,
     ParamRef,
     Policy,
     Pool,
@@ -73,7 +74,7 @@ def fold_expression(expr: Expr) -> Expr:
         same = all(new is old for new, old in zip(args, expr.args, strict=True))
         expr = expr if same else Call(function=expr.function, args=args)
         constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, (Reduce, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
+    elif isinstance(expr, (Reduce, Other, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
         return _folded_inside(expr)
     else:
         return expr

@@ -327,6 +327,8 @@ class Expressions:
             return self._without_arguments(node)
         if name == "dot":
             return self._dot(node, scope)
+        if name == "other":
+            return self._other(node, scope)
         if name == "rank":
             return self._rank(node, scope)
         if name in ("turn", "ahead", "pairs"):
@@ -470,6 +472,8 @@ class Expressions:
         definition.used = True
         if body is None:
             return None
+        if self.reductions.is_of_other(node, body):
+            return None
         if body.spaces != {""} or _of_values(body.expr):
             message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is none"
             self._report(codes.PROJECT, vector.span, message, f"for example `project(k, {definition.tensor.name})`")
@@ -502,6 +506,8 @@ class Expressions:
             numbers = [self._fixed(part, scope, *bound) for part, bound in zip(rest, bounds, strict=False)]
         if body is None or any(one is None for one in numbers):
             return None
+        if any(self.reductions.is_of_other(node, one) for one in (body, *numbers) if one is not None):
+            return None
         if body.spaces != {""} or _of_values(body.expr):
             message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
             self._report(codes.ROTATE, vector.span, message, f"for example `{op}(k{', ...' if rest else ''})`")
@@ -523,6 +529,11 @@ class Expressions:
         body = self.check(node.arguments[0].value, scope)
         ridge = self._fixed(node.arguments[1].value, scope, "the ridge of `leverage`")
         return None if body is None or ridge is None else self.reductions.leverage(node, body, ridge)
+
+    def _other(self, node: syn.Call, scope: Scope) -> Value | None:
+        """`other(x)`."""
+        body = next(iter(self._arguments(node, 1, scope) or [None]))
+        return None if body is None else self.reductions.other(node, body)
 
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
         """`rank(x)`, `rank(x over page)`."""

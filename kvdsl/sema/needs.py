@@ -115,6 +115,11 @@ def reads_text(expr: Expr) -> bool:
     return any(isinstance(part, Reduce) and part.within == "text" for part in walk(expr))
 
 
+def compares_slots(expr: Expr) -> bool:
+    """Whether a value compares slots with each other."""
+    return any(isinstance(part, Reduce) and part.axis is Axis.OTHER for part in walk(expr))
+
+
 def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
     """Whether a value is one number for all KV heads of a layer; reports if not."""
     text, what = span.quoted(), "a layer's share goes by one number for all its KV heads"
@@ -146,6 +151,8 @@ def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
 
 
 def _how_to_reduce(value: Value, text: str) -> str:
+    if Axis.OTHER in value.axes:
+        return f"reduce it over others: `sum({text} over others)`"
     if Axis.QUERY not in value.axes:
         return f"reduce it over dims: `sum({text} over dims)`"
     if value.observes:
@@ -193,6 +200,10 @@ def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
         sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
         return True
     for part in walk(value.expr):
+        if isinstance(part, Reduce) and part.axis is Axis.OTHER:
+            message = f"{what} cannot read `over others`: slots are compared in a settle, not for every query"
+            sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+            return True
         if isinstance(part, Input) and part.name in ("attn", "logit"):
             message = f"{what} is found before the query attends, so there is no `{part.name}` yet"
             sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")

@@ -11,7 +11,14 @@ from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Po
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.visitors import children, walk
 from kvdsl.sema import values
-from kvdsl.sema.needs import Report, differs_by_head, of_query_heads_at_once, reads_heads, reads_text
+from kvdsl.sema.needs import (
+    Report,
+    compares_slots,
+    differs_by_head,
+    of_query_heads_at_once,
+    reads_heads,
+    reads_text,
+)
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
@@ -25,10 +32,11 @@ _AXES: dict[str, tuple[Axis, Within]] = {
     "page": (Axis.SLOT, "page"),
     "next page": (Axis.SLOT, "next"),
     "sketch": (Axis.DIM, "sketch"),
+    "others": (Axis.OTHER, "all"),
     "heads": (Axis.HEAD, "all"),
     "text": (Axis.QUERY, "text"),
 }
-_PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims"}
+_PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTHER: "others"}
 
 
 @dataclass(frozen=True)
@@ -83,6 +91,10 @@ class Reductions:
 
     def _fits_body(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
         span = node.arguments[0].value.span
+        if over.axis not in (Axis.OTHER, Axis.DIM) and self.is_of_other(node, body):
+            return False
+        if over.axis is Axis.OTHER:
+            return self._fits_others(node, op, body)
         if over.axis is Axis.QUERY and body.observes:
             self._nested(node, op)
         elif over.within == "text" and (reads := _not_of_text(body)) is not None:
@@ -98,6 +110,9 @@ class Reductions:
             self.mixed(span, body)
         elif body.pools and over.range != "slots":
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
+        elif over.axis is Axis.QUERY and compares_slots(body.expr):
+            message = "slots are compared in a settle, not for every query, so `over others` cannot stand in a reduction over queries"
+            self.report(codes.OTHERS, span, message, "leave it outside of the reduction")
         elif over.axis in (Axis.QUERY, Axis.DIM) and reads_heads(body.expr):
             message = (
                 "what `over heads` gives is known once the prompt is there, not for every query, nor where dims are reduced"
@@ -112,6 +127,52 @@ class Reductions:
             return True
         return False
 
+    def _fits_others(self, node: syn.Call, op: str, body: Value) -> bool:
+        """Whether `over others` can reduce a body: what two slots have, whatever the query and the query head."""
+        span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
+        if Axis.QUERY in body.axes:
+            message = f"slots are compared by what they have whatever the query, but `{text}` {extent(body.axes)}"
+            self.report(codes.OTHERS, span, message, "reduce its part over queries")
+        elif Axis.OTHER not in body.axes:
+            message = f"`over others` compares a slot with each of the others, but `{text}` reads none"
+            help = f"`other({text})` is what the other one has" if Axis.SLOT in body.axes else "leave the reduction out"
+            self.report(codes.OTHERS, span, message, help)
+        elif body.pools:
+            self._pooled(node, f"a reduction, as `{op}(...)` is one")
+        elif of_query_heads_at_once(body.expr) or reads_text(body.expr):
+            message = "slots are compared for a KV head, so `over others` cannot read what each query head has of its own"
+            self.report(codes.OTHERS, span, message)
+        elif body.spaces != {""} and len(body.spaces) > 1:
+            self.mixed(span, body)
+        else:
+            return True
+        return False
+
+    def other(self, node: syn.Call, body: Value) -> Value | None:
+        """`other(x)`."""
+        span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
+        if self.is_of_other(node, body):
+            return None
+        if Axis.QUERY in body.axes:
+            message = f"`other` is what another slot has whatever the query, but `{text}` {extent(body.axes)}"
+            help = f"reduce it over queries: `other(mean({text}))`" if Axis.DIM not in body.axes else None
+            self.report(codes.OTHERS, span, message, help)
+        elif Axis.SLOT not in body.axes:
+            message = f"`other` is what another slot has, but `{text}` is the same for all of them: it {extent(body.axes)}"
+            self.report(codes.OTHERS, span, message, f"write `{text}`")
+        else:
+            return values.other(body)
+        return None
+
+    def is_of_other(self, node: syn.Call, body: Value) -> bool:
+        """Whether a value still reads the other one of two slots, which a call cannot take; reports if so."""
+        if Axis.OTHER not in body.axes:
+            return False
+        text = node.arguments[0].value.span.quoted()
+        message = f"`{node.function.text}` cannot take what is compared: only a reduction `over others` reads `other(...)`"
+        self.report(codes.OTHERS, node.span, message, f"reduce it before: `sum({text} over others)`")
+        return True
+
     def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
         """`rank(x)`, `rank(x over page)` or `rank(x over heads)`."""
         text, span = node.arguments[0].value.span.quoted(), node.arguments[0].value.span
@@ -122,6 +183,8 @@ class Reductions:
                 "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
                 f"write `rank({text})`",
             )
+        elif self.is_of_other(node, body):
+            pass
         elif Axis.SLOT not in body.axes or Axis.DIM in body.axes:
             help = f"reduce it over dims: `rank(sum({text} over dims))`" if {Axis.SLOT, Axis.DIM} <= body.axes else None
             self.report(codes.RANK, span, f"`rank` orders slots by one number each, but `{text}` {extent(body.axes)}", help)
@@ -134,6 +197,8 @@ class Reductions:
     def leverage(self, node: syn.Call, body: Value, ridge: Value) -> Value | None:
         """`leverage(x, ridge)`."""
         span = node.arguments[0].value.span
+        if self.is_of_other(node, body):
+            return None
         if body.pools:
             self._pooled(node, "`leverage(...)`")
         elif body.axes != {Axis.SLOT, Axis.DIM}:
@@ -146,6 +211,8 @@ class Reductions:
     def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
         """`max_pool(x, n)` or `mean_pool(x, n)`."""
         span = node.arguments[0].value.span
+        if self.is_of_other(node, body):
+            return None
         if body.pools:
             self._pooled(node, "another one")
         elif body.axes != {Axis.SLOT}:
@@ -164,6 +231,8 @@ class Reductions:
         """`enough(x, p)`, or `enough(x, p, y)`."""
         for value, argument in ((body, node.arguments[0]), (by, node.arguments[-1])):
             span = argument.value.span
+            if self.is_of_other(node, value):
+                return None
             if value.pools:
                 self._pooled(node, "`enough(...)`")
                 return None
@@ -186,6 +255,8 @@ class Reductions:
         elif not _reads_previous(body.expr):
             help = f"`last({text})` is the newest one" if Axis.QUERY in body.axes else "leave the fold out"
             self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", help)
+        elif self.is_of_other(node, body):
+            pass
         elif not body.axes <= allowed:
             by = "prune" if word == "prunes" else "query"
             help = (
@@ -207,6 +278,9 @@ class Reductions:
             self.report(codes.NESTED, span, message, "read `prev` outside of the reduction")
         elif any(isinstance(part, Fold) and part.over == "prunes" for part in walk(body.expr)):
             self.report(codes.NESTED, span, "a fold over prunes cannot stand in another fold")
+        elif word == "queries" and compares_slots(body.expr):
+            message = "slots are compared in a settle, so `over others` cannot stand in a fold that goes on query by query"
+            self.report(codes.OTHERS, span, message, "read it outside of the fold, or in one over prunes")
         elif body.pools:
             self._pooled(node, "a fold")
         elif reads_heads(body.expr):

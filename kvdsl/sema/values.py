@@ -16,6 +16,7 @@ from kvdsl.ir.nodes import (
     Input,
     Leverage,
     Number,
+    Other,
     ParamRef,
     Pool,
     Previous,
@@ -116,7 +117,7 @@ def reduce(
     within: Literal["all", "page", "next", "sketch", "text"] = "all",
     after: Value | None = None,
 ) -> Value:
-    """A reduction. One over queries leaves one number per slot; one within a page gives every slot the value of its page."""
+    """A reduction. One over queries or others leaves one number per slot; one within a page gives every slot the value of its page."""
     args = tuple(value for value in (body, last, decay, after) if value is not None)
     last_expr, decay_expr, after_expr = (None if value is None else value.expr for value in (last, decay, after))
     expr = Reduce(op=op, axis=axis, body=body.expr, last=last_expr, decay=decay_expr, within=within, after=after_expr)
@@ -125,11 +126,17 @@ def reduce(
         combined,
         axes=body.axes
         if within in ("page", "next")
-        else body.axes - {axis} | ({Axis.SLOT} if axis is Axis.QUERY and within != "text" else NO_AXES),
+        else body.axes - {axis} | ({Axis.SLOT} if axis in (Axis.QUERY, Axis.OTHER) and within != "text" else NO_AXES),
         observes=body.observes or axis is Axis.QUERY,
         spaces=NO_SPACES if axis is Axis.DIM else body.spaces,
         sketched=body.sketched or within == "sketch",
     )
+
+
+def other(body: Value) -> Value:
+    """What the other slot has."""
+    made = _combined(Other(body=body.expr), (body,), condition=body.condition, constant=None)
+    return replace(made, axes=body.axes - {Axis.SLOT} | {Axis.OTHER})
 
 
 def project(body: Value, matrix: Tensor) -> Value:

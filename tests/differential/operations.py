@@ -41,6 +41,10 @@ _REDUCED = {
         "{op}(dot(q, k) + query_position over text after 2) + sum(attn) * {op}(query_position - position over text)"
         " + dot({op}(q over text), k)",
     ),
+    "others": (
+        "param budget = 7\nscore {}",
+        "{op}(dot(k, other(v)) + other(sum(attn)) * age over others) + norm1({op}(k - other(k) over others)) / 9",
+    ),
     "heads": (
         "param budget = 7\nwhen prefill\nscore sum(attn)\nbudget budget across layers by {}",
         "{op}(var(sum(attn) over slots) over heads) + 0.1",
@@ -203,6 +207,26 @@ _SPANNED = {
 """What leverages can be of."""
 
 
+_COMPARED = {
+    "the newest that is alike": "param budget = 7\nlet like = dot(k, other(k))\n"
+    "let newest = max(where(like > 0, other(position), -1) over others)\n"
+    "score sum(where(other(newest) == position, 0, like) over others) / live\ntrigger overflow >= 3",
+    "distances": "param budget = 7\nscore min(norm2(k - other(k)) over others) + norm1(mean(max(k, other(v) * age) over others)) / 9",
+    "what is kept": "param budget = 7\nscore age\nkeep top 2 by sum(other(sum(attn)) > sum(attn) over others)\n"
+    "keep where max(other(random()) over others) < random()",
+    "a budget": "budget sum(max(dot(k, other(k)) over others) < 2 over slots) at most 9\nscore last(attn)",
+    "a prune": "param budget = 7\nscore fold(prev / 2 + mean(abs(age - other(age)) over others) over prunes, 0)",
+    "a prompt, in blocks": "param budget = 7\nwhen prefill\nprefill blocks of 4\nscore var(dot(k, other(k)) over others)",
+}
+"""Where slots can be compared with each other."""
+
+
+def comparisons() -> Iterator[tuple[str, Policy]]:
+    """Slots against each other, at every place where that can stand."""
+    for place, text in _COMPARED.items():
+        yield f"others in {place}", policy(text)
+
+
 def rotations() -> Iterator[tuple[str, Policy]]:
     """Rotated vectors, and leverages."""
     for place, text in _ROTATED.items():
@@ -222,6 +246,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ranks()
     yield from folds()
     yield from rotations()
+    yield from comparisons()
     yield from draws()
     yield from tensors()
     yield from given()

@@ -6,7 +6,7 @@ Shapes are the interpreter's: [slots or 1, dims or 1].
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from kvdsl.ir.nodes import (
     Input,
     Leverage,
     Number,
+    Other,
     ParamRef,
     Pool,
     Project,
@@ -35,6 +36,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import FARTHEST, MOST_STEPS, REDUCTIONS
+from kvdsl.ir.visitors import of_one_slot
 
 from .ranges import (
     FUNCTIONS,
@@ -79,6 +81,7 @@ class Scope:
         rope, text, group: as the interpreter's scope has them; `query_head`: which of the group is asked, `how` the group is reduced.
         heads: the layer's KV heads, where all of them are asked together: what each sees, and the value of an expression for it.
         place: which of them this one is, in a score.
+        known: ranges of parts of an expression, as the interpreter's scope has their values.
     """
 
     slots: int
@@ -95,11 +98,14 @@ class Scope:
     how: str = "mean"
     heads: tuple[tuple[Scope, Callable[[Expr, Scope], Range]], ...] = ()
     place: int = 0
+    known: Mapping[Expr, Range] = field(default_factory=dict)
 
 
 @np.errstate(all="ignore")
 def bounds(expr: Expr, scope: Scope) -> Range:
     """The range of an expression."""
+    if scope.known and expr in scope.known:
+        return scope.known[expr]
     if isinstance(expr, Number):
         return rounded([[expr.value]])
     if isinstance(expr, ParamRef):
@@ -122,6 +128,8 @@ def bounds(expr: Expr, scope: Scope) -> Range:
         return OPERATORS[expr.op](bounds(expr.left, scope), bounds(expr.right, scope))
     if isinstance(expr, Reduce) and expr.axis is Axis.HEAD:
         return _over_heads(expr, scope)
+    if isinstance(expr, Reduce) and expr.axis is Axis.OTHER:
+        return _over_others(expr, scope)
     if isinstance(expr, Reduce) and expr.within == "text":
         return _over_text(expr, scope)
     if isinstance(expr, Rotate):
@@ -223,6 +231,20 @@ def _over_slots(expr: Reduce, scope: Scope) -> Range:
     folded = {page: fold(expr.op, body[pages == page], 0) for page in set(pages)}
     nothing = exactly(np.full((1, body.lo.shape[1]), REDUCTIONS[expr.op].of_nothing))
     return joined([folded.get(page + (expr.within == "next"), nothing) for page in pages])
+
+
+def _over_others(expr: Reduce, scope: Scope) -> Range:
+    parts, place, reduced = {}, np.arange(scope.slots), []
+    for part in of_one_slot(expr.body):
+        found = bounds(part.body if isinstance(part, Other) else part, scope)
+        parts[part] = found.map(lambda x: np.broadcast_to(x, (scope.slots, x.shape[1])))
+    for slot in place:
+        known = {part: x[place != slot] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
+        body = bounds(expr.body, replace(scope, slots=scope.slots - 1, known=known))
+        body = body.map(lambda x: np.broadcast_to(x, (scope.slots - 1, x.shape[1])))
+        nothing = exactly(np.full((1, body.lo.shape[1]), REDUCTIONS[expr.op].of_nothing))
+        reduced.append(fold(expr.op, body, 0) if scope.slots > 1 else nothing)
+    return joined(reduced)
 
 
 def _over_heads(expr: Reduce, scope: Scope) -> Range:

@@ -33,6 +33,7 @@ from kvdsl.ir.nodes import (
     Leverage,
     Node,
     Number,
+    Other,
     Param,
     ParamRef,
     Policy,
@@ -277,6 +278,31 @@ class Maker:
             body = self.binary("*", body, self.value(place.deeper(pools=False, text=False)))
         return Leverage(body=body, ridge=Number(value=self.one_of(1.0, 0.01, 10.0)))
 
+    def over_others(self, place: Place) -> Expr:
+        """A slot against the others, by their vectors or by what both have."""
+        inside = place.deeper(pools=False, text=False)
+        key = Input(name=self.one_of("k", "k", "v"))
+        body: Expr = Other(body=self.with_slots(self.value(inside)))
+        shape = self.one_of("product", "distance", "values", "last alike")
+        if shape == "distance":
+            between = self.binary(self.one_of("-", "*"), key, Other(body=key))
+            body = Reduce(op=self.one_of(*ops.reducing("dims")), axis=DIM, body=self.call("abs", between))
+        elif shape != "values":
+            body = Reduce(op="sum", axis=DIM, body=Binary(op="*", left=key, right=Other(body=key)))
+        if shape == "last alike":
+            like = Binary(op=">", left=body, right=Number(value=self.one_of(0.0, 0.5)))
+            last = Call(function="where", args=(like, Other(body=Input(name="position")), Number(value=-1)))
+            newest = Reduce(op=self.one_of("max", "min"), axis=Axis.OTHER, body=last)
+            is_last = Binary(op="==", left=Other(body=newest), right=Input(name="position"))
+            body = Call(function="where", args=(is_last, self.value(inside), body))
+        elif self.one_of(True, False):
+            body = self.binary(self.one_of("*", "+", "-", ">"), body, self.value(inside))
+        return Reduce(op=self.one_of(*ops.reducing("others")), axis=Axis.OTHER, body=body)
+
+    def with_slots(self, body: Expr) -> Expr:
+        """An expression that varies over slots."""
+        return body if SLOT in axes_of(body) else self.binary("*", Input(name="age"), body)
+
     def over_text(self, place: Place) -> Expr:
         """A reduction over the prompt's queries."""
         inside = Place(query=True, attends=False, asks=True, depth=min(place.depth - 1, 1))
@@ -319,10 +345,12 @@ class Maker:
             axes += ["text"] * 4
         if not self.fused and not place.query and not place.asks and self.one_of(*[False] * 31, True):
             axes.append("leverage")
+        if not self.fused and not place.query and not place.asks and not place.dims and self.rarely():
+            axes.append("others")
         makers = {
             "text": self.over_text, "leverage": self.leverage,
             "queries": self.over_queries, "slots": self.over_slots, "dims": self.over_dims, "pool": self.pool, "page": self.in_page,
-            "rank": self.rank, "fold": self.fold,
+            "rank": self.rank, "fold": self.fold, "others": self.over_others,
         }  # fmt: skip
         return makers[self.one_of(*axes)](place)
 
@@ -772,6 +800,6 @@ def _with_smaller_parts(node: Any) -> Iterator[Any]:
 
 
 def _smaller(node: Node) -> Iterator[Node]:
-    if isinstance(node, (Call, Binary, Reduce, Fold, Project, Rotate, Leverage, Rank, Enough, Pool)):
+    if isinstance(node, (Call, Binary, Reduce, Other, Fold, Project, Rotate, Leverage, Rank, Enough, Pool)):
         yield from children(node)
     yield from _with_smaller_parts(node)

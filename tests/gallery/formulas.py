@@ -372,18 +372,34 @@ def prefill_decoding(cache: Cache, window: int = 3, interval: int = 3, target: i
     return longest[: max(0, len(cache.kept) - target)] if generated % interval == 0 else []
 
 
-def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 2) -> list[int]:
-    """Attention, the largest of seven, against the softmax of the mean cosine with all keys, its own among them."""
-    unit = {token: cache.k[token] / length(cache.k[token]) for token in cache.kept}
-    alike = {token: math.exp(sum(float(one @ other) for other in unit.values()) / len(unit)) for token, one in unit.items()}
-    text = cache.kept[:-window]
+def rkv(cache: Cache, window: int = 3, mix: float = 0.4, buffer: int = 4) -> list[int]:
+    """The largest of seven of what the window gives what is older, against the softmax of likeness; all found when tokens leave."""
+    if cache.excess < buffer:
+        return []
+    text, given = cache.kept[:-window], []
+    for query in range(cache.newest - window + 1, cache.newest + 1):
+        most = {one: max(math.exp(q @ cache.k[one] / math.sqrt(len(q))) for q in cache.q[query]) for one in text}
+        given.append({one: x / sum(most.values()) for one, x in most.items()})
+    told = [sum(row[one] for row in given) / window for one in text]
+    alike = {one: math.exp(x) for one, x in likeness(cache).items()}
 
     def score(token: int) -> float:
         place = text.index(token)
-        pooled = max(mean_asked(cache, one, window) for one in text[max(0, place - 3) : place + 4])
-        return mix * pooled - (1 - mix) * alike[token] / sum(alike.values())
+        return mix * max(told[max(0, place - 3) : place + 4]) - (1 - mix) * alike[token] / sum(alike.values())
 
-    return buffered(buffer, lambda one: lowest(one, text, score))(cache)
+    return lowest(cache, text, score)
+
+
+def likeness(cache: Cache, close: float = 0.5) -> dict[int, float]:
+    """The matrix of cosines, without its diagonal and the newest large one of each row, summed by columns."""
+    keys = np.stack([cache.k[token] / length(cache.k[token]) for token in cache.kept])
+    cosines = keys @ keys.T
+    for row, found in enumerate(cosines):
+        found[row] = 0
+        large = [place for place in range(len(keys)) if found[place] > close]
+        if large:
+            found[large[-1]] = 0
+    return dict(zip(cache.kept, cosines.sum(axis=0) / len(keys), strict=True))
 
 
 def keyformer(cache: Cache, recent: int = 3, generated: int = 10) -> list[int]:
@@ -495,8 +511,8 @@ def lacache(cache: Cache, sinks: int = 2, layers: int = 4, span: int = 1, overla
 class GKV:
     """Scores that are handed on from prune to prune, as the authors' code keeps them beside the cache."""
 
-    def __init__(self, window: int = 2, decay: float = 0.8, buffer: int = 2) -> None:
-        self.window, self.decay, self.buffer = window, decay, buffer
+    def __init__(self, window: int = 2, decay: float = 0.8, buffer: int = 2, mix: float = 0.6) -> None:
+        self.window, self.decay, self.buffer, self.mix = window, decay, buffer, mix
         self.scores: dict[int, float] = {}
 
     def __call__(self, cache: Cache) -> list[int]:
@@ -512,7 +528,9 @@ class GKV:
         now = {token: sum(given) / len(given) for token, given in asked.items()}
         most = max(now.values())
         found = {token: max(self.decay * self.scores.get(token, 0.0), now[token] / most) for token in text}
-        gone = lowest(cache, text, lambda token: found[token])
+        alike = {token: math.exp(x) for token, x in likeness(cache).items() if token in text}
+        worst = max(alike.values())
+        gone = lowest(cache, text, lambda token: self.mix * found[token] - (1 - self.mix) * alike[token] / worst)
         self.scores = {token: score for token, score in found.items() if token not in gone}
         return gone
 
@@ -777,7 +795,7 @@ METHODS: dict[str, Method] = {
     "knorm_then_keydiff": Method(once(knorm_then_keydiff), 7, {"first": 0.6, "second": 0.5}, prompt=24),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
     "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
-    "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=2)),
+    "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=4), tokens=60),
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
     "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
@@ -788,7 +806,7 @@ METHODS: dict[str, Method] = {
     "lacache": Method(
         lacache, 12, given(budget=12, sinks=2, rung=4, drop=3), prompt=20, tokens=80, layer=2, frequencies=FREQUENCIES
     ),
-    "gkv": Method(GKV(), given=given(window=2, decay=0.8, buffer=2)),
+    "gkv": Method(GKV(), given=given(window=2, decay=0.8, buffer=2, mix=0.6)),
     "kvzap": Method(least_important(3), given=given(window=3)),
     "kvzap_once": Method(once(least_important())),
     "kvzap_threshold": Method(below(-0.2, 3), given={"threshold": -0.2, "window": 3}),

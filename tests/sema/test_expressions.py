@@ -171,7 +171,7 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
             "KV0307",
             "unknown axis `tokens`",
             "tokens",
-            "the axes are `queries`, `slots`, `dims`, `page`, `next page`, `sketch`, `heads` and `text`",
+            "the axes are `queries`, `slots`, `dims`, `page`, `next page`, `sketch`, `others`, `heads` and `text`",
         ),
         ("age(3)", "KV0309", "`age` is not a function", "age", "leave out the parentheses"),
         ("norm1", "KV0309", "`norm1` is a function, not a value", "norm1", "write `norm1(x)`"),

@@ -3,7 +3,7 @@
 import pytest
 
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Fold, Input, Number, ParamRef, Pool, Previous, Rank, Reduce
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Fold, Input, Number, Other, ParamRef, Pool, Previous, Rank, Reduce
 from kvdsl.ir.printer import print_expression, print_policy
 from tests.diagnostics.expect import REDUCTIONS, body, check, expect_in, only, policy
 
@@ -80,6 +80,23 @@ def test_ranks() -> None:
     assert axes_of(checked) == {Axis.SLOT}
     message = "`over page` needs to know how long a page is"
     assert only(body("param budget = 8", "score rank(age over page)"), "KV0416").message == message
+
+
+def test_others() -> None:
+    key, other = Input(name="k"), Other(body=Input(name="k"))
+    product = Reduce(op="sum", axis=Axis.DIM, body=Binary(op="*", left=key, right=other))
+    assert axes_of(product) == {Axis.SLOT, Axis.OTHER}
+    assert score("max(dot(k, other(k)) over others)") == Reduce(op="max", axis=Axis.OTHER, body=product)
+    vectors = "norm2(mean(k - other(k) over others))"
+    assert axes_of(score(vectors)) == {Axis.SLOT}
+    nested = "sum(where(other(max(other(position) over others)) == position, 0, 1) over others)"
+    assert print_expression(score(nested)) == nested
+    assert policy("param budget = 64", "score age", "keep where max(where(other(age > 3), 1, 0) over others) == 1").keeps
+    message = "what `select` ranks by cannot read `over others`: slots are compared in a settle, not for every query"
+    assert only(body("select top 5 by dot(q, k) * max(other(age) over others)"), "KV0315").message == message
+    prompt = ("param budget = 8", "when prefill", "score max(mean(dot(q, k) over text) * other(age) over others)")
+    message = "slots are compared for a KV head, so `over others` cannot read what each query head has of its own"
+    assert only(body(*prompt), "KV0325").message == message
 
 
 def test_dot_takes_its_dims_with_its_last_argument() -> None:
@@ -220,6 +237,39 @@ def test_what_the_ir_says_of_axes_is_what_was_checked(text: str) -> None:
         ("norm2(ahead(k, 0))", "KV0410", "how far `ahead` looks lies between 1 and 65536, but `0` is 0", "0", None),
         ("leverage(age, 1)", "KV0304", "`leverage` takes a vector of each slot, but `age` has one number per slot", "age",
          "for example `leverage(k, 0.01)`"),
+        ("sum(age over others)", "KV0325", "`over others` compares a slot with each of the others, but `age` reads none", "age",
+         "`other(age)` is what the other one has"),
+        ("sum(live over others)", "KV0325", "`over others` compares a slot with each of the others, but `live` reads none", "live",
+         "leave the reduction out"),
+        ("sum(other(attn) over others)", "KV0325",
+         "`other` is what another slot has whatever the query, but `attn` has one number per query and slot", "attn",
+         "reduce it over queries: `other(mean(attn))`"),
+        ("sum(attn * other(age) over others)", "KV0325",
+         "slots are compared by what they have whatever the query, but `attn * other(age)` has one number per query, slot and other slot",
+         "attn * other(age)", "reduce its part over queries"),
+        ("other(age) + 1", "KV0301", "a score has one number per slot, but `other(age) + 1` has one number per other slot",
+         "other(age) + 1", "reduce it over others: `sum(other(age) + 1 over others)`"),
+        ("sum(dot(k, other(k)) over slots)", "KV0325",
+         "`sum` cannot take what is compared: only a reduction `over others` reads `other(...)`", "sum(dot(k, other(k)) over slots)",
+         "reduce it before: `sum(dot(k, other(k)) over others)`"),
+        ("rank(other(age))", "KV0325", "`rank` cannot take what is compared: only a reduction `over others` reads `other(...)`",
+         "rank(other(age))", "reduce it before: `sum(other(age) over others)`"),
+        ("norm2(max(turn(other(k), 3) over others))", "KV0325",
+         "`turn` cannot take what is compared: only a reduction `over others` reads `other(...)`", "turn(other(k), 3)",
+         "reduce it before: `sum(other(k) over others)`"),
+        ("sum(attn * max(other(age) over others))", "KV0325",
+         "slots are compared in a settle, not for every query, so `over others` cannot stand in a reduction over queries",
+         "attn * max(other(age) over others)", "leave it outside of the reduction"),
+        ("fold(prev + attn * max(other(age) over others), 0)", "KV0325",
+         "slots are compared in a settle, so `over others` cannot stand in a fold that goes on query by query",
+         "prev + attn * max(other(age) over others)", "read it outside of the fold, or in one over prunes"),
+        ("sum(other(live) over others)", "KV0325",
+         "`other` is what another slot has, but `live` is the same for all of them: it is a single number", "live", "write `live`"),
+        ("max(other(max_pool(age, 3)) over others)", "KV0313", "a pool cannot stand inside a reduction, as `max(...)` is one",
+         "max(other(max_pool(age, 3)) over others)", "pool the score as a whole"),
+        ("other(age, 3)", "KV0306", "`other` takes 1 argument, but 2 are given", "other(age, 3)", None),
+        ("median(other(age) over others)", "KV0306", "`median` reduces over slots and the last N queries only",
+         "median(other(age) over others)", None),
         ("prev + 1", "KV0201", "unknown name `prev`", "prev",
          "`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`"),
         ("argsort(age)", "KV0202", "unknown function `argsort`", "argsort", "write `rank(x)`, the place in the order of x"),

@@ -86,7 +86,7 @@ def test_a_parents_let_reads_what_the_child_overrides(tmp_path: Path) -> None:
 
 def test_names_mean_what_they_mean_in_the_file_that_uses_them(tmp_path: Path) -> None:
     base = "kv 1\nlet weight = 2\n" + body("param budget = 8", "score age * weight").removeprefix("kv 1\n")
-    child = 'kv 1\nimport "base.kv"\nlet other = 5\npolicy Q extends P { "d"; override score position * other * weight }'
+    child = 'kv 1\nimport "base.kv"\nlet another = 5\npolicy Q extends P { "d"; override score position * another * weight }'
     policy = analyse(write(tmp_path, base=base, main=child)).policy
     assert policy.score is not None
     assert print_expression(policy.score) == "position * 5 * 2"

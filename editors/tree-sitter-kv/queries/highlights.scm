@@ -28,8 +28,8 @@
 (argument name: (identifier) @variable.parameter)
 (expect_state (identifier) @variable)
 
-((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
-((call function: (identifier) @function) (#not-match? @function "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
+((call function: (identifier) @function.builtin) (#match? @function.builtin "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
+((call function: (identifier) @function) (#not-match? @function "^(abs|ahead|ceil|count|dot|ema|enough|exp|floor|fold|last|leverage|log|max|max_pool|mean|mean_pool|median|min|other|pairs|project|random|rank|sqrt|std|sum|turn|var|where)$"))
 ((name) @variable.builtin (#match? @variable.builtin "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 ((name) @variable (#not-match? @variable "^(age|attn|budget|everything|k|layer|layers|live|logit|position|prompt|q|query_head|query_position|scaling|seen|v)$"))
 

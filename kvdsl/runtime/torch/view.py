@@ -23,8 +23,8 @@ from kvdsl.runtime.torch.random import counter_random
 from kvdsl.runtime.torch.rounding import sqrt
 from kvdsl.runtime.torch.settle import grade
 
-_TEXT_ENTRIES = 1 << 22
-"""Numbers of a block of the prompt's queries."""
+_ENTRIES = 1 << 22
+"""Numbers of a block of the prompt's queries, or of slots that are compared with others."""
 
 _TEXT_FOLDS: dict[str, tuple[float, Callable[[Tensor, Tensor], Tensor]]] = {
     "sum": (0.0, torch.add),
@@ -286,6 +286,34 @@ class View:
         seen = torch.where(visible, weight, 0.0)
         return torch.einsum("bhgqs,bhsd->bhgqd" if grouped else "bhqs,bhsd->bhqd", seen, vector).unsqueeze(-2)
 
+    def over_others(
+        self,
+        op: str,
+        body: Callable[[Sequence[Tensor], Sequence[Tensor]], Tensor],
+        own: Sequence[Tensor],
+        other: Sequence[Tensor],
+        *,
+        dims: bool = False,
+        vectors: bool = False,
+    ) -> Tensor:
+        """Reduce for each slot what it makes of the other live ones, [batch, kv_heads, 1, slots]; with `dims` these behind.
+
+        Args:
+            body: from what a block of slots has, [batch, kv_heads, block, 1], and what the others have, [batch, kv_heads, 1, slots].
+            own, other: this of all slots, [batch, kv_heads, 1, slots or 1] each, vectors with their dims behind.
+            vectors: whether the body has a value for every pair and dim.
+        """
+        batch, heads, _, slots = self.visible.shape
+        place = torch.arange(slots, device=self.visible.device)
+        columns = [x.transpose(2, 3) for x in own]
+        found = []
+        for block in place.split(max(1, _ENTRIES // (batch * heads * slots * (self.key.shape[-1] if vectors else 1)))):
+            compared = self.visible & (block[:, None] != place)
+            rows = [x if x.shape[2] == 1 else x[:, :, block] for x in columns]
+            x = body(rows, other).float()
+            found.append(masked_reduce(op, x, compared.unsqueeze(-1) if dims else compared, -2 if dims else -1))
+        return torch.cat(found, 2).transpose(2, 3)
+
     def over_heads(self, op: str, x: Tensor | float) -> Tensor:
         """Reduce over the layer's KV heads what each has, [batch, kv_heads or 1, queries or 1, slots or 1]: the same with one head.
 
@@ -389,7 +417,7 @@ class View:
         """Blocks of the prompt's queries, each before all slots, and which of them count, bool [batch, kv_heads or 1, queries, 1]."""
         batch, heads, _, slots = self.visible.shape
         for query, position in self.text:
-            size = max(1, _TEXT_ENTRIES // (batch * query.shape[1] * slots))
+            size = max(1, _ENTRIES // (batch * query.shape[1] * slots))
             for start in range(0, position.shape[1], size):
                 part = slice(start, start + size)
                 at = position[:, None, part, None]
