@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvdsl.compiler import compile_file
-from kvdsl_lab.search.judge import Judge, Recorded, Rung, recorded
+from kvdsl_lab.search.judge import Attention, Judge, NextToken, Recorded, recorded
 from kvdsl_lab.search.proof import agreement
 from kvdsl_lab.search.run import seeds
 from tests.cli.harness import run
@@ -24,7 +24,7 @@ def text() -> Recorded:
 
 
 def test_a_judge(text: Recorded) -> None:
-    judge = Judge(text, (12, 24, 47), (Rung(48, 99),))
+    judge = Judge((12, 24, 47), (Attention(text.part(48, 99)),))
     errors = {name: judge.errors(seeds()[name], 0) for name in ("h2o", "random")}
     for found in errors.values():
         assert found == sorted(found, reverse=True), "more tokens, less error"
@@ -44,7 +44,28 @@ def test_the_error_by_hand(text: Recorded) -> None:
     out = torch.einsum("bhgqk,bhkd->bqhgd", logit.masked_fill(~seen, -torch.inf).softmax(-1), call.value).flatten(2, 3)
     distance, size = ((x[:, budget:] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
     wanted = float((distance / size).sqrt().mean())
-    assert Judge(text, (budget,), (Rung(tokens, 99),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
+    assert Judge((budget,), (Attention(text),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
+
+
+def test_the_next_tokens_distribution() -> None:
+    """As by a window's mask over the whole text; more tokens, less error; the full cache has none."""
+    from kvdsl import load_model
+    from kvdsl.generation.models import read_text, windows
+
+    model, tokenizer = load_model()
+    ids, budget = windows(tokenizer, read_text(None), 40, 2), 8
+    judge = Judge((budget, 39), (NextToken(model, ids, (budget, 39), 20),))
+    some, none = judge.errors(seeds()["window"], 0)
+    assert abs(none) < 1e-6 < some
+    behind = torch.arange(40)[:, None] - torch.arange(40)
+    mask = torch.zeros(40, 40).masked_fill((behind < 0) | (behind > budget), -torch.inf).expand(2, 1, -1, -1)
+    with torch.inference_mode():
+        full, seen = (
+            model(input_ids=ids, **more, use_cache=False).logits.log_softmax(-1) for more in ({}, {"attention_mask": mask})
+        )
+    wanted = (full.exp() * (full - seen)).sum(-1)[:, budget : budget + 20].mean()
+    assert some == pytest.approx(float(wanted), rel=1e-3)
+    assert judge.errors(seeds()["vatp_h2o"], 0) == [float("inf")] * 2, "it protects more than 8 tokens"
 
 
 def test_agreement() -> None:
@@ -59,7 +80,7 @@ SEARCH = (
     "--budget",
     "16",
     "--evaluations",
-    "90",
+    "120",
     "--minutes",
     "9",
     "--stretches",
@@ -77,7 +98,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     result = said.json()
     found, best = result["finalists"][0], result["seeds"][0]
     assert found["error"] < best["error"], "better than its seeds by its own measure"
-    assert result["counts"]["tried"] >= 90
+    assert result["counts"]["tried"] >= 120
     assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
     assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
     page = (tmp_path / "search.md").read_text()
@@ -99,5 +120,5 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("Once upon a time there was a king. " * 30)
     said = run(capsys, "search", "--text", str(tmp_path / "short.txt"), "--budget", "64", "--out", str(tmp_path / "out"))
-    assert said.code == 2 and "too few for 7 stretches of 256 that do not overlap" in said.err
+    assert said.code == 2 and "too few for 10 stretches of 256 that do not overlap" in said.err
     assert not (tmp_path / "out").exists()

@@ -59,8 +59,9 @@ def command(
     """Search for policies: change those that there are, judge, keep the best, again.
 
     Candidates are judged by the error that they leave in the attention's output, on queries, keys and values that are recorded from
-    the model over a text. What is found is written as .kv files into OUT, and compared with the best of the shipped policies by the
-    loss of text that the judge has not seen. OUT/search.md says what came of it.
+    the model over a text; the better ones by how far the model's next token is from the full cache's. What is found is written as
+    .kv files into OUT, and compared with the best of the shipped policies by the loss of text that the judge has not seen.
+    OUT/search.md says what came of it.
 
     Everything stands in OUT/search.sqlite: a search that was stopped goes on with the same command, and with more --minutes.
 

@@ -1,15 +1,17 @@
-"""How good a policy is, cheaply: the error of the attention's output, on what a model's layers attend with in a text.
+"""How good a policy is, without reading whole books: rungs of a ladder, of which each costs more than the one below and says more.
 
-The layers are rows of one batch, so that a policy runs through all of them at once, on the torch backend. It begins with a prompt as
-long as its budget, and then evicts token by token. What the layers attend with is recorded under the full cache: that an
-earlier layer's error changes a later layer's queries is left out.
+The lower ones look at attention: at the error of its output, on what a model's layers attend with in a text. The layers are rows of
+one batch, so that a policy runs through all of them at once. What they attend with is recorded under the full cache: that an
+earlier layer's error changes a later layer's queries is left out. The highest looks at what the model makes of it: how far the
+distribution of the next token is from the full cache's. On all of them a policy begins with a prompt as long as its budget, and then
+evicts token by token, on the torch backend, which builds nothing.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -64,44 +66,92 @@ def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
         return Recorded(call, TorchBackend().prefill(_state(load("full").spec, None), call))
 
 
-@dataclass(frozen=True)
-class Rung:
-    """On how many tokens a policy is judged, and on how many layers of texts; later rungs cost more and say more."""
+class Rung(Protocol):
+    """A way to judge.
 
-    tokens: int
-    rows: int
+    Attributes:
+        what: what its errors are of, in words.
+    """
+
+    what: str
+
+    def error(self, cache_class: Any, budget: int) -> float:
+        """0 is the full cache; NaN where a policy makes one.
+
+        Raises:
+            KvdslError: if the policy protects more than the budget holds.
+        """
+
+
+class Attention:
+    """The error of the attention's output.
+
+    The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over the tokens behind the
+    prompt; of that the root, and the mean over the layers.
+    """
+
+    def __init__(self, text: Recorded) -> None:
+        self._text = text
+        self.what = f"the attention's output, {len(text.out)} layers of texts of {text.tokens} tokens"
+
+    def error(self, cache_class: Any, budget: int) -> float:
+        """See `Rung.error`."""
+        with torch.no_grad():  # the state outlives a forward, as in a cache
+            found, wanted = _run(cache_class.spec, self._text.call, budget), self._text.out[:, budget:]
+            distance = (found[:, budget:] - wanted).square().sum((1, 2, 3))
+            return float((distance / wanted.square().sum((1, 2, 3))).sqrt().mean())
+
+
+class NextToken:
+    """The divergence (KL) of the next token's distribution from the full cache's, in nats, the mean over the tokens behind the prompt.
+
+    Args:
+        ids: int64 [texts, length], of which no more than `tokens` behind a prompt are read.
+        budgets: those that will be asked for.
+    """
+
+    def __init__(self, model: Any, ids: Tensor, budgets: Sequence[int], tokens: int) -> None:
+        self._model, self._tokens, self._first = model, tokens, min(budgets)
+        self._ids = ids[:, : max(budgets) + tokens].to(model.device)
+        self.what = f"the next token's distribution, {len(ids)} texts of {tokens} tokens behind the budget"
+        with torch.inference_mode():
+            logits = model(input_ids=self._ids, logits_to_keep=self._ids.shape[1] - self._first, use_cache=False).logits
+            self._wanted = logits.float().log_softmax(-1)
+
+    def error(self, cache_class: Any, budget: int) -> float:
+        """See `Rung.error`."""
+        cache = cache_class(self._model, budget=budget, backend="torch")
+        steps = range(budget, min(budget + self._tokens, self._ids.shape[1]))
+        divergence = torch.zeros((), dtype=torch.float64)
+        with torch.inference_mode():
+            self._model(input_ids=self._ids[:, :budget], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            for step in steps:
+                logits = self._model(input_ids=self._ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits
+                wanted = self._wanted[:, step - self._first]
+                found = logits[:, 0].float().log_softmax(-1)
+                divergence += (wanted.exp() * (wanted - found)).sum(-1).mean().double().cpu()
+        return float(divergence) / len(steps)
 
 
 class Judge:
-    """Judges policies on a recorded text.
+    """Judges policies.
 
     Attributes:
         budgets: tokens.
         rungs: the cheapest first.
     """
 
-    def __init__(self, text: Recorded, budgets: Sequence[int], rungs: Sequence[Rung]) -> None:
+    def __init__(self, budgets: Sequence[int], rungs: Sequence[Rung]) -> None:
         self.budgets, self.rungs = tuple(budgets), tuple(rungs)
-        self._texts = [text.part(rung.tokens, rung.rows) for rung in rungs]
 
     def errors(self, policy: Policy, rung: int) -> list[float]:
-        """The error at each budget, 0 (that of the full cache) upwards.
-
-        The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over the tokens behind
-        the prompt; of that the root, and the mean over the layers. Infinite where the policy protects more than the budget holds.
-        """
-        spec = class_in_memory(policy).spec
+        """The error at each budget, 0 (that of the full cache) upwards; infinite where the policy protects more than the budget holds."""
+        cache_class = class_in_memory(policy)
         try:
-            return [self._error(spec, self._texts[rung], budget) for budget in self.budgets]
+            errors = [self.rungs[rung].error(cache_class, budget) for budget in self.budgets]
         except KvdslError:
             return [float("inf")] * len(self.budgets)
-
-    def _error(self, spec: Any, text: Recorded, budget: int) -> float:
-        with torch.no_grad():  # the state outlives a forward, as in a cache
-            found, wanted = _run(spec, text.call, budget), text.out[:, budget:]
-            distance = (found[:, budget:] - wanted).square().sum((1, 2, 3))
-            error = float((distance / wanted.square().sum((1, 2, 3))).sqrt().mean())
-        return error if error == error else float("inf")
+        return [error if error == error else float("inf") for error in errors]
 
 
 def _state(spec: Any, budget: int | None) -> SlotState:

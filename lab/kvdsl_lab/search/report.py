@@ -44,8 +44,8 @@ def docstring(found: Found, about: Mapping[str, Any], seeds: Mapping[str, Found]
     name, best = min(seeds.items(), key=lambda named: named[1].error)
     budgets = " and ".join(map(str, about["budgets"]))
     return (
-        f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens: error of the attention's "
-        f"output {found.error:.4f} where `{name}`, the best that it began with, has {best.error:.4f}."
+        f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens: the next token's distribution "
+        f"is {found.error:.4f} nats from the full cache's where `{name}`, the best that it began with, is {best.error:.4f} away."
     )
 
 
@@ -76,7 +76,8 @@ def page(result: Mapping[str, Any]) -> str:
         f"{about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them were within the bounds, in "
         f"{result['minutes']:.3g} minutes.",
         "",
-        "*error*: the judge's, of the attention's output on recorded attention, the geometric mean over the budgets (0: the full cache). "
+        "*error*: how far the next token's distribution is from the full cache's, in nats, on the text that was searched on; the geometric "
+        "mean over the budgets. "
         "*state*: bytes of a slot beside key, value and position.",
         "",
         "## What was found",
@@ -115,11 +116,10 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
         "*better*: whether a paired test says so, at 2.5 % divided by how often it is asked.",
         "",
     ]
-    if agreement is not None:
-        lines += [
-            f"The judge's errors order these policies as their losses do with a rank correlation of {agreement:.2f}.",
-            "",
-        ]
+    if all(one["rank_correlation"] is not None for one in agreement):
+        lines += ["How well the judge orders these policies as their losses do, as a correlation of ranks:", ""]
+        lines += [f"- by {one['rung']}: {one['rank_correlation']:.2f}" for one in agreement]
+        lines += [""]
     lines += ["| policy | budget | nats a token | behind the best seed | better |", "|---|---|---|---|---|"]
     for row in result["proof"]:
         mean, low, high = row["behind"]

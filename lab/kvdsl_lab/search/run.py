@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
@@ -18,18 +18,20 @@ from kvdsl.files import write_whole
 from kvdsl.ir.nodes import Policy
 from kvdsl_lab.search import report
 from kvdsl_lab.search.evolve import Evolution, Found
-from kvdsl_lab.search.judge import Judge, Rung, recorded
+from kvdsl_lab.search.judge import Attention, Judge, NextToken, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
 from kvdsl_lab.search.space import Bounds, seed_of, without_parts
 from kvdsl_lab.search.store import Store
 
 TEXT_PER_BUDGET = 4
 """How much longer than the largest budget the texts are; the cheapest rung reads half of it."""
+PREDICTED = 256
+"""Tokens behind a budget whose distributions are compared on the last rung, at most."""
 
-JUDGED = 3
+JUDGED = 6
 """Stretches that are judged on."""
 ROWS = (12, 36)
-"""Layers of stretches that are judged on, on the cheapest rung and on the last."""
+"""Layers of stretches that are judged on, on the two rungs that look at attention."""
 
 Tell = Callable[[str], None]
 Result = dict[str, Any]
@@ -109,14 +111,24 @@ class Material:
         return Material(model, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
+def _judge(plan: Plan, material: Material) -> Judge:
+    """Attention on half of the stretches and few layers, on whole ones and more layers, and then what the model makes of it."""
+    ids = material.ids[:JUDGED]
+    text = recorded(material.model, ids, plan.tokens)
+    attention = (
+        Attention(text.part(tokens, rows)) for tokens, rows in zip((plan.tokens // 2, plan.tokens), ROWS, strict=True)
+    )
+    predicted = min(PREDICTED, plan.tokens - plan.budgets[-1])
+    return Judge(plan.budgets, (*attention, NextToken(material.model, ids, plan.budgets, predicted)))
+
+
 class Run:
     """One search in a folder."""
 
     def __init__(self, plan: Plan, material: Material, out: Path, store: Store) -> None:
         self._plan, self._material, self._out, self._store = plan, material, out, store
         self._begun = time.monotonic()
-        rungs = (Rung(plan.tokens // 2, ROWS[0]), Rung(plan.tokens, ROWS[1]))
-        self._judge = Judge(recorded(material.model, material.ids[:JUDGED], plan.tokens), plan.budgets, rungs)
+        self._judge = _judge(plan, material)
         self._evolution = Evolution(self._judge, store, plan.bounds, plan.seed)
 
     def search(self, until: float | None, most: int | None = None, tell: Tell = lambda text: None) -> None:
@@ -135,20 +147,20 @@ class Run:
         Args:
             finalists: at most so many. The first and the best seed are always proven, others while `until` leaves time.
         """
-        plan, evolution = self._plan, self._evolution
+        evolution = self._evolution
         seeded = dict(sorted(evolution.seeds.items(), key=lambda named: named[1].error))
         best = evolution.finalists(finalists)
         named = {report.name_of(number + 1): one for number, one in enumerate(best)}
         proven = list(self._proven(seeded, named, until, tell)) if best else []
         ablations = self._ablations(best[0]) if best else []
-        errors = {name: one.error for name, one in (seeded | named).items()}
+        ordered = self._agreement(seeded | named, proven)
         return {
             **self._about(), "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
             "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
             "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
             "front": [report.told(one) for one in evolution.front()],
             "ablations": ablations, "proof": report.proof_rows(proven),
-            "agreement": agreement(errors, {row.name: row.loss for row in proven if row.budget == plan.budgets[-1]}),
+            "agreement": ordered,
         }  # fmt: skip
 
     def _about(self) -> Result:
@@ -176,6 +188,16 @@ class Run:
                 proof.measure(contestant, self._plan.budgets)
                 measured.append(contestant)
         return proof.rows(measured, self._plan.budgets)
+
+    def _agreement(self, found: Mapping[str, Found], proven: Sequence[Row]) -> list[Result]:
+        """How well each rung orders what was proven as the loss of unseen text does, at the largest budget."""
+        losses = {row.name: row.loss for row in proven if row.budget == self._plan.budgets[-1]}
+        told = []
+        for number, rung in enumerate(self._judge.rungs):
+            judged = {name: self._evolution.judged(found[name].policy, "agreement", [], number) for name in losses}
+            errors = {name: one.errors[-1] for name, one in judged.items() if one is not None}
+            told.append({"rung": rung.what, "rank_correlation": agreement(errors, losses)})
+        return told
 
     def _ablations(self, best: Found) -> list[Result]:
         """What the judge says of the best without its parts."""
