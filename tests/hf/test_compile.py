@@ -87,7 +87,8 @@ def test_heads_vote_in_a_graph(model: Any) -> None:
 
 @pytest.mark.parametrize(("policy", "backend"), [
     ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"), ("lazy_eviction", "torch"),
-    slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"), slow("gkv", "torch"),
+    ("knorm", "torch"), slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"), slow("gkv", "torch"),
+    slow("vatp_h2o", "torch"), slow("keydiff", "torch"),
 ])  # fmt: skip
 def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) -> None:
     """One graph without breaks, and what it does to tokens, slots, columns and length is what an eager step does."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -12,6 +11,7 @@ from torch import Tensor
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.attention import turned_keys, turned_queries
+from kvdsl.runtime.torch.once import once
 from kvdsl.runtime.torch.view import View, row_view, visible_slots
 
 Kept = dict[str, Tensor]
@@ -67,12 +67,12 @@ class Prompt:
         """Whether attention sees keys elsewhere than they stand in the text: nowhere, while everything is still there."""
         return self.state.spec.compact and self.call.rope is not None and self.cached > 0
 
-    @cached_property
+    @once
     def keys(self) -> Tensor:
         """[batch, kv_heads, slots, dim] as attention sees them."""
         return turned_keys(self.state, self.call, self.kept) if self.turns else self.kept["keys"]
 
-    @cached_property
+    @once
     def live(self) -> Tensor:
         """How many live slots each query finds, its own token's included: int64 [batch, kv_heads, tokens]."""
         before = (self.kept["position"][..., : self.cached] >= 0).sum(-1, keepdim=True)

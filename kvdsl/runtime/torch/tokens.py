@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
+from kvdsl.runtime.torch.once import once
 from kvdsl.runtime.torch.rounding import sqrt
 
 _BLOCK = 1 << 19
@@ -69,12 +69,12 @@ class NewTokens:
     constants: dict[str, Tensor] = field(default_factory=dict)
     supplied: dict[str, Tensor] = field(default_factory=dict)
 
-    @cached_property
+    @once
     def k(self) -> Tensor:
         """Keys."""
         return _dims_first(self.key)
 
-    @cached_property
+    @once
     def v(self) -> Tensor:
         """Values."""
         return _dims_first(self.value)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
 from typing import Protocol
 
 import torch
@@ -19,6 +18,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import ahead, neighbours, pages, rings
 from kvdsl.runtime.torch.masked import masked_reduce
+from kvdsl.runtime.torch.once import once
 from kvdsl.runtime.torch.random import counter_random
 from kvdsl.runtime.torch.rounding import sqrt
 from kvdsl.runtime.torch.settle import grade
@@ -109,13 +109,13 @@ class View:
                 weights=_OneQuery(self, one),
             )
 
-    @cached_property
+    @once
     def attn(self) -> Tensor:
         """Probabilities reduced over the group: [batch, kv_heads, queries, slots], without meaning for what is not visible."""
         assert self.weights is not None
         return self.over_group(self.weights.attn())
 
-    @cached_property
+    @once
     def logit(self) -> Tensor:
         """Scaled scores, likewise."""
         assert self.weights is not None
