@@ -259,6 +259,7 @@ def _decode_problem() -> str | None:
 
     import kvdsl
     from kvdsl.errors import KvdslError
+    from kvdsl.runtime.hf.versions import with_cache
 
     sizes: dict[str, Any] = {"vocab_size": 64, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2}
     sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2}
@@ -271,7 +272,7 @@ def _decode_problem() -> str | None:
             roco: Any = kvdsl.load("roco")
             for backend in ("cpu", "torch"):
                 cache = roco(model, budget=16, backend=backend)
-                logits[backend] = torch.cat([model(step.view(1, -1), past_key_values=cache).logits for step in steps], dim=1)
+                logits[backend] = torch.cat([model(step.view(1, -1), **with_cache(cache)).logits for step in steps], dim=1)
         except KvdslError as error:
             return str(error)
     apart = (logits["cpu"] - logits["torch"]).abs().max().item()

@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import quiet
 from kvdsl.generation.times import quartiles
+from kvdsl.runtime.hf.versions import with_cache
 
 
 @dataclass(frozen=True)
@@ -74,7 +75,7 @@ def generate(
     clock = _Clock()
     with quiet(), torch.inference_mode():
         out = model.generate(
-            ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=new_tokens, do_sample=False,
+            ids, attention_mask=torch.ones_like(ids), **with_cache(cache), max_new_tokens=new_tokens, do_sample=False,
             num_beams=1, streamer=clock, pad_token_id=_pad(tokenizer), **_ending(model, stop),
         )  # fmt: skip
     tokens = tuple(out[0, ids.shape[1] :].tolist())
@@ -168,7 +169,7 @@ def feed(model: Any, ids: Tensor, cache: Any, chunk: int | None) -> Tensor:
     size = chunk or ids.shape[1]
     logits = ids.new_zeros(0)
     for part in ids.split(size, dim=1):
-        logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+        logits = model(input_ids=part, **with_cache(cache), use_cache=True, logits_to_keep=1).logits
     return logits[:, -1].float()
 
 
@@ -183,6 +184,6 @@ def greedy(model: Any, ids: Tensor, new_tokens: int, cache: Any, chunk: int | No
     with torch.inference_mode():
         found = [feed(model, ids.to(model.device), cache, chunk).argmax(-1, keepdim=True)]
         while len(found) < new_tokens:
-            logits = model(input_ids=found[-1], past_key_values=cache, use_cache=True).logits
+            logits = model(input_ids=found[-1], **with_cache(cache), use_cache=True).logits
             found.append(logits[:, -1].argmax(-1, keepdim=True))
     return torch.cat(found, dim=1).cpu()

@@ -262,7 +262,7 @@ REFUSED = {
     ),
     "latents": ("DeepseekV3", _LATENT, "compressed latents"),
     "alibi": ("Falcon", {"alibi": True, "num_kv_heads": 4, "multi_query": False}, "a bias that grows with the distance"),
-    "out of reach": ("GPTJ", {"n_embd": 64, "n_layer": 2, "n_head": 4, "rotary_dim": 8}, "cannot be reached"),
+    "out of reach": ("Bloom", {"n_layer": 2, "n_head": 4}, "cannot be reached"),
 }
 if not zoo.EARLY:
     REFUSED["no positions asked for"] = ("Bart", _DECODER, "its forward takes no `position_ids`")

@@ -21,6 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import saving
+from kvdsl.runtime.hf.versions import cache_of
 from tests.hf import policies, zoo
 
 _caches: list[Any] = []
@@ -286,7 +287,7 @@ def test_a_model_that_cannot_be_served_keeps_its_attention_beside_one_that_can()
     other.lm_head.register_forward_hook(lambda module, args, out: out.flip(-1) if cache_is_given[0] else out)
     cache_is_given = [False]
     other.register_forward_pre_hook(
-        lambda module, args, kwargs: cache_is_given.__setitem__(0, kwargs.get("past_key_values") is not None),
+        lambda module, args, kwargs: cache_is_given.__setitem__(0, cache_of(kwargs) is not None),
         with_kwargs=True,
     )
     with pytest.raises(KvdslError, match="differ by"):

@@ -82,7 +82,7 @@ SEARCH = (
     "--evaluations",
     "120",
     "--minutes",
-    "9",
+    "600",
     "--stretches",
     "2",
     "--finalists",

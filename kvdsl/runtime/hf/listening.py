@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import cache_of
 
 _HOOK = "_kvdsl_hook"
 
@@ -43,7 +44,7 @@ def stop_listening(model: nn.Module) -> None:
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    tell = getattr(kwargs.get("past_key_values"), "expect", None)
+    tell = getattr(cache_of(kwargs), "expect", None)
     if tell is not None:
         ids, wanted = kwargs.get("input_ids", args[0] if args else None), kwargs.get("logits_to_keep")
         tell(ids, kwargs.get("inputs_embeds"), wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
@@ -58,7 +59,7 @@ def _preparing_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
-        cache, new = kwargs.get("past_key_values"), _new_tokens(kwargs)
+        cache, new = cache_of(kwargs), _new_tokens(kwargs)
         if kwargs.get("is_first_iteration", new != 1) and hasattr(cache, "check_text"):
             if kwargs.get("use_cache") is False:
                 raise KvdslError(
@@ -89,7 +90,7 @@ def _preparing_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(own)
     def prepare(self: Any, inputs: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         mask = own(self, inputs, settings, model_kwargs, *args, **kwargs)
-        if len(mask) > 1 or not hasattr(model_kwargs.get("past_key_values"), "check_text"):
+        if len(mask) > 1 or not hasattr(cache_of(model_kwargs), "check_text"):
             return mask
         behind_all = mask.flip(1).cumsum(1).flip(1) == 0
         return mask.masked_fill(behind_all, 1)

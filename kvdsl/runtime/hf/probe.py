@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.spec import PolicySpec
 
 TOKENS = 7
@@ -90,8 +91,8 @@ def _inputs(model: PreTrainedModel, begin: int, end: int) -> dict[str, Tensor]:
 
 def _through_slots(model: PreTrainedModel, cache: Any) -> Tensor:
     try:
-        prompt = model(**_inputs(model, 0, TOKENS - 1), past_key_values=cache, use_cache=True)
-        step = model(**_inputs(model, TOKENS - 1, TOKENS), past_key_values=cache, use_cache=True)
+        prompt = model(**_inputs(model, 0, TOKENS - 1), **with_cache(cache), use_cache=True)
+        step = model(**_inputs(model, TOKENS - 1, TOKENS), **with_cache(cache), use_cache=True)
     finally:
         cache.check_closed()
     return torch.cat([_logits(prompt)[:, -1:], _logits(step)], dim=1)

@@ -28,7 +28,7 @@ from kvdsl.runtime.hf.attention import SlotLength, mark
 from kvdsl.runtime.hf.binding import bind
 from kvdsl.runtime.hf.models import managed_windows, text_model
 from kvdsl.runtime.hf.probe import quietly
-from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config
+from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config, with_cache
 from kvdsl.runtime.rope import Pairing, Rope
 
 POSITIONS = (0, 1, 7, 100)
@@ -142,7 +142,7 @@ def _run(part: PreTrainedModel, embedding: Tensor) -> list[Any]:
     }
     layers = [_Tap() if is_full(layer) or sliding_window(layer) else layer for layer in native_layers(text_config(part))]
     try:
-        part(**inputs, past_key_values=Cache(layers=layers), use_cache=True)
+        part(**inputs, **with_cache(Cache(layers=layers)), use_cache=True)
     except Exception as error:
         raise _refusal(part, f"looking at its keys failed with {type(error).__name__}: {error}") from error
     return layers

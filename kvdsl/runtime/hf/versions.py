@@ -8,6 +8,10 @@ Supported: 4.57 and 5.x. The layers' own methods accept every release's argument
     get_max_cache_shape()           .. 5.12     get_max_length()        5.16 ..
     crop(length)                    .. 5.12     crop(-tokens)           5.16 ..
     -                               .. 5.12     activate_past_recording 5.16 ..
+
+A model's forward, and what generation hands it, name the cache differently:
+
+    past_key_values                 .. 5.23     cache                   5.24 ..
 """
 
 from __future__ import annotations
@@ -18,6 +22,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import cache_utils
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer
+from transformers.modeling_outputs import CausalLMOutputWithPast
 
 OLDEST = (4, 57)
 
@@ -37,6 +42,20 @@ def check_version() -> None:
 
 
 check_version()
+
+
+CACHE = "cache" if hasattr(CausalLMOutputWithPast, "cache") else "past_key_values"
+"""The name by which models take a cache. `generate`, and releases that know the new name, take the old one as well."""
+
+
+def with_cache(cache: Any) -> dict[str, Any]:
+    """The argument of a model's forward that gives it a cache: `model(input_ids, **with_cache(cache))`."""
+    return {CACHE: cache}
+
+
+def cache_of(arguments: dict[str, Any]) -> Any:
+    """The cache among what a forward or generation was given, by whichever name; None without one."""
+    return next((arguments[name] for name in ("cache", "past_key_values") if arguments.get(name) is not None), None)
 
 
 def token_count(query_length: int | Tensor) -> int:

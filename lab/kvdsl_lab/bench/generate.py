@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvdsl.budget import tokens_of
 from kvdsl.generation.generate import cache_bytes, full_cache_bytes
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench import measure, shifting
 from kvdsl_lab.bench.shares import Shares, shares
 from kvdsl_lab.eval.caches import Policies
@@ -115,7 +116,7 @@ class Text:
         _finish(ids.device)
         begun = time.perf_counter()
         self._logits = self.model(
-            input_ids=ids, past_key_values=self.cache, use_cache=self.cache is not None, logits_to_keep=1
+            input_ids=ids, **with_cache(self.cache), use_cache=self.cache is not None, logits_to_keep=1
         ).logits[:, -1]
         self.newest = self._logits.argmax(-1, keepdim=True)
         _finish(ids.device)

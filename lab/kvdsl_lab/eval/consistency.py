@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.torch.settle import grade
 from kvdsl_lab.eval.recording import Recording, record
 
@@ -137,7 +138,7 @@ class _Run:
 
     def step(self, token: Tensor, newest: int, wanted: Sequence[dict[str, Tensor]]) -> None:
         """Feed the token at `newest`, [rows, 1]; `wanted` has the full cache's scores after it, layer by layer."""
-        self.model(input_ids=token, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
+        self.model(input_ids=token, **with_cache(self.cache), use_cache=True, logits_to_keep=1)
         if newest < self.budget:
             return  # nothing has left yet
         each = [

@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.supplied import refuse_required
 
 try:
@@ -142,7 +143,7 @@ class KvdslLM(HFLM):
         """Logits [rows, tokens, vocabulary] of the newest tokens; `mask` [rows, length] is 0 at padding, of all that was fed."""
         place = (mask.cumsum(dim=1) - 1).clamp(min=0)[:, -ids.shape[1] :]
         found = self.model(
-            input_ids=ids, attention_mask=mask, position_ids=place, past_key_values=cache, use_cache=True, **how
+            input_ids=ids, attention_mask=mask, position_ids=place, **with_cache(cache), use_cache=True, **how
         )  # fmt: skip
         return found.logits
 

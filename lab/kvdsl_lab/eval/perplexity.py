@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.generation.generate import expect_prompt
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.usage import Usage
 
@@ -29,7 +30,7 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
         for start in range(0, ids.shape[1] - 1, chunk):
             part = ids[:, start : min(start + chunk, ids.shape[1] - 1)]
             target = ids[:, start + 1 : start + 1 + part.shape[1]]
-            logits = model(input_ids=part, past_key_values=cache, use_cache=True).logits.float()
+            logits = model(input_ids=part, **with_cache(cache), use_cache=True).logits.float()
             losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none"))
             tick()
     return torch.cat(losses, dim=1).cpu()

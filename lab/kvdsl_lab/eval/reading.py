@@ -16,6 +16,7 @@ from torch import Tensor
 from kvdsl.generation.generate import expect_prompt
 from kvdsl.loading import load
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
@@ -60,7 +61,7 @@ class Reading:
         noting = _Noting()
         cache = full.assemble(model, full.spec, {}, lambda device, dtype: noting)
         with torch.inference_mode():
-            out = model(input_ids=self.ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(input_ids=self.ids, **with_cache(cache), use_cache=True, logits_to_keep=1)
         del prepares
         self.logits = out.logits[:, -1].float()
         self._layers = noting.found
@@ -102,4 +103,4 @@ def read(model: Any, cache: Any, reading: Reading, tokens: int | None = None) ->
         ids = reading.ids[:, :tokens]
         expect_prompt(cache, ids.shape[1])
         with torch.inference_mode():
-            model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids, **with_cache(cache), use_cache=True, logits_to_keep=1)

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvdsl.loading import load
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.attention import scores, softmax
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -89,6 +90,6 @@ def recorded(model: Any, ids: Tensor) -> dict[int, Recording]:
     recorder = _Recorder()
     cache = full.assemble(model, full.spec, {}, lambda device, dtype: recorder)
     with torch.inference_mode():
-        model(input_ids=ids.to(model.device), past_key_values=cache, use_cache=True, logits_to_keep=1)
+        model(input_ids=ids.to(model.device), **with_cache(cache), use_cache=True, logits_to_keep=1)
     del prepares
     return dict(sorted(recorder.found.items()))

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import recording
 from kvdsl_lab.eval.recording import Recording
 
@@ -183,7 +184,7 @@ def text_perplexity(model: Any, ids: Tensor, prompt: int, cache: Any, tick: Call
     losses: list[Tensor] = []
     with torch.inference_mode():
         for part in _parts(ids, prompt):
-            logits = model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1).logits.float()[:, -1]
+            logits = model(input_ids=part, **with_cache(cache), use_cache=True, logits_to_keep=1).logits.float()[:, -1]
             losses.append(torch.nn.functional.cross_entropy(logits, ids[:, prompt + len(losses)], reduction="none"))
             tick()
     return math.exp(float(torch.stack(losses).double().mean()))

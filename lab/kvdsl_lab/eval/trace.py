@@ -12,6 +12,7 @@ import jinja2
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.torch import eviction
 
 SCORE, PROTECTED = "score", "protected"
@@ -136,7 +137,7 @@ def _parts(prompt: Sequence[int], chunk: int | None) -> Iterator[Sequence[int]]:
 def _forward(model: Any, ids: Sequence[int], cache: Any) -> Tensor:
     """The last token's logits, [vocabulary]."""
     given = torch.tensor([list(ids)], device=model.device)
-    logits: Tensor = model(input_ids=given, past_key_values=cache, use_cache=True, logits_to_keep=1).logits
+    logits: Tensor = model(input_ids=given, **with_cache(cache), use_cache=True, logits_to_keep=1).logits
     return logits[0, -1].float()
 
 

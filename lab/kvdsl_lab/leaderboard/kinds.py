@@ -14,6 +14,7 @@ from torch import Tensor
 
 from kvdsl.generation.generate import cache_bytes, same_prefix
 from kvdsl.generation.models import encode, first_token
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.perplexity import token_losses
 from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
@@ -100,7 +101,7 @@ class _Steps:
         begun = time.perf_counter()
         with torch.inference_mode():
             ids = torch.tensor([[token]], device=self._model.device)
-            logits = self._model(input_ids=ids, past_key_values=self._cache, use_cache=True).logits
+            logits = self._model(input_ids=ids, **with_cache(self._cache), use_cache=True).logits
         self._ms.append((time.perf_counter() - begun) * 1e3)
         found: Tensor = logits[0, -1].float()
         return found
@@ -166,7 +167,7 @@ class Questions:
         read(lab.model, later, item.reading, item.text_tokens)
         with torch.inference_mode():
             asked = item.reading.ids[:, item.text_tokens :]
-            logits = lab.model(input_ids=asked, past_key_values=later, use_cache=True, logits_to_keep=1).logits[0, -1]
+            logits = lab.model(input_ids=asked, **with_cache(later), use_cache=True, logits_to_keep=1).logits[0, -1]
         outcome.values.update(self._answer(lab, item, later, logits, "later").values)
         return outcome
 

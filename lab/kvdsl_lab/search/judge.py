@@ -20,6 +20,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
 from kvdsl.loading import class_in_memory, load
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -124,9 +125,9 @@ class NextToken:
         steps = range(budget, min(budget + self._tokens, self._ids.shape[1]))
         divergence = torch.zeros((), dtype=torch.float64)
         with torch.inference_mode():
-            self._model(input_ids=self._ids[:, :budget], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            self._model(input_ids=self._ids[:, :budget], **with_cache(cache), use_cache=True, logits_to_keep=1)
             for step in steps:
-                logits = self._model(input_ids=self._ids[:, step : step + 1], past_key_values=cache, use_cache=True).logits
+                logits = self._model(input_ids=self._ids[:, step : step + 1], **with_cache(cache), use_cache=True).logits
                 wanted = self._wanted[:, step - self._first]
                 found = logits[:, 0].float().log_softmax(-1)
                 divergence += (wanted.exp() * (wanted - found)).sum(-1).mean().double().cpu()
