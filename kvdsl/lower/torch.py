@@ -356,12 +356,14 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f'{self._view}.over_text("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
 
     def _over_page(self, expr: Reduce) -> Fragment:
-        """What pages hold has nothing to do with the query: it is found once for the whole group."""
-        dims = Axis.DIM in axes_of(expr.body)
-        inside = self._inside(grouped=False, dims=dims)
-        lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
-        flag = (", dims=True" if dims else "") + (", following=True" if expr.within == "next" else "")
-        return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flag}){lifted}', inside.value(expr.body))
+        """What pages hold has nothing to do with the query: it is found once for the whole group, but for what the prompt's gave."""
+        grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
+        inside = self._inside(grouped=grouped, dims=dims)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
+            ".unsqueeze(-1)" if self._dims and not dims else ""
+        )
+        flags = ", grouped=True" * grouped + ", dims=True" * dims + ", following=True" * (expr.within == "next")
+        return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flags}){lifted}', inside.value(expr.body))
 
     def _over_others(self, expr: Reduce) -> Fragment:
         """Each slot against the others, the same for the whole group: the body is a function of what both have."""
@@ -403,12 +405,12 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", body, ridge)
 
     def rank(self, expr: Rank) -> Fragment:
-        grouped = self._grouped and expr.within == "all"
+        grouped = of_query_heads(expr.body)
         inside = self._inside(grouped=grouped, dims=False)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
-        calls = {"page": "rank_in_page({})", "heads": "rank_over_heads({})"}
-        call = calls.get(expr.within, f"rank({{}}{', grouped=True' if grouped else ''})")
-        return fragment(f"{self._view}.{call}{lifted}", inside.value(expr.body))
+        name = {"all": "rank", "page": "rank_in_page", "heads": "rank_over_heads"}[expr.within]
+        flag = ", grouped=True" if grouped else ""
+        return fragment(f"{self._view}.{name}({{}}{flag}){lifted}", inside.value(expr.body))
 
     def enough(self, expr: Enough) -> Fragment:
         parts = [self.value(expr.body), CountPrinter(self._view)(expr.share), self.value(expr.by)]

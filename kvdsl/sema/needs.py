@@ -88,7 +88,7 @@ def differs_by_head(expr: Expr) -> bool:
         return False
     if isinstance(expr, Input):
         return bool(INPUTS[expr.name].axes) or expr.name == "live"
-    return isinstance(expr, (TensorRef, GivenRef, Random)) or any(map(differs_by_head, children(expr)))
+    return isinstance(expr, (TensorRef, GivenRef, Random, Fold)) or any(map(differs_by_head, children(expr)))
 
 
 def reads_heads(expr: Expr) -> bool:

@@ -54,6 +54,7 @@ from .ranges import (
     divide,
     exactly,
     fold,
+    infinite,
     joined,
     multiply,
     rank,
@@ -199,8 +200,12 @@ def _rotate(expr: Rotate, scope: Scope) -> Range:
     c, s = (widened(rounded(one), LIBRARY) for one in (cos, sin))
     rows = max(len(x.lo), len(cos))
     turned = (subtract(multiply(a, c), multiply(b, s)), add(multiply(a, s), multiply(b, c)))
+    if expr.op == "ahead":  # infinities of either sign may meet in the mean, and need not where its turns are one sum
+        endless = infinite(a) | infinite(b)
+        turned = (choose(endless, anything(one.lo.shape), one) for one in turned)
+    first_turned, second_turned = turned
     whole = x.map(lambda one: np.broadcast_to(one, (rows, one.shape[1])).copy())
-    return _with_pairs(whole, (first, turned[0]), (second, turned[1]))
+    return _with_pairs(whole, (first, first_turned), (second, second_turned))
 
 
 def _with_pairs(x: Range, *parts: tuple[Array, Range]) -> Range:

@@ -132,7 +132,8 @@ def _may_be(x: Range, value: float) -> Mask:
     return (x.lo <= value) & (value <= x.hi)
 
 
-def _infinite(x: Range) -> Mask:
+def infinite(x: Range) -> Mask:
+    """Where a value may be infinite."""
     return _may_be(x, np.inf) | _may_be(x, -np.inf)
 
 
@@ -161,7 +162,7 @@ def subtract(a: Range, b: Range) -> Range:
 
 def multiply(a: Range, b: Range) -> Range:
     nan, never, exact = _pair(a, b)
-    nan = nan | (_may_be(a, 0) & _infinite(b)) | (_may_be(b, 0) & _infinite(a))
+    nan = nan | (_may_be(a, 0) & infinite(b)) | (_may_be(b, 0) & infinite(a))
     corners = [a.lo * b.lo, a.lo * b.hi, a.hi * b.lo, a.hi * b.hi]
     made = _result(corners, nan, never, exact=exact)
     # Where 0 * inf took the place of a corner, 0 * (a number) may still be: unless nothing but 0 meets nothing but infinity.
@@ -173,7 +174,7 @@ def multiply(a: Range, b: Range) -> Range:
 
 def divide(a: Range, b: Range) -> Range:
     nan, never, exact = _pair(a, b)
-    nan = nan | (_infinite(a) & _infinite(b))
+    nan = nan | (infinite(a) & infinite(b))
     zero = _may_be(b, 0)
     both_zero = (a.lo == 0) & (a.hi == 0) & (b.lo == 0) & (b.hi == 0)
     quotient = _result([a.lo / b.lo, a.lo / b.hi, a.hi / b.lo, a.hi / b.hi], nan, never, exact=exact)
@@ -188,8 +189,8 @@ def modulo(a: Range, b: Range) -> Range:
     sharp = _result([value], nan, never, exact=exact)
     same = (b.lo == b.hi) & np.isfinite(b.lo) & (b.lo != 0) & (np.floor(a.lo / b.lo) == np.floor(a.hi / b.lo))
     inside = _result([value, np.mod(a.hi, b.lo)], nan, never)
-    loose = Range(np.minimum(b.lo, 0), np.maximum(b.hi, 0), nan | _may_be(b, 0) | _infinite(a))
-    far = _infinite(b)  # the remainder by infinity is the number itself, or infinity
+    loose = Range(np.minimum(b.lo, 0), np.maximum(b.hi, 0), nan | _may_be(b, 0) | infinite(a))
+    far = infinite(b)  # the remainder by infinity is the number itself, or infinity
     loose = choose(far, anything(loose.lo.shape), widened(loose, UNIT))
     loose = Range(np.where(never, np.inf, loose.lo), np.where(never, -np.inf, loose.hi), loose.nan)
     return choose(exact, sharp, choose(same, inside, loose))

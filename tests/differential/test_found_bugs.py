@@ -122,6 +122,26 @@ FOUND: dict[str, tuple[str, Trace]] = {
         "pages 5 after 19\nselect top 10 by floor(age / 1000)",
         Trace(batch=2),
     ),
+    # what the prompt's queries gave is each query head's own, and was taken for the group's within a page
+    "ranks in pages of what query heads have": (
+        "param budget = 8\npages 4\nwhen prefill\nscore rank(max(dot(q, k) over text) over page) + position / 100",
+        Trace(group=2, batch=2),
+    ),
+    "pages of what query heads have": (
+        "param budget = 8\npages 4\nwhen prefill\nscore mean(max(dot(q, k) over text) over page) - max(dot(q, k) over text)",
+        Trace(group=2, batch=2),
+    ),
+    # the interpreter's mean of turns is NaN of infinities that meet, a sum of turns is infinite
+    "places ahead of what is infinite": (
+        "param budget = 4\nscore min(where(live < position, sum(ahead(q, 9) over dims), attn) over queries)",
+        Trace(group=4, head_dim=4, batch=2, kv_heads=3, inputs="inf", seed=593819402, steps=12),
+    ),
+    # a recurrence of nothing differs from slot to slot as positions do
+    "shares of layers by a recurrence of nothing": (
+        "param budget = 6\nbudget budget across layers by max(sum(fold(prev * 0.5 + prev, 1) over slots) over heads)\n"
+        "when prefill\nscore sum(attn)",
+        Trace(batch=2, layers=(0, 1)),
+    ),
 }
 
 

@@ -324,13 +324,16 @@ class View:
         of_all = one.expand(*self.visible.shape[:2], *one.shape[2:])
         return masked_reduce(op, of_all, torch.ones_like(of_all, dtype=torch.bool), 1)
 
-    def over_page(self, op: str, x: Tensor, *, dims: bool = False, following: bool = False) -> Tensor:
+    def over_page(self, op: str, x: Tensor, *, grouped: bool = False, dims: bool = False, following: bool = False) -> Tensor:
         """Give every slot what its page has: `op`, one of `pages.SPREAD`, of the page's slots that the query sees.
 
         Args:
-            dims: whether x has dims behind the slots. following: not its own page, but the one behind it.
+            grouped: whether x has the query heads of a group. dims: whether it has dims behind the slots.
+            following: not its own page, but the one behind it.
         """
         page, visible = self._page, self.visible
+        if grouped:
+            page, visible = page.unsqueeze(2), visible.unsqueeze(2)
         if dims:
             page, visible = page.unsqueeze(-1), visible.unsqueeze(-1)
         index = pages.numbered(self._page).view(page.shape)
@@ -441,19 +444,23 @@ class View:
 
     def rank(self, x: Tensor, *, grouped: bool = False) -> Tensor:
         """How many of the slots that the query sees rank lower, [batch, kv_heads, (group,) queries, slots]."""
-        position, visible = self.slot_position, self.visible
-        if grouped:
-            position, visible = position.unsqueeze(2), visible.unsqueeze(2)
-        return _standing(x, position, visible).float()
+        return _standing(x, *self._places(grouped)).float()
 
-    def rank_in_page(self, x: Tensor) -> Tensor:
-        """The same among those of the slot's page, [batch, kv_heads, queries, slots]."""
-        index = pages.numbered(self._page)
-        standing = _standing(x, self.slot_position, self.visible)
+    def rank_in_page(self, x: Tensor, *, grouped: bool = False) -> Tensor:
+        """The same among those of the slot's page, [batch, kv_heads, (group,) queries, slots]."""
+        position, visible = self._places(grouped)
+        index = pages.numbered(self._page).view(position.shape)
+        standing = _standing(x, position, visible)
         order = standing.argsort(-1)
         by_page = order.gather(-1, index.expand(standing.shape).gather(-1, order).argsort(dim=-1, stable=True))
         place = by_page.argsort(-1)
-        return (place - pages.spread("min", place, self.visible, index, -1)).float()
+        return (place - pages.spread("min", place, visible, index, -1)).float()
+
+    def _places(self, grouped: bool) -> tuple[Tensor, Tensor]:
+        """Positions of slots and which are visible, with room for a group's query heads."""
+        if grouped:
+            return self.slot_position.unsqueeze(2), self.visible.unsqueeze(2)
+        return self.slot_position, self.visible
 
     def rank_over_heads(self, x: Tensor) -> Tensor:
         """The same among the slots of all KV heads of the layer, [batch, kv_heads, 1, slots]; of equals the older, then the lower head."""
