@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime import graph
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.layouts import slot_state
@@ -58,6 +59,20 @@ def test_a_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> Non
     token = call(1)
     with torch.no_grad(), waiting(token, monkeypatch, *state.tensors().values(), *state.workspace.tensors.values()) as waits:
         server.decode(state, token)
+    assert not waits.lines, "\n".join(waits.lines)
+
+
+@pytest.mark.parametrize("policy", few(["roco", "roco_sparcas", "equip_h2o"], "roco"))
+def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the operator, which serves a state of its own that adopts the tensors."""
+    spec = kvdsl.load(policy).spec
+    state = slot_state(spec, {"budget": 36.0}, layer=2, layers=4)
+    state.reserves = True
+    server = choose(spec, "triton", CPU, torch.float32)
+    server.prefill(state, call(PROMPT))
+    token = call(1)
+    with torch.no_grad(), waiting(token, monkeypatch, *state.tensors().values(), *state.workspace.tensors.values()) as waits:
+        graph._decode(*graph.arguments(server, state, token), **graph.constants(state, token))
     assert not waits.lines, "\n".join(waits.lines)
 
 
