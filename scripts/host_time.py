@@ -41,7 +41,7 @@ def least(kinds: Sequence[bool], step: Callable[[], object], patch: pytest.Monke
     best = [float("inf")] * len(kinds)
     for _ in range(ROUNDS):
         for n, kind in enumerate(kinds):
-            patch.setattr(backend, "SERVED", kind)
+            patch.setattr(backend, "interpreted", lambda kind=kind: not kind)
             backend._prepared.clear()
             step()
             begun = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The stage `kernels`: a decode step captured for many layers, beside flash decoding; steps that select; prompts.
+"""The stage `kernels`: a decode step captured for many layers, beside flash decoding; steps that select; prompts; variants.
 
 A graph has a step of every layer of a model, each with a cache of its own, so that nothing stays in the device's caches from one step
 to the next; whoever is compared runs in the same kind of graph. Columns are as a prompt leaves them. Times are of one layer.
@@ -14,11 +14,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.gpu.backend import TritonBackend
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.torch import dense
 from kvdsl_lab.bench import baselines, prefill
 from kvdsl_lab.bench.baselines import Cache, Token
 from kvdsl_lab.bench.decode import decode_step, live_bytes, new_tokens
 from kvdsl_lab.bench.selecting import period
+from scripts.gpu import variants
 from scripts.gpu.setting import (
     AttentionCall,
     Lines,
@@ -32,7 +35,7 @@ from scripts.gpu.setting import (
     on_device,
     prepared,
 )
-from scripts.gpu.timing import captured, copy_rate, in_a_graph, measured, median_ms
+from scripts.gpu.timing import Step, captured, copy_rate, in_a_graph, measured, median_ms, timed_parts
 
 SELECTED = {"tokens": 512.0, "dims": 16.0}
 """What a policy that selects is timed with: the T and D of the CPU's figures."""
@@ -52,6 +55,8 @@ def run(setting: Setting, lines: Lines) -> int:
         ("prompt", setting.sizes.timed_prompts, lambda shape: _prompts(evicting, shape, setting)),
         ("decode", setting.sizes.timed[3:], lambda shape: _decode(evicting, shape, setting)),
         ("select", setting.sizes.selecting, lambda shape: _selecting(selecting, shape, setting)),
+        ("variant", setting.sizes.timed[:2], lambda shape: _variants(evicting, shape, setting)),
+        ("prompt variant", setting.sizes.timed_prompts[1:2], lambda shape: _prompt_variants(evicting, shape, setting)),
     ):  # fmt: skip
         for shape in shapes:
             failed += _told(lines, kind, shape, time(shape))
@@ -203,5 +208,55 @@ def _prompts(specs: list[PolicySpec], shape: prefill.Shape, setting: Setting) ->
         backend = choose(
             spec, "triton" if spec.triton_source.exists() else "torch", torch.device(setting.device), tensors[0].dtype
         )
-        ms, size = measured(setting, prefill.prefill(backend, spec, tensors, seed=0))
-        yield {"policy": spec.stem, "backend": backend.name, "ms": ms, "of_sdpa": ms / sdpa_ms, "peak_bytes": size}
+        run = prefill.prefill(backend, spec, tensors, seed=0)
+        ms, size = measured(setting, run)
+        row = {"policy": spec.stem, "backend": backend.name, "ms": ms, "of_sdpa": ms / sdpa_ms, "peak_bytes": size}
+        yield row | _parts(setting, run)
+
+
+def _parts(setting: Setting, run: Step) -> dict[str, float]:
+    """Of a prompt's milliseconds those of attention and of what observes it; what remains is settling, and the host."""
+    run()
+    with timed_parts(setting, {"attend_ms": (dense, "attend"), "observe_ms": (TritonBackend, "_fold")}) as found:
+        run()
+    return found
+
+
+# -- variants ----------------------------------------------------------------------------------------------------------
+
+
+def _variants(specs: list[PolicySpec], shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """RoCo's step as it would be cut otherwise."""
+    tokens = new_tokens(shape, device=setting.device)
+    for variant in variants.STEPS[: setting.sizes.variants]:
+        for spec in (spec for spec in specs if spec.stem == "roco"):
+            with variants.meanwhile(variant):
+                yield {"policy": spec.stem, "variant": variant.name} | _attempt(
+                    lambda spec=spec: _step_ms(spec, shape, setting, tokens)
+                )
+
+
+def _step_ms(spec: PolicySpec, shape: Shape, setting: Setting, tokens: list[Token]) -> float:
+    layers = _layers(shape, setting)
+    backend, first, _ = prepared(setting, spec, shape)
+    steps = [decode_step(backend, state) for state in (first, *(clone_of(first) for _ in range(layers - 1)))]
+    return median_ms(setting, in_a_graph(setting, lambda: [step(tokens[0]) for step in steps][-1])) / layers
+
+
+def _prompt_variants(specs: list[PolicySpec], shape: prefill.Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """RoCo's prompt as it would be observed otherwise."""
+    tensors = on_device(setting, shape)
+    for variant in variants.PROMPTS[: setting.sizes.variants]:
+        for spec in (spec for spec in specs if spec.stem == "roco"):
+            backend = choose(spec, "triton", torch.device(setting.device), tensors[0].dtype)
+            with variants.meanwhile(variant):
+                run = prefill.prefill(backend, spec, tensors, seed=0)
+                yield {"policy": spec.stem, "variant": variant.name} | _attempt(lambda run=run: measured(setting, run)[0])
+
+
+def _attempt(measure: Callable[[], float]) -> dict[str, Any]:
+    """Its milliseconds, or why there are none: what is tried may take more of a multiprocessor than it has."""
+    try:
+        return {"ms": measure()}
+    except Exception as error:
+        return {"error": f"{type(error).__name__}: {error}"[:300]}

@@ -51,6 +51,9 @@ class Sizes:
     timed_prompts: tuple[prefill.Shape, ...]
     whole: tuple[Whole, ...]
     layers: int
+    settling: int
+    generated: int
+    variants: int
     replays: int
     repeats: int
     copied: int
@@ -76,6 +79,9 @@ REAL = Sizes(
     timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (4096, 8192, 32768)),
     whole=(Whole(1, 32768, 4096), Whole(64, 4096, 1024), Whole(8, 32768, 4096), Whole(1, 32768, 1024)),
     layers=32,
+    settling=SETTLING,
+    generated=24,
+    variants=99,
     replays=2000,
     repeats=15,
     copied=1 << 30,
@@ -88,6 +94,9 @@ TOY = Sizes(
     timed_prompts=(prefill.Shape(1, 1, 1, 32, 20, "fp32"),),
     whole=(Whole(1, 24, 16, 3),),
     layers=2,
+    settling=1,
+    generated=4,
+    variants=3,
     replays=4,
     repeats=3,
     copied=1 << 20,
@@ -183,7 +192,7 @@ def prepared(setting: Setting, spec: PolicySpec, shape: Shape, **params: float) 
     state = steady_state(spec, shape, device=setting.device, **params)
     tokens = new_tokens(shape, device=setting.device)
     step = decode_step(backend, state)
-    for n in range(SETTLING if setting.real else 1):
+    for n in range(setting.sizes.settling):
         step(tokens[n % len(tokens)])
     return backend, state, tokens
 

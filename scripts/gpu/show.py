@@ -9,7 +9,9 @@ from typing import Any
 KINDS = {
     "decode": ("policy", "batch", "live", "layers", "ms", "gbps", "eager_ms", "of_best"),
     "select": ("policy", "batch", "live", "ms", "dense_ms", "sdpa_ms", "vs_best_dense"),
-    "prompt": ("policy", "length", "ms", "of_sdpa", "peak_bytes"),
+    "prompt": ("policy", "length", "ms", "attend_ms", "observe_ms", "of_sdpa", "peak_bytes"),
+    "variant": ("variant", "batch", "live", "ms"),
+    "prompt variant": ("variant", "length", "ms"),
 }
 MODEL = ("cache", "batch", "context", "budget", "ttft_s", "token_ms", "tokens_per_s", "peak_bytes")
 

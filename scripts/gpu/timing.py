@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -72,3 +74,45 @@ def measured(setting: Setting, run: Step) -> tuple[float, int | None]:
     run()
     torch.cuda.synchronize()
     return ms, torch.cuda.max_memory_allocated() - before
+
+
+@contextmanager
+def timed_parts(setting: Setting, functions: Mapping[str, tuple[Any, str]]) -> Iterator[dict[str, float]]:
+    """Milliseconds of what is called meanwhile, by name, there when it ends.
+
+    Args:
+        functions: whose attributes they are, and of what name.
+    """
+    found, marks = dict.fromkeys(functions, 0.0), []
+    real = {name: getattr(owner, attribute) for name, (owner, attribute) in functions.items()}
+
+    def watched(name: str) -> Callable[..., Any]:
+        def call(*given: Any, **named: Any) -> Any:
+            begin = _mark(setting)
+            out = real[name](*given, **named)
+            end = _mark(setting)
+            marks.append((name, begin, end))
+            return out
+
+        return call
+
+    try:
+        for name, (owner, attribute) in functions.items():
+            setattr(owner, attribute, watched(name))
+        yield found
+    finally:
+        for name, (owner, attribute) in functions.items():
+            setattr(owner, attribute, real[name])
+    if setting.real:
+        torch.cuda.synchronize()
+    for name, begin, end in marks:
+        found[name] += begin.elapsed_time(end) if setting.real else (end - begin) * 1e3
+
+
+def _mark(setting: Setting) -> Any:
+    """Now: of the device's stream, or seconds."""
+    if not setting.real:
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event

@@ -9,7 +9,7 @@ import torch
 
 from scripts.gpu.setting import Setting, cache_class
 
-BUDGET, PROMPT, NEW = 24, 40, 24
+BUDGET, PROMPT = 24, 40
 
 
 def model_of(setting: Setting, dtype: torch.dtype, **sizes: int) -> Any:
@@ -49,7 +49,7 @@ def generated_alike(name: str, setting: Setting) -> Iterator[str]:
             continue
         cache: Any = cls(model, backend=backend, **given)
         out = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=NEW if setting.real else 4, do_sample=False,
+            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=setting.sizes.generated, do_sample=False,
             disable_compile=not compiled,
         )  # fmt: skip
         texts[how] = out[:, PROMPT:].tolist()

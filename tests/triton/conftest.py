@@ -23,9 +23,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(autouse=INTERPRETED, scope="session")
 def interpreter_as_wanted() -> Iterator[None]:
-    from .interpreter import make_places_equal, patch_language_once, shuffle_programs, watch_overflow
+    from .interpreter import know_truth_values, make_places_equal, patch_language_once, shuffle_programs, watch_overflow
 
     with pytest.MonkeyPatch.context() as patch:
+        know_truth_values(patch)
         patch_language_once(patch)
         make_places_equal(patch)
         shuffle_programs(patch)

@@ -46,6 +46,15 @@ def _numbers(operand: Any) -> np.ndarray:
     return (operand.data.astype(np.uint32) << 16).view(np.float32)
 
 
+def know_truth_values(patch: pytest.MonkeyPatch) -> None:
+    """Triton 3.3's interpreter lacks the type of conditions, which its language asks it for."""
+    import triton.language as tl
+    from triton.runtime import interpreter
+
+    if not hasattr(interpreter.InterpreterBuilder, "get_int1_ty"):
+        patch.setattr(interpreter.InterpreterBuilder, "get_int1_ty", lambda _: tl.int1, raising=False)
+
+
 def patch_language_once(patch: pytest.MonkeyPatch) -> None:
     """Let `triton.language` mean NumPy from the first launch on.
 
@@ -54,6 +63,7 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
     """
     from triton.runtime import interpreter
 
+    scope = getattr(interpreter, "_LangPatchScope", None)  # before Triton 3.6 nothing was put back
     known: set[str] = set()
     replace_operations = interpreter._patch_lang
 
@@ -61,7 +71,7 @@ def patch_language_once(patch: pytest.MonkeyPatch) -> None:
         if function.__module__ not in known:
             known.add(function.__module__)
             replace_operations(function)
-        return interpreter._LangPatchScope()  # of nothing, so that nothing is put back
+        return scope and scope()  # of nothing, so that nothing is put back
 
     patch.setattr(interpreter, "_patch_lang", once)
     of_numbers = cache(interpreter._get_np_dtype)  # it makes its table anew at every call

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import re
 
 import pytest
 import torch
@@ -40,6 +41,24 @@ def test_the_operator_does_what_a_step_does(policy: str) -> None:
             assert torch.equal(compiled(server, ours, token), server.decode(theirs, token))
     assert all(map(torch.equal, ours.tensors().values(), theirs.tensors().values()))
     assert ours.workspace is work
+
+
+@pytest.mark.slow
+def test_nothing_is_copied_for_the_operator() -> None:
+    """What inductor makes of a step hands the operator the cache's own tensors, and makes none."""
+    from torch._inductor.utils import run_and_get_code
+
+    spec = kvdsl.load("roco").spec
+    server = choose(spec, "triton", CPU, torch.float32)
+    state = SlotState(spec, {"budget": 12.0})
+    server.prefill(state, call(20, 1))
+    torch._dynamo.reset()
+    step = torch.compile(graph.step, fullgraph=True, dynamic=False, backend="inductor")
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(step, server, state, call(1, 2))
+    body = code[code.index("def call(") : code.index("def get_args(")]
+    assert body.count("torch.ops.kvdsl.decode.default(") == 1
+    assert not re.findall(r"empty_strided|clone|copy_|fused", body)
 
 
 def test_the_operator_says_what_it_does() -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+from kvdsl.runtime.gpu import sizes
+from scripts.gpu import variants
 from scripts.gpu.__main__ import _stage
 
 ROOT = Path(__file__).parents[2]
@@ -42,6 +44,52 @@ def lines(folder: Path, stage: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (folder / "out" / f"{stage}.jsonl").read_text().splitlines()]
 
 
+def dry(folder: Path, stages: str, *words: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Stages at toy sizes as they go on a GPU, which is a stub: with graphs, events and a device's memory."""
+    (folder / "sitecustomize.py").write_text("from tests.triton.dry_gpu import install\n\ninstall()\n")
+    path = os.pathsep.join(map(str, (folder, ROOT, ROOT / "lab")))
+    environment = {**os.environ, "TRITON_INTERPRET": "1", "PYTHONPATH": path, "OUT": str(folder / "out"), **variables}
+    command = [sys.executable, "-m", "scripts.gpu", "--toy", "--stage", stages, *words]
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
+    done = dry(tmp_path, "compile,right,kernels,model", "--policies", "roco")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {lines(tmp_path, stage)[0]["gpu"] for stage in ("compile", "right", "kernels", "model")} == {"a stub"}
+    checks = lines(tmp_path, "right")[1:]
+    assert {"numerics: roco", "graph: roco", "generate: roco", "compute-sanitizer"} <= {line["check"] for line in checks}
+    assert not any(line["wrong"] for line in checks)
+    timed = lines(tmp_path, "kernels")[1:]
+    assert {"sdpa", "flash", "cudnn", "flex", "roco"} <= {line["policy"] for line in timed if line["kind"] == "decode"}
+    (roco,) = (line for line in timed if line["kind"] == "decode" and line["policy"] == "roco")
+    assert roco["ms"] > 0 and roco["eager_ms"] > 0 and roco["of_best"] > 0
+    (prompt,) = (line for line in timed if line["kind"] == "prompt" and line["policy"] == "roco")
+    assert prompt["attend_ms"] + prompt["observe_ms"] > 0 and prompt["peak_bytes"] == 0
+    tried = [line for line in timed if "variant" in line]
+    assert len(tried) == 3 and all(line["ms"] > 0 for line in tried)
+    assert {"static", "dynamic", "roco"} <= {
+        line["cache"] for line in lines(tmp_path, "model")[1:] if line["peak_bytes"] == 0
+    }
+
+
+@pytest.mark.slow
+def test_a_graph_that_does_nothing_is_found(tmp_path: Path) -> None:
+    done = dry(tmp_path, "right", "--policies", "roco", IDLE_GRAPHS="1")
+    assert done.returncode == 1 and "not well: right" in done.stdout
+    assert [line["check"] for line in lines(tmp_path, "right")[1:] if line["wrong"]] == ["graph: roco"]
+
+
+@pytest.mark.parametrize("variant", variants.STEPS + variants.PROMPTS, ids=lambda variant: variant.name)
+def test_variants_hold_meanwhile(variant: variants.Variant) -> None:
+    before = {name: dict(x) if isinstance(x, dict) else x for name, x in vars(sizes).items() if name.isupper()}
+    with variants.meanwhile(variant):
+        assert all(getattr(sizes, name) == number for name, number in variant.numbers.items())
+        assert all(getattr(sizes, name).items() >= options.items() for name, options in variant.options.items())
+    assert before == {name: x for name, x in vars(sizes).items() if name.isupper()}
+
+
 @pytest.mark.slow
 def test_kernels_without_transformers(tmp_path: Path) -> None:
     done = toy(tmp_path, "compile,right,kernels", (*COMPILER, "transformers"))
@@ -55,7 +103,7 @@ def test_kernels_without_transformers(tmp_path: Path) -> None:
     assert {"numerics: roco", "prompts: roco", "graph: roco", "numerics: sparcas"} <= {line["check"] for line in checks}
     assert not any(line["wrong"] for line in checks)
     timed = lines(tmp_path, "kernels")[1:]
-    assert {line["kind"] for line in timed} == {"decode", "select", "prompt"}
+    assert {line["kind"] for line in timed} == {"decode", "select", "prompt", "variant"}
     assert all(line["ms"] > 0 for line in timed)
     assert {line["policy"] for line in timed if line["kind"] == "decode"} >= {
         "sdpa",

@@ -12,11 +12,8 @@ from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu import backend as triton_backend
-from kvdsl.runtime.gpu import prepared
 from kvdsl_lab.bench.decode import Shape
 from tests.triton.stub import BEFORE_ARGUMENTS, served, stub_driver
-
-pytestmark = pytest.mark.skipif(not prepared.SERVED, reason="launches are not prepared under this Triton")
 
 SHAPE = Shape(batch=1, kv_heads=2, group=4, head_dim=64, live=100, dtype="fp16")
 

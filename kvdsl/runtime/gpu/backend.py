@@ -27,7 +27,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.launch import launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
-from kvdsl.runtime.gpu.prepared import SERVED, Launch, Prepared
+from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.sizes import (
     ATTEND_OPTIONS,
@@ -39,6 +39,7 @@ from kvdsl.runtime.gpu.sizes import (
     TAKE_OPTIONS,
     Sizes,
 )
+from kvdsl.runtime.gpu.versions import check_release
 from kvdsl.runtime.graph import enlist
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.rope import Rope
@@ -60,12 +61,13 @@ class TritonBackend:
     """Serves one policy's layers on a GPU, or in Triton's interpreter (TRITON_INTERPRET=1).
 
     Raises:
-        KvdslError: if the policy has no Triton kernels, or if they cannot take such tensors.
+        KvdslError: if the policy has no Triton kernels, if they cannot take such tensors, or if Triton is too old.
     """
 
     name = "triton"
 
     def __init__(self, spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> None:
+        check_release()
         if not spec.triton_source.exists():
             raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why)")
         if device.type != "cuda" and not interpreted():
@@ -137,7 +139,7 @@ class TritonBackend:
         known = _prepared.get(state)
         if known is not None and known.serves(state, call, fresh):
             known.run(fresh)
-        elif interpreted() or not SERVED:
+        elif interpreted():
             for one in self._launches(state, call, work, fresh):
                 launch(one.kernel, one.grid, one.arguments, one.options)
         else:

@@ -18,6 +18,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.gpu import versions
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.layout import give_back, take
@@ -178,8 +179,9 @@ def build(
         step: have a report of the machine code, with times estimated for such a step.
 
     Raises:
-        KvdslError: in Triton's interpreter, which compiles nothing; or if Triton refuses a kernel.
+        KvdslError: in Triton's interpreter, which compiles nothing; or if Triton is too old, or refuses a kernel.
     """
+    versions.check_release()
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     shape = shape or Shape()
@@ -282,7 +284,7 @@ def _nvidia(compiled: Any) -> tuple[int, int]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        command = [versions.tool("cuobjdump"), "--dump-resource-usage", str(binary)]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return _found(r"REG:(\d+)", told), _found(r"STACK:(\d+)", told) + _found(r"LOCAL:(\d+)", told)
 

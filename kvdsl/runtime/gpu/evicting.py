@@ -45,7 +45,7 @@ def _target(live, budget, slack, max_drop):
 
 @triton.jit
 def _most(budget, slack):
-    return budget + tl.minimum(slack, ops.INT_MAX - budget)
+    return budget + tl.minimum(slack, -budget + ops.INT_MAX)  # in this order, for interpreters of Triton 3.7 and 3.8
 
 
 @triton.jit

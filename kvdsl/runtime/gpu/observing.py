@@ -19,6 +19,8 @@ import triton.language as tl
 
 from kvdsl.runtime.gpu import ops
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 # -- who sees whom -----------------------------------------------------------------------------------------------------
 
 
@@ -78,13 +80,15 @@ def weights(
     rows = query + t[:, None].to(tl.int64) * query_token + d
     for g in range(G):
         q = tl.load(rows + g * query_head, mask=asked[:, None] & (d < D), other=0.0).to(k.dtype)
-        x = tl.dot(k, tl.trans(q), input_precision="ieee") * scaling
+        x = tl.dot(k, tl.trans(q), input_precision="ieee")
+        unit = scaling  # of x
         if CAPPED:
-            x = softcap * ops.tanh(x / softcap)
+            x, unit = softcap * ops.tanh(x * scaling / softcap), 1.0
         if LOGIT:
-            logit = ops.maximum(logit, x) if HOW == "max" else logit + x
-        if ATTN:
-            p = tl.exp(x - tl.load(lse + g * tokens + t, mask=asked, other=0.0)[None, :])
+            logit = ops.maximum(logit, x * unit) if HOW == "max" else logit + x * unit
+        if ATTN:  # by powers of two, for which a score takes one multiplication, with its sum
+            base = tl.load(lse + g * tokens + t, mask=asked, other=0.0) * -LOG2_E
+            p = tl.exp2(tl.fma(x, unit * LOG2_E, base[None, :]))
             attn = ops.maximum(attn, p) if HOW == "max" else attn + p
     if HOW == "mean":
         attn, logit = attn * (1.0 / G), logit * (1.0 / G)

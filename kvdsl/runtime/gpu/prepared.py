@@ -12,15 +12,11 @@ from dataclasses import dataclass
 from operator import attrgetter, is_
 from typing import Any
 
-import triton
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.launch import launch
 from kvdsl.runtime.state.slots import SlotState
-
-SERVED = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 3)
-"""Before, a compiled kernel took its arguments without the constants among them."""
 
 _ALIGNED = 16
 """Bytes: a kernel is compiled for pointers that are multiples of this, or for others."""

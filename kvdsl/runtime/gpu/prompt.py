@@ -32,7 +32,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     arguments = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
         "lse": dense.exact_lse(prompt, first) if dense.is_coarse(query) else lse.contiguous(),
-        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device),
+        "numbers": prompt.numbers.contiguous(), "ring_rows": prompt.state.ring_rows().to(query.device, non_blocking=True),
         "constants": prompt.state.constants if prompt.state.spec.tensors is not None else None,
         "tokens": prompt.tokens, "slots": prompt.slots,
         "scaling": prompt.call.scaling, "softcap": prompt.call.softcap or 0.0, "window": prompt.call.window or EVERYTHING,

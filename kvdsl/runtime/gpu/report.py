@@ -15,10 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import triton
-
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.gpu import loops
+from kvdsl.runtime.gpu import loops, versions
 from kvdsl.runtime.gpu.loops import Loop
 from kvdsl.runtime.gpu.sizes import Sizes
 
@@ -178,7 +176,7 @@ def _loops(compiled: Any) -> list[Loop]:
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
-        command = [triton.knobs.nvidia.nvdisasm.path, "-g", "-c", str(binary)]
+        command = [versions.tool("nvdisasm"), "-g", "-c", str(binary)]
         told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     return loops.loops(told, loops.NVIDIA)
 

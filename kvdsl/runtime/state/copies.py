@@ -50,9 +50,10 @@ def keep(state: SlotState, tile: int) -> None:
     keys, (batch, heads, slots) = state.layout.key_pool, state.position.shape
     if state.spec.sketches:
         _have(state, "sketch_keys", keys, (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
-    if "page" in state.spec.numbers:
+    if "page" in state.spec.numbers and state.paged != slots:  # the size of a page is the device's to know
         pages = int(slots // float(state.settings.named(state.numbers)["page"].min())) + 1
         _have(state, "page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
+        state.paged = slots
 
 
 def _have(state: SlotState, name: str, like: Tensor, shape: tuple[int, ...]) -> None:

@@ -38,13 +38,26 @@ class Settings(Linked):
         self.layer = layer
         self.layers = layers
         self.heads = slice(None)
+        self._resolved: tuple[Tensor, Tensor] | None = None
 
     def resolve(self, prompt: Tensor) -> Tensor:
-        """The table for rows with prompts of these lengths, [batch].
+        """The table for rows with prompts of these lengths, [batch]. The host finds it, and waits for the device to learn them.
 
         Raises:
             KvdslError: if the static keeps protect more tokens than the budget holds.
         """
+        found = self._found(prompt.cpu())
+        numbers = found.to(prompt.device, non_blocking=True)
+        self._resolved = numbers, found
+        return numbers
+
+    def at_hand(self, numbers: Tensor) -> Tensor:
+        """The table where the host can read it: without waiting for the device, if it is the one that was resolved last."""
+        if self._resolved is not None and self._resolved[0] is numbers:
+            return self._resolved[1]
+        return numbers.cpu()
+
+    def _found(self, prompt: Tensor) -> Tensor:
         given = self._given(prompt, self.layer, self.given)
         try:
             named = self.spec.resolve(given)
@@ -84,11 +97,11 @@ class Settings(Linked):
 
     def evicts(self, numbers: Tensor) -> bool:
         """Whether tokens may leave some KV head of a policy that evicts: a budget that reads the data is not known before."""
-        return self.spec.measures or bool(self.named(numbers)["capacity"].isfinite().any())
+        return self.spec.measures or bool(self.named(self.at_hand(numbers))["capacity"].isfinite().any())
 
     def selects(self, numbers: Tensor) -> bool:
         """Whether a query of a policy that selects may skip tokens."""
-        return self.spec.counts or bool(self.named(numbers)["select"].isfinite().any())
+        return self.spec.counts or bool(self.named(self.at_hand(numbers))["select"].isfinite().any())
 
     def chooser(self) -> int:
         """The layer whose queries choose what this one attends to, itself where it chooses for those above; -1 where there is none."""
@@ -110,7 +123,7 @@ class Settings(Linked):
 
     def never_settles(self, numbers: Tensor) -> bool:
         """Whether some row has a trigger that nothing reaches."""
-        trigger = self.named(numbers).get("trigger")
+        trigger = self.named(self.at_hand(numbers)).get("trigger")
         return trigger is not None and bool((trigger == 0).any())
 
     def bounded_by(self) -> Tensor | None:

@@ -77,6 +77,7 @@ class SlotState(Linked):
         evicts: whether a decoded token may make others leave.
         selects: whether a decoded token attends to a selection only.
         even: whether every head of every row comes to fill its slots, all but a few: kernels then read them without asking which.
+        paged: for how many slots there is room for bounds of pages, 0 for none.
         ring_sizes: rows of each ring.
         window: how many tokens a query of this layer sees, or None. `scaling`, `rope`: as the last call had them.
         text: the queries of the prompt that has not settled yet, forward by forward, [batch, query_heads, tokens, dim], and their
@@ -166,6 +167,7 @@ class SlotState(Linked):
             setattr(self if name in self._own else self.layout, name, tensor)
         self.window, self.ring_sizes, self.evicts, self.selects, self.even = window, ring_sizes, evicts, selects, even
         self.allocated = True
+        self.paged = self.slots
 
     def reset(self) -> None:
         """Forget everything; the next forward allocates anew."""
@@ -175,6 +177,7 @@ class SlotState(Linked):
         self.evicts = False
         self.selects = False
         self.even = False
+        self.paged = 0
         self.window = None
         self.scaling = 1.0
         self.rope: Rope | None = None
@@ -259,9 +262,9 @@ class SlotState(Linked):
         Raises:
             KvdslError: if a history that is cached already has another size.
         """
-        sizes = [self.settings.named(numbers)[size] for _, size in self.spec.rings]
+        sizes = [self.settings.named(self.settings.at_hand(numbers))[size] for _, size in self.spec.rings]
         if self.allocated:
-            known = [self.settings.named(self.numbers)[size] for _, size in self.spec.rings]
+            known = [self.settings.named(self.numbers.cpu())[size] for _, size in self.spec.rings]
             if any(bool((old != new).any()) for old, new in zip(known, sizes, strict=True)):
                 raise KvdslError(
                     f"{self.spec.name} remembers a number of queries that depends on the prompt, and more of a prompt came: pass "
@@ -305,7 +308,8 @@ class SlotState(Linked):
         if self.spec.sketches:
             self.prompt = holding(self.prompt, torch.where(seen > self.seen, seen, self.prompt) if self.allocated else seen)
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
-        self.even = self._is_even()
+        self.even = self._is_even(numbers)
+        self.paged = 0
         order = None if position.shape[-1] <= slots and in_text_order(position) else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
         self.layout.lay_out(self, kept, order)
@@ -331,18 +335,19 @@ class SlotState(Linked):
         """
         if not self.evicts or (not self.spec.hard_cap and self.settings.never_settles(numbers)):
             return None
-        most = float(self.settings.most_while_attending(numbers).max())
+        most = float(self.settings.most_while_attending(self.settings.at_hand(numbers)).max())
         if most == torch.inf:  # some heads keep everything
             return None
         most = _whole(most)
         most = max(most, self.filled if self.spec.hard_cap else self.filled + 1)
         return most if device.type == "cpu" else _multiple(most, _ALIGNED)
 
-    def _is_even(self) -> bool:
+    def _is_even(self, numbers: Tensor) -> bool:
         """Whether every head of every row comes to fill its slots, all but a few."""
         if self.spec.across or self.limit is None:
             return not self.spec.across
-        return _whole(float(self.most_by_head().min())) >= self.limit - _ALIGNED
+        most = self.settings.most_while_attending(self.settings.at_hand(numbers))
+        return _whole(float(most.min())) >= self.limit - _ALIGNED
 
     def most_by_head(self) -> Tensor:
         """Tokens that each KV head holds at most while decoding, once what a prompt left has settled: [batch, kv_heads or 1], or inf."""

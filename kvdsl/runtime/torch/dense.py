@@ -7,6 +7,8 @@ blocks of queries.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
@@ -19,6 +21,9 @@ _BLOCK_BYTES = 32 << 20
 
 _MASK_BYTES = 8 << 20
 """What the mask of a block of queries may take, where a kernel needs one."""
+
+_ROWS_BYTES = 32 << 20
+"""Of the queries of rows that one call serves: to lie as it wants them they may have to be copied, and long ones fill a chip alone."""
 
 _LEAST_BLOCK = 64
 """Queries that are worth a call of a kernel."""
@@ -48,70 +53,89 @@ def is_coarse(x: Tensor) -> bool:
 
 
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
-    """By a fused kernel, row by row; None if there is none, or if something is not finite."""
-    seen = (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
-    if prompt.call.softcap is not None or not all(_finite(x) for x in seen):
+    """By a fused kernel; None if there is none, or if something is not finite. The host asks once whether all is, when all is done."""
+    if prompt.call.softcap is not None:
         return None
-    rows = []
-    for row in range(prompt.position.shape[0]):
-        found = _fused_row(prompt, slice(row, row + 1))
-        if found is None or not bool(found[1].isfinite().all()):
+    parts = []
+    for rows, text in _alike(prompt):
+        found = _fused_rows(prompt, rows, text)
+        if found is None:
             return None
-        rows.append(found)
-    outs, lses = zip(*rows, strict=True)
-    return (outs[0], lses[0]) if len(rows) == 1 else (torch.cat(outs), torch.cat(lses))
+        parts.append(found)
+    outs, lses = zip(*parts, strict=True)
+    out, lse = (outs[0], lses[0]) if len(parts) == 1 else (torch.cat(outs), torch.cat(lses))
+    seen = (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
+    fine = torch.stack([*(_finite(x) for x in seen), lse.isfinite().all()]).all()
+    return (out, lse) if bool(fine) else None
 
 
-def _finite(x: Tensor) -> bool:
-    """Whether all of it is, and its sum: one pass, of which nothing of its size is left. In float16 common sums overflow."""
+def _finite(x: Tensor) -> Tensor:
+    """Whether all of it is, and its sum, bool []: one pass, of which nothing of its size is left. In float16 common sums overflow."""
     if x.numel() == 0:
-        return True
+        return torch.ones((), dtype=torch.bool, device=x.device)
     if x.dtype == torch.float16:
         low, high = x.aminmax()
-        return bool(low.isfinite() & high.isfinite())
-    return bool(x.sum().isfinite())
+        return low.isfinite() & high.isfinite()
+    return x.sum().isfinite()
 
 
-def _fused_row(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
-    """`attend` for one row."""
-    text = _text(prompt, row)
+def _alike(prompt: Prompt) -> Iterator[tuple[slice, slice | None]]:
+    """Rows that one call can serve, and where their tokens lie among the new ones; None if there is padding between them."""
+    batch, begin = prompt.position.shape[0], 0
+    texts = [slice(0, prompt.tokens)] * batch if prompt.call.real is None else _texts(prompt.call.real)
+    most = max(1, _ROWS_BYTES * batch // max(1, prompt.call.query.nbytes))
+    for end in range(1, batch + 1):
+        if end == batch or texts[end] is None or texts[end] != texts[begin] or end - begin == most:
+            yield slice(begin, end), texts[begin]
+            begin = end
+
+
+def _texts(real: Tensor) -> list[slice | None]:
+    """Where every row's tokens lie; None if there is padding between them.
+
+    Args:
+        real: bool [batch, tokens].
+    """
+    count, first, behind = real.sum(1), real.int().argmax(1), real.shape[1] - real.flip(1).int().argmax(1)
+    found = torch.stack([first, behind, count], 1).tolist()
+    return [None if n not in (0, end - begin) else slice(begin, begin + n) for begin, end, n in found]
+
+
+def _fused_rows(prompt: Prompt, rows: slice, text: slice | None) -> tuple[Tensor, Tensor] | None:
+    """`attend` for some rows, whose tokens lie alike."""
     window = prompt.call.window
     if text is None or prompt.cached or (window is not None and window < text.stop - text.start):
-        found = _masked(prompt, row)
+        parts = [_masked(prompt, slice(row, row + 1)) for row in range(rows.start, rows.stop)]
+        found = [part for part in parts if part is not None]
+        if len(found) < len(parts):
+            return None
+        out, lse = (torch.stack(x) for x in zip(*found, strict=True))
     else:
-        found = _causal(prompt, row, text)
-    if found is None:
-        return None
-    out, lse = found
+        causal = _causal(prompt, rows, text)
+        if causal is None:
+            return None
+        out, lse = (x.unflatten(0, (-1, prompt.heads)) for x in causal)
     if prompt.call.sinks is not None:
         out, lse = _with_sinks(out, lse, prompt.call.sinks)
-    return out.flatten(0, 1).transpose(0, 1)[None], lse[None]
+    return out.flatten(1, 2).transpose(1, 2), lse
 
 
-def _text(prompt: Prompt, row: slice) -> slice | None:
-    """Where the row's tokens lie among the new ones; None if there is padding between them."""
-    if prompt.call.real is None:
-        return slice(0, prompt.tokens)
-    real = prompt.call.real[row].nonzero()[:, 1]
-    begin, end = (int(real[0]), int(real[-1]) + 1) if len(real) else (0, 0)
-    return slice(begin, end) if end - begin == len(real) else None
-
-
-def _causal(prompt: Prompt, row: slice, text: slice) -> tuple[Tensor, Tensor] | None:
-    """Of a row's first tokens, all of which see all before them: [kv_heads, group, tokens, value_dim] and log-sum-exps."""
-    heads, behind = slice(0, prompt.heads), prompt.tokens - text.stop
-    query = prompt.queries(row, heads, text)[0]
+def _causal(prompt: Prompt, rows: slice, text: slice) -> tuple[Tensor, Tensor] | None:
+    """Of the rows' first tokens, all of which see all before them: [rows * kv_heads, group, tokens, value_dim] and log-sum-exps."""
+    behind = prompt.tokens - text.stop
+    query = prompt.queries(rows, slice(0, prompt.heads), text).flatten(0, 1)
     if text.start == text.stop:  # kernels fail where there is nothing to do
-        nothing = query.new_zeros(prompt.heads, prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
+        nothing = query.new_zeros(len(query), prompt.group, prompt.tokens, prompt.kept["values"].shape[-1])
         return nothing, nothing[..., 0].float()
-    found = _kernel(query, prompt.keys[row, :, text][0], prompt.kept["values"][row, :, text][0], None, prompt.call.scaling)
+    key, value = (x[rows, :, text].flatten(0, 1) for x in (prompt.keys, prompt.kept["values"]))
+    found = _kernel(query, key, value, None, prompt.call.scaling)
     if found is None or (text.start == 0 and behind == 0):
         return found
     return pad(found[0], (0, 0, text.start, behind)), pad(found[1], (text.start, behind))
 
 
 def _masked(prompt: Prompt, row: slice) -> tuple[Tensor, Tensor] | None:
-    """The same of any row: block by block, with a mask."""
+    """The same of any one row: block by block, with a mask."""
     heads, parts = slice(0, prompt.heads), []
     for tokens in _blocks(prompt):
         slots = prompt.reach(row, heads, tokens)
@@ -142,7 +166,7 @@ def _blocks(prompt: Prompt) -> list[slice]:
 
 def _with_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
     """What is left of it where a learned logit [query_heads] joins every denominator."""
-    joined = torch.logaddexp(lse, sinks.float().view(*lse.shape[:2], 1))
+    joined = torch.logaddexp(lse, sinks.float().view(*lse.shape[1:3], 1))
     return (out * (lse - joined).exp().unsqueeze(-1)).to(out.dtype), joined
 
 

@@ -1,0 +1,88 @@
+"""How often the host waits for the device: never in a step, which could not be captured, and a few times in a layer's prompt."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import kvdsl
+from kvdsl.runtime import graph
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state.layouts import slot_state
+from kvdsl_lab.bench.decode import rotation
+from tests.differential.test_random import POLICIES
+from tests.quick import few
+
+from .waits import Waits
+
+CPU = torch.device("cpu")
+HEADS, GROUP, DIM, PROMPT = 1, 2, 16, 40
+
+PROMPT_WAITS = {"roco": 3, "streaming_llm": 3, "snapkv": 4, "sparcas": 4, "quest": 4, "tova": 4}
+"""The lengths of the rows' texts, from which budgets follow; whether all is finite, and attention's sums; how many tokens a head holds.
+Rings, and the column `last`, ask for the first query that they know of; where nothing leaves, whether slots are in order.
+"""
+
+
+def call(tokens: int, pads: bool = False) -> AttentionCall:
+    query, key, value = (torch.randn(2, heads, tokens, DIM) for heads in (HEADS * GROUP, HEADS, HEADS))
+    real = torch.arange(tokens) >= torch.tensor([[0], [9]]) if pads else None
+    return AttentionCall(query, key, value, real, 0.25, rope=rotation(DIM))
+
+
+def waiting(call: AttentionCall, patch: pytest.MonkeyPatch, *others: torch.Tensor) -> Waits:
+    return Waits(patch, (call.query, call.key, call.value, call.real, *others))
+
+
+@pytest.mark.parametrize("pads", [False, True])
+@pytest.mark.parametrize("policy", PROMPT_WAITS)
+def test_a_prompt_waits_a_few_times(policy: str, pads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever its rows and heads; for where padding ends once more."""
+    spec = kvdsl.load(policy).spec
+    state = slot_state(spec, {"budget": 36.0} if "budget" in spec.params else {})
+    state.reserves, prompt = True, call(PROMPT, pads)
+    with torch.no_grad(), waiting(prompt, monkeypatch) as waits:
+        choose(spec, "triton", CPU, torch.float32).prefill(state, prompt)
+    assert len(waits.lines) <= PROMPT_WAITS[policy] + pads, "\n".join(waits.lines)
+
+
+@pytest.mark.parametrize("policy", few(POLICIES, "roco", "streaming_llm", "quest", "sparcas", "adakv"))
+def test_a_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not even the second, when all that it works in is there."""
+    spec = kvdsl.load(policy).spec
+    state = slot_state(spec, {"budget": 36.0} if "budget" in spec.params else {}, layer=2, layers=4)
+    state.reserves = True
+    server = choose(spec, "triton", CPU, torch.float32)
+    server.prefill(state, call(PROMPT))
+    server.decode(state, call(1))
+    token = call(1)
+    with torch.no_grad(), waiting(token, monkeypatch, *state.tensors().values(), *state.workspace.tensors.values()) as waits:
+        server.decode(state, token)
+    assert not waits.lines, "\n".join(waits.lines)
+
+
+@pytest.mark.parametrize("policy", few(["roco", "roco_sparcas", "equip_h2o"], "roco"))
+def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does the operator, which serves a state of its own that adopts the tensors."""
+    spec = kvdsl.load(policy).spec
+    state = slot_state(spec, {"budget": 36.0}, layer=2, layers=4)
+    state.reserves = True
+    server = choose(spec, "triton", CPU, torch.float32)
+    server.prefill(state, call(PROMPT))
+    token = call(1)
+    with torch.no_grad(), waiting(token, monkeypatch, *state.tensors().values(), *state.workspace.tensors.values()) as waits:
+        graph._decode(*graph.arguments(server, state, token), **graph.constants(state, token))
+    assert not waits.lines, "\n".join(waits.lines)
+
+
+def test_what_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = torch.ones(3), torch.ones(3)
+    with Waits(monkeypatch, [there]) as waits:
+        assert bool((here > 0).all()) and here.sum().cpu() == 3
+        assert not waits.lines
+        moved = (there * here).cpu()
+        assert float(moved.sum()) == 3 and len(waits.lines) == 1
+        assert bool((there > 0).all()) and there.nonzero().shape == (3, 1) and len(there[there > 0]) == 3
+        assert there.tolist() == [1, 1, 1] and int(there.sum()) == 3
+    assert len(waits.lines) == 6
