@@ -107,6 +107,21 @@ def test_the_full_cache_is_the_model_itself_also_with_padding() -> None:
     assert torch.equal(expected[1:, 20:], alone[:, 13:])
 
 
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_compiled_step_is_an_eager_one(backend: str) -> None:
+    made, ids = model(biased=True), prompt(20)
+    said = []
+    for compiled in (False, True):
+        cache = kvdsl.load("equip_h2o")(made, budget=BUDGET, recent=5, backend=backend)
+        forward = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="eager") if compiled else made
+        with torch.no_grad():
+            found = [made(ids, past_key_values=cache).logits[:, -1]]
+            for token in prompt(6).split(1, dim=1):
+                found.append(forward(token, past_key_values=cache).logits[:, -1])
+        said.append(torch.stack(found))
+    torch.testing.assert_close(said[1], said[0], atol=1e-5, rtol=1e-5)
+
+
 def test_the_bias_matters() -> None:
     """What the other tests compare would show it if a slope were forgotten."""
     ids = prompt(20)
