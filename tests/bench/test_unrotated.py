@@ -15,6 +15,7 @@ from kvdsl.errors import KvdslError
 from kvdsl_lab.bench.shapes import shaped_model
 from kvdsl_lab.bench.shifting import ShiftedCache, twin
 from kvdsl_lab.bench.unrotated import bias, is_rotated, slopes, without_rotation
+from kvdsl_lab.eval.recording import record
 
 BUDGET, STEPS = 12, 40
 COMPACT = {"streaming_llm": {"sinks": 2}, "equip_streaming": {"sinks": 2}, "equip_h2o": {"recent": 5}}
@@ -120,6 +121,19 @@ def test_a_compiled_step_is_an_eager_one(backend: str) -> None:
                 found.append(forward(token, past_key_values=cache).logits[:, -1])
         said.append(torch.stack(found))
     torch.testing.assert_close(said[1], said[0], atol=1e-5, rtol=1e-5)
+
+
+def test_recorded_attention_has_the_bias() -> None:
+    made, ids = model(biased=True), prompt(20)
+    expected: list[Tensor] = []
+    plain = model(biased=True)
+    for layer in plain.model.layers:
+        layer.self_attn.register_forward_hook(lambda module, given, out: expected.append(out[1]))
+    with torch.inference_mode():
+        plain(ids, use_cache=False)
+    for found, weights in zip(record(made, ids), expected, strict=True):
+        ours = found.attention(5, 20)
+        torch.testing.assert_close(ours, weights[:, :, 5:].unflatten(1, (ours.shape[1], -1)).mean(2), atol=1e-5, rtol=1e-4)
 
 
 def test_the_bias_matters() -> None:

@@ -16,8 +16,9 @@ def scores(call: AttentionCall, query: Tensor, key: Tensor, bias: Tensor | None 
     Args:
         query: [batch, kv_heads, group, queries, dim].
         key: [batch, kv_heads, slots, dim].
-        bias: as `bias_of` gives it.
+        bias: as `bias_of` gives it, if the model has slopes.
     """
+    assert (call.slopes is None) == (bias is None), "a model's slopes would be forgotten"
     logit = torch.einsum("bhgqd,bhsd->bhgqs", query.float(), key.float()) * call.scaling
     logit = logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
     return logit if bias is None else logit + bias
