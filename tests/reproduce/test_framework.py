@@ -105,6 +105,8 @@ def test_a_complete_run_measures_nothing_again_unless_asked(tmp_path: Path) -> N
     assert reproduce(again.paper, Setup(), tmp_path, HEAD) == first and again.ran == []
     reproduce(again.paper, Setup(), tmp_path, HEAD, fresh=True)
     assert again.ran == ALL
+    part = reproduce(again.paper, Setup(), tmp_path, HEAD, only=["figure2"], fresh=True)
+    assert again.ran == ALL + ALL[3:] and part["finished"]
 
 
 def test_another_setup_begins_anew_and_keeps_the_old_result(tmp_path: Path) -> None:

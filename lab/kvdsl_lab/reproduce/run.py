@@ -63,7 +63,7 @@ def reproduce(
     Args:
         head: what the result begins with: its format's version and the environment.
         only: names of experiments to run; what was measured of the others stays. None: all of them.
-        fresh: forget what was measured before.
+        fresh: forget what was measured of these before.
         drawn: whether the result names figures, which `plots.draw_all` then draws.
         tick: told the name of every cell before it begins.
 
@@ -73,7 +73,7 @@ def reproduce(
     chosen = experiments(paper, only)
     path = out / f"{paper.name}.json"
     head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts(paper.reads_text)}
-    done = {} if fresh else _earlier(path, head, {one.name for one in chosen})
+    done = _earlier(path, head, {one.name for one in chosen}, fresh)
     if path.exists() and not done:
         os.replace(path, _previous(path))
     out.mkdir(parents=True, exist_ok=True)
@@ -153,8 +153,9 @@ def _save(path: Path, result: Mapping[str, Any]) -> None:
 # -- what was measured before ------------------------------------------------------------------------------------------
 
 
-def _earlier(path: Path, head: Mapping[str, Any], chosen: Collection[str]) -> Done:
-    """The cells of a run with the same setup, but for those of `chosen` experiments that were measured in another environment.
+def _earlier(path: Path, head: Mapping[str, Any], chosen: Collection[str], fresh: bool) -> Done:
+    """The cells of a run with the same setup, but for those of `chosen` experiments that were measured in another environment, or
+    are wanted `fresh`.
 
     What another setup left, or goes, is kept beside it.
     """
@@ -169,7 +170,8 @@ def _earlier(path: Path, head: Mapping[str, Any], chosen: Collection[str]) -> Do
         raise KvdslError(
             f"{path} is no result of `kvdsl reproduce`; move it away, or give another folder with --out"
         ) from error
-    found = {at: one for at, one in cells.items() if one.environment == head["environment"] or at[0] not in chosen}
+    here = set() if fresh else {at for at, one in cells.items() if one.environment == head["environment"]}
+    found = {at: one for at, one in cells.items() if at in here or at[0] not in chosen}
     if found and len(found) < len(cells):
         shutil.copyfile(path, _previous(path))
     return found
