@@ -360,24 +360,34 @@ def _results(found: list[dict[str, Any]]) -> str:
     heads = [title for model in models for title in (model, "measured")] or ["holds", "measured"]
     parts = [
         f"## {found[0]['title']}\n",
-        *(_said_by(one) for one in found),
+        *(line for one in found for line in _said_by(one)),
         _table(("where", "claim", *heads), _claims(found)),
         *([notes.read_text(encoding="utf-8")] if notes.exists() else []),
     ]
     return "\n".join(parts)
 
 
-def _said_by(found: dict[str, Any]) -> str:
-    """What a run was made with."""
-    where, setup = found["environment"], found["setup"]
-    folder, asked = (f"results/{REAL}", f" --model {REAL}") if setup.get("model") == REAL else ("results", "")
-    if not found["finished"]:
-        asked += f" --only {','.join(one['name'] for one in found['experiments'] if one['findings'])}"
-    return (
-        f"`kvdsl reproduce {found['paper']}{asked} --threads {where['threads']}`: {found['seconds'] / 60:.0f} minutes on {where['cpu']} "
-        f"(torch {where['torch']}, transformers {where['transformers']}, {where['dtype'] or 'float32'}, seed {setup['seed']}), "
-        f"{setup.get('model', 'shapes alone')}; the tables and figures are in `{folder}/{found['paper']}.md`.\n"
-    )
+def _said_by(found: dict[str, Any]) -> Iterator[str]:
+    """What the runs of a result were made with, machine by machine."""
+    told = [one for one in found["experiments"] if one["findings"]]
+    places = [one.get("environment", found["environment"]) for one in told]
+    setup = found["setup"]
+    folder = f"results/{REAL}" if setup.get("model") == REAL else "results"
+    for where in [place for index, place in enumerate(places) if place not in places[:index]]:
+        here = [one for one, place in zip(told, places, strict=True) if place == where]
+        seconds = sum(cell["seconds"] for one in here for cell in one["cells"])
+        asked = f" --model {REAL} --dtype {_SHORT[where['dtype']]}" if folder != "results" else ""
+        if not found["finished"] or len(here) < len(told):
+            asked += f" --only {','.join(one['name'] for one in here)}"
+        yield (
+            f"`kvdsl reproduce {found['paper']}{asked} --threads {where['threads']}`: {seconds / 60:.0f} minutes on {where['cpu']} "
+            f"(torch {where['torch']}, transformers {where['transformers']}, {where['dtype'] or 'float32'}, seed {setup['seed']}), "
+            f"{setup.get('model', 'shapes alone')}; the tables and figures are in `{folder}/{found['paper']}.md`.\n"
+        )
+
+
+_SHORT = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
+"""What `--dtype` calls them."""
 
 
 def _claims(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:

@@ -20,6 +20,7 @@ class Call:
         softcap: logits become softcap * tanh(logit / softcap), or None.
         window: a query sees the last `window` tokens only, itself included, or None.
         sinks: [G] learned logits that join the softmax's denominator, or None.
+        slopes: [G] what each place that a token stands behind the query takes from its logit (ALiBi), or None.
         rope: how keys and queries are rotated, for compact positions; None where positions do not rotate them.
     """
 
@@ -28,6 +29,7 @@ class Call:
     window: int | None = None
     sinks: Array | None = None
     rope: Rope | None = None
+    slopes: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -55,7 +57,14 @@ def is_visible(position: Indices, newest: int, window: int | None) -> Mask:
 
 @np.errstate(all="ignore")
 def attend(
-    key: Array, value: Array, position: Indices, q: Array, newest: int, call: Call, selected: Mask | None = None
+    key: Array,
+    value: Array,
+    position: Indices,
+    q: Array,
+    newest: int,
+    call: Call,
+    selected: Mask | None = None,
+    distance: Indices | None = None,
 ) -> Attention:
     """Softmax attention over the slots that the query sees.
 
@@ -64,12 +73,16 @@ def attend(
         q: [G, D], the group's query heads.
         newest: the query's position in the text.
         selected: [n] the slots that it attends to, of those that it sees; None: all.
+        distance: [n] how many places each slot stands behind the query; None: as in the text.
     """
     visible = is_visible(position, newest, call.window)
     visible = visible if selected is None else visible & selected
     seen = q @ key[visible].T * call.scaling
     if call.softcap is not None:
         seen = call.softcap * np.tanh(seen / call.softcap)
+    if call.slopes is not None:
+        behind = newest - position if distance is None else distance
+        seen = seen - call.slopes[:, None] * behind[visible]
     probs, logits = np.zeros((len(q), len(key))), np.full((len(q), len(key)), -np.inf)
     logits[:, visible] = seen
     probs[:, visible] = _softmax(seen, call.sinks)
@@ -90,6 +103,11 @@ def at_ranks(key: Array, position: Indices, q: Array, newest: int, rope: Rope | 
         return key, q
     rank = np.array([np.count_nonzero(position < own) for own in position])
     return rope.rotate(key, rank - position), rope.rotate(q, np.count_nonzero(position < newest) - newest)
+
+
+def rank_distances(position: Indices, newest: int) -> Indices:
+    """How many places each live slot, [n], stands behind the query at text position `newest` among the live ones."""
+    return np.array([np.count_nonzero(position < newest) - np.count_nonzero(position < own) for own in position])
 
 
 def over_group(x: Array, how: Literal["mean", "max", "sum"]) -> Array:

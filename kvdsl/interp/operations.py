@@ -10,7 +10,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import ArrayLike
 
-from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group
+from kvdsl.interp.attention import Attention, Call, at_ranks, attend, is_visible, over_group, rank_distances
 from kvdsl.interp.evaluate import (
     Array,
     Indices,
@@ -159,10 +159,11 @@ class Operations:
 
     def attend(self, head: Head, newest: int, q: Array, chosen: Mask | None = None) -> Attention:
         """What the query at `newest`, q [G, D], gives over the slots that it sees, or over the chosen ones of these."""
-        key = head.key
-        if self.policy.positions == "compact":
-            key, q = at_ranks(key, head.position, q, newest, self.call.rope)
-        return attend(key, head.value, head.position, q, newest, self.call, chosen)
+        if self.policy.positions == "original":
+            return attend(head.key, head.value, head.position, q, newest, self.call, chosen)
+        key, q = at_ranks(head.key, head.position, q, newest, self.call.rope)
+        distance = rank_distances(head.position, newest)
+        return attend(key, head.value, head.position, q, newest, self.call, chosen, distance)
 
     def observe(self, head: Head, newest: int, attn: Array, logit: Array, q: Array | None) -> None:
         """Remember what the query at `newest` gives: attn and logit [n], reduced over the group; q [G, D]."""

@@ -25,6 +25,8 @@ class AttentionCall(NamedTuple):
         supplied: what the caller gives of the tokens, float32 [values, batch, kv_heads, tokens]; None: the defaults.
         goes_on: whether more of the same prompt follows in another call. Until then nothing leaves, except by blocks: a prompt in parts
             leaves what it leaves as a whole.
+        slopes: [query_heads] what each place that a token stands behind the query takes from its logit (ALiBi), or None: places in the
+            text, or under compact positions among the live tokens.
     """
 
     query: Tensor
@@ -38,6 +40,7 @@ class AttentionCall(NamedTuple):
     rope: Rope | None = None
     supplied: Tensor | None = None
     goes_on: bool = False
+    slopes: Tensor | None = None
 
     def part(self, tokens: slice) -> AttentionCall:
         """The same of some of the tokens."""

@@ -26,9 +26,9 @@ if TYPE_CHECKING:
 
 _operators = torch.library.Library("kvdsl", "FRAGMENT")
 _operators.define(
-    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor? supplied, Tensor(a!)[] changed, "
-    "Tensor(b!)[] work, Tensor[] read, *, str[] workspace, str rope, float scaling, float softcap, int window, int layer, "
-    "int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects, bool even) -> Tensor"
+    "decode(str served, Tensor query, Tensor key, Tensor value, Tensor? real, Tensor? sinks, Tensor? supplied, Tensor? slopes, "
+    "Tensor(a!)[] changed, Tensor(b!)[] work, Tensor[] read, *, str[] workspace, str rope, float scaling, float softcap, "
+    "int window, int layer, int head_offset, int seed, int[] ring_sizes, bool evicts, bool selects, bool even) -> Tensor"
 )
 
 
@@ -49,7 +49,8 @@ def arguments(backend: Backend, state: SlotState, call: AttentionCall) -> tuple[
     held = state.tensors()
     changed, read = [held[name] for name in _changed(state)], [held[name] for name in _read(state)]
     work = [] if state.workspace is None else list(state.workspace.tensors.values())
-    return backend.served, call.query, call.key, call.value, call.real, call.sinks, call.supplied, changed, work, read
+    vectors = call.query, call.key, call.value
+    return backend.served, *vectors, call.real, call.sinks, call.supplied, call.slopes, changed, work, read
 
 
 def constants(state: SlotState, call: AttentionCall) -> dict[str, Any]:
@@ -92,9 +93,9 @@ def enlist(backend: Backend, spec: PolicySpec, dtype: torch.dtype) -> str:
 
 def _decode(
     served: str, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None, sinks: Tensor | None, supplied: Tensor | None,
-    changed: Sequence[Tensor], work: Sequence[Tensor], read: Sequence[Tensor], *, workspace: Sequence[str], rope: str,
-    scaling: float, softcap: float, window: int, layer: int, head_offset: int, seed: int, ring_sizes: Sequence[int],
-    evicts: bool, selects: bool, even: bool,
+    slopes: Tensor | None, changed: Sequence[Tensor], work: Sequence[Tensor], read: Sequence[Tensor], *,
+    workspace: Sequence[str], rope: str, scaling: float, softcap: float, window: int, layer: int, head_offset: int, seed: int,
+    ring_sizes: Sequence[int], evicts: bool, selects: bool, even: bool,
 ) -> Tensor:  # fmt: skip
     backend, spec = _served[served]
     state = slot_state(spec, {}, layer=layer, head_offset=head_offset, seed=seed)
@@ -102,7 +103,9 @@ def _decode(
     settled = {"evicts": evicts, "selects": selects, "even": even}
     state.adopt(tensors, window=window or None, ring_sizes=tuple(ring_sizes), **settled)
     turns = Rope.named(rope) if rope else None
-    call = AttentionCall(query, key, value, real, scaling, softcap or None, window or None, sinks, turns, supplied)
+    call = AttentionCall(
+        query, key, value, real, scaling, softcap or None, window or None, sinks, turns, supplied, slopes=slopes
+    )
     if work:
         cast("Working", backend).work_in(state, call, dict(zip(workspace, work, strict=True)))
     return backend.decode(state, call)

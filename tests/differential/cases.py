@@ -44,6 +44,7 @@ class Case:
     expected: int = 0
     rope: str | None = None
     given: tuple[tuple[str, float], ...] = ()
+    slopes: bool = False
 
     def __str__(self) -> str:
         shown = {k: v for k, v in self.__dict__.items() if v != Case.__dataclass_fields__[k].default}

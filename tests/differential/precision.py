@@ -367,6 +367,12 @@ def logits(q: Array, key: Array, scaling: float, softcap: float | None, *, turne
     return multiply(cap, bent)
 
 
+def biased(logit: Range, slopes: Array, distance: Array) -> Range:
+    """Logits, [G, n], less what each place of distance, [n], takes: slopes [G]."""
+    taken = multiply(exactly(-slopes[:, None]), exactly(distance[None].astype(float)))
+    return add(logit, taken)
+
+
 @np.errstate(all="ignore")
 def probabilities(logit: Range, sinks: Array | None, fused: float | None = None) -> Range:
     """Softmax over the slots, [G, n]; a sink, [G], joins the denominator.

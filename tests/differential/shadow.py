@@ -13,7 +13,7 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.interp.attention import at_ranks
+from kvdsl.interp.attention import at_ranks, rank_distances
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.operations import Operations
@@ -25,7 +25,7 @@ from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, FoldRef, Input, Keep, 
 from kvdsl.ir.ops import OF_QUERY_HEADS, REDUCTIONS, RULES
 from kvdsl.ir.visitors import children
 
-from .precision import Scope, bounds, bounds_of_slots, logits, over_group, probabilities, weighted
+from .precision import Scope, biased, bounds, bounds_of_slots, logits, over_group, probabilities, weighted
 from .ranges import (
     LIBRARY,
     Array,
@@ -214,12 +214,16 @@ class Shadow:
     ) -> tuple[Range, Range, Range]:
         """Probabilities and logits, [G, visible slots], and the output, [G, Dv]."""
         call, key = self.machine.call, self.key
-        turned = self.policy.positions == "compact" and call.rope is not None
+        compact = self.policy.positions == "compact"
+        turned = compact and call.rope is not None
         infinite = np.isinf(q).any() | np.isinf(key[visible]).any(1)
         if turned:
             key, q = at_ranks(key, self.position, q, newest, call.rope)
         attended = np.ones(visible.sum(), dtype=bool) if chosen is None else chosen[visible]
         logit = logits(q, key[visible], call.scaling, call.softcap, turned=turned)
+        if call.slopes is not None:
+            behind = rank_distances(self.position, newest) if compact else newest - self.position
+            logit = biased(logit, call.slopes, behind[visible])
         if turned:  # of infinite keys, turning the key or the query the other way makes other infinities, or NaN
             logit = choose(np.broadcast_to(infinite, logit.lo.shape), anything(logit.lo.shape), logit)
         some = probabilities(logit[:, attended], call.sinks, fused)

@@ -192,6 +192,24 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "positions compact\nparam budget = 12\nscore sum(attn)\nselect top 5 by dot(q, k)",
         replace(PADDED, rope="half"),
     ),
+    # a bias that grows with the distance
+    "biased": ("param budget = 8\nscore sum(attn)\nkeep last 2", replace(PADDED, slopes=True)),
+    "biased logits": (
+        "param budget = 8\nscore last(logit) + max(attn over last 3 queries)\nprefill blocks of 5\nvictims shared by heads",
+        replace(PADDED, slopes=True),
+    ),
+    "biased and compact": (
+        "param budget = 8\nscore sum(attn)\nkeep first 2\npositions compact\nprefill blocks of 5",
+        replace(PADDED, slopes=True),
+    ),
+    "biased, compact and turned": (
+        "param budget = 8\nscore last(logit)\npositions compact\ntrigger overflow >= 3\nstorage blocks 4",
+        replace(PADDED, slopes=True, rope="half"),
+    ),
+    "biased selection": (
+        "positions compact\nparam budget = 12\nscore sum(attn)\nselect top 5 by dot(q, k)",
+        replace(PADDED, slopes=True),
+    ),
 }
 
 VARIANTS = {

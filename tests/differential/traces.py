@@ -84,6 +84,7 @@ class Trace:
     later: int = 0
     expected: int = 0
     given: tuple[tuple[str, float], ...] = ()
+    slopes: bool = False
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__
@@ -122,6 +123,7 @@ def random_trace(policy: Policy, seed: str) -> Trace:
         at_once=1 if agree else draw.choice([1, 1, 1, 2]),
         ragged=draw.random() < 0.15,
         later=draw.choice([0, 0, 0, 2, 7]),
+        slopes=draw.random() < 0.15,
     )
 
 
@@ -203,6 +205,7 @@ class Run:
         hand_over(self.states)
         generator = torch.Generator().manual_seed(trace.seed)
         self.sinks = torch.randn(trace.kv_heads * trace.group, generator=generator) if trace.sinks else None
+        self.slopes = torch.rand(trace.kv_heads * trace.group, generator=generator) if trace.slopes else None
         self.rope = _ropes(trace)[0]
         self.prompts = [0] * trace.batch
         self.layers: dict[int, Layer] = {}
@@ -254,7 +257,17 @@ class Run:
             self.policy, (batch, trace.kv_heads, tokens), self.rng, wild=trace.inputs in ("nan", "inf")
         )
         return AttentionCall(
-            query, key, value, padded, scaling, trace.softcap, trace.window, self.sinks, self.rope, supplied
+            query,
+            key,
+            value,
+            padded,
+            scaling,
+            trace.softcap,
+            trace.window,
+            self.sinks,
+            self.rope,
+            supplied,
+            slopes=self.slopes,
         )
 
     def _layer(self, row: int) -> Layer:
@@ -265,10 +278,14 @@ class Run:
 
     def _new_layer(self, prompt: int) -> Layer:
         trace = self.trace
-        sinks = [None] * trace.kv_heads
-        if self.sinks is not None:
-            sinks = list(self.sinks.double().numpy().reshape(trace.kv_heads, -1))
-        calls = [Call(trace.head_dim**-0.5, trace.softcap, trace.window, own, _ropes(trace)[1]) for own in sinks]
+        sinks, slopes = (
+            [None] * trace.kv_heads if x is None else list(x.double().numpy().reshape(trace.kv_heads, -1))
+            for x in (self.sinks, self.slopes)
+        )
+        calls = [
+            Call(trace.head_dim**-0.5, trace.softcap, trace.window, sink, _ropes(trace)[1], slope)
+            for sink, slope in zip(sinks, slopes, strict=True)
+        ]
         shape = {"heads": trace.kv_heads, "head_offset": HEAD_OFFSET, "tensors": self.tensors}
         numbers = [
             resolve_heads(self.policy, self.given, prompt, layer, LAYERS, expected=trace.expected, **shape)

@@ -105,6 +105,8 @@ def test_a_complete_run_measures_nothing_again_unless_asked(tmp_path: Path) -> N
     assert reproduce(again.paper, Setup(), tmp_path, HEAD) == first and again.ran == []
     reproduce(again.paper, Setup(), tmp_path, HEAD, fresh=True)
     assert again.ran == ALL
+    part = reproduce(again.paper, Setup(), tmp_path, HEAD, only=["figure2"], fresh=True)
+    assert again.ran == ALL + ALL[3:] and part["finished"]
 
 
 def test_another_setup_begins_anew_and_keeps_the_old_result(tmp_path: Path) -> None:
@@ -112,6 +114,25 @@ def test_another_setup_begins_anew_and_keeps_the_old_result(tmp_path: Path) -> N
     reproduce(quick.paper, Setup(quick=True), tmp_path, HEAD)
     assert quick.ran == ["one 16", "one 32", "two 16", "two 32"]
     assert json.loads((tmp_path / "made.previous.json").read_text()) == first
+
+
+def test_what_was_measured_elsewhere_stays_unless_it_is_asked_for(tmp_path: Path) -> None:
+    there = HEAD | {"environment": HEAD["environment"] | {"cpu": "fast"}}
+    first = reproduce(Made().paper, Setup(), tmp_path, there, only=["table1"])
+    made = Made()
+    both = reproduce(made.paper, Setup(), tmp_path, HEAD, only=["figure2"])
+    table, figure = both["experiments"]
+    assert made.ran == ALL[3:] and both["finished"] and both["environment"]["cpu"] == "slow"
+    assert table["environment"]["cpu"] == "fast" and table["rows"] == first["experiments"][0]["rows"]
+    assert "environment" not in figure
+    assert "Measured on fast, 2 threads" in tables.markdown(made.paper, both)
+    assert "% measured on fast, 2 threads" in tables.latex(made.paper, both)
+    again = Made()
+    assert reproduce(again.paper, Setup(), tmp_path, HEAD, only=["figure2"]) == both and again.ran == []
+    assert not (tmp_path / "made.previous.json").exists()
+    anew = reproduce(again.paper, Setup(), tmp_path, HEAD)
+    assert again.ran == ALL[:3] and not any("environment" in one for one in anew["experiments"])
+    assert json.loads((tmp_path / "made.previous.json").read_text()) == both
 
 
 def test_a_file_of_something_else_is_left_alone(tmp_path: Path) -> None:

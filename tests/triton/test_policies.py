@@ -49,6 +49,12 @@ CORNERS = {
     "SmolLM2's heads": Case("roco", budget=40, prompt=70, padding=9, batch=2, steps=3, kv_heads=3, group=3, head_dim=64),
     "many query heads": Case("h2o", group=17, kv_heads=1, given=(("recent", 4),), prompt=20, steps=4, head_dim=64),
     "half precision": Case("tova", dtype=torch.float16, prompt=20, steps=5, sinks=True, softcap=5.0),
+    "a bias by distance": Case("roco", slopes=True, prompt=20, padding=6, batch=2, steps=6, group=3),
+    "a bias, compact": Case("equip_h2o", slopes=True, prompt=20, batch=2, steps=6, given=(("recent", 4),)),
+    "a bias, compact and turned": Case(
+        "equip_h2o", slopes=True, prompt=20, padding=3, batch=2, steps=6, given=(("recent", 4),), rope="half"
+    ),
+    "a bias, selecting": Case("sparcas", slopes=True, prompt=40, batch=2, steps=4),
     "one slot": Case("tova", budget=1, prompt=1, steps=4, kv_heads=1, group=1),
     "padding": Case("roco", batch=3, prompt=20, padding=6, steps=5, dtype=torch.bfloat16),
     "everything protected": Case("roco", budget=6, given=(("protect", 6),), prompt=20, steps=5),

@@ -78,8 +78,8 @@ class CpuBackend:
         return out
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`, which serves where attention sees keys turned away from their text."""
-        if self._observe is None or prompt.turns:
+        """See `kvdsl.runtime.torch.statistics.observe`, which serves where attention sees turned keys, or distances count."""
+        if self._observe is None or prompt.turns or prompt.call.slopes is not None:
             statistics.observe(prompt, lse)
             return
         held, args, told = _prompt_args(prompt, lse)

@@ -71,10 +71,10 @@ class Step:
         args = self._args
         query, key, value = in_rows(call.query), in_rows(call.key), in_rows(call.value)
         real = None if call.real is None else call.real.contiguous()
-        sinks = None if call.sinks is None else call.sinks.float().contiguous()
+        sinks, slopes = (None if x is None else x.float().contiguous() for x in (call.sinks, call.slopes))
         args.query, args.key, args.value = query.data_ptr(), key.data_ptr(), value.data_ptr()
         args.real, args.sinks, args.out, args.seconds = address(real), address(sinks), address(out), address(seconds)
-        args.made, args.taken = address(made), address(taken)
+        args.slopes, args.made, args.taken = address(slopes), address(made), address(taken)
         args.threads = torch.get_num_threads()
         supplied = supplied_of(self._spec, call) if self._spec.supplied else None
         args.supplied = address(supplied)

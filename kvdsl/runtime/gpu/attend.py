@@ -48,6 +48,7 @@ def attend(
     rank,  # [B, H, N] int32: if TURNS, how many live slots hold an earlier token
     length,  # [B, H] int32: how many tokens the head holds
     half_keys,  # [B, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
+    slopes,  # [H * G] float32: if BIASED, what each place that a token stands behind the query takes from its logit
     angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
     scaling,
@@ -62,6 +63,8 @@ def attend(
     E_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
     LOGITS: tl.constexpr,
+    BIASED: tl.constexpr,
+    RANKED: tl.constexpr,  # whether such places are counted among the live tokens, not in the text
     SELECTS: tl.constexpr,
     DENSE: tl.constexpr,  # whether slots lie one after another and free ones are few, as they are for a query without a window
     TURNS: tl.constexpr,
@@ -90,6 +93,9 @@ def attend(
     if TURNS:
         q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
         evicted = now - tl.load(length + pair)  # from before the new token
+
+    if BIASED:
+        slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     weight = tl.zeros([G_PAD], tl.float32)
@@ -141,6 +147,11 @@ def attend(
             k = tl.load(keys + at[:, None] * D + d[None, :], mask=there[:, None] & (d[None, :] < D), other=0.0)
             score = tl.dot(q.to(DOT), tl.trans(k.to(DOT)), input_precision="ieee")
         logit = _capped(score * scaling, softcap)
+        if BIASED:  # the new token's own distance is 0
+            behind = now - pos
+            if RANKED:
+                behind = tl.load(length + pair) - tl.load(rank + pair * slots + i, mask=there, other=0)
+            logit -= slope[:, None] * behind[None, :].to(tl.float32)
         logit = tl.where(visible[None, :], logit, float("-inf"))
         if LOGITS:
             place = (pair * G + g[:, None]) * slots + i[None, :]

@@ -50,6 +50,7 @@ from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.supplied import supplied_of
+from kvdsl.runtime.torch import statistics
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
@@ -105,7 +106,10 @@ class TritonBackend:
         workspace(state, self.kernels, _sizes(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`."""
+        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count."""
+        if prompt.call.slopes is not None:
+            statistics.observe(prompt, lse)
+            return
         observe(self.kernels, self._dot, prompt, lse)
 
     @plain_tensors()
@@ -134,6 +138,7 @@ class TritonBackend:
             "query": query, "new_key": key, "new_value": value, "out": out,
             "real": work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous(),
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
+            "slopes": None if call.slopes is None else call.slopes.float().contiguous(),
             "supplied": supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None,
         }  # fmt: skip
         known = _prepared.get(state)
@@ -165,6 +170,7 @@ class TritonBackend:
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
+            "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
         }  # fmt: skip
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:

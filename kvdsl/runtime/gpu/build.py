@@ -83,6 +83,7 @@ _TYPES = {
             "lse",
             "reduced",
             "angles",
+            "slopes",
         ),
         "*fp32",
     ),
@@ -222,11 +223,13 @@ def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -
         "LOGITS": "logits" in arguments,
         "DOT": DTYPES[shape.dtype][0],
         "SINKS": False,
+        "BIASED": False,
+        "RANKED": False,
         "SELECTS": "SELECTS" in arguments,
         "DENSE": block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
     }
     constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
-    absent = {"sinks", "order"} | ({"rank", "length", "angles"} if rope is None else set())
+    absent = {"sinks", "slopes", "order"} | ({"rank", "length", "angles"} if rope is None else set())
     absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     return constants | dict.fromkeys(absent)
 

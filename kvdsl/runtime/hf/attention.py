@@ -73,6 +73,7 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
     ) -> tuple[Tensor, Tensor | None]:
         layer: SlotLayer | None = getattr(key, _MARK, None)
         if layer is None:
+            _refuse_to_forget(native, kwargs)
             return native_function(module, native)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
         _refuse(module, dropout, kwargs)
         scaling = kwargs.get("scaling")
@@ -85,6 +86,7 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
             softcap=kwargs.get("softcap"),
             sinks=kwargs.get("s_aux"),
+            slopes=_slopes(kwargs, query.shape[1]),
             positions=kwargs.get("position_ids"),
         )
         return out, None
@@ -127,7 +129,8 @@ def real_tokens(mask: Tensor | None, tokens: int) -> Tensor | None:
 _REFUSED = {
     "output_attentions": "`output_attentions=True` needs a matrix of all probabilities, which fused attention never builds: "
     "leave it out, or read what the policy keeps with `cache.state(layer)`",
-    "position_bias": "attention with a position bias (T5, MPT, ALiBi) is not supported: use a model with rotary positions",
+    "position_bias": "attention with a ready-made position bias (T5, MPT) is not supported: its slots would have to be known; "
+    "a bias that grows with the distance (ALiBi) is, where the model passes `alibi_slopes`",
     "head_mask": "`head_mask` is not supported together with a kvdsl cache: leave it out",
 }
 
@@ -141,6 +144,29 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")
     if getattr(module, "is_causal", True) is False:  # the argument of that name only tells what the mask leaves to do
         raise KvdslError(f"{type(module).__name__} attends in both directions, but a cache serves causal attention only")
+
+
+def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
+    """The slopes of a bias that grows with the distance (ALiBi), [query_heads], by the name that flash attention has for them.
+
+    Raises:
+        KvdslError: if they differ from row to row, or are not one for each query head.
+    """
+    slopes: Tensor | None = kwargs.get("alibi_slopes")
+    if slopes is not None and slopes.shape != (query_heads,):
+        raise KvdslError(
+            f"`alibi_slopes` is {list(slopes.shape)}, but a cache of slots takes one for each of {query_heads} query heads"
+        )
+    return slopes
+
+
+def _refuse_to_forget(native: str, kwargs: dict[str, Any]) -> None:
+    """Raise KvdslError where transformers' attention would drop slopes that the model's own (flash) attention knows."""
+    if native == "sdpa" and kwargs.get("alibi_slopes") is not None:
+        raise KvdslError(
+            "the model passes `alibi_slopes`, which transformers' `sdpa` does not know: run it with its kvdsl cache, or "
+            "give it its own attention back first (`release(model)` of the cache's class)"
+        )
 
 
 # -- masks -------------------------------------------------------------------------------------------------------------

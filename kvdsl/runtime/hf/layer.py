@@ -158,6 +158,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         scaling: float,
         softcap: float | None,
         sinks: Tensor | None,
+        slopes: Tensor | None,
         positions: Tensor | None,
     ) -> Tensor:
         """Cache the new tokens and attend: [batch, tokens, query_heads, value_dim].
@@ -171,7 +172,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             KvdslError: if the tokens cannot continue what is cached.
         """
         self._sync.end(self)
-        call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope)
+        call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope, slopes=slopes)
         if not torch.compiler.is_compiling():
             out = self.attend_eagerly(module, call, positions)
         elif self._fits_a_graph(call):

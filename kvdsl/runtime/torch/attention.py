@@ -10,15 +10,43 @@ from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
 
 
-def scores(call: AttentionCall, query: Tensor, key: Tensor) -> Tensor:
-    """Scaled dot products, capped where the model caps them: [batch, kv_heads, group, queries, slots].
+def scores(call: AttentionCall, query: Tensor, key: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Scaled dot products, capped where the model caps them, with its bias: [batch, kv_heads, group, queries, slots].
 
     Args:
         query: [batch, kv_heads, group, queries, dim].
         key: [batch, kv_heads, slots, dim].
+        bias: as `bias_of` gives it, if the model has slopes.
     """
+    assert (call.slopes is None) == (bias is None), "a model's slopes would be forgotten"
     logit = torch.einsum("bhgqd,bhsd->bhgqs", query.float(), key.float()) * call.scaling
-    return logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
+    logit = logit if call.softcap is None else call.softcap * torch.tanh(logit / call.softcap)
+    return logit if bias is None else logit + bias
+
+
+def bias_of(call: AttentionCall, heads: slice, distance: Tensor) -> Tensor:
+    """What distances take from the logits (ALiBi), float32 [batch, kv_heads, group, queries, slots].
+
+    Args:
+        call: one with `slopes`.
+        heads: the KV heads that are meant.
+        distance: how many places slots stand behind queries, [batch, kv_heads, queries, slots], kv_heads those of `heads`.
+    """
+    assert call.slopes is not None
+    slopes = call.slopes.float().view(call.key.shape[1], -1)[heads]
+    return -slopes[:, :, None, None] * distance.unsqueeze(2)
+
+
+def distances(state: SlotState, kept: dict[str, Tensor], live: Tensor, newest: Tensor) -> Tensor:
+    """How many places the slots stand behind each query, [batch, kv_heads, queries, slots]; arguments as in `turned_queries`."""
+    if not state.spec.compact:
+        return newest - kept["position"].unsqueeze(2)
+    return live.long() - 1 - rank_of(kept).unsqueeze(2)
+
+
+def rank_of(kept: dict[str, Tensor]) -> Tensor:
+    """How many live slots hold an earlier token, [batch, kv_heads, slots]: known of the state's own slots, otherwise counted."""
+    return kept["rank"] if "rank" in kept else ranks(kept["position"])
 
 
 def softmax(logit: Tensor, sinks: Tensor | None) -> Tensor:
@@ -36,8 +64,7 @@ def turned_keys(state: SlotState, call: AttentionCall, kept: dict[str, Tensor]) 
         return kept["keys"]
     if state.spec.rope_cached and "rank" in kept:  # the state's own slots
         return call.rope.rotate_by(kept["keys"], state.half_keys, kept["rank"] - kept["position"])
-    rank = kept["rank"] if "rank" in kept else ranks(kept["position"])
-    return call.rope.rotate(kept["keys"], rank - kept["position"])
+    return call.rope.rotate(kept["keys"], rank_of(kept) - kept["position"])
 
 
 def turned_queries(state: SlotState, call: AttentionCall, query: Tensor, live: Tensor, newest: Tensor) -> Tensor:

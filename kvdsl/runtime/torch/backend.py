@@ -25,7 +25,7 @@ from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import columns, eviction, replacing, selection
-from kvdsl.runtime.torch.attention import scores, softmax, turned_keys, turned_queries
+from kvdsl.runtime.torch.attention import bias_of, distances, scores, softmax, turned_keys, turned_queries
 from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.prefill import prefill
 from kvdsl.runtime.torch.tokens import new_positions, place
@@ -117,7 +117,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
     if state.spec.sketches:
         selection.refresh(state, row, real[:, 0])
     attended = selection.attended(state, row)
-    out = _attend(state, call, row, turned_keys(state, call, held.kept), attended)
+    out = _attend(state, call, row, held.kept, attended)
     if state.spec.reads_attention:
         columns.observe(row, state.spec)
     eviction.settle(held, then=state.settled)
@@ -157,18 +157,22 @@ def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor)
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attend(state: SlotState, call: AttentionCall, row: View, key: Tensor, attended: Tensor) -> Tensor:
+def _attend(state: SlotState, call: AttentionCall, row: View, kept: dict[str, Tensor], attended: Tensor) -> Tensor:
     """Attention of a block of queries over the slots; the row gets to know what there is to observe.
 
     Args:
-        key: [batch, kv_heads, slots, key_dim], turned as `row.query` will be.
+        kept: what the slots hold.
         attended: bool [batch, kv_heads, queries, slots], what takes part, of what each query sees.
 
     Returns:
         [batch, queries, query_heads, value_dim]; without meaning for padding.
     """
     assert row.query is not None
-    logit = scores(call, turned_queries(state, call, row.query, row.live, row.query_position), key)
+    bias = None
+    if call.slopes is not None:
+        bias = bias_of(call, slice(None), distances(state, kept, row.live, row.query_position))
+    query = turned_queries(state, call, row.query, row.live, row.query_position)
+    logit = scores(call, query, turned_keys(state, call, kept), bias)
     prob = softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
     prob = prob.masked_fill(~attended.unsqueeze(2), 0.0)  # even where a softmax is NaN, or padding sees nothing
     # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.

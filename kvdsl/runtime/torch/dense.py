@@ -1,8 +1,8 @@
 """Dense attention of a prompt: the output, and the log-sum-exp of every query, from which its probabilities can be had again.
 
-Torch's fused kernels serve where they can, in memory that is linear in the prompt. What they do not know (capped logits), or
-would mix up (what is not finite has no part in the queries that do not see it, but 0 * inf is no 0), is done in float32, in
-blocks of queries.
+Torch's fused kernels serve where they can, in memory that is linear in the prompt. What they do not know (capped logits, a bias
+that grows with the distance), or would mix up (what is not finite has no part in the queries that do not see it, but 0 * inf is no
+0), is done in float32, in blocks of queries.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def is_coarse(x: Tensor) -> bool:
 
 def _fused(prompt: Prompt) -> tuple[Tensor, Tensor] | None:
     """By a fused kernel; None if there is none, or if something is not finite. The host asks once whether all is, when all is done."""
-    if prompt.call.softcap is not None:
+    if prompt.call.softcap is not None or prompt.call.slopes is not None:
         return None
     parts = []
     for rows, text in _alike(prompt):
@@ -259,7 +259,8 @@ def exact_lse(prompt: Prompt, first: int) -> Tensor:
 def _logits(prompt: Prompt, row: slice, head: slice, tokens: slice, slots: slice) -> tuple[Tensor, Tensor]:
     """What each query sees, bool [rows, heads, queries, slots], and its logits there, [rows, heads, group, queries, slots]."""
     seen = prompt.visible(row, head, tokens, slots) & (prompt.position[row, None, tokens, None] >= 0)
-    logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots])
+    bias = prompt.bias(row, head, tokens, slots)
+    logit = scores(prompt.call, prompt.queries(row, head, tokens), prompt.keys[row, head, slots], bias)
     return seen, logit.masked_fill(~seen.unsqueeze(2), -torch.inf)
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.attention import turned_keys, turned_queries
+from kvdsl.runtime.torch.attention import bias_of, distances, rank_of, turned_keys, turned_queries
 from kvdsl.runtime.torch.once import once
 from kvdsl.runtime.torch.view import View, row_view, visible_slots
 
@@ -85,6 +85,19 @@ class Prompt:
             return query
         live, newest = self.live[rows, heads, tokens, None], self.position[rows, None, tokens, None]
         return turned_queries(self.state, self.call, query, live, newest)
+
+    @once
+    def rank(self) -> Tensor:
+        """How many live slots hold an earlier token, [batch, kv_heads, slots]."""
+        return rank_of(self.kept)
+
+    def bias(self, rows: slice, heads: slice, tokens: slice, slots: slice) -> Tensor | None:
+        """What a model with slopes adds to these queries' logits, [rows, KV heads, group, tokens, slots]; None without."""
+        if self.call.slopes is None:
+            return None
+        kept = {"position": self.kept["position"][rows, heads, slots], "rank": self.rank[rows, heads, slots]}
+        live, newest = self.live[rows, heads, tokens, None], self.position[rows, None, tokens, None]
+        return bias_of(self.call, heads, distances(self.state, kept, live, newest))
 
     def reach(self, rows: slice, heads: slice, tokens: slice) -> slice:
         """Slots outside of which these queries see nothing."""

@@ -36,8 +36,8 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
         slots = prompt.reach(row, head, tokens)
         view = prompt.view(row, head, tokens, slots)
         query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
-        head_sinks = None if sinks is None else sinks[head]
-        view.weights = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks)
+        head_sinks, bias = None if sinks is None else sinks[head], prompt.bias(row, head, tokens, slots)
+        view.weights = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks, bias)
         columns.observe(view, prompt.state.spec)
 
 
@@ -69,6 +69,7 @@ class Recomputed:
         lse: [batch, kv_heads, group, queries].
         visible: bool [batch, kv_heads, queries, slots].
         sinks: [kv_heads, group, 1], or None.
+        bias: [batch, kv_heads, group, queries, slots], or None.
     """
 
     prompt: Prompt
@@ -77,10 +78,11 @@ class Recomputed:
     lse: Tensor
     visible: Tensor
     sinks: Tensor | None
+    bias: Tensor | None
 
     def attn(self) -> Tensor:
         """Probabilities, [batch, kv_heads, group, queries, slots]; without meaning where a query does not see the slot."""
-        if self.prompt.call.softcap is not None:
+        if self.prompt.call.softcap is not None or self.bias is not None:
             weight = (self.logit() - self.lse.unsqueeze(-1)).exp_()
         else:
             query = (self.query.float() * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
@@ -98,5 +100,5 @@ class Recomputed:
         return weight.div_(total)
 
     def logit(self) -> Tensor:
-        """Scaled and capped scores, likewise."""
-        return scores(self.prompt.call, self.query, self.key)
+        """Scaled and capped scores with their bias, likewise."""
+        return scores(self.prompt.call, self.query, self.key, self.bias)

@@ -40,6 +40,7 @@ from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl_lab.bench import baselines
 from kvdsl_lab.bench.rotary import Rotary
+from kvdsl_lab.bench.unrotated import bias, is_rotated
 
 SERVED = ("h2o", "equip_h2o", "streaming_llm", "equip_streaming")
 """Policies whose rule is written here."""
@@ -99,10 +100,17 @@ def twin(model: Any) -> Any:
 
 
 def _attention(
-    module: Any, query: Tensor, key: Tensor, *_: Any, scaling: float | None = None, **__: Any
+    module: Any,
+    query: Tensor,
+    key: Tensor,
+    *_: Any,
+    scaling: float | None = None,
+    alibi_slopes: Tensor | None = None,
+    **__: Any,
 ) -> tuple[Tensor, None]:
     layer: _Layer = getattr(key, _LAYER)
-    return layer.attend(query, query.shape[-1] ** -0.5 if scaling is None else scaling).transpose(1, 2).contiguous(), None
+    factor = query.shape[-1] ** -0.5 if scaling is None else scaling
+    return layer.attend(query, factor, alibi_slopes).transpose(1, 2).contiguous(), None
 
 
 class ShiftedCache(Cache):
@@ -120,10 +128,12 @@ class ShiftedCache(Cache):
     def __init__(self, model: Any, spec: PolicySpec, given: Mapping[str, float | None], *, fresh: bool) -> None:
         check_served(spec.stem)
         kind = _Fresh if fresh else _Moved
-        rotary = Rotary(model) if spec.compact else None
+        rotary = Rotary(model) if spec.compact and is_rotated(model) else None
         room = _Room()
         count = len(native_layers(text_config(model)))
-        super().__init__(layers=[kind(lambda tokens: rule(spec, given, tokens), rotary, room) for _ in range(count)])
+        super().__init__(
+            layers=[kind(lambda tokens: rule(spec, given, tokens), rotary, room, spec.compact) for _ in range(count)]
+        )
 
     def bytes(self) -> int:
         """What the cache occupies, the memory that it shifts into included."""
@@ -174,9 +184,10 @@ class _Layer(CacheLayerMixin):
     values: Tensor
     sums: Tensor
 
-    def __init__(self, rule: Callable[[int], Rule], rotary: Rotary | None, room: _Room) -> None:
+    def __init__(self, rule: Callable[[int], Rule], rotary: Rotary | None, room: _Room, compact: bool) -> None:
         super().__init__()
         self.room, self.seen = room, 0
+        self._compact = compact
         self.victim: int | Tensor | None = None
         self.seconds: Counter[str] = Counter()
         self._rule, self._rotary = rule, rotary
@@ -217,16 +228,16 @@ class _Layer(CacheLayerMixin):
         setattr(marked, _LAYER, self)
         return marked, value_states
 
-    def attend(self, query: Tensor, scaling: float) -> Tensor:
-        """[batch, query_heads, tokens, dim]; then it is known who leaves."""
+    def attend(self, query: Tensor, scaling: float, slopes: Tensor | None = None) -> Tensor:
+        """[batch, query_heads, tokens, dim]; then it is known who leaves. `slopes`: [query_heads] of a bias, or None."""
         keys = self.keys
         if self._rotary is not None:
             with self._lap("rotation"):
                 keys = self.turned(self._rotary)
         if query.shape[2] > 1:
-            return self._attend_prompt(query, keys, scaling)
+            return self._attend_prompt(query, keys, scaling, slopes)
         batch, heads, places, _ = keys.shape
-        out, weights = self.attention(query, keys, scaling)
+        out, weights = self.attention(query, keys, scaling, None if slopes is None else self._bias(slopes))
         with self._lap("update"):
             if self._kept.recent is not None:
                 self.sums += weights.float().view(batch, heads, -1, places).mean(2)
@@ -234,7 +245,15 @@ class _Layer(CacheLayerMixin):
                 self.victim = self._leaves(places)
         return out
 
-    def _attend_prompt(self, query: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    def _bias(self, slopes: Tensor) -> Tensor:
+        """Of the newest token's logits, by distances in the cache: [query_heads, 1, n]."""
+        if not self._compact:
+            raise KvdslError(
+                "a shifted cache does not know where tokens stood in the text: race a policy with `positions compact`"
+            )
+        return bias(slopes, 1, self.keys.shape[2])
+
+    def _attend_prompt(self, query: Tensor, keys: Tensor, scaling: float, slopes: Tensor | None) -> Tensor:
         """Row by row, so that all probabilities of one fit into memory; then the prompt is cut to what stays of it."""
         tokens, group = query.shape[2], query.shape[1] // keys.shape[1]
         if keys.shape[2] != tokens:
@@ -244,6 +263,8 @@ class _Layer(CacheLayerMixin):
         for row, sums in enumerate(self.sums):
             wide = baselines.repeat_kv(keys[row : row + 1], group), baselines.repeat_kv(self.values[row : row + 1], group)
             weights = torch.matmul(query[row : row + 1], wide[0].transpose(2, 3)).mul_(scaling)
+            if slopes is not None:
+                weights += bias(slopes, tokens, tokens).to(weights.dtype)
             weights = weights.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=torch.float32)
             sums += weights.view(len(sums), group, tokens, tokens).mean(1).sum(1)
             found.append(torch.matmul(weights.to(query.dtype), wide[1]))
@@ -283,8 +304,12 @@ class _Layer(CacheLayerMixin):
         """All keys, rotated for the places 0 to n - 1."""
 
     @abstractmethod
-    def attention(self, query: Tensor, keys: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
-        """Of one query: the output [batch, query_heads, 1, dim] and the probabilities [batch, query_heads, 1, n]."""
+    def attention(self, query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Of one query: the output [batch, query_heads, 1, dim] and the probabilities [batch, query_heads, 1, n].
+
+        Args:
+            bias: joins the logits, [query_heads, 1, n]; or None.
+        """
 
     # -- what transformers asks ----------------------------------------------------------------------------------------
 
@@ -367,10 +392,12 @@ class _Moved(_Layer):
             _turn(source, cos, sin, turned)
         return made
 
-    def attention(self, query: Tensor, keys: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def attention(self, query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `_Layer.attention`: one product per KV head with the group's queries as rows, no copy of keys."""
         batch, heads, places, dim = keys.shape
         weights = torch.matmul(query.reshape(batch, heads, -1, dim), keys.transpose(2, 3)).mul_(scaling)
+        if bias is not None:
+            weights += bias.view(heads, -1, places).to(weights.dtype)
         weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
         return torch.matmul(weights, self.values).view(query.shape), weights.view(batch, -1, 1, places)
 
@@ -402,10 +429,12 @@ class _Fresh(_Layer):
         """See `_Layer.turned`."""
         return rotary(self.keys, 0)
 
-    def attention(self, query: Tensor, keys: Tensor, scaling: float) -> tuple[Tensor, Tensor]:
+    def attention(self, query: Tensor, keys: Tensor, scaling: float, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """See `_Layer.attention`."""
         group = query.shape[1] // keys.shape[1]
         wide = baselines.repeat_kv(keys, group), baselines.repeat_kv(self.values, group)
         weights = torch.matmul(query, wide[0].transpose(2, 3)) * scaling
+        if bias is not None:
+            weights = weights + bias.to(weights.dtype)
         weights = weights.softmax(-1, dtype=torch.float32).to(query.dtype)
         return torch.matmul(weights, wide[1]), weights

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvdsl.runtime.torch.attention import scores, softmax
+from kvdsl.runtime.torch.attention import softmax
 from kvdsl_lab.eval.recording import Recording
 
 _AT_ONCE = 128
@@ -49,7 +49,7 @@ def seen(found: Recording, sinks: int, recent: int) -> Changes:
 
 def _changes(found: Recording, first: int, end: int, sinks: int, recent: int) -> Tensor:
     """The sum over the queries `first` to `end - 1`, float64 [kv_heads]."""
-    logit = scores(found.call, found.query[..., first:end, :], found.key[..., :end, :])
+    logit = found.logit(first, end)
     place = torch.arange(end, device=logit.device)
     age = torch.arange(first, end, device=logit.device)[:, None] - place
     visible = (age >= 0) & (age < (found.call.window or end))

@@ -43,7 +43,7 @@ Examples:
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
               help="Folder for the results.")  # fmt: skip
 @click.option("--only", metavar="A,B", help="Experiments to run [default: all; an unknown name lists them].")
-@click.option("--fresh", is_flag=True, help="Measure everything anew, whatever was measured before.")
+@click.option("--fresh", is_flag=True, help="Measure anew what is asked for, whatever was measured before.")
 @click.option("--no-plots", is_flag=True, help="Tables only; needs no matplotlib.")
 @click.option("--backend", type=BACKENDS, default="auto", show_default=True, help="What runs the policies.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")

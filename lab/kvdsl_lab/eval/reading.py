@@ -91,7 +91,7 @@ class Reading:
         marked, value = layer.update(key, value)
         out = layer.attend(
             self._model, query, marked, value, None,
-            scaling=call.scaling, softcap=call.softcap, sinks=call.sinks, positions=None,
+            scaling=call.scaling, softcap=call.softcap, sinks=call.sinks, slopes=call.slopes, positions=None,
         )  # fmt: skip
         wanted = known.out[:, count - 1].float()
         return bool(torch.dist(out[:, -1].float(), wanted) <= _NEAR[call.key.dtype] * wanted.norm())

@@ -13,7 +13,7 @@ from kvdsl.loading import load
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.attention import scores, softmax
+from kvdsl.runtime.torch.attention import bias_of, scores, softmax
 from kvdsl.runtime.torch.backend import TorchBackend
 
 
@@ -53,14 +53,26 @@ class Recording:
         query, key, value = (x[:, :, :end] for x in (self.call.query, self.key, self.value))
         return Recording(self.call._replace(query=query, key=key, value=value))
 
+    def _behind(self, first: int, end: int) -> Tensor:
+        """How many places the tokens before `end` stand behind the queries from `first` on, [queries, end]."""
+        device = self.key.device
+        return torch.arange(first, end, device=device)[:, None] - torch.arange(end, device=device)
+
+    def logit(self, first: int, end: int) -> Tensor:
+        """Scores of the queries `first` to `end - 1` and the tokens before `end`: [rows, kv_heads, group, queries, end]."""
+        bias = None
+        if self.call.slopes is not None:
+            bias = bias_of(self.call, slice(None), self._behind(first, end)[None, None])
+        return scores(self.call, self.query[..., first:end, :], self.key[..., :end, :], bias)
+
     def attention(self, first: int, end: int) -> Tensor:
         """What the queries `first` to `end - 1` give the tokens before `end`, the mean over a group as in the language's `attn`.
 
         Returns:
             [rows, kv_heads, queries, end]; 0 where a query does not see the token.
         """
-        logit = scores(self.call, self.query[..., first:end, :], self.key[..., :end, :])
-        behind = torch.arange(first, end, device=logit.device)[:, None] - torch.arange(end, device=logit.device)
+        logit = self.logit(first, end)
+        behind = self._behind(first, end)
         window = end if self.call.window is None else self.call.window
         return softmax(logit.masked_fill((behind < 0) | (behind >= window), -torch.inf), self.call.sinks).mean(2)
 

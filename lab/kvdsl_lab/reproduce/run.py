@@ -7,7 +7,8 @@
                       "findings": [{"claim", "holds", "measured"}], "figures": ["sparcas/table2a.png", ...]}]}
 
 Cells say how many of the rows are theirs, in order. An experiment's claims are held against its rows as soon as it is complete. Another
-setup or environment makes another result: the old one is kept beside it.
+setup makes another result: the old one is kept beside it. An experiment is measured in one environment, and names it (`environment`) if
+that is not the file's, which is the last run's: what a run on another machine was not asked for stays as it was measured.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shutil
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -38,6 +40,7 @@ class Measured:
 
     rows: list[Row]
     seconds: float
+    environment: Mapping[str, Any]
 
 
 Done = dict[tuple[str, str], Measured]
@@ -60,7 +63,7 @@ def reproduce(
     Args:
         head: what the result begins with: its format's version and the environment.
         only: names of experiments to run; what was measured of the others stays. None: all of them.
-        fresh: forget what was measured before.
+        fresh: forget what was measured of these before.
         drawn: whether the result names figures, which `plots.draw_all` then draws.
         tick: told the name of every cell before it begins.
 
@@ -70,7 +73,9 @@ def reproduce(
     chosen = experiments(paper, only)
     path = out / f"{paper.name}.json"
     head = {**head, "paper": paper.name, "title": paper.title, "setup": setup.facts(paper.reads_text)}
-    done = _earlier(path, head, fresh)
+    done = _earlier(path, head, {one.name for one in chosen}, fresh)
+    if path.exists() and not done:
+        os.replace(path, _previous(path))
     out.mkdir(parents=True, exist_ok=True)
     for experiment, cell in ((one, cell) for one in chosen for cell in one.cells(setup)):
         tick(f"{experiment.source}: {cell.name}")
@@ -78,7 +83,8 @@ def reproduce(
             continue
         begun = time.perf_counter()
         rows = cell.run(setup)
-        done[experiment.name, cell.name] = Measured(rows, round(time.perf_counter() - begun, 2))
+        seconds = round(time.perf_counter() - begun, 2)
+        done[experiment.name, cell.name] = Measured(rows, seconds, head["environment"])
         _save(path, _result(paper, setup, head, done))
     result = _result(paper, setup, head, done, drawn)
     _save(path, result)
@@ -112,7 +118,10 @@ def _result(paper: Paper, setup: Setup, head: Mapping[str, Any], done: Done, dra
     finished = None not in run
     return {
         **head, "finished": finished, "seconds": round(sum(cell.seconds for cell in run if cell is not None), 1),
-        "experiments": [_part(one, names[one.name], done, paper.name, drawn) for one in paper.experiments],
+        "experiments": [
+            _part(one, names[one.name], done, paper.name, drawn) | _elsewhere(one, done, head["environment"])
+            for one in paper.experiments
+        ],
     }  # fmt: skip
 
 
@@ -129,6 +138,12 @@ def _part(experiment: Experiment, cells: Sequence[str], done: Done, paper: str, 
     }  # fmt: skip
 
 
+def _elsewhere(experiment: Experiment, done: Done, here: Mapping[str, Any]) -> dict[str, Any]:
+    """The environment in which an experiment was measured, if it is another one."""
+    others = [one.environment for (name, _), one in done.items() if name == experiment.name and one.environment != here]
+    return {"environment": others[0]} if others else {}
+
+
 def _save(path: Path, result: Mapping[str, Any]) -> None:
     """Write the file as a whole, so that a run that is killed meanwhile leaves the one before."""
     text = json.dumps(result, indent=1, ensure_ascii=False, allow_nan=False)
@@ -138,29 +153,40 @@ def _save(path: Path, result: Mapping[str, Any]) -> None:
 # -- what was measured before ------------------------------------------------------------------------------------------
 
 
-def _earlier(path: Path, head: Mapping[str, Any], fresh: bool) -> Done:
-    """The cells of a run with the same head. What another run left is put aside."""
+def _earlier(path: Path, head: Mapping[str, Any], chosen: Collection[str], fresh: bool) -> Done:
+    """The cells of a run with the same setup, but for those of `chosen` experiments that were measured in another environment, or
+    are wanted `fresh`.
+
+    What another setup left, or goes, is kept beside it.
+    """
     if not path.exists():
         return {}
     try:
         result = json.loads(path.read_text(encoding="utf-8"))
-        same = all(result[name] == value for name, value in head.items())
-        found = {} if fresh or not same else _cells(result)
+        if any(result[name] != value for name, value in head.items() if name != "environment"):
+            return {}
+        cells = _cells(result)
     except (ValueError, KeyError, TypeError) as error:
         raise KvdslError(
             f"{path} is no result of `kvdsl reproduce`; move it away, or give another folder with --out"
         ) from error
-    if not found:
-        os.replace(path, path.with_suffix(".previous.json"))
+    here = set() if fresh else {at for at, one in cells.items() if one.environment == head["environment"]}
+    found = {at: one for at, one in cells.items() if at in here or at[0] not in chosen}
+    if found and len(found) < len(cells):
+        shutil.copyfile(path, _previous(path))
     return found
+
+
+def _previous(path: Path) -> Path:
+    return path.with_suffix(".previous.json")
 
 
 def _cells(result: Mapping[str, Any]) -> Done:
     done: Done = {}
     for experiment in result["experiments"]:
-        at = 0
+        at, environment = 0, experiment.get("environment", result["environment"])
         for cell in experiment["cells"]:
             rows = experiment["rows"][at : at + cell["rows"]]
-            done[experiment["name"], cell["name"]] = Measured(rows, cell["seconds"])
+            done[experiment["name"], cell["name"]] = Measured(rows, cell["seconds"], environment)
             at += cell["rows"]
     return done

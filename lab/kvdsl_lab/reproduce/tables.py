@@ -47,7 +47,7 @@ def _numeric(rows: Sequence[Row], column: str) -> bool:
 
 
 def _made_with(result: Mapping[str, Any]) -> str:
-    """Model, machine and versions, in one sentence."""
+    """Model, machine and versions, in one sentence; machine and versions are those of experiments that do not name their own."""
     setup, machine = result["setup"], result["environment"]
     sizes = "toy sizes (`--quick`)" if setup["quick"] else "full sizes"
     read = (
@@ -58,10 +58,15 @@ def _made_with(result: Mapping[str, Any]) -> str:
     return "; ".join((
         read,
         f"{sizes}, seed {setup['seed']}, {setup['repeats']} repeats of every time, backend {setup['backend']}",
-        machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads",
-        ", ".join(f"{name} {machine[name]}" for name in ("kvdsl", "torch", "transformers")),
+        _machine(machine),
         f"{result['seconds']:.0f} s",
     ))  # fmt: skip
+
+
+def _machine(machine: Mapping[str, Any]) -> str:
+    versions = ", ".join(f"{name} {machine[name]}" for name in ("kvdsl", "torch", "transformers"))
+    where = machine["gpu"] or f"{machine['cpu']}, {machine['threads']} threads"
+    return f"{where}; {versions}"
 
 
 def _measured(paper: Paper, result: Mapping[str, Any]) -> Iterator[tuple[Experiment, Mapping[str, Any]]]:
@@ -81,6 +86,8 @@ def markdown(paper: Paper, result: Mapping[str, Any]) -> str:
         parts.append(f"## {part['source']}: {part['title']}")
         if part["says"]:
             parts.append(f"The paper: {part['says']}")
+        if "environment" in part:
+            parts.append(f"Measured on {_machine(part['environment'])}.")
         parts.append(_markdown_table(experiment.table([without_usage(row) for row in part["rows"]])))
         parts += _notes(part["rows"])
         if part["findings"]:
@@ -120,6 +127,7 @@ def latex(paper: Paper, result: Mapping[str, Any]) -> str:
     parts = [f"% {paper.title}", f"% {_made_with(result)}", "% needs \\usepackage{booktabs}"]
     for experiment, part in _measured(paper, result):
         parts += ["", *_latex_table(paper.name, part, experiment.table([without_usage(row) for row in part["rows"]]))]
+        parts += [f"% measured on {_machine(part['environment'])}"] if "environment" in part else []
         parts += [f"% {note}" for note in _notes(part["rows"])]
     return "\n".join(parts) + "\n"
 

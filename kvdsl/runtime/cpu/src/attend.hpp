@@ -156,12 +156,17 @@ void write_row(const float* pairs, float scale, int n, void* row) {
   for (int d = 0; d < n; ++d) to[d] = from_float<T>(pairs[place_of<T>(d)] * scale);
 }
 
-// A block of scores: scaled, capped, -inf where the slot is not visible. Returns the maximum of top and all of them.
-[[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float top) {
+// A block of scores: scaled, capped, less what each place of distance takes, -inf where the slot is not visible. Returns the maximum
+// of top and all of them.
+//
+// distance: null where none counts.
+[[gnu::noinline]] inline float finish_scores(float* scores, const int32_t* visible, float scale, float softcap, float slope,
+                                             const float* distance, float top) {
   Floats tops = splat(top);
   for (int i = 0; i < block; i += width) {
     Floats x = load(scores + i) * scale;
     if (softcap > 0) x = softcap * tanh(x / softcap);
+    if (distance) x = x - slope * load(distance + i);
     x = load_as<Ints>(visible + i) != 0 ? x : splat(-INFINITY);
     store(scores + i, x);
     tops = max(x, tops);

@@ -112,9 +112,12 @@ class Unit {
     for (int from = chunk * row_chunk_; from < end_of(chunk); from += block) {
       const Rows rows = rows_of(keys_, from);
       if (rows.any) dot(chunk, from, rows);
+      float behind[block];
+      if (args_.slopes) find_distances(from, behind);
       for (int g = 0; g < args_.group; ++g) {
-        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap,
-                                tops[g]);
+        const float slope = args_.slopes ? args_.slopes[head_ * args_.group + g] : 0.0f;
+        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap, slope,
+                                args_.slopes ? behind : nullptr, tops[g]);
       }
     }
   }
@@ -351,6 +354,17 @@ class Unit {
     turns.most = most;
     turns.differ = least != most;
     return turns;
+  }
+
+  // How many places the slots of a block of rows stand behind the query: in the text, or among the live ones.
+  void find_distances(int from, float* distances) const {
+    const int32_t* const place = rank_ ? rank_ : position_;
+    const int own = rank_ ? live_ - 1 : newest_;
+    for (int i = 0; i < block; ++i) {
+      const bool any = from + i < rows_;
+      const int slot = any && chosen_ ? chosen_[from + i] : from + i;
+      distances[i] = any ? static_cast<float>(own - place[slot]) : 0.0f;
+    }
   }
 
   const float* query_turned_back(int chunk, int by) const {

@@ -13,12 +13,25 @@ NAMES = {
 }  # fmt: skip
 
 
+ROTATED, NO_POSITIONS, BIASED = "rotated", "no positions", "a bias by distance"
+"""How a model tells where a token stands."""
+
+
 @lru_cache(1)
-def layers(setup: Setup, shape: str) -> Any:
+def layers(setup: Setup, shape: str, kind: str = ROTATED) -> Any:
     """Decoder layers of that shape, as `kvdsl_lab.bench.shapes` reads it; in bfloat16, unless the user asks for another dtype."""
     from kvdsl_lab.bench.shapes import shaped_model
 
-    return shaped_model(shape, setup.dtype or "bf16", setup.seed)
+    dtype = setup.dtype or "bf16"
+    return shaped_model(shape, dtype, setup.seed) if kind == ROTATED else unrotated(setup, shape, dtype, kind)
+
+
+def unrotated(setup: Setup, shape: str, dtype: str, kind: str) -> Any:
+    """A Llama of that shape that turns no keys."""
+    from kvdsl_lab.bench.shapes import shaped_model
+    from kvdsl_lab.bench.unrotated import without_rotation
+
+    return without_rotation(shaped_model(shape, dtype, setup.seed), biased=kind == BIASED)
 
 
 def prompt(setup: Setup, model: Any, length: int) -> Any:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from kvdsl_lab.reproduce import plots
-from kvdsl_lab.reproduce.equip.common import NAMES, layers, prompt
+from kvdsl_lab.reproduce.equip.common import NAMES, ROTATED, layers, prompt
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
 
 if TYPE_CHECKING:
@@ -23,13 +23,15 @@ LLAMA, LARGER, NEOX = "llama-2-7b:2", "llama-2-13b:2", "gpt-neox-20b:1"
 TOY = "tiny:2"
 
 
-def _race(setup: Setup, policy: str, shape: str, batch: int, budget: int, threads: int | None = None) -> list[Row]:
+def race(
+    setup: Setup, policy: str, shape: str, batch: int, budget: int, threads: int | None = None, kind: str = ROTATED
+) -> Row:
     """A token's time in place and with both baselines; shares of it."""
     import torch
 
     from kvdsl_lab.bench.generate import FRESH, SHIFT, bench_generate, contenders
 
-    model, new = layers(setup, shape), setup.size(12, 4)
+    model, new = layers(setup, shape, kind), setup.size(12, 4)
     wanted = contenders([policy, SHIFT + policy, FRESH + policy], {}, [budget], model, setup.backend)
     before = torch.get_num_threads()
     torch.set_num_threads(threads or before)
@@ -37,11 +39,11 @@ def _race(setup: Setup, policy: str, shape: str, batch: int, budget: int, thread
         ours, shift, fresh = bench_generate(model, prompt(setup, model, budget), new, wanted, rows=batch, repeats=1)
     finally:
         torch.set_num_threads(before)
-    return [{
+    return {
         "policy": policy, "model": shape, "batch": batch, "budget": budget, "threads": threads or before,
         **{name: ours[name] for name in ("tpot_ms", "tpot_ms_q1", "tpot_ms_q3")},
         **_beside("shift", shift), **_beside("published", fresh), **_shares("", ours),
-    }]  # fmt: skip
+    }  # fmt: skip
 
 
 def _beside(name: str, other: Row) -> Row:
@@ -60,10 +62,10 @@ def _shares(prefix: str, row: Row) -> Row:
 
 def _cell(policy: str, shape: str, batch: int, budget: int, threads: int | None = None) -> Cell:
     name = f"{policy}, {shape}, batch {batch}, cache {budget}" + (f", {threads} threads" if threads else "")
-    return Cell(name, partial(_race, policy=policy, shape=shape, batch=batch, budget=budget, threads=threads))
+    return Cell(name, lambda setup: [race(setup, policy, shape, batch, budget, threads)])
 
 
-def _table(rows: Sequence[Row]) -> list[Row]:
+def race_table(rows: Sequence[Row]) -> list[Row]:
     """With how many times as fast attention alone is, its update and the turning of keys included (table 3)."""
     columns = (
         "policy", "model", "batch", "budget", "threads", "tpot_ms", "shift_ms", "over_shift", "over_shift_q1", "over_shift_q3",
@@ -131,7 +133,7 @@ def _size_cells(setup: Setup) -> Iterator[Cell]:
 FIGURE7 = Experiment(
     "figure7", "Generation in place and with shift and append", "Figures 7 and 8", _size_cells,
     says="1.62 times as fast as StreamingLLM, 4.48 times as fast as H2O (geometric means, Sapphire Rapids).",
-    findings=partial(_findings, bounds={"streaming_llm": 1.62, "equip_h2o": 4.48}), table=_table, plot=_plot,
+    findings=partial(_findings, bounds={"streaming_llm": 1.62, "equip_h2o": 4.48}), table=race_table, plot=_plot,
 )  # fmt: skip
 
 # -- Figure 4 ----------------------------------------------------------------------------------------------------------
@@ -184,7 +186,7 @@ def _larger_cells(setup: Setup) -> Iterator[Cell]:
 TABLE1 = Experiment(
     "table1", "H2O in place, by cache size", "Table 1", _larger_cells,
     says="1.61, 1.90 and 1.96 times as fast for Llama 2 7B, 1.89, 1.99 and 2.04 for 13B (MI210).",
-    findings=partial(_findings, bounds={"equip_h2o": 1.61}), table=_table,
+    findings=partial(_findings, bounds={"equip_h2o": 1.61}), table=race_table,
 )  # fmt: skip
 
 
@@ -196,7 +198,7 @@ def _neox_cells(setup: Setup) -> Iterator[Cell]:
 TABLE2 = Experiment(
     "table2", "H2O in place, in GPT-NeoX", "Table 2", _neox_cells,
     says="1.27 to 1.43 times as fast for GPT-NeoX 20B; GPT-J, its other model, has an attention that no cache can reach.",
-    findings=partial(_findings, bounds={"h2o": 1.27}), table=_table,
+    findings=partial(_findings, bounds={"h2o": 1.27}), table=race_table,
 )  # fmt: skip
 
 # -- D.3 ---------------------------------------------------------------------------------------------------------------
@@ -222,5 +224,5 @@ def _core_findings(rows: Sequence[Row]) -> list[Finding]:
 
 CORES = Experiment(
     "cores", "H2O in place, by cores", "D.3", _core_cells,
-    says="2.35 times as fast on 16, 32, 48 and 60 cores.", findings=_core_findings, table=_table,
+    says="2.35 times as fast on 16, 32, 48 and 60 cores.", findings=_core_findings, table=race_table,
 )  # fmt: skip

@@ -35,6 +35,7 @@ struct DecodeArgs {
   const float* constants;  // [tensors, H, D] what the policy's files hold for the layer, null when it reads none
   const float* supplied;   // [values, B, H, T] what the caller gives of the new tokens, null where the policy asks for nothing
   const float* sinks;    // [Hq] or null: learned logits that join the softmax's denominator only
+  const float* slopes;   // [Hq] or null: what each place that a slot stands behind the query takes from its logit
   int32_t* rank;         // [B, H, N] live slots with an earlier token, -1 where free; null unless positions are compact
   void* half_keys;       // [B, H, N, 2 rope_pairs] model dtype, see src/rotate.hpp; null unless the layer keeps them
   const float* near;     // the tables of src/rotate.hpp; null unless positions are compact and the model rotates
