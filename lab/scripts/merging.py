@@ -337,14 +337,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--books", type=Path, required=True, help="an archive of texts, .tar.xz")
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--budgets", default="128,256")
+    parser.add_argument("--budgets", default="128,256", help="of what is evicted from; none: attending to a part alone")
     parser.add_argument("--turns", type=int, default=1, help="windows of each book")
     parser.add_argument("--rows", type=int, default=5, help="windows that are read together")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     names, ids = windows(given.books, kvdsl.load_model("smollm2")[1], given.turns)
-    budgets, began = [int(one) for one in given.budgets.split(",")], time.perf_counter()
+    budgets, began = [int(one) for one in given.budgets.split(",") if one], time.perf_counter()
     rows: list[dict[str, Any]] = []
     with ProcessPoolExecutor(given.workers, multiprocessing.get_context("spawn")) as pool:
         parts = ids.split(given.rows)

@@ -897,3 +897,6 @@ IN_BLOCKS: dict[str, Method] = {
     "locret": Method(least_important(2), given=given(chunk=4, stabilizers=2), prompt=24, tokens=24),
 }
 """Those that evict while a prompt is read, after every fourth token."""
+
+TOGETHER = ("compactor",)
+"""Those whose KV heads are measured by each other, which `test_formulas.py` runs together."""
