@@ -15,7 +15,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.needs import READS_TENSORS, of_query_heads_at_once, reads_heads, reads_text
+from kvdsl.sema.needs import READS_TENSORS, of_query_heads_unpooled, reads_heads, reads_text
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
@@ -249,9 +249,11 @@ class Combinations:
             )
             help = "`victims shared by heads` averages scores; `budget ... across heads` compares them"
             self.sink.report(codes.ACROSS, score.span, message, help)
-        if reads_text(score.expr) or of_query_heads_at_once(score.expr):
+        if of_query_heads_unpooled(score.expr):
             message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
-            self.sink.report(codes.ACROSS, score.span, message)
+            self.sink.report(
+                codes.ACROSS, score.span, message, "a pool takes what the group has: `mean_pool(..., 1)` of it, say"
+            )
         for part in walk(score.expr):
             if isinstance(part, Reduce) and part.axis is Axis.HEAD and axes_of(part.body):
                 inner = print_expression(part.body)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
 from kvdsl.ir.axes import axes_of
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Random, Rank, Reduce, TensorRef
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Pool, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, INPUTS
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
@@ -108,6 +108,16 @@ def of_query_heads_at_once(expr: Expr) -> bool:
     if isinstance(expr, Fold) and expr.over == "queries":
         return False
     return (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_at_once, children(expr)))
+
+
+def of_query_heads_unpooled(expr: Expr) -> bool:
+    """Whether a score has a part that is found for each query head to its end: what pools is reduced over the group before."""
+    if isinstance(expr, Pool) or (isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text"):
+        return False
+    if isinstance(expr, Fold) and expr.over == "queries":
+        return False
+    own = (isinstance(expr, TensorRef) and expr.group) or (isinstance(expr, Reduce) and expr.within == "text")
+    return own or any(map(of_query_heads_unpooled, children(expr)))
 
 
 def reads_text(expr: Expr) -> bool:

@@ -108,7 +108,7 @@ class Reductions:
             self._no_axis(node, over.axis, body)
         elif over.axis is Axis.DIM and body.spaces != {""} and (len(body.spaces) > 1 or over.within == "sketch"):
             self.mixed(span, body)
-        elif body.pools and over.range != "slots":
+        elif body.pools and over.range not in ("slots", "heads"):
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
         elif over.axis is Axis.QUERY and compares_slots(body.expr):
             message = "slots are compared in a settle, not for every query, so `over others` cannot stand in a reduction over queries"

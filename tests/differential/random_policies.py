@@ -51,7 +51,7 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
-from kvdsl.sema.needs import of_query_heads_at_once
+from kvdsl.sema.needs import of_query_heads_unpooled
 
 from .given import GIVEN
 from .tensors import GROUPED, MATRICES, TENSORS
@@ -497,7 +497,7 @@ class Maker:
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
         elif not self.fused and not self.by_head and not self.measured:
             made |= self.shared()
-            if "across" in made and not asks and not of_query_heads_at_once(made["score"]) and self.one_of(True, False):
+            if "across" in made and not of_query_heads_unpooled(made["score"]) and self.one_of(True, False):
                 made["score"] = self.compared(made["score"])
         if (
             made["when"] != "decode"
@@ -522,7 +522,10 @@ class Maker:
         heads = Reduce(op="sum", axis=Axis.HEAD, body=self.one_of(ONE, Input(name="live"), self.over_slots(KEEP)))
         mean = Reduce(op="mean", axis=SLOT, body=score)  # of pools, too
         ranked = Rank(body=self.one_of(score, self.binary("-", score, mean)), within="heads")
-        return self.one_of(ranked, self.binary("+", score, ranked), self.binary("<", ranked, self.binary("*", heads, heads)))
+        measured = self.binary("/", score, self.over_heads(Reduce(op=self.one_of("std", "max"), axis=SLOT, body=score)))
+        return self.one_of(
+            ranked, self.binary("+", score, ranked), self.binary("<", ranked, self.binary("*", heads, heads)), measured
+        )
 
     def shared(self) -> dict[str, Any]:
         """Who shares a budget."""

@@ -313,6 +313,30 @@ def leverage_score(cache: Cache) -> list[int]:
     return lowest(cache, cache.kept, lambda token: found[cache.kept.index(token)])
 
 
+def compactor(
+    heads: list[Cache], sketches: list[np.ndarray], sinks: int = 3, recent: int = 2, chunk: int = 4, blending: float = 0.4
+) -> list[list[int]]:
+    """Who stays of each KV head: leverage and chunks' attention of what lies between the first and the last, by z-scores over all heads."""
+    text = heads[0].kept[sinks:-recent]
+    spanned, asked = [], []
+    for head, sketch in zip(heads, sketches, strict=True):
+        keys = head.k[text]
+        spanned.append(leverages((keys - keys.mean(axis=0)) @ sketch, 0.01))
+        got = [0.0] * len(text)
+        for first in range(0, len(text), chunk):
+            own = text[first : first + chunk]
+            for query in (query for token in own for query in head.q[token]):
+                for token, p in softmax({token: float(query @ head.k[token]) for token in own}).items():
+                    got[token - sinks] += p / head.q.shape[1]
+        weighed = [0.0, *(p * length(head.v[token]) for p, token in zip(got, text, strict=True)), 0.0]
+        asked.append([sum(weighed[place : place + 3]) / 3 for place in range(len(text))])
+    scores = blending * (np.array(spanned) - np.mean(spanned)) / np.std(spanned, ddof=1)
+    scores += (np.array(asked) - np.mean(asked)) / np.std(asked, ddof=1)
+    count = int(heads[0].method.budget) - sinks - recent
+    best = [sorted(text, key=lambda token, own=own: own[token - sinks])[len(text) - count :] for own in scores]
+    return [sorted([*head.kept[:sinks], *one, *head.kept[-recent:]]) for head, one in zip(heads, best, strict=True)]
+
+
 def capkv(cache: Cache, sinks: int = 2, tau: float = 5.0, horizon: int = 3) -> list[int]:
     """Leverages of values, weighed by exp(tau cos) of key and mean query, head by head."""
     text, score = cache.kept[sinks:], np.zeros(len(cache.kept) - sinks)
@@ -428,15 +452,25 @@ def hits(cache: Cache, token: int) -> list[int]:
     return [query for query, p in cache.rows[token].items() if p >= ALPHA]
 
 
-def lazy_eviction(cache: Cache, window: int = 3) -> list[int]:
-    """Overdue in parts of the longest pause between two hits, of which the first counts from the token's own place."""
+def lazy_eviction(cache: Cache, tokens: int = 9, window: int = 3) -> list[int]:
+    """By the steps of decoding: when each was last needed, and the longest pause before it was; what was not there before has its step
+    less one, and the prompt 0.
+    """
+    prompt = cache.method.prompt
+    step = cache.newest + 1 - prompt
+    if step == 0 or step % window:
+        return []
 
     def score(token: int) -> float:
-        times = [token, *hits(cache, token)]
-        longest = max(after - before for before, after in itertools.pairwise([*times, times[-1]]))
-        return -math.inf if longest == 0 else (times[-1] - cache.newest) / longest
+        begun = max(0, token - prompt)
+        times = [begun, *(query + 1 - prompt for query in hits(cache, token) if query >= prompt)]
+        longest = max((after - before for before, after in itertools.pairwise(times)), default=0)
+        overdue = (step - times[-1]) / (longest + 1e-5)
+        again = 2 / (1 + math.exp(longest - 1)) if longest else 0.0
+        return (2 / (1 + math.exp(1 + overdue)) if overdue < 700 else 0.0) + again
 
-    return buffered(window, lambda one: lowest(one, one.kept[:-window], score))(cache)
+    old = sorted(cache.kept[:-window], key=lambda token: (score(token), token))
+    return old[: max(0, len(cache.kept) - tokens)]
 
 
 def raas(cache: Cache, page: int = 2) -> list[int]:
@@ -635,18 +669,28 @@ def fastgen(cache: Cache, recovered: float = 0.8) -> list[int]:
 
 
 def arkvale(cache: Cache, token: int) -> list[int]:
-    """Four pages of 32, the first and those of the newest 32 among them, by the corner of their box along the query."""
+    """Four pages of 32, of one KV head."""
+    return mean_boxes([cache], token)
 
-    def corner(keys: np.ndarray) -> float:
-        return float(sum(np.maximum(q * keys.min(axis=0), q * keys.max(axis=0)).sum() for q in cache.q[token]))
 
-    certain = {0, *(slot // 32 for slot in cache.kept[-32:])}
-    pages = {
-        page: cache.k[[slot for slot in cache.kept if slot // 32 == page]] for page in {slot // 32 for slot in cache.kept}
-    }
-    others = sorted(pages.keys() - certain, key=lambda page: corner(pages[page]), reverse=True)
+def mean_boxes(heads: list[Cache], token: int) -> list[int]:
+    """Four pages of 32, the first and the newest two among them, by the corner of their mean box along the query, of all query heads."""
+    kept = heads[0].kept
+    newest = kept[-1] // 32
+    certain = {0, newest, newest - 1}
+
+    def corner(page: int) -> float:
+        found = []
+        for head in heads:
+            keys = head.k[[slot for slot in kept if slot // 32 == page]]
+            centre = (keys.min(axis=0) + keys.max(axis=0)) / 2
+            radius = np.abs(keys - centre).sum(axis=0) / len(keys)
+            found += [np.maximum(q * (centre - radius), q * (centre + radius)).sum() for q in head.q[token]]
+        return float(np.mean(found))
+
+    others = sorted({slot // 32 for slot in kept} - certain, key=corner, reverse=True)
     chosen = certain | {*others[: 4 - len(certain)]}
-    return [slot for slot in cache.kept if slot // 32 in chosen]
+    return [slot for slot in kept if slot // 32 in chosen]
 
 
 def best(cache: Cache, token: int) -> list[int]:
@@ -797,7 +841,7 @@ METHODS: dict[str, Method] = {
     "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=4), tokens=60),
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
-    "lazy_eviction": Method(lazy_eviction, given=given(window=3, alpha=ALPHA)),
+    "lazy_eviction": Method(lazy_eviction, 9, {"tokens": 9, "window": 3, "alpha": ALPHA}),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
     "scope": Method(scope, given={"text": 5, "generated": 4, "window": 2}),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),
@@ -821,7 +865,7 @@ METHODS: dict[str, Method] = {
     "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.05, "sinks": 2}, prompt=20),
     "fastgen": Method(once(fastgen), given={"recovered": 0.8, "share": 0.3}, prompt=20),
     "kvpop": Method(least_important(3), given=given(window=3)),
-    "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=150, tokens=200, chosen=arkvale),
+    "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=190, tokens=230, layer=2, chosen=arkvale),
     "oracle_topk": Method(full, math.inf, {"tokens": 6}, chosen=best),
     "double_sparsity": Method(
         full, math.inf, {"tokens": 6}, chosen=double_sparsity, tensors={"channels": CHANNELS[None, None]}
@@ -853,3 +897,6 @@ IN_BLOCKS: dict[str, Method] = {
     "locret": Method(least_important(2), given=given(chunk=4, stabilizers=2), prompt=24, tokens=24),
 }
 """Those that evict while a prompt is read, after every fourth token."""
+
+TOGETHER = ("compactor",)
+"""Those whose KV heads are measured by each other, which `test_formulas.py` runs together."""

@@ -25,6 +25,7 @@ SMALL: dict[str, dict[str, float]] = {
     "adakv_kvpress": {"budget": 8, "window": 3},
     "arkvale": {"tokens": 64},
     "cake": {"budget": 8, "window": 3},
+    "compactor": {"budget": 8, "sinks": 2, "recent": 2, "chunk": 4},
     "criticaladakv": {"budget": 8, "window": 2},
     "double_sparsity": {"tokens": 6, "dims": 2},
     "keydiff_blocks": {"budget": 8, "block": 4},

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 import pytest
 
 from kvdsl.interp import Call, Interpreter, Layer, resolve
-from tests.gallery.formulas import IN_BLOCKS, METHODS, importance, most_votes
+from tests.gallery.formulas import IN_BLOCKS, METHODS, compactor, importance, mean_boxes, most_votes
 from tests.gallery.layered import LAYERED
 from tests.gallery.layered import importance as layers_importance
 from tests.gallery.reusing import REUSING
@@ -118,12 +120,21 @@ def attend_to(cache: Cache, token: int, attended: list[int]) -> np.ndarray:
     return weights / weights.sum(-1, keepdims=True) @ cache.v[attended]
 
 
-def test_heads_vote() -> None:
-    """Three KV heads of TokenSelect, of two query heads each, choose the same tokens: those with the most votes."""
-    policy, prompt, tokens, count = policy_of("token_select"), 14, 30, 3
+@pytest.mark.parametrize(
+    ("stem", "given", "prompt", "tokens", "chosen"),
+    [
+        ("token_select", {"tokens": 6, "sinks": 2, "recent": 2}, 14, 30, most_votes),
+        ("arkvale", {"tokens": 128}, 190, 210, mean_boxes),
+    ],
+)
+def test_heads_vote(
+    stem: str, given: dict[str, float], prompt: int, tokens: int, chosen: Callable[[list[Cache], int], list[int]]
+) -> None:
+    """Three KV heads, of two query heads each, choose the same tokens: those that are best for all of them."""
+    policy, count = policy_of(stem), 3
     texts = [trace(tokens, 21 + head) for head in range(count)]
     caches = [Cache(Method(lambda cache: []), *text) for text in texts]
-    numbers = [resolve(policy, {"tokens": 6, "sinks": 2, "recent": 2}, prompt)]
+    numbers = [resolve(policy, given, prompt, layer=2, layers=4)]
     layer = Layer(policy, numbers, Call(scaling=DIM**-0.5), heads=count)
     heads = layer.empty(DIM, DIM)
     q, k, v = map(np.stack, zip(*texts, strict=True))
@@ -134,7 +145,29 @@ def test_heads_vote() -> None:
             cache.place(token)
         if token >= prompt:
             steps = layer.decode(heads, q[:, token], k[:, token], v[:, token])
-            expected = most_votes(caches, token)
+            expected = chosen(caches, token)
             assert [sorted(step.position[step.selected].tolist()) for step in steps] == [expected] * count
-            alone += any(most_votes([cache], token) != expected for cache in caches)
+            alone += any(chosen([cache], token) != expected for cache in caches)
     assert alone > 5, "a head by itself would choose the same"
+
+
+def test_heads_measure_together() -> None:
+    """Three KV heads of Compactor, of two query heads each, whose scores are measured by all of them: of each the same number stays."""
+    policy, prompt, count, given = policy_of("compactor"), 23, 3, {"budget": 11, "sinks": 3, "recent": 2, "chunk": 4}
+    given["blending"] = 0.4
+    sketches = [np.random.default_rng(50 + head).normal(size=(DIM, 3)) for head in range(count)]
+    texts = [trace(prompt, 41 + head) for head in range(count)]
+    texts = [(q, k, v * (1 + 4 * head)) for head, (q, k, v) in enumerate(texts)]
+    caches = [Cache(Method(lambda cache: [], 11), *text) for text in texts]
+    for cache in caches:
+        for token in range(prompt):
+            cache.place(token)
+    tensors = {"sketch": np.stack(sketches)[None]}
+    numbers = [resolve(policy, given, prompt, tensors=tensors)]
+    layer = Layer(policy, numbers, Call(scaling=DIM**-0.5), heads=count, tensors=tensors)
+    heads = layer.empty(DIM, DIM)
+    layer.prefill(heads, *map(np.stack, zip(*texts, strict=True)))
+    stays = [head.position.tolist() for head in heads]
+    assert stays == compactor(caches, sketches)
+    alone = [compactor([cache], [sketch])[0] for cache, sketch in zip(caches, sketches, strict=True)]
+    assert stays != alone, "a head by itself would keep the same"

@@ -13,7 +13,7 @@ from kvdsl.provenance import provenance
 from kvdsl.scenarios.run import run_scenario
 from kvdsl.shipped import all_policies, gallery_policies, shipped_policies, stems_by_name
 from tests.cli.harness import run
-from tests.gallery.formulas import IN_BLOCKS, METHODS
+from tests.gallery.formulas import IN_BLOCKS, METHODS, TOGETHER
 from tests.gallery.layered import LAYERED
 from tests.gallery.reusing import REUSING
 from tests.integrations.presses import COUNTERPARTS, OTHERS
@@ -64,7 +64,7 @@ def test_was_checked_as_it_says() -> None:
         for check in found.checks:
             told[check].add(path.stem)
         assert found.presses or "kvpress" not in found.checks
-    assert told["formula"] == METHODS.keys() | IN_BLOCKS.keys() | LAYERED.keys() | REUSING.keys()
+    assert told["formula"] == METHODS.keys() | IN_BLOCKS.keys() | LAYERED.keys() | REUSING.keys() | {*TOGETHER}
     assert told["kvpress"] == COUNTERPARTS.keys() | set(OTHERS)
 
 

@@ -125,6 +125,7 @@ OTHERS = (
     "duo_attention",
     "q_filters",
     "leverage_score",
+    "compactor",
     "expected_attention_stats",
     "fast_kvzip",
     "kvzip",

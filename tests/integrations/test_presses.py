@@ -270,6 +270,21 @@ def test_leverage(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, r
 
 
 @pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
+def test_leverage_beside_attention(read: Read, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ratio: float) -> None:
+    """Four whole chunks between the first tokens and the last, each head with a sketch of its own."""
+    layers, heads = heads_of(read)
+    drawn = np.random.default_rng(5).normal(size=(layers, heads, read.values[0].shape[3], 12))
+    left = [torch.tensor(one[None], dtype=torch.float32) for one in drawn]
+    with monkeypatch.context() as patched:
+        patched.setattr(torch, "randn", lambda *shape, **how: left.pop(0))
+        theirs = read.kept(kvpress.CompactorPress(ratio, sketch_dimension=12, chunk_size=17))
+    assert not left
+    file = with_tensor(tmp_path, "compactor", "sketch", drawn / np.sqrt(12))
+    settings = {"budget": int(TOKENS * (1 - ratio)), "chunk": 17, "blending": ratio}
+    assert read.kept(PolicyPress(file, settings=settings)) == theirs
+
+
+@pytest.mark.parametrize("ratio", [0.25, 0.5, 0.75])
 def test_stored_moments(read: Read, tmp_path: Path, ratio: float) -> None:
     """Means and covariances as they might have been found on a text."""
     layers, heads, dims = *heads_of(read), read.values[0].shape[3]

@@ -161,7 +161,15 @@ def test_what_heads_that_share_cannot_compare() -> None:
             "score max(sum(attn) over heads)")  # fmt: skip
     message = "what is found per query head, as `over text` is, cannot be compared between KV heads by `over heads`"
     score = "rank(mean(dot(q, k) over text) over heads)"
-    refused("KV0412", message, score, None, *COMPARED, f"score {score}")
+    refused(
+        "KV0412",
+        message,
+        score,
+        "a pool takes what the group has: `mean_pool(..., 1)` of it, say",
+        *COMPARED,
+        f"score {score}",
+    )
+    assert check(body(*COMPARED, "score rank(mean_pool(mean(dot(q, k) over text), 1) over heads)")).ok
     what = "cannot read `rank(... over heads)`, which is for the score of heads that share a budget"
     refused(
         "KV0412",
