@@ -21,10 +21,9 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.prefill import finish
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.backend import Prompt, Step
+    from kvdsl.integrations.vllm.backend import Decoded, Prompt, Step
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -80,20 +79,19 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             if prompt.page not in self.states:
                 self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
             output[part] = self._read(prompt, self._call(query[part], key[part], value[part]), block)
-        pages, rows = attn_metadata.pages, attn_metadata.rows
-        for number in self.reading.keys() & set(pages.tolist()):  # its prompt has ended, which nobody said
-            state = self.reading.pop(number)
-            finish(state)
-            self._page.fill(self._block(kv_cache, number), state)
-        if len(pages) and self._together is not None:
-            self._together.decode(pages, rows, query, key, value, output)
-        elif len(pages):
-            for number, row in zip(pages.tolist(), rows.tolist(), strict=True):
-                part = slice(row, row + 1)
-                found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
-                output[part] = found[0].view(1, self.num_heads, -1)
+        for decoded in attn_metadata.decoded:
+            self._decode(decoded, query, key, value, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
         return output
+
+    def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        if self._together is not None:
+            self._together.decode(decoded.pages, decoded.rows, query, key, value, output)
+            return
+        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
+            part = slice(row, row + 1)
+            found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
+            output[part] = found[0].view(1, self.num_heads, -1)
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))

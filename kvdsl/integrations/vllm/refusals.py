@@ -79,10 +79,6 @@ def refuse_configuration(config: Any) -> None:
         raise KvdslError("kvdsl serves no speculative decoding in vLLM yet: leave --speculative-config out")
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
-    if config.scheduler_config.policy == "priority":
-        raise KvdslError(
-            "under priority scheduling vLLM would replay a preempted request as one prompt, with another result: use fcfs"
-        )
     if config.cache_config.cache_dtype != "auto":
         raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
     parallel = config.parallel_config
