@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -57,6 +58,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
         self._layers = text.num_hidden_layers
+        self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype)
@@ -100,10 +102,13 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     def _block(self, kv_cache: Tensor, number: int) -> Tensor:
         return kv_cache[number].view(-1).view(torch.uint8)[: self._page.bytes]
 
+    def _state(self, layer: int) -> SlotState:
+        return self._settings.state(layer, self._layers, self._head_offset)
+
     def _know(self, layer: int, block: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
         call = self._call(query[:1], key[:1], value[:1])
-        state = self.states[number] = self._settings.state(layer, self._layers)
+        state = self.states[number] = self._state(layer)
         state.window = call.window
         self._page.adopt(state, block)
         if self._together is not None:
@@ -112,7 +117,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     def _read(self, prompt: Prompt, call: AttentionCall, block: Tensor) -> Tensor:
         """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
         if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
-            self.reading[prompt.page] = self._settings.state(self.states[prompt.page].layer, self._layers)
+            self.reading[prompt.page] = self._state(self.states[prompt.page].layer)
             self.reading[prompt.page].reserve()
         state = self.reading[prompt.page]
         out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))

@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace_as
 
@@ -126,11 +127,13 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_configuration(vllm_config)
+        assert PolicyAttention.settings is not None
+        refuse_configuration(vllm_config, PolicyAttention.settings.spec)
         # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
         # window in which it sees what follows, and asks of this number only whether it is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        self._evictions = Evictions(len(layer_names), Ledger.make(vllm_config.parallel_config.data_parallel_index))
+        engine, rank = vllm_config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank()
+        self._evictions = Evictions(len(layer_names), Ledger.make(engine, rank))
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """A request has some tokens of its prompt, some behind it, or both."""
