@@ -18,7 +18,8 @@ from vllm import LLM, SamplingParams
 
 import kvdsl
 from kvdsl.assets import load_reference_model
-from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.attention import SHORT, PolicyAttention, gathered
+from kvdsl.integrations.vllm.backend import Prompt
 from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl_lab.assets import reference_model_path
 
@@ -27,6 +28,9 @@ AT_ONCE = 192
 """Tokens of a step: long prompts come in parts, whose bounds depend on who else is served."""
 
 LENGTHS = (1, 9, 47, 130, 301, 700)
+LAYERS = 5
+"""Of the model that comes with kvdsl-lab."""
+
 NEAR = 2e-5
 """Of log-probabilities: float32 in two orders of summation."""
 
@@ -87,6 +91,20 @@ def alone(policy: str, prompt: list[int], tokens: list[int]) -> tuple[list[float
     return found, [made.positions(layer)[0] for layer in range(len(made.layers))]
 
 
+def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]]) -> int:
+    """That answers and pages are what each text gets alone; how many tokens have left."""
+    left = 0
+    for text, (tokens, found) in zip(texts, answers, strict=True):
+        expected, held = alone(policy, text, tokens)
+        assert np.abs(np.array(found) - expected).max() < NEAR
+        for layer, position in enumerate(held):
+            left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
+            assert sets(position) in [sets(page) for page in pages[layer]], (
+                f"layer {layer} of the text of {len(text)} tokens"
+            )
+    return left
+
+
 def kept_in_pages(llm: LLM) -> list[list[torch.Tensor]]:
     """The positions in every page that was ever used, layer by layer."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
@@ -109,16 +127,39 @@ def test_requests_together_are_what_they_are_alone(served: tuple[str, LLM]) -> N
     answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], SamplingParams(
         max_tokens=NEW, temperature=0, logprobs=0, ignore_eos=True), use_tqdm=False))  # fmt: skip
     pages = kept_in_pages(llm)
-    left = 0
-    for text, (tokens, found) in zip(texts, answers, strict=True):
-        wanted, held = alone(policy, text, tokens)
-        assert np.abs(np.array(found) - wanted).max() < NEAR
-        for layer, position in enumerate(held):
-            left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
-            assert sets(position) in [sets(page) for page in pages[layer]], (
-                f"layer {layer} of the text of {len(text)} tokens"
-            )
-    assert ledger.evicted - before == left > 0
+    assert ledger.evicted - before == check(policy, texts, answers, pages) > 0
+
+
+def test_short_prompts_are_read_in_one_pass(served: tuple[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some of them lose tokens, and some do not."""
+    policy, llm = served
+    rng = np.random.default_rng(1)
+    texts = [rng.integers(10, 4000, size=length).tolist() for length in (3, 60, 64, 100, 128, 250)]
+    together: list[int] = []
+    read = PolicyAttention._read_together
+
+    def noted(self: PolicyAttention, prompts: Any, *rest: Any) -> Any:
+        together.append(len(prompts))
+        return read(self, prompts, *rest)
+
+    monkeypatch.setattr(PolicyAttention, "_read_together", noted)
+    answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], wanted(), use_tqdm=False))
+    assert check(policy, texts, answers, kept_in_pages(llm)) > 0
+    assert together.count(3) == LAYERS
+    assert together.count(2) == (
+        LAYERS if llm.llm_engine.vllm_config.scheduler_config.max_num_batched_tokens == LONGEST else 0
+    )
+
+
+def test_which_prompts_are_read_together() -> None:
+    def prompt(tokens: int, begins: bool = True, ends: bool = True) -> Prompt:
+        return Prompt(0, tokens, 0, begins, ends)
+
+    short = [prompt(1), prompt(64)]
+    longer = [prompt(65), prompt(128)]
+    rest = [prompt(5, begins=False), prompt(6, ends=False), prompt(SHORT + 1), prompt(SHORT + 2)]
+    found = gathered([short[0], longer[0], *rest, short[1], longer[1], prompt(SHORT)])
+    assert found == [short, longer, *([one] for one in rest), [prompt(SHORT)]]
 
 
 def test_a_page_shows_nothing_of_whom_it_was_before(served: tuple[str, LLM]) -> None:

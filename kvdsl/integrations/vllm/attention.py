@@ -1,13 +1,15 @@
-"""One layer's attention in vLLM: prompts one by one, whole or in parts, until what they left lies in their pages; decoded tokens in one
-call of C++.
+"""One layer's attention in vLLM: short prompts together, others one by one, whole or in parts, until what they left lies in their pages;
+decoded tokens in one call of C++.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
@@ -25,6 +27,23 @@ from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
     from kvdsl.integrations.vllm.backend import Decoded, Prompt, Step
+
+
+SHORT = 256
+"""Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
+
+_LEAST = 64
+"""Prompts up to this are read together, whatever their lengths."""
+
+
+def gathered(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Prompts that are read in one call: short ones that come whole, which padding makes less than twice as long; each other one alone."""
+    found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        tokens = prompt.last - prompt.first
+        together = prompt.begins and prompt.ends and tokens <= SHORT
+        found[(0, (max(_LEAST, tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
+    return list(found.values())
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -77,10 +96,18 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
         for prompt in attn_metadata.prompts:
-            part, block = slice(prompt.first, prompt.last), self._block(kv_cache, prompt.page)
             if prompt.page not in self.states:
+                block = self._block(kv_cache, prompt.page)
                 self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
-            output[part] = self._read(prompt, self._call(query[part], key[part], value[part]), block)
+        for prompts in gathered(attn_metadata.prompts):
+            rows = [slice(prompt.first, prompt.last) for prompt in prompts]
+            calls = [self._call(query[part], key[part], value[part]) for part in rows]
+            blocks = [self._block(kv_cache, prompt.page) for prompt in prompts]
+            if len(prompts) == 1:
+                output[rows[0]] = self._read(prompts[0], calls[0], blocks[0])
+                continue
+            for part, out in zip(rows, self._read_together(prompts, calls, blocks), strict=True):
+                output[part] = out
         for decoded in attn_metadata.decoded:
             self._decode(decoded, query, key, value, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
@@ -124,3 +151,20 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if prompt.ends:
             self._page.fill(block, self.reading.pop(prompt.page))
         return out[0].view(call.query.shape[2], self.num_heads, -1)
+
+    def _read_together(self, prompts: list[Prompt], calls: list[AttentionCall], blocks: list[Tensor]) -> list[Tensor]:
+        """Whole prompts, as rows of one padded batch."""
+        lengths = torch.tensor([call.query.shape[2] for call in calls])
+        most = int(lengths.max())
+        query, key, value = (
+            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in several])
+            for several in zip(*(call[:3] for call in calls), strict=True)
+        )
+        real = torch.arange(most) < lengths[:, None]
+        state = self._state(self.states[prompts[0].page].layer)
+        state.reserve()
+        out = self._backend.prefill(state, calls[0]._replace(query=query, key=key, value=value, real=real))
+        for row, (prompt, block) in enumerate(zip(prompts, blocks, strict=True)):
+            self.reading.pop(prompt.page, None)
+            self._page.fill(block, state, row)
+        return [one[:length].view(length, self.num_heads, -1) for one, length in zip(out, lengths.tolist(), strict=True)]

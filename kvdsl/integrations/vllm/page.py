@@ -51,8 +51,8 @@ class Page:
             self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False, even=True
         )
 
-    def fill(self, block: Tensor, state: SlotState) -> None:
-        """Copy into the block what a prompt has left in a state.
+    def fill(self, block: Tensor, state: SlotState, row: int = 0) -> None:
+        """Copy into the block what a prompt has left in a row of a state.
 
         Every byte that a kernel reads is written: nothing of the request that had the block before can be seen.
 
@@ -62,7 +62,10 @@ class Page:
         if state.slots > self.slots:
             raise KvdslError(f"{state.spec.name} has kept {state.slots} tokens of a prompt, and a page holds {self.slots}")
         for name, view in self.views(block).items():
-            tensor, slots = state.tensors()[name], state.declared[name].slots
+            declared = state.declared[name]
+            tensor, slots = state.tensors()[name], declared.slots
+            if declared.batch is not None:
+                tensor = tensor.narrow(declared.batch, row, 1)
             if slots is None:
                 view.copy_(tensor)
                 continue
