@@ -102,11 +102,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         for prompts in gathered(attn_metadata.prompts):
             rows = [slice(prompt.first, prompt.last) for prompt in prompts]
             calls = [self._call(query[part], key[part], value[part]) for part in rows]
-            blocks = [self._block(kv_cache, prompt.page) for prompt in prompts]
             if len(prompts) == 1:
-                output[rows[0]] = self._read(prompts[0], calls[0], blocks[0])
+                output[rows[0]] = self._read(prompts[0], calls[0])
                 continue
-            for part, out in zip(rows, self._read_together(prompts, calls, blocks), strict=True):
+            for part, out in zip(rows, self._read_together(prompts, calls), strict=True):
                 output[part] = out
         for decoded in attn_metadata.decoded:
             self._decode(decoded, query, key, value, output)
@@ -141,7 +140,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if self._together is not None:
             self._together.know(number, state, call)
 
-    def _read(self, prompt: Prompt, call: AttentionCall, block: Tensor) -> Tensor:
+    def _read(self, prompt: Prompt, call: AttentionCall) -> Tensor:
         """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
         if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
             self.reading[prompt.page] = self._state(self.states[prompt.page].layer)
@@ -149,10 +148,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         state = self.reading[prompt.page]
         out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))
         if prompt.ends:
-            self._page.fill(block, self.reading.pop(prompt.page))
+            self._page.fill(self.states[prompt.page], self.reading.pop(prompt.page))
         return out[0].view(call.query.shape[2], self.num_heads, -1)
 
-    def _read_together(self, prompts: list[Prompt], calls: list[AttentionCall], blocks: list[Tensor]) -> list[Tensor]:
+    def _read_together(self, prompts: list[Prompt], calls: list[AttentionCall]) -> list[Tensor]:
         """Whole prompts, as rows of one padded batch."""
         lengths = torch.tensor([call.query.shape[2] for call in calls])
         most = int(lengths.max())
@@ -164,7 +163,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         state = self._state(self.states[prompts[0].page].layer)
         state.reserve()
         out = self._backend.prefill(state, calls[0]._replace(query=query, key=key, value=value, real=real))
-        for row, (prompt, block) in enumerate(zip(prompts, blocks, strict=True)):
+        for row, prompt in enumerate(prompts):
             self.reading.pop(prompt.page, None)
-            self._page.fill(block, state, row)
+            self._page.fill(self.states[prompt.page], state, row)
         return [one[:length].view(length, self.num_heads, -1) for one, length in zip(out, lengths.tolist(), strict=True)]
