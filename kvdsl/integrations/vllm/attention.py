@@ -24,6 +24,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
     from kvdsl.integrations.vllm.backend import Decoded, Prompt, Step
@@ -87,6 +88,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self.states: dict[int, SlotState] = {}
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
+        self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        self._logs: dict[int, UndoLog] = {}
+        """By page, where vLLM guesses: what the tokens behind the first of a step have changed."""
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
@@ -107,10 +111,22 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                 continue
             for part, out in zip(rows, self._read_together(prompts, calls), strict=True):
                 output[part] = out
-        for decoded in attn_metadata.decoded:
+        for number, steps in attn_metadata.rejected:
+            self._logs[number].take_back(self.states[number], steps)
+        for place, decoded in enumerate(attn_metadata.decoded):
+            if self._guesses:
+                self._note(decoded, first=place == 0)
             self._decode(decoded, query, key, value, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
         return output
+
+    def _note(self, decoded: Decoded, first: bool) -> None:
+        """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
+        for number in decoded.pages.tolist():
+            if first:
+                self._logs[number] = UndoLog(self._guesses)
+            else:
+                self._logs[number].note(self.states[number])
 
     def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         if self._together is not None:

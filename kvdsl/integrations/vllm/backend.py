@@ -64,13 +64,15 @@ class Step:
 
     Attributes:
         prompts: those whose prompts are being read.
-        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM has it read once more
-            what it was answered before it lost its page.
+        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM guesses more, or has it
+            read once more what it was answered before it lost its page.
+        rejected: pages, and how many of the last tokens that they have read were wrong guesses.
         evictions: counts who has left, once all layers have attended.
     """
 
     prompts: list[Prompt]
     decoded: list[Decoded]
+    rejected: list[tuple[int, int]]
     evictions: Evictions
 
 
@@ -134,6 +136,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
         engine, rank = vllm_config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank()
         self._evictions = Evictions(len(layer_names), Ledger.make(engine, rank))
+        self._read: dict[int, int] = {}
+        """By page: how many tokens of its request have been read, guesses included."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
         """A request has some tokens of its prompt, some behind it, or both."""
@@ -141,12 +145,18 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
         pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
         prompts: list[Prompt] = []
+        rejected: list[tuple[int, int]] = []
         decoded: dict[int, list[tuple[int, int]]] = defaultdict(list)
         for block, first, last, length, end in zip(pages, starts, starts[1:], lengths, ends, strict=False):
+            if first == last:
+                continue
             before = length - (last - first)
+            if before and self._read[block] > before:
+                rejected.append((block, self._read[block] - before))
+            self._read[block] = length
             behind = max(first, min(last, first + end - before))  # the first row behind the prompt
             if behind > first:
                 prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row))
-        return Step(prompts, [Decoded.of(found) for found in decoded.values()], self._evictions)
+        return Step(prompts, [Decoded.of(found) for found in decoded.values()], rejected, self._evictions)

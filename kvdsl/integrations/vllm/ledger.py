@@ -93,15 +93,18 @@ class Ledger:
         return self._numbers[_EVICTED]
 
     def add(self, evicted: int) -> None:
-        """So many more have left; one process says so."""
+        """So many more have left, or fewer; one process says so."""
         self._numbers[_EVICTED] += evicted
 
     def take(self) -> int:
-        """How many have left since a server last asked: of several servers, one is told."""
+        """How many have left since a server last asked: of several servers, one is told.
+
+        Whom a wrong guess had made leave has come back, so there may be fewer than there were: that is made up for by the next ones.
+        """
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            evicted = self._numbers[_EVICTED]
-            new, self._numbers[_REPORTED] = evicted - self._numbers[_REPORTED], evicted
+            new = max(0, self._numbers[_EVICTED] - self._numbers[_REPORTED])
+            self._numbers[_REPORTED] += new
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return new

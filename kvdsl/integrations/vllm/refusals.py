@@ -76,8 +76,12 @@ def refuse_release(version: str) -> None:
 
 def refuse_configuration(config: Any, spec: PolicySpec) -> None:
     """Raise KvdslError for what a `VllmConfig` asks beside the policy and is not served with it."""
-    if config.speculative_config is not None:
-        raise KvdslError("kvdsl serves no speculative decoding in vLLM yet: leave --speculative-config out")
+    guesses = config.speculative_config
+    if guesses is not None and guesses.method != "ngram":
+        raise KvdslError(
+            f"kvdsl serves speculative decoding by n-grams only, not by `{guesses.method}`, whose own layers would have pages: say "
+            f'--speculative-config \'{{"method": "ngram", …}}\''
+        )
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
     if config.cache_config.cache_dtype != "auto":
