@@ -83,7 +83,7 @@ def _start(name: str, words: list[str]) -> Any:
     command = [sys.executable, "-m", "scripts.vllm_ttft", *words, "--serve", name]
     told = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
         "VLLM_LOGGING_LEVEL": "ERROR",
         "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1",
         "OMP_NUM_THREADS": "1",
