@@ -77,7 +77,7 @@ $(VENV)/.lm-eval-ready: $(READY)
 	$(PIP) --editable . --editable './lab[lm-eval]'
 	touch $@
 
-test-vllm: $(VLLM)/.ready  ## policies in vLLM, in an environment of its own; five minutes
+test-vllm: $(VLLM)/.ready  ## policies in vLLM, in an environment of its own; ten minutes
 	PYTHONPATH=.:lab $(VLLM)/bin/python -m pytest -q tests/vllm $(PYTEST_ARGS)
 
 $(VLLM)/.ready: pyproject.toml

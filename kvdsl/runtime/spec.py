@@ -105,6 +105,15 @@ class PolicySpec:
         """Whether there is a column that what queries give is folded into, a block of them at once."""
         return bool(self.rings or set(self.column_rules) - {"token", "fold", "prune"})
 
+    @property
+    def agreement(self) -> str | None:
+        """What the KV heads of a layer decide together, as a verb and what follows; None if each decides by itself."""
+        if self.across or self.across_layers:
+            return "share a budget"
+        if self.victims != "own":
+            return "agree on who leaves"
+        return "choose together what to attend to" if self.heads_vote else None
+
     def __post_init__(self) -> None:
         if self.abi != ABI:
             raise ImportError(

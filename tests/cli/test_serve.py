@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shlex
+from pathlib import Path
 
 import pytest
+import yaml
 from click.testing import CliRunner
 
 from kvdsl.cli import main
@@ -36,6 +38,19 @@ def test_a_users_own_options_stay(vllm: None) -> None:
     done = CliRunner().invoke(command, words)
     assert done.exit_code == 0, done.output
     assert "--max-model-len 512" in done.stdout and "--max-num-batched-tokens 512" not in done.stdout
+
+
+def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
+    text = (Path(__file__).parents[2] / "docs/assets/serving.yaml").read_text()
+    deployment, service = yaml.safe_load_all(text)
+    (container,) = deployment["spec"]["template"]["spec"]["containers"]
+    assert container["command"] == ["kvdsl", "serve", "smollm2"]
+    done = CliRunner().invoke(command, [MODEL, *container["args"], "--dry-run"])
+    assert done.exit_code == 0, done.output
+    (port,) = container["ports"]
+    assert f"--port {port['containerPort']}" in done.stdout
+    assert service["spec"]["ports"][0]["targetPort"] == container["readinessProbe"]["httpGet"]["port"] == port["name"]
+    assert service["spec"]["selector"].items() <= deployment["spec"]["template"]["metadata"]["labels"].items()
 
 
 @pytest.mark.parametrize(

@@ -21,13 +21,19 @@ from prometheus_client.parser import text_string_to_metric_families
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl_lab.assets import reference_model_path
+from tests.vllm.conftest import bound_to_processors
 
 BUDGET, LAYERS, HEADS = 48, 5, 4
 """The model that comes with kvdsl-lab has as many layers and KV heads."""
 
 
-@pytest.fixture(scope="module", params=[(), ("--api-server-count", "2")], ids=["one server", "two servers"])
-def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+@pytest.fixture(
+    scope="module",
+    params=[("--api-server-count", "1"), ("--api-server-count", "2"), ("--tensor-parallel-size", "2")],
+    ids=" ".join,
+)
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, int]]:
+    """Where a server is, and over how many processes its KV heads are spread."""
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
@@ -37,12 +43,15 @@ def address(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
         "--dtype", "float32", "--max-model-len", "512", "--max-num-batched-tokens", "96", "--max-num-seqs", "4", "--enforce-eager",
     ]  # fmt: skip
     log = tmp_path_factory.mktemp("serving") / "log"
+    processes = 2 if "--tensor-parallel-size" in request.param else 1
     environment = os.environ | {"VLLM_LOGGING_LEVEL": "WARNING", "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
+    if processes > 1:
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = bound_to_processors(processes)
     with log.open("w") as out:
         command = [sys.executable, "-m", "kvdsl.integrations.vllm.launch", *words, *request.param]
         server = subprocess.Popen(command, stdout=out, stderr=out, env=environment)
     try:
-        yield _ready(server, f"http://127.0.0.1:{port}", log)
+        yield _ready(server, f"http://127.0.0.1:{port}", log), processes
     finally:
         server.terminate()
         server.wait()
@@ -93,8 +102,9 @@ def settled(address: str, evicted: int) -> dict[str, float]:
     return found
 
 
-def test_the_numbers_are_those_of_requests_that_are_known(address: str) -> None:
+def test_the_numbers_are_those_of_requests_that_are_known(served: tuple[str, int]) -> None:
     """The last token of an answer is not read: a request of 130 and 24 tokens has read 153, and holds 48."""
+    address, processes = served
     answer(address, 20, 20)
     assert settled(address, 0)["kvdsl:tokens_evicted_total"] == 0
     evicted = 0
@@ -103,12 +113,13 @@ def test_the_numbers_are_those_of_requests_that_are_known(address: str) -> None:
         evicted += (prompt + new - 1 - BUDGET) * LAYERS * HEADS
         assert settled(address, evicted)["kvdsl:tokens_evicted_total"] == evicted
     found = said(address)
-    whole = page(Settings("h2o", (("budget", BUDGET),)), HEADS, 64, torch.float32).bytes * LAYERS
-    assert found["kvdsl:request_bytes"] == whole
+    one = page(Settings("h2o", (("budget", BUDGET),)), HEADS // processes, 64, torch.float32)
+    assert found["kvdsl:request_bytes"] == one.bytes * LAYERS * processes
     assert found["kvdsl:pages_in_use"] == 0
 
 
-def test_pages_are_in_use_while_a_request_is_answered(address: str) -> None:
+def test_pages_are_in_use_while_a_request_is_answered(served: tuple[str, int]) -> None:
+    address, processes = served
     asked = {"model": "small", "prompt": [10, 11], "n": 2, "max_tokens": 400, "ignore_eos": True, "stream": True}
     request = urllib.request.Request(
         f"{address}/v1/completions", json.dumps(asked).encode(), {"Content-Type": "application/json"}
@@ -118,4 +129,4 @@ def test_pages_are_in_use_while_a_request_is_answered(address: str) -> None:
         for line in got:
             if line.startswith(b"data: {"):
                 most = max(most, said(address).get("kvdsl:pages_in_use", 0.0))
-    assert most == 2 * LAYERS
+    assert most == 2 * LAYERS * processes

@@ -1,14 +1,17 @@
-"""One layer's attention in vLLM: prompts one by one, whole or in parts, until what they left lies in their pages; decoded tokens in one
-call of C++.
+"""One layer's attention in vLLM: short prompts together, others one by one, whole or in parts, until what they left lies in their pages;
+decoded tokens in one call of C++.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 from vllm.config import get_current_vllm_config
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
@@ -21,10 +24,27 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch.prefill import finish
+from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.backend import Prompt, Step
+    from kvdsl.integrations.vllm.backend import Decoded, Prompt, Step
+
+
+SHORT = 256
+"""Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
+
+_LEAST = 64
+"""Prompts up to this are read together, whatever their lengths."""
+
+
+def gathered(prompts: list[Prompt]) -> list[list[Prompt]]:
+    """Prompts that are read in one call: short ones that come whole, which padding makes less than twice as long; each other one alone."""
+    found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        tokens = prompt.last - prompt.first
+        together = prompt.begins and prompt.ends and tokens <= SHORT
+        found[(0, (max(_LEAST, tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
+    return list(found.values())
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -58,6 +78,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
         self._layers = text.num_hidden_layers
+        self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype)
@@ -67,6 +88,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self.states: dict[int, SlotState] = {}
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
+        self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        self._logs: dict[int, UndoLog] = {}
+        """By page, where vLLM guesses: what the tokens behind the first of a step have changed."""
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
@@ -76,24 +100,42 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
         for prompt in attn_metadata.prompts:
-            part, block = slice(prompt.first, prompt.last), self._block(kv_cache, prompt.page)
             if prompt.page not in self.states:
+                block = self._block(kv_cache, prompt.page)
                 self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
-            output[part] = self._read(prompt, self._call(query[part], key[part], value[part]), block)
-        pages, rows = attn_metadata.pages, attn_metadata.rows
-        for number in self.reading.keys() & set(pages.tolist()):  # its prompt has ended, which nobody said
-            state = self.reading.pop(number)
-            finish(state)
-            self._page.fill(self._block(kv_cache, number), state)
-        if len(pages) and self._together is not None:
-            self._together.decode(pages, rows, query, key, value, output)
-        elif len(pages):
-            for number, row in zip(pages.tolist(), rows.tolist(), strict=True):
-                part = slice(row, row + 1)
-                found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
-                output[part] = found[0].view(1, self.num_heads, -1)
+        for prompts in gathered(attn_metadata.prompts):
+            rows = [slice(prompt.first, prompt.last) for prompt in prompts]
+            calls = [self._call(query[part], key[part], value[part]) for part in rows]
+            if len(prompts) == 1:
+                output[rows[0]] = self._read(prompts[0], calls[0])
+                continue
+            for part, out in zip(rows, self._read_together(prompts, calls), strict=True):
+                output[part] = out
+        for number, steps in attn_metadata.rejected:
+            self._logs[number].take_back(self.states[number], steps)
+        for place, decoded in enumerate(attn_metadata.decoded):
+            if self._guesses:
+                self._note(decoded, first=place == 0)
+            self._decode(decoded, query, key, value, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
         return output
+
+    def _note(self, decoded: Decoded, first: bool) -> None:
+        """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
+        for number in decoded.pages.tolist():
+            if first:
+                self._logs[number] = UndoLog(self._guesses)
+            else:
+                self._logs[number].note(self.states[number])
+
+    def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
+        if self._together is not None:
+            self._together.decode(decoded.pages, decoded.rows, query, key, value, output)
+            return
+        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
+            part = slice(row, row + 1)
+            found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
+            output[part] = found[0].view(1, self.num_heads, -1)
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
         query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
@@ -102,22 +144,42 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
     def _block(self, kv_cache: Tensor, number: int) -> Tensor:
         return kv_cache[number].view(-1).view(torch.uint8)[: self._page.bytes]
 
+    def _state(self, layer: int) -> SlotState:
+        return self._settings.state(layer, self._layers, self._head_offset)
+
     def _know(self, layer: int, block: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
         call = self._call(query[:1], key[:1], value[:1])
-        state = self.states[number] = self._settings.state(layer, self._layers)
+        state = self.states[number] = self._state(layer)
         state.window = call.window
         self._page.adopt(state, block)
         if self._together is not None:
             self._together.know(number, state, call)
 
-    def _read(self, prompt: Prompt, call: AttentionCall, block: Tensor) -> Tensor:
+    def _read(self, prompt: Prompt, call: AttentionCall) -> Tensor:
         """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
         if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
-            self.reading[prompt.page] = self._settings.state(self.states[prompt.page].layer, self._layers)
+            self.reading[prompt.page] = self._state(self.states[prompt.page].layer)
             self.reading[prompt.page].reserve()
         state = self.reading[prompt.page]
         out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))
         if prompt.ends:
-            self._page.fill(block, self.reading.pop(prompt.page))
+            self._page.fill(self.states[prompt.page], self.reading.pop(prompt.page))
         return out[0].view(call.query.shape[2], self.num_heads, -1)
+
+    def _read_together(self, prompts: list[Prompt], calls: list[AttentionCall]) -> list[Tensor]:
+        """Whole prompts, as rows of one padded batch."""
+        lengths = torch.tensor([call.query.shape[2] for call in calls])
+        most = int(lengths.max())
+        query, key, value = (
+            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in several])
+            for several in zip(*(call[:3] for call in calls), strict=True)
+        )
+        real = torch.arange(most) < lengths[:, None]
+        state = self._state(self.states[prompts[0].page].layer)
+        state.reserve()
+        out = self._backend.prefill(state, calls[0]._replace(query=query, key=key, value=value, real=real))
+        for row, prompt in enumerate(prompts):
+            self.reading.pop(prompt.page, None)
+            self._page.fill(self.states[prompt.page], state, row)
+        return [one[:length].view(length, self.num_heads, -1) for one, length in zip(out, lengths.tolist(), strict=True)]

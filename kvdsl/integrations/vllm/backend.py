@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace_as
 
@@ -27,8 +29,7 @@ class Prompt:
     Attributes:
         first, last: its rows in the step's tokens, from `first` to before `last`.
         page: the block that will hold what the policy keeps.
-        begins: whether the part is the first.
-        ends: whether it is known to be the last. vLLM does not say so; but a step that has room for more tokens has all that there are.
+        begins, ends: whether the part is the first, and the last.
     """
 
     first: int
@@ -39,19 +40,39 @@ class Prompt:
 
 
 @dataclass(frozen=True)
+class Decoded:
+    """A token each of some requests, behind their prompts.
+
+    Attributes:
+        pages: theirs, no two the same; int64 [requests].
+        rows: where in the step's tokens these are; int64 [requests].
+    """
+
+    pages: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, found: list[tuple[int, int]]) -> Decoded:
+        """From pairs of a page and a row."""
+        table = torch.tensor(found, dtype=torch.int64).view(-1, 2)
+        return cls(table[:, 0].contiguous(), table[:, 1].contiguous())
+
+
+@dataclass(frozen=True)
 class Step:
     """What a step's requests are.
 
     Attributes:
         prompts: those whose prompts are being read.
-        pages: of the others, each of which has one token; int64 [requests].
-        rows: where in the step's tokens these are; int64 [requests].
+        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM guesses more, or has it
+            read once more what it was answered before it lost its page.
+        rejected: pages, and how many of the last tokens that they have read were wrong guesses.
         evictions: counts who has left, once all layers have attended.
     """
 
     prompts: list[Prompt]
-    pages: Tensor
-    rows: Tensor
+    decoded: list[Decoded]
+    rejected: list[tuple[int, int]]
     evictions: Evictions
 
 
@@ -108,27 +129,34 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        refuse_configuration(vllm_config)
-        scheduler = vllm_config.scheduler_config
-        most = scheduler.max_num_scheduled_tokens or scheduler.max_num_batched_tokens
-        self._evictions = Evictions(len(layer_names), Ledger.make(vllm_config.parallel_config.data_parallel_index))
-        self._room = 0 if scheduler.long_prefill_token_threshold else most
-        """Tokens of a step. In one that has fewer no prompt was cut; it may have been if long ones are cut anyhow."""
+        assert PolicyAttention.settings is not None
+        refuse_configuration(vllm_config, PolicyAttention.settings.spec)
+        # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
+        # window in which it sees what follows, and asks of this number only whether it is there.
+        vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
+        engine, rank = vllm_config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank()
+        self._evictions = Evictions(len(layer_names), Ledger.make(engine, rank))
+        self._read: dict[int, int] = {}
+        """By page: how many tokens of its request have been read, guesses included."""
 
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
-        """A request has a part of its prompt, or one token after that."""
+        """A request has some tokens of its prompt, some behind it, or both."""
         known = common_attn_metadata
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
-        pages, reading = known.block_table_tensor[:, 0].tolist(), known.is_prefilling.tolist()
-        ends = starts[known.num_reqs] < self._room
-        prompts, decoded = [], []
-        for request in range(known.num_reqs):
-            first, last = starts[request], starts[request + 1]
-            if reading[request] and last > first:
-                prompts.append(Prompt(first, last, pages[request], begins=last - first == lengths[request], ends=ends))
-            elif last - first == 1:
-                decoded.append((pages[request], first))
-            elif last > first:
-                raise RuntimeError(f"{last - first} tokens came at once behind a prompt: kvdsl takes them one by one")
-        table = torch.tensor(decoded, dtype=torch.int64).view(-1, 2)
-        return Step(prompts, table[:, 0].contiguous(), table[:, 1].contiguous(), self._evictions)
+        pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
+        prompts: list[Prompt] = []
+        rejected: list[tuple[int, int]] = []
+        decoded: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        for block, first, last, length, end in zip(pages, starts, starts[1:], lengths, ends, strict=False):
+            if first == last:
+                continue
+            before = length - (last - first)
+            if before and self._read[block] > before:
+                rejected.append((block, self._read[block] - before))
+            self._read[block] = length
+            behind = max(first, min(last, first + end - before))  # the first row behind the prompt
+            if behind > first:
+                prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
+            for number, row in enumerate(range(behind, last)):
+                decoded[number].append((block, row))
+        return Step(prompts, [Decoded.of(found) for found in decoded.values()], rejected, self._evictions)

@@ -55,8 +55,8 @@ class Evictions:
         for prompt in step.prompts:
             if prompt.begins:
                 self._counted[prompt.page] = 0
-        ended = torch.tensor([prompt.page for prompt in step.prompts if prompt.ends], dtype=torch.int64)
-        pages = torch.cat([step.pages, ended])
+        ended = {prompt.page for prompt in step.prompts if prompt.ends}
+        pages = torch.tensor(list(ended.union(*(decoded.pages.tolist() for decoded in step.decoded))), dtype=torch.int64)
         left = _left(bases[:, None] + pages * strides[:, None], page).sum(0)
         self._ledger.add(int((left - self._counted[pages]).sum()))
         self._counted[pages] = left

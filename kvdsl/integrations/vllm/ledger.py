@@ -1,4 +1,4 @@
-"""A few numbers of one engine that its worker writes and the servers read, in a file that all of them map.
+"""A few numbers of one engine that each of its workers writes and the servers read, in a file that all of them map.
 
 vLLM's servers, which answer `/metrics`, are other processes than the one that evicts, and what travels between them has no place for a
 plug-in's numbers.
@@ -37,10 +37,10 @@ def _sweep(process: int) -> None:
 
 
 class Sizes(NamedTuple):
-    """What an engine's pages are.
+    """What a worker's pages are.
 
     Attributes:
-        request_bytes: of the cache that a request takes, all layers together.
+        request_bytes: of the worker's cache that a request takes, all layers together.
         blocks: of vLLM's cache; a request has one, which is a page in each layer.
         layers: how many have pages.
     """
@@ -51,26 +51,26 @@ class Sizes(NamedTuple):
 
 
 class Ledger:
-    """An engine's numbers: int64 each, so that whoever reads one sees it as it was or as it is."""
+    """A worker's numbers: int64 each, so that whoever reads one sees it as it was or as it is."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
         self._numbers = memoryview(mmap.mmap(descriptor, _SIZE)).cast("q")
 
     @classmethod
-    def make(cls, engine: int) -> Ledger:
-        """An engine's, with zeros."""
-        path = _path(engine)
+    def make(cls, engine: int, rank: int) -> Ledger:
+        """That of an engine's worker, with zeros."""
+        path = _path(engine, rank)
         path.unlink(missing_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         os.ftruncate(descriptor, _SIZE)
         return cls(descriptor)
 
     @classmethod
-    def find(cls, engine: int) -> Ledger | None:
-        """An engine's, if it has made one on this machine."""
+    def find(cls, engine: int, rank: int = 0) -> Ledger | None:
+        """That of an engine's worker, if it has made one on this machine."""
         try:
-            descriptor = os.open(_path(engine), os.O_RDWR | os.O_CLOEXEC)
+            descriptor = os.open(_path(engine, rank), os.O_RDWR | os.O_CLOEXEC)
         except FileNotFoundError:
             return None
         if os.fstat(descriptor).st_size == _SIZE:
@@ -93,19 +93,22 @@ class Ledger:
         return self._numbers[_EVICTED]
 
     def add(self, evicted: int) -> None:
-        """So many more have left; one process says so."""
+        """So many more have left, or fewer; one process says so."""
         self._numbers[_EVICTED] += evicted
 
     def take(self) -> int:
-        """How many have left since a server last asked: of several servers, one is told."""
+        """How many have left since a server last asked: of several servers, one is told.
+
+        Whom a wrong guess had made leave has come back, so there may be fewer than there were: that is made up for by the next ones.
+        """
         fcntl.flock(self._descriptor, fcntl.LOCK_EX)
         try:
-            evicted = self._numbers[_EVICTED]
-            new, self._numbers[_REPORTED] = evicted - self._numbers[_REPORTED], evicted
+            new = max(0, self._numbers[_EVICTED] - self._numbers[_REPORTED])
+            self._numbers[_REPORTED] += new
         finally:
             fcntl.flock(self._descriptor, fcntl.LOCK_UN)
         return new
 
 
-def _path(engine: int) -> Path:
-    return Path(tempfile.gettempdir()) / f"kvdsl-{os.environ[RUN]}-{engine}"
+def _path(engine: int, rank: int) -> Path:
+    return Path(tempfile.gettempdir()) / f"kvdsl-{os.environ[RUN]}-{engine}-{rank}"

@@ -13,10 +13,15 @@ from kvdsl.integrations.vllm.settings import asked
 _LABELS = ("model_name", "engine")
 
 EVICTED = Counter("kvdsl:tokens_evicted", "Tokens that the policy has evicted, counted in each layer and KV head.", _LABELS)
-PAGES = Gauge("kvdsl:pages_in_use", "Pages that requests hold, one in each layer.", _LABELS, multiprocess_mode="mostrecent")
+PAGES = Gauge(
+    "kvdsl:pages_in_use",
+    "Pages that requests hold, one in each layer of each process.",
+    _LABELS,
+    multiprocess_mode="mostrecent",
+)
 BYTES = Gauge(
     "kvdsl:request_bytes",
-    "Bytes of the cache that a request takes, all layers together, whatever its length.",
+    "Bytes of the cache that a request takes, all layers and processes together, whatever its length.",
     _LABELS,
     multiprocess_mode="mostrecent",
 )
@@ -29,20 +34,29 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         self._asked = asked(vllm_config) is not None
         self._engine = engine_index
         self._labels = (vllm_config.model_config.served_model_name, str(engine_index))
-        self._ledger: Ledger | None = None
+        self._workers = vllm_config.parallel_config.tensor_parallel_size
+        self._ledgers: list[Ledger] = []
 
     def record(self, scheduler_stats: Any, iteration_stats: Any, mm_cache_stats: Any = None, engine_idx: int = 0) -> None:
         """A step has been answered: say what it has come to."""
         if not self._asked or scheduler_stats is None:
             return
-        self._ledger = self._ledger or Ledger.find(self._engine)
-        if self._ledger is None:  # the engine runs on another machine
+        if not self._ledgers and not self._find():  # the engine runs on another machine
             return
-        sizes = self._ledger.sizes
-        EVICTED.labels(*self._labels).inc(self._ledger.take())
-        BYTES.labels(*self._labels).set(sizes.request_bytes)
+        sizes = [ledger.sizes for ledger in self._ledgers]
+        EVICTED.labels(*self._labels).inc(sum(ledger.take() for ledger in self._ledgers))
+        BYTES.labels(*self._labels).set(sum(one.request_bytes for one in sizes))
         # The first block is nobody's, which vLLM leaves out of what it calls usage.
-        PAGES.labels(*self._labels).set(round(scheduler_stats.kv_cache_usage * (sizes.blocks - 1)) * sizes.layers)
+        requests = round(scheduler_stats.kv_cache_usage * (sizes[0].blocks - 1))
+        PAGES.labels(*self._labels).set(requests * sum(one.layers for one in sizes))
+
+    def _find(self) -> bool:
+        """Whether all workers of the engine have told their numbers."""
+        found = [Ledger.find(self._engine, rank) for rank in range(self._workers)]
+        self._ledgers = [ledger for ledger in found if ledger is not None]
+        if len(self._ledgers) < self._workers:
+            self._ledgers = []
+        return bool(self._ledgers)
 
     def log_engine_initialized(self) -> None:
         """There is nothing to say yet."""

@@ -14,6 +14,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_policy
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
@@ -51,24 +52,34 @@ class Page:
             self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False, even=True
         )
 
-    def fill(self, block: Tensor, state: SlotState) -> None:
-        """Copy into the block what a prompt has left in a state.
+    def fill(self, own: SlotState, state: SlotState, row: int = 0) -> None:
+        """Copy what a prompt has left in a row of a state.
 
-        Every byte that a kernel reads is written: nothing of the request that had the block before can be seen.
+        Every byte that a kernel reads is written, and what was kept beside the block is forgotten: nothing of the request that had the
+        block before can be seen.
+
+        Args:
+            own: whose tensors are those in the block.
 
         Raises:
             KvdslError: if a prompt has left more than the page holds.
         """
         if state.slots > self.slots:
             raise KvdslError(f"{state.spec.name} has kept {state.slots} tokens of a prompt, and a page holds {self.slots}")
-        for name, view in self.views(block).items():
-            tensor, slots = state.tensors()[name], state.declared[name].slots
+        views, left = own.tensors(), state.tensors()
+        for name in self.parts:
+            view, tensor, declared = views[name], left[name], state.declared[name]
+            slots = declared.slots
+            if declared.batch is not None:
+                tensor = tensor.narrow(declared.batch, row, 1)
             if slots is None:
                 view.copy_(tensor)
                 continue
             view.narrow(slots, 0, tensor.shape[slots]).copy_(tensor)
             free = FREE if name in ("position", "rank") else 0
             view.narrow(slots, tensor.shape[slots], view.shape[slots] - tensor.shape[slots]).fill_(free)
+        copies.forget(own)
+        copies.forget_halves(own)
 
 
 @lru_cache

@@ -7,6 +7,7 @@ from typing import Any
 from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm import RELEASES, tested
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
 
@@ -73,22 +74,33 @@ def refuse_release(version: str) -> None:
         )
 
 
-def refuse_configuration(config: Any) -> None:
-    """Raise KvdslError for what a `VllmConfig` asks beside the policy and is not served with one."""
-    if config.speculative_config is not None:
-        raise KvdslError("kvdsl serves no speculative decoding in vLLM yet: leave --speculative-config out")
+def refuse_configuration(config: Any, spec: PolicySpec) -> None:
+    """Raise KvdslError for what a `VllmConfig` asks beside the policy and is not served with it."""
+    guesses = config.speculative_config
+    if guesses is not None and guesses.method != "ngram":
+        raise KvdslError(
+            f"kvdsl serves speculative decoding by n-grams only, not by `{guesses.method}`, whose own layers would have pages: say "
+            f'--speculative-config \'{{"method": "ngram", …}}\''
+        )
     if config.kv_transfer_config is not None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
-    if config.scheduler_config.policy == "priority":
-        raise KvdslError(
-            "under priority scheduling vLLM would replay a preempted request as one prompt, with another result: use fcfs"
-        )
     if config.cache_config.cache_dtype != "auto":
         raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
     parallel = config.parallel_config
-    sizes = (parallel.tensor_parallel_size, parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size)
-    if max(sizes) > 1:
-        raise KvdslError("kvdsl does not spread a request over ranks in vLLM yet: leave tensor and context parallelism out")
+    if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
+        raise KvdslError("kvdsl does not spread a request's tokens over processes in vLLM: leave context parallelism out")
+    if parallel.pipeline_parallel_size > 1:
+        raise KvdslError("kvdsl does not spread layers over processes in vLLM yet: leave --pipeline-parallel-size out")
+    processes, heads = parallel.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
+    if heads % processes:
+        raise KvdslError(
+            f"{heads} KV heads do not divide evenly over {processes} processes: choose a --tensor-parallel-size that does"
+        )
+    if processes > 1 and spec.agreement is not None:
+        raise KvdslError(
+            f"the KV heads of {spec.name} {spec.agreement}, but tensor parallelism spreads them over {processes} processes: leave "
+            f"--tensor-parallel-size out, or serve a policy whose heads decide by themselves (h2o, roco)"
+        )
 
 
 def refuse_layer(spec: Any, full: type) -> None:

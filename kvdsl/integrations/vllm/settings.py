@@ -34,8 +34,11 @@ class Settings:
         """
         return _spec(self.policy)
 
-    def state(self, layer: int, layers: int) -> SlotState:
+    def state(self, layer: int, layers: int, head_offset: int = 0) -> SlotState:
         """An empty state of one layer of a request.
+
+        Args:
+            head_offset: the first KV head's number in the whole layer.
 
         Raises:
             KvdslError: if a param is none of the policy's.
@@ -43,7 +46,8 @@ class Settings:
         unknown = [name for name, _ in self.given if name not in self.spec.params]
         if unknown:
             raise KvdslError(f"{self.spec.name} has no param `{unknown[0]}`; it has {', '.join(self.spec.params) or 'none'}")
-        return slot_state(self.spec, dict.fromkeys(self.spec.params) | dict(self.given), layer=layer, layers=layers)
+        given = dict.fromkeys(self.spec.params) | dict(self.given)
+        return slot_state(self.spec, given, layer=layer, layers=layers, head_offset=head_offset)
 
 
 @lru_cache

@@ -18,20 +18,11 @@ def refuse_agreement(model: PreTrainedModel, spec: PolicySpec) -> None:
     Raises:
         KvdslError: if the policy makes the heads of a layer agree, and these are spread over processes.
     """
-    if (getattr(model, "_tp_size", None) or 1) > 1 and _agrees(spec) is not None:
+    if (getattr(model, "_tp_size", None) or 1) > 1 and spec.agreement is not None:
         raise KvdslError(
-            f"the KV heads of {spec.name} {_agrees(spec)}, but tensor parallelism spreads them over {model._tp_size} processes: load "
+            f"the KV heads of {spec.name} {spec.agreement}, but tensor parallelism spreads them over {model._tp_size} processes: load "
             f"the model without `tp_plan`, or choose a policy whose heads decide by themselves"
         )
-
-
-def _agrees(spec: PolicySpec) -> str | None:
-    """What the KV heads of a layer decide together; None if each decides by itself."""
-    if spec.across or spec.across_layers:
-        return "share a budget"
-    if spec.victims != "own":
-        return "agree on who leaves"
-    return "choose together what to attend to" if spec.heads_vote else None
 
 
 def processes_of(model: PreTrainedModel) -> int:

@@ -56,17 +56,6 @@ def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> Non
     state.store(kept, seen, numbers)
 
 
-def finish(state: SlotState) -> None:
-    """Settle a prompt whose parts all said that it goes on, though no more of it comes."""
-    kept, seen = state.in_slots(), state.seen
-    numbers = state.settings.resolve(seen.clamp(min=state.expected))
-    if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
-        return  # blocks settle by themselves
-    all_rows = torch.ones_like(seen, dtype=torch.bool)
-    held = Held(state, kept, numbers, seen - 1, all_rows, _evicts(state, numbers), of_prompt=True)
-    eviction.settle(held, then=lambda: _settled(state, kept, seen, numbers))
-
-
 def _in_blocks(
     state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
 ) -> Tensor:

@@ -1,0 +1,43 @@
+"""vLLM guesses tokens from n-grams, and a page forgets the wrong ones: answers are those of a request that is not guessed at."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+
+from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.refusals import refuse_configuration
+from kvdsl.integrations.vllm.settings import Settings
+from tests.vllm.guessing import repeating
+from tests.vllm.test_serving import LAYERS, NEAR, alone
+
+
+@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
+def test_guesses_change_no_answer(policy: str) -> None:
+    """Unless wrong ones stay: so the comparison can fail."""
+    command = [sys.executable, "-m", "tests.vllm.guessing", policy]
+    found = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout.splitlines()[-1])
+    assert found["taken"] >= 10 * LAYERS  # some guesses were wrong
+    assert found["noted"] >= found["taken"] + 10 * LAYERS  # and some were right
+    assert max(_distances(policy, found["answers"])) < NEAR
+    assert max(_distances(policy, found["stained"])) > 100 * NEAR
+
+
+def _distances(policy: str, answers: list[tuple[list[int], list[float]]]) -> list[float]:
+    """By how much log-probabilities differ from those of the same answers in transformers."""
+    return [
+        float(np.abs(np.array(found) - alone(policy, text, tokens)[0]).max())
+        for text, (tokens, found) in zip(repeating(), answers, strict=True)
+    ]
+
+
+def test_guesses_by_a_model_are_refused() -> None:
+    with pytest.raises(KvdslError, match="by n-grams only, not by `eagle`"):
+        refuse_configuration(SimpleNamespace(speculative_config=SimpleNamespace(method="eagle")), Settings("h2o", ()).spec)

@@ -1,0 +1,63 @@
+"""A page: its size, and that nothing in it or beside it is of a request that had it before. This needs no vLLM."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvdsl.integrations.vllm.page import page
+from kvdsl.integrations.vllm.settings import Settings
+from kvdsl.runtime.backends import choose
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state.slots import SlotState
+
+HEADS, DIM = 2, 16
+ROPE = Rope((10_000.0 ** -(torch.arange(0, DIM, 2) / DIM)).double(), "half")
+
+
+def call(tokens: int, generator: torch.Generator) -> AttentionCall:
+    query, key, value = (torch.randn(1, HEADS, tokens, DIM, generator=generator) for _ in range(3))
+    return AttentionCall(query, key, value, None, DIM**-0.5, rope=ROPE)
+
+
+def read(settings: Settings, seed: int) -> tuple[SlotState, torch.Generator]:
+    """A prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    state = settings.state(0, 1)
+    state.reserve()
+    choose(settings.spec, "auto", torch.device("cpu"), torch.float32).prefill(state, call(40, generator))
+    return state, generator
+
+
+def answers(settings: Settings, state: SlotState, generator: torch.Generator) -> list[Tensor]:
+    backend = choose(settings.spec, "auto", torch.device("cpu"), torch.float32)
+    return [backend.decode(state, call(1, generator)).clone() for _ in range(6)]
+
+
+@pytest.mark.parametrize(("policy", "numbers"), [("h2o", 1), ("tova", 1), ("streaming_llm", 1), ("roco", 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("budget", "heads", "dim"), [(256, 3, 64), (2048, 8, 128)])
+def test_a_page_is_as_large_as_the_page_of_docs_says(
+    policy: str, numbers: int, dtype: torch.dtype, budget: int, heads: int, dim: int
+) -> None:
+    found = page(Settings(policy, (("budget", budget),)), heads, dim, dtype)
+    formula = heads * (budget + 1) * (2 * dim * dtype.itemsize + 4 + 4 * numbers)
+    assert formula <= found.bytes < formula + 1024
+
+
+@pytest.mark.parametrize("policy", ["equip_h2o", "streaming_llm", "h2o"])
+def test_a_page_is_of_the_request_that_has_it(policy: str) -> None:
+    settings = Settings(policy, (("budget", 12),))
+    found = page(settings, HEADS, DIM, torch.float32)
+    block, state = torch.zeros(found.bytes, dtype=torch.uint8), settings.state(0, 1)
+    found.adopt(state, block)
+    for seed in (1, 2, 3):
+        alone, generator = read(settings, seed)
+        found.fill(state, alone)
+        tokens = generator.get_state()
+        expected = answers(settings, alone, generator)
+        generator.set_state(tokens)
+        got = answers(settings, state, generator)
+        assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))

@@ -1,0 +1,123 @@
+"""Two processes, each with half of the KV heads, do what one does: the same log-probabilities and the same kept tokens."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+from vllm import LLM
+
+from kvdsl.integrations.vllm.ledger import Ledger
+from tests.vllm.conftest import bound_to_processors
+from tests.vllm.test_serving import NEAR, alone, engine, logprobs, prompts, sets, wanted
+
+PROCESSES = 2
+
+DRAWN = """kv 1
+policy Drawn {
+  param budget = 48
+  score random()
+  keep last 8
+}
+"""
+"""Every head draws numbers of its own, which its number in the whole layer decides."""
+
+AGREED = """kv 1
+policy Agreed {
+  param budget = 48
+  score sum(attn)
+  victims shared by heads
+}
+"""
+
+
+def kept_by_worker(worker: Any) -> list[list[Any]]:
+    """The positions in every page of a worker's heads that was ever used, layer by layer."""
+    layers = worker.model_runner.compilation_config.static_forward_context.values()
+    return [[state.position[0] for state in layer.impl.states.values()] for layer in layers]
+
+
+@pytest.fixture(scope="module", params=["h2o", "drawn"])
+def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, LLM]]:
+    policy = request.param
+    if policy == "drawn":
+        place = tmp_path_factory.mktemp("policies") / "drawn.kv"
+        place.write_text(DRAWN)
+        policy = str(place)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", bound_to_processors(PROCESSES))
+        patch.setenv("VLLM_ALLOW_INSECURE_SERIALIZATION", "1")  # functions may be sent to the workers
+        llm = engine(policy, tensor_parallel_size=PROCESSES)
+        yield policy, llm
+    del llm
+    gc.collect()
+
+
+def test_two_processes_are_what_one_is(served: tuple[str, LLM]) -> None:
+    policy, llm = served
+    texts = prompts()
+    answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], wanted(), use_tqdm=False))
+    workers = llm.collective_rpc(kept_by_worker)
+    assert len(workers) == PROCESSES
+    left, told_apart = 0, False
+    for text, (tokens, found) in zip(texts, answers, strict=True):
+        expected, held = alone(policy, text, tokens)
+        assert np.abs(np.array(found) - expected).max() < NEAR
+        for layer, position in enumerate(held):
+            left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
+            halves = position.chunk(PROCESSES)
+            told_apart |= sets(halves[0]) != sets(halves[1])
+            for worker, own in zip(workers, halves, strict=True):
+                assert sets(own) in [sets(page) for page in worker[layer]]
+    assert told_apart  # else the processes might have taken each other's heads for their own
+    ledgers = [Ledger.find(0, rank) for rank in range(PROCESSES)]
+    assert sum(ledger.evicted for ledger in ledgers if ledger is not None) == left > 0
+
+
+def test_heads_that_agree_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The configuration is refused where a process begins; the line stands in the log of vLLM, which says that a worker has failed."""
+    from kvdsl.errors import KvdslError
+    from kvdsl.integrations.vllm.refusals import refuse_configuration
+    from kvdsl.integrations.vllm.settings import Settings
+
+    (tmp_path / "agreed.kv").write_text(AGREED)
+    spec = Settings(str(tmp_path / "agreed.kv"), ()).spec
+    with pytest.raises(KvdslError, match="agree on who leaves, but tensor parallelism spreads them over 2 processes"):
+        refuse_configuration(_configuration(tensor_parallel_size=2), spec)
+    refuse_configuration(_configuration(), spec)
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"tensor_parallel_size": 3}, "4 KV heads do not divide evenly over 3 processes"),
+        ({"pipeline_parallel_size": 2}, "does not spread layers over processes"),
+        ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "leave context parallelism out"),
+    ],
+)
+def test_other_ways_to_spread_a_model_are_refused(asked: dict[str, int], said: str) -> None:
+    from kvdsl.errors import KvdslError
+    from kvdsl.integrations.vllm.refusals import refuse_configuration
+    from kvdsl.integrations.vllm.settings import Settings
+
+    with pytest.raises(KvdslError, match=said):
+        refuse_configuration(_configuration(**asked), Settings("h2o", ()).spec)
+
+
+def _configuration(**parallel: int) -> Any:
+    """What `refuse_configuration` reads of a `VllmConfig`, for the reference model."""
+    from types import SimpleNamespace
+
+    from vllm.config import CacheConfig, ParallelConfig
+
+    return SimpleNamespace(
+        speculative_config=None, kv_transfer_config=None, cache_config=CacheConfig(),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4),
+        parallel_config=ParallelConfig(**parallel, distributed_executor_backend="mp"),
+    )  # fmt: skip
