@@ -319,7 +319,8 @@ def _perplexity_findings(rows: Sequence[Row]) -> list[Finding]:
     for other in POLICIES[:-1]:
         below = [rate for rate in rates if by["roco", rate] < by[other, rate]]
         told = ", ".join(f"{by['roco', rate]:.4g} against {by[other, rate]:.4g} at {rate:g}" for rate in rates)
-        found.append(Finding(f"RoCo is below {_NAMES[other]} at every rate", below == rates, told))
+        holds = None if below == rates and len(rates) == 1 else below == rates  # one rate cannot tell of every one
+        found.append(Finding(f"RoCo is below {_NAMES[other]} at every rate", holds, told))
     return found
 
 
