@@ -447,6 +447,9 @@ class Maker:
         body = self.value(place.deeper(pools=False))
         if axes_of(body) != {SLOT}:
             body = self.binary("*", self.attention(), body)
+        return self.pooled(body)
+
+    def pooled(self, body: Expr) -> Pool:
         return Pool(op=self.one_of(*(row.op for row in ops.POOLS.values())), body=body, size=self.count(7, 1))
 
     # -- statements ----------------------------------------------------------------------------------------------------
@@ -497,7 +500,7 @@ class Maker:
             made["cap"] = "soft" if self.fused or self.measured else self.one_of("soft", "soft", "soft", "hard")
         elif not self.fused and not self.by_head and not self.measured:
             made |= self.shared()
-            if "across" in made and not of_query_heads_unpooled(made["score"]) and self.one_of(True, False):
+            if "across" in made and self.one_of(True, False):
                 made["score"] = self.compared(made["score"])
         if (
             made["when"] != "decode"
@@ -519,6 +522,11 @@ class Maker:
         """A score of heads that share a budget, which reads what all of them have."""
         if SLOT not in axes_of(score):
             score = self.binary("+", score, Input(name="position"))
+        pools, apart = any(isinstance(part, Pool) for part in walk(score)), of_query_heads_unpooled(score)
+        if apart and pools:  # a pool has the group's value, but cannot stand in another
+            return score
+        if apart or (not pools and self.one_of(True, False)):
+            score = self.pooled(score)
         heads = Reduce(op="sum", axis=Axis.HEAD, body=self.one_of(ONE, Input(name="live"), self.over_slots(KEEP)))
         mean = Reduce(op="mean", axis=SLOT, body=score)  # of pools, too
         ranked = Rank(body=self.one_of(score, self.binary("-", score, mean)), within="heads")
