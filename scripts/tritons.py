@@ -24,7 +24,7 @@ FOLDER = ROOT / "build" / "tritons"
 
 RELEASES = ("3.3.1", "3.4.0", "3.5.1", "3.6.0", "3.7.1", "3.8.0", "3.9.0")
 OLDER_NUMPY = "2.3.5"
-"""From NumPy 2.4 on, an array of one number is no number, which the interpreters of releases before 3.7 take it for."""
+"""From NumPy 2.4 on, an array of one number is no number, which Triton 3.6's interpreter, for one, takes it for; 3.7's does not."""
 
 POLICIES = ("roco", "streaming_llm", "sparcas")
 TARGETS = ("cuda:80", "cuda:90", "hip:gfx942")

@@ -1,0 +1,58 @@
+"""Which releases of Triton serve: `scripts/tritons.py`, and what is said of its results."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.gpu.versions import check_release
+from scripts import tritons
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("release", ["3.3.0", "3.9.0", "3.10.1", "4.0.0+git1234"])
+def test_releases_that_serve(release: str) -> None:
+    check_release(release)
+
+
+@pytest.mark.parametrize("release", ["2.3.1", "3.2.0"])
+def test_releases_that_do_not(release: str) -> None:
+    with pytest.raises(KvdslError, match=f"needs Triton 3.3 or later .*{release}"):
+        check_release(release)
+
+
+def test_the_table_is_what_was_found() -> None:
+    rows = json.loads(tritons.RESULTS.read_text())
+    assert tritons.table(rows) in (ROOT / "docs" / "performance" / "gpus.md").read_text()
+    assert all("error" not in row["targets"]["cuda:90"] and row["passed"] and not row["failed"] for row in rows)
+
+
+def test_a_release_that_fails_for_one_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then each is asked by itself, and what was said stands in its row."""
+
+    def run(command: list[str], **_: object) -> subprocess.CompletedProcess[str]:
+        targets = command[command.index("--target") + 1].split(",")
+        if "hip:gfx942" in targets:
+            return subprocess.CompletedProcess(command, 2, json.dumps({"error": "no linker"}), "")
+        rows = [{"target": target, "spills": n * 8} for target in targets for n in range(2)]
+        return subprocess.CompletedProcess(command, 0, json.dumps({"rows": rows}), "")
+
+    monkeypatch.setattr(subprocess, "run", run)
+    found = tritons.compiled(("cuda:90", "hip:gfx942"), {})
+    count = len(tritons.POLICIES)
+    assert found == {
+        "cuda:90": {"kernels": 2 * count, "spilling": count, "most_spilled": 8},
+        "hip:gfx942": {"error": "no linker"},
+    }
+
+
+@pytest.mark.slow
+def test_the_release_that_is_here_compiles_everything() -> None:
+    found = tritons.compiled(("cuda:90", "hip:gfx942"), dict(os.environ))
+    assert found == {target: {"kernels": 9, "spilling": 0, "most_spilled": 0} for target in ("cuda:90", "hip:gfx942")}
