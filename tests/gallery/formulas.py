@@ -841,7 +841,7 @@ METHODS: dict[str, Method] = {
     "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=4), tokens=60),
     "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
-    "lazy_eviction": Method(lazy_eviction, 9, {"tokens": 9, "window": 3, "alpha": ALPHA}),
+    "lazy_eviction": Method(lazy_eviction, 9, {"budget": 9, "window": 3, "alpha": ALPHA}),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
     "scope": Method(scope, given={"text": 5, "generated": 4, "window": 2}),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),

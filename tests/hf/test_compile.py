@@ -67,7 +67,7 @@ def assert_same_slots(ours: Any, theirs: Any) -> None:
 # -- equality ----------------------------------------------------------------------------------------------------------
 
 
-MORE = {"lazy_eviction": {"window": 3, "alpha": 0.1}, "gkv": {"window": 3, "buffer": 2}}
+MORE = {"gkv": {"window": 3, "buffer": 2}}
 
 
 def slow(*values: str) -> Any:
@@ -86,8 +86,8 @@ def test_heads_vote_in_a_graph(model: Any) -> None:
 
 
 @pytest.mark.parametrize(("policy", "backend"), [
-    ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"), ("lazy_eviction", "torch"),
-    ("knorm", "torch"), slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"), slow("gkv", "torch"),
+    ("roco", "cpu"), ("streaming_llm", "cpu"), ("tova", "torch"), ("gkv", "torch"),
+    ("knorm", "torch"), slow("roco", "torch"), slow("streaming_llm", "torch"), slow("tova", "cpu"),
     slow("vatp_h2o", "torch"), slow("keydiff", "torch"),
 ])  # fmt: skip
 def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from kvdsl.runtime.hf.versions import CACHE
 from kvdsl_lab.bench.baselines import repeat_kv
 
 
@@ -60,16 +61,16 @@ class UnrotatedAttention(nn.Module):
         self.register_buffer("slopes", slopes, persistent=False)
 
     def forward(
-        self, hidden_states: Tensor, position_embeddings: None = None, attention_mask: Tensor | None = None,
-        past_key_values: Any = None, **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
+        self, hidden_states: Tensor, position_embeddings: None = None, attention_mask: Tensor | None = None, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
         """As in Llama, without the rotation: [batch, tokens, hidden]."""
         shape = *hidden_states.shape[:-1], -1, self.head_dim
         query, key, value = (
             project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        cache = kwargs.pop(CACHE, None)
+        if cache is not None:
+            key, value = cache.update(key, value, self.layer_idx)
         attend = eager_attention_forward
         if self.config._attn_implementation != "eager":
             attend = ALL_ATTENTION_FUNCTIONS[self.config._attn_implementation]

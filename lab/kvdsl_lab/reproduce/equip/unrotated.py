@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.reproduce.equip.common import BIASED, NAMES, NO_POSITIONS, prompt, unrotated
 from kvdsl_lab.reproduce.equip.races import LLAMA, TOY, race, race_table
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
@@ -137,7 +138,7 @@ def _greedy(model: Any, cache: Any, ids: Tensor, steps: int) -> tuple[Tensor, Te
     tokens, told = [], []
     with torch.inference_mode():
         for _ in range(steps):
-            told.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits[:, -1])
+            told.append(model(input_ids=ids, **with_cache(cache), use_cache=True).logits[:, -1])
             tokens.append(ids := told[-1].argmax(-1, keepdim=True))
     return torch.cat(tokens, 1), torch.stack(told, 1)
 
@@ -148,7 +149,7 @@ def _told(model: Any, cache: Any, ids: Tensor, said: Tensor) -> Tensor:
 
     with torch.inference_mode():
         parts: list[Tensor] = [ids, *said[:, :-1].split(1, dim=1)]  # type: ignore[no-untyped-call]
-        return torch.stack([model(input_ids=x, past_key_values=cache, use_cache=True).logits[:, -1] for x in parts], 1)
+        return torch.stack([model(input_ids=x, **with_cache(cache), use_cache=True).logits[:, -1] for x in parts], 1)
 
 
 _ROUNDING = 1e-5
