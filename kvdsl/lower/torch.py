@@ -405,7 +405,7 @@ class TensorPrinter(_TorchPrinter):
         return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", body, ridge)
 
     def rank(self, expr: Rank) -> Fragment:
-        grouped = of_query_heads(expr.body)
+        grouped = of_query_heads(expr.body) and expr.within != "heads"  # what these have of it has been pooled
         inside = self._inside(grouped=grouped, dims=False)
         lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
         name = {"all": "rank", "page": "rank_in_page", "heads": "rank_over_heads"}[expr.within]

@@ -131,6 +131,11 @@ FOUND: dict[str, tuple[str, Trace]] = {
         "param budget = 8\npages 4\nwhen prefill\nscore mean(max(dot(q, k) over text) over page) - max(dot(q, k) over text)",
         Trace(group=2, batch=2),
     ),
+    "ranks over heads of what is pooled over query heads": (
+        "param budget = 6\nbudget budget across heads floor 0.5\nwhen prefill\n"
+        "score rank(mean_pool(min(dot(q, k) over text), 3) over heads)",
+        Trace(group=2, batch=2, kv_heads=2),
+    ),
     # the interpreter's mean of turns is NaN of infinities that meet, a sum of turns is infinite
     "places ahead of what is infinite": (
         "param budget = 4\nscore min(where(live < position, sum(ahead(q, 9) over dims), attn) over queries)",
