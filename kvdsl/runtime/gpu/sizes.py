@@ -155,13 +155,13 @@ class Sizes:
 
     @property
     def observe_slots(self) -> int:
-        """Slots of an `observe` program."""
-        return max(16, min(128, _KEY_BYTES // (_matrix(self.key_dim) * self.item)))
+        """Slots of an `observe` program; in float32, whose products take registers of their own, half as many at most."""
+        return max(16, min(128 if self.item < 4 else 64, _KEY_BYTES // (_matrix(self.key_dim) * self.item)))
 
     @property
     def observe_queries(self) -> int:
-        """Queries that it takes at once."""
-        return max(16, min(64, _QUERY_BYTES // (_matrix(self.key_dim) * self.item)))
+        """Queries that it takes at once, likewise."""
+        return max(16, min(64 if self.item < 4 else 32, _QUERY_BYTES // (_matrix(self.key_dim) * self.item)))
 
     def observe(self) -> dict[str, Any]:
         """Constants of `observe` that follow from the sizes."""
