@@ -16,6 +16,7 @@ from kvdsl_lab.bench.shapes import shaped_model
 from kvdsl_lab.bench.shifting import ShiftedCache, twin
 from kvdsl_lab.bench.unrotated import bias, is_rotated, slopes, without_rotation
 from kvdsl_lab.eval.recording import record
+from tests.hf import zoo
 
 BUDGET, STEPS = 12, 40
 COMPACT = {"streaming_llm": {"sinks": 2}, "equip_streaming": {"sinks": 2}, "equip_h2o": {"recent": 5}}
@@ -117,8 +118,8 @@ def test_a_compiled_step_is_an_eager_one(backend: str) -> None:
         forward = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="eager") if compiled else made
         with torch.no_grad():
             found = [made(ids, past_key_values=cache).logits[:, -1]]
-            for token in prompt(6).split(1, dim=1):
-                found.append(forward(token, past_key_values=cache).logits[:, -1])
+            for step, token in enumerate(prompt(6).split(1, dim=1)):
+                found.append(forward(token, past_key_values=cache, **zoo.place(made, 20 + step)).logits[:, -1])
         said.append(torch.stack(found))
     torch.testing.assert_close(said[1], said[0], atol=1e-5, rtol=1e-5)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,14 +45,8 @@ def decode(model: Any, forward: Callable[..., Any], cache: Any, steps: int) -> T
     logits, tokens = model(ids, past_key_values=cache).logits, []
     for step in range(steps):
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-        logits = forward(tokens[-1], past_key_values=cache, **_place(model, PROMPT + step)).logits
+        logits = forward(tokens[-1], past_key_values=cache, **zoo.place(model, PROMPT + step)).logits
     return torch.cat(tokens, 1)
-
-
-def _place(model: Any, length: int) -> dict[str, Tensor]:
-    """What releases that prepare inputs from cache positions cannot find out inside of a graph."""
-    takes = "cache_position" in inspect.signature(model.forward).parameters
-    return {"cache_position": torch.tensor([length])} if takes else {}
 
 
 def assert_same_slots(ours: Any, theirs: Any) -> None:
@@ -208,7 +201,7 @@ def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> N
     """One graph, with the error where a backward runs, not where it is traced; none of the slots has a gradient."""
     cache = policies.make("roco", model, budget=BUDGET, backend="cpu")
     decode(model, model, cache, 2)
-    logits = whole(model, compiler)(zoo.prompt(2, 1), past_key_values=cache, **_place(model, PROMPT + 2)).logits
+    logits = whole(model, compiler)(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 2)).logits
     assert not any(tensor.requires_grad for tensor in cache.layers[0].state.tensors().values())
     with pytest.raises(KvdslError, match=r"gradients do not pass through"):
         logits.sum().backward()

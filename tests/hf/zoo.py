@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from functools import cache
 from typing import Any
 
@@ -150,6 +151,12 @@ def greedy(model: Any, inputs: dict[str, Tensor], tokens: int, **kwargs: Any) ->
 def plain(ids: Tensor) -> dict[str, Tensor]:
     """Inputs without padding."""
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def place(model: Any, length: int) -> dict[str, Tensor]:
+    """What releases that prepare inputs from cache positions cannot find out inside of a graph."""
+    takes = "cache_position" in inspect.signature(model.forward).parameters
+    return {"cache_position": torch.tensor([length])} if takes else {}
 
 
 ROUNDING = 1e-4
