@@ -39,16 +39,21 @@ def logits(model: Any, cache: Any, *parts: int, one_by_one: bool = False) -> tor
     return torch.cat(found[1:], 1)
 
 
+def alike(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    """Whether logits are the same up to the order of sums, which processors choose by shape: within 1e-5 of the largest."""
+    return bool((ours - theirs).abs().max() < 1e-5 * theirs.abs().max())
+
+
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_several_tokens_choose_one_by_one(deep: Any, backend: str) -> None:
     alone = logits(deep, tidal(deep, backend=backend), 20, *[1] * 9)
     together = logits(deep, tidal(deep, backend=backend), 20, 4, 1, 4, one_by_one=True)
-    assert (alone - together).abs().max() < zoo.ROUNDING
+    assert alike(alone, together)
 
 
 def test_backends_agree(deep: Any) -> None:
     found = [logits(deep, tidal(deep, backend=backend), 20, *[1] * 9) for backend in ("torch", "cpu")]
-    assert (found[0] - found[1]).abs().max() < zoo.ROUNDING
+    assert alike(found[0], found[1])
     assert (found[0] - logits(deep, tidal(deep, tokens=100), 20, *[1] * 9)).abs().max() > 1e-3, "nothing is left out"
 
 
@@ -68,14 +73,14 @@ def test_a_compiled_forward_is_the_same(deep: Any, backend: str) -> None:
     """Caches that grow are served outside of graphs."""
     compiled = torch.compile(deep, backend="eager")
     expected = logits(deep, tidal(deep, backend=backend), 20, *[1] * 5)
-    assert (logits(compiled, tidal(deep, backend=backend), 20, *[1] * 5) - expected).abs().max() < zoo.ROUNDING
+    assert alike(logits(compiled, tidal(deep, backend=backend), 20, *[1] * 5), expected)
 
 
 def test_in_blocks_of_slots(deep: Any) -> None:
     text = 'kv 1\npolicy Paged {\n  "x"\n  select top 6 by dot(q, k) in layers 0, 1 reused above\n  keep last 0\n  storage blocks 4\n}\n'
     expected = logits(deep, tidal(deep), 20, *[1] * 9)
     found = logits(deep, kvdsl.compile(text)(deep), 20, *[1] * 9)
-    assert (found - expected).abs().max() < zoo.ROUNDING
+    assert alike(found, expected)
 
 
 def test_an_interrupted_forward_is_noticed(deep: Any) -> None:

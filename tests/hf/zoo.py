@@ -159,11 +159,7 @@ def place(model: Any, length: int) -> dict[str, Tensor]:
     return {"cache_position": torch.tensor([length])} if takes else {}
 
 
-ROUNDING = 1e-4
-"""How far logits of a tiny model may differ where the same sums are taken in another order, which processors choose by shape."""
-
-
-def assert_same_text(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], bound: float = ROUNDING) -> None:
+def assert_same_text(ours: tuple[Tensor, Tensor], theirs: tuple[Tensor, Tensor], bound: float = 1e-4) -> None:
     """Logits within the bound until the tokens diverge, which they may only where the best two are that close."""
     for row in range(len(theirs[0])):
         for step in range(theirs[0].shape[1]):
