@@ -5,7 +5,7 @@
 // The work is cut into blocks of a KV head's queries. What they attend to, which takes nearly all of the time, is found by any
 // thread in any order; it is folded block after block. `width` queries go through together, each in a lane of its own: so keys
 // and values are read as they lie in memory, one number after the other, and the group's heads are reduced lane by lane. In
-// bfloat16 matrix units give the same products of keys many at a time, where there are any.
+// bfloat16 two numbers at a time, or many by a matrix unit, where there are such instructions.
 #include <kvdsl/prompt.hpp>
 
 #include <atomic>
@@ -19,8 +19,7 @@
 
 #include "amx.hpp"
 #include "arena.hpp"
-#include "attend.hpp"
-#include "simd.hpp"
+#include "lanes.hpp"
 #include "slots.hpp"
 
 namespace kvdsl {
@@ -33,58 +32,6 @@ constexpr int slot_tile = 24;
 constexpr int value_tile = 64;
 // Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
 constexpr int query_block = 64;
-template <int Heads>
-constexpr int slots_at_once = (registers == 32 ? 24 : 8) / Heads;
-
-// sums[s][g] = lanes of q[g] times keys[s], for `Heads` query heads of a group. q: [dim, group, width].
-template <int Heads, int Count>
-void dot_lanes(const float* q, int group, const float* const* keys, int dim, Floats (&sums)[Count][Heads]) {
-  for (int s = 0; s < Count; ++s) {
-    for (int g = 0; g < Heads; ++g) sums[s][g] = Floats{};
-  }
-  for (int d = 0; d < dim; ++d) {
-    Floats lanes[Heads];
-    for (int g = 0; g < Heads; ++g) lanes[g] = load(q + (int64_t{d} * group + g) * width);
-    for (int s = 0; s < Count; ++s) {
-      const Floats k = once(splat(keys[s][d]));
-      for (int g = 0; g < Heads; ++g) sums[s][g] += lanes[g] * k;
-    }
-  }
-}
-
-// Values of a slot that are added up together, for `Heads` query heads of a group: a power of two, at most value_pad.
-template <int Heads>
-constexpr int values_at_once = registers == 32 ? (Heads == 1 ? 16 : Heads == 4 ? 4 : 8) : Heads == 1 ? 8 : Heads == 2 ? 4 : 2;
-constexpr int value_pad = 16;
-
-// sums[v][g] += lanes of weights[s][g] times values[s][v], over `slots` slots, for `Heads` query heads of a group.
-// weights: [slots, group, width]. values: [slots, stride]. sums: [values, group, width].
-template <int Heads, int Count>
-void add_lanes(const float* weights, int group, const float* values, int64_t stride, int slots, float* sums) {
-  Floats total[Count][Heads];
-  for (int v = 0; v < Count; ++v) {
-    for (int g = 0; g < Heads; ++g) total[v][g] = load(sums + (int64_t{v} * group + g) * width);
-  }
-  for (int s = 0; s < slots; ++s) {
-    Floats lanes[Heads];
-    for (int g = 0; g < Heads; ++g) lanes[g] = load(weights + (int64_t{s} * group + g) * width);
-    for (int v = 0; v < Count; ++v) {
-      const Floats x = once(splat(values[s * stride + v]));
-      for (int g = 0; g < Heads; ++g) total[v][g] += lanes[g] * x;
-    }
-  }
-  for (int v = 0; v < Count; ++v) {
-    for (int g = 0; g < Heads; ++g) store(sums + (int64_t{v} * group + g) * width, total[v][g]);
-  }
-}
-
-// As many of the group's heads at a time as there are registers for. Calls body(first head, number of heads as a constant).
-template <class Body>
-void for_lanes(int group, Body&& body) {
-  const int rest = group % 4 == 3 ? 3 : 0;
-  for_heads(group - rest, body);
-  if (rest) body(group - rest, std::integral_constant<int, 3>{});
-}
 
 // Whose turn it is to fold, for every KV head.
 class Turns {
@@ -103,9 +50,13 @@ class Turns {
   std::unique_ptr<std::atomic<int>[]> turn_;
 };
 
-// Whether products of queries and keys come from a matrix unit.
-bool by_matrix(const DecodeArgs& args, const Steps& steps) {
-  return steps.dtype == &bfloat16 && args.key_dim % amx::dims_at_once == 0 && amx::lent();
+// How products are found.
+enum class Products { floats, pairs, matrix };
+
+Products products_by(const DecodeArgs& args, const Steps& steps) {
+  if (steps.dtype != &bfloat16) return Products::floats;
+  if (args.key_dim % amx::dims_at_once == 0 && amx::lent()) return Products::matrix;
+  return two_by_two && args.key_dim % 2 == 0 ? Products::pairs : Products::floats;
 }
 
 class PromptBlock {
@@ -115,21 +66,22 @@ class PromptBlock {
       : args_(args), prompt_(prompt), steps_(steps), row_(number / args.kv_heads), head_(number % args.kv_heads),
         first_(first), end_(end), cached_(args.slots - args.tokens), dim_stride_(round_up(args.key_dim, pair)),
         attends_(prompt.out != nullptr), weighs_(attends_ || steps.needs_attn), value_stride_(round_up(args.value_dim, value_pad)),
-        by_matrix_(by_matrix(args, steps)),
-        slots_together_(by_matrix_ ? amx::keys_at_once : slot_tile), slot_stride_(round_up(args.slots, slots_together_) + width) {
+        by_(products_by(args, steps)), slots_together_(by_ == Products::matrix ? amx::keys_at_once : slot_tile), slot_stride_(round_up(args.slots, slots_together_) + width) {
     position_ = args.position + int64_t{number} * args.slots;
     state_ = args.state + int64_t{number} * args.slots;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
     queries_ = arena.take<float>(query_block * args.group * args.key_dim);
-    lanes_ = arena.take<float>(int64_t{args.key_dim} * args.group * width);
+    lanes_ = arena.take<float>(by_ == Products::floats ? int64_t{args.group} * args.key_dim * width : 0);
+    pairs_ = arena.take<bf16>(by_ != Products::floats ? int64_t{args.group} * args.key_dim * width : 0);
     tops_ = arena.take<float>(args.group * width);
     keys_ = arena.take<float>(slot_tile * dim_stride_);
-    pairs_ = arena.take<bf16>(by_matrix_ ? int64_t{args.group} * args.key_dim * width : 0);
-    rows_ = arena.take<bf16>(by_matrix_ ? int64_t{amx::keys_at_once} * args.key_dim : 0);
-    scores_ = arena.take<float>(by_matrix_ ? amx::keys_at_once * width : 0);
+    rows_ = arena.take<bf16>(by_ == Products::matrix ? int64_t{amx::keys_at_once} * args.key_dim : 0);
+    scores_ = arena.take<float>(by_ == Products::matrix ? amx::keys_at_once * width : 0);
     weights_ = arena.take<float>(weighs_ ? slot_stride_ * args.group * width : 0);
     totals_ = arena.take<float>(args.group * width);
     values_ = arena.take<float>(attends_ ? value_tile * value_stride_ : 0);
+    two_values_ = arena.take<Two>(attends_ && by_ == Products::pairs ? value_tile / 2 * value_stride_ : 0);
+    two_weights_ = arena.take<Two>(attends_ && by_ == Products::pairs ? value_tile / 2 * args.group * width : 0);
     out_ = arena.take<float>(attends_ ? value_stride_ * args.group * width : 0);
     out_row_ = arena.take<float>(attends_ ? 2 * round_up(args.value_dim, pair) : 0);
     logit_lanes_ = arena.take<float>(steps.needs_logit ? slot_stride_ * width : 0);
@@ -143,7 +95,7 @@ class PromptBlock {
 
   // What the queries attend to, and what they give the slots; reads nothing that folding changes.
   void attend() {
-    const amx::Configured tiles(by_matrix_);
+    const amx::Configured tiles(by_ == Products::matrix);
     for (int t = first_; t < end_; t += width) attend_lanes(t, end_ - t < width ? end_ - t : width);
   }
 
@@ -203,8 +155,9 @@ class PromptBlock {
     const int begin = from_[lanes_of(t)] = first_seen(t, count), end = cached_ + t + count, row = t - first_;
     if (weighs_ || steps_.needs_logit) {
       for (int from = begin; from < end; from += slots_together_) {
-        if (by_matrix_) weigh_by_matrix(from, begin, end, t);
-        else weigh_tile(from, begin, end, t);
+        if (by_ == Products::matrix) weigh_by_matrix(from, begin, end, t);
+        else if (by_ == Products::pairs) weigh_tile<Two>(from, begin, end, t);
+        else weigh_tile<float>(from, begin, end, t);
       }
     }
     if (weighs_) {
@@ -218,10 +171,10 @@ class PromptBlock {
     }
   }
 
-  // The queries in order, for the policy; and lane by lane, scaled.
+  // The queries in order, for the policy; and lane by lane.
   void read_queries(int t, int count) {
     const int size = args_.group * args_.key_dim;
-    if (by_matrix_) std::memset(pairs_, 0, sizeof(bf16) * static_cast<std::size_t>(size * width));
+    if (by_ != Products::floats) std::memset(pairs_, 0, sizeof(bf16) * static_cast<std::size_t>(size * width));
     else std::memset(lanes_, 0, sizeof(float) * static_cast<std::size_t>(size * width));
     for (int g = 0; g < args_.group; ++g) {  // a learned sink's logit takes part; without one whatever is seen is higher
       const float sink = args_.sinks ? args_.sinks[head_ * args_.group + g] : -FLT_MAX;
@@ -233,8 +186,8 @@ class PromptBlock {
         const float* const query = steps_.dtype->as_floats(row, args_.key_dim, keys_);
         float* const plain = queries_ + (t - first_ + i) * size + g * args_.key_dim;
         std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(args_.key_dim));
-        if (by_matrix_) to_pairs(reinterpret_cast<const bf16*>(row), i, pairs_ + int64_t{g} * args_.key_dim * width);
-        else for (int d = 0; d < args_.key_dim; ++d) lanes_[(d * args_.group + g) * width + i] = query[d] * args_.scale;
+        if (by_ != Products::floats) to_pairs(reinterpret_cast<const bf16*>(row), i, pairs_ + int64_t{g} * args_.key_dim * width);
+        else for (int d = 0; d < args_.key_dim; ++d) lanes_[(int64_t{g} * args_.key_dim + d) * width + i] = query[d];
       }
     }
   }
@@ -261,21 +214,28 @@ class PromptBlock {
   }
 
   // Scores of a tile of slots, lane by lane. Behind `end` there is nothing to see.
+  template <class X>
   [[gnu::noinline]] void weigh_tile(int from, int begin, int end, int t) {
-    const float* keys[slot_tile];
+    constexpr bool twos = std::is_same_v<X, Two>;
+    const void* const lanes = twos ? static_cast<const void*>(pairs_) : lanes_;
+    const int dims = twos ? args_.key_dim / 2 : args_.key_dim;
+    const X* keys[slot_tile];
     Ints seen[slot_tile];
     for (int s = 0; s < slot_tile; ++s) {
       const int slot = from + s < end ? from + s : end - 1;
-      keys[s] = steps_.dtype->as_floats(at(args_.key, args_.key_stride, head_, slot), args_.key_dim, keys_ + s * dim_stride_);
+      const void* key = at(args_.key, args_.key_stride, head_, slot);
+      if (!twos) key = steps_.dtype->as_floats(key, args_.key_dim, keys_ + s * dim_stride_);
+      keys[s] = static_cast<const X*>(key);
       seen[s] = from + s < end ? who_sees(slot, t) : Ints{};
     }
     for_lanes(args_.group, [&](int g, auto heads) {
       constexpr int count = slots_at_once<heads()>;
       for (int s = 0; s < slot_tile; s += count) {
         Floats sums[count][heads()];
-        dot_lanes<heads(), count>(lanes_ + g * width, args_.group, keys + s, args_.key_dim, sums);
+        const int64_t stride = int64_t{dims} * width;
+        dot_lanes<heads(), count>(static_cast<const X*>(lanes) + g * stride, stride, keys + s, dims, sums);
         for (int j = 0; j < count; ++j) {
-          for (int h = 0; h < heads(); ++h) give(sums[j][h], seen[s + j], g + h, from - begin + s + j);
+          for (int h = 0; h < heads(); ++h) give(sums[j][h] * args_.scale, seen[s + j], g + h, from - begin + s + j);
         }
       }
     });
@@ -370,20 +330,50 @@ class PromptBlock {
 
   // The values of slots from one on, times their weights.
   [[gnu::noinline]] void add_values(const float* weights, int from, int slots) {
+    if (by_ == Products::pairs) {
+      pair_values(weights, from, slots);
+      add_values(two_weights_, two_values_, (slots + 1) / 2);
+      return;
+    }
     for (int s = 0; s < slots; ++s) {
       float* const to = values_ + s * value_stride_;
-      const float* const row = steps_.dtype->as_floats(at(args_.value, args_.value_stride, head_, from + s), args_.value_dim, to);
+      const float* const row = steps_.dtype->as_floats(value_of(from + s), args_.value_dim, to);
       if (row != to) std::memcpy(to, row, sizeof(float) * static_cast<std::size_t>(args_.value_dim));
       for (int64_t d = args_.value_dim; d < value_stride_; ++d) to[d] = 0.0f;
     }
+    add_values(weights, values_, slots);
+  }
+
+  template <class X>
+  void add_values(const X* weights, const X* values, int slots) {
     for_lanes(args_.group, [&](int g, auto heads) {
       constexpr int count = values_at_once<heads()>;
       for (int64_t v = 0; v < value_stride_; v += count) {
-        add_lanes<heads(), count>(weights + g * width, args_.group, values_ + v, value_stride_, slots,
+        add_lanes<heads(), count>(weights + g * width, args_.group, values + v, value_stride_, slots,
                                   out_ + (v * args_.group + g) * width);
       }
     });
   }
+
+  // The same weights and values, those of two slots side by side; behind an odd one there is nothing.
+  void pair_values(const float* weights, int from, int slots) {
+    const int size = args_.group * width;
+    for (int s = 0; s < slots; s += 2) {
+      const bool last = s + 1 == slots;
+      const bf16* const first = static_cast<const bf16*>(value_of(from + s));
+      const bf16* const second = static_cast<const bf16*>(value_of(from + s + !last));
+      Two* const to = two_values_ + s / 2 * value_stride_;
+      for (int d = 0; d < args_.value_dim; ++d) to[d] = two(first[d], second[d]);
+      for (int64_t d = args_.value_dim; d < value_stride_; ++d) to[d] = {};
+      for (int i = 0; i < size; i += width) {
+        const float* const own = weights + int64_t{s} * size + i;
+        store(reinterpret_cast<float*>(two_weights_ + s / 2 * size + i),
+              reinterpret_cast<Floats>(two(load(own), last ? Floats{} : load(own + size))));
+      }
+    }
+  }
+
+  const void* value_of(int slot) const { return at(args_.value, args_.value_stride, head_, slot); }
 
   // The output of queries t to t + count.
   void write(int t, int count) {
@@ -453,22 +443,24 @@ class PromptBlock {
   bool attends_;       // whether the queries attend here
   bool weighs_;        // whether anybody asks for their probabilities
   int64_t value_stride_;
-  bool by_matrix_;
+  Products by_;  // how products are found
   int slots_together_;
   int64_t slot_stride_;
   const int32_t* position_;
   float* state_;
   int64_t column_stride_;
   float* queries_;     // [query_block, group, key_dim]
-  float* lanes_;       // [key_dim, group, width]
+  float* lanes_;       // [group, key_dim, width] queries,
+  bf16* pairs_;        // or [group, key_dim / 2, width, 2]
   float* tops_;        // [group, width] the highest scores
   float* keys_;        // [slot_tile, dim_stride] a tile's, where they are not floats already
-  bf16* pairs_;        // [group, key_dim / 2, width, 2] queries for the matrix unit,
-  bf16* rows_;         // [keys_at_once, key_dim] copies of its last keys,
+  bf16* rows_;         // [keys_at_once, key_dim] copies of the matrix unit's last keys,
   float* scores_;      // [keys_at_once, width] and what it gives
   float* weights_;     // [slots, group, width] scores, then exponentials
   float* totals_;      // [group, width] their sums, then 1 / these
   float* values_;      // [value_tile, value_stride] a tile's
+  Two* two_values_;    // [value_tile / 2, value_stride] or those of two slots side by side,
+  Two* two_weights_;   // [value_tile / 2, group, width] and their weights
   float* out_;         // [value_stride, group, width]
   float* out_row_;     // a query's, in order and in pairs
   float* logit_lanes_; // [slots, width]
@@ -483,7 +475,7 @@ class PromptBlock {
 }  // namespace
 
 int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps) {
-  if (prompt.out && by_matrix(args, steps)) return elsewhere;  // values meet no matrix unit here, as they do in torch
+  if (prompt.out && products_by(args, steps) == Products::matrix) return elsewhere;  // values meet no matrix unit here, as they do in torch
   const int begin = prompt.out ? 0 : prompt.first;
   const int heads = args.batch * args.kv_heads, blocks = (args.tokens - begin + query_block - 1) / query_block;
   const int64_t workspace = PromptBlock(args, prompt, steps, 0, 0, 0, Arena(nullptr)).bytes();
