@@ -36,7 +36,8 @@ inline Bits spread(const Two* x) { return Bits{} + load_as<uint32_t>(x); }
 inline Floats add_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
 inline Floats add_product(Floats sum, Bits a, Bits b) {
 #if KVDSL_TWO_BY_TWO
-  return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), reinterpret_cast<__m512bh>(a), reinterpret_cast<__m512bh>(b)));
+  const auto twos = [](Bits x) { return reinterpret_cast<__m512bh>(x); };
+  return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), twos(a), twos(b)));
 #else
   (void)a, (void)b;
   return sum;
