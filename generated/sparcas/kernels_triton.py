@@ -180,7 +180,7 @@ def choose(
     # What of the program's share may be chosen.
     lowest = select.lowest_level(levels, pair, splits, wanted, S_PAD)
     per_piece, begin, end = select.share(units, piece, pieces, BLOCK)
-    count = select.narrow(position, grades, candidates, begin, end, lowest, units, 1, now, 0, -1, last, False, BLOCK)
+    count = select.narrow(position, grades, candidates, begin, end, lowest, slots, units, 1, now, 0, -1, last, False, BLOCK)
     listed += pair * pieces
     tl.store(listed + piece, count)
 

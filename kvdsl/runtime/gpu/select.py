@@ -243,7 +243,7 @@ def tokens_with_new(held, pair, splits, S_PAD: tl.constexpr):
 
 @triton.jit
 def lowest_level(levels, pair, splits, wanted, S_PAD: tl.constexpr):
-    """The highest level that as many units reach as are wanted, or all of them."""
+    """The highest level that as many units reach as are wanted, or all that are seen; never 0."""
     s, own = tl.arange(0, S_PAD)[:, None], tl.arange(0, LEVELS)
     of_splits = tl.load(levels + (pair * splits + s) * LEVELS + own[None, :], mask=s < splits, other=0)
     counts = tl.where(own > 0, tl.sum(of_splits, 0), 0)
@@ -266,6 +266,7 @@ def narrow(
     begin,
     end,
     lowest,  # the level that others must reach
+    slots,
     units,
     size,  # of a page, in tokens
     now,
@@ -275,13 +276,11 @@ def narrow(
     PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """List what of one piece may be chosen: what is protected, and what reaches a level; says how many that are. There are more grades
-    than units: loads go up to a multiple of 16, which makes them wide.
-    """
+    """List what of one piece may be chosen: what is protected, and what reaches a level; says how many that are."""
     count = 0
     for start in range(begin, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
-        inside = i < tl.cdiv(units, 16) * 16
+        inside = i < slots  # loads are wide where this decides, a multiple of 16
         grade = tl.where(i < units, tl.load(grades + i, mask=inside, other=UNSEEN), UNSEEN)
         if PAGES:
             begins, ends = tl.maximum(i * size, oldest), tl.minimum(i * size + size - 1, now)

@@ -29,8 +29,8 @@ CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
 OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
-"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one
-a head, and `look` two."""
+"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one,
+and `look` two."""
 
 EVERYTHING = 2**30
 """The window of a model that has none."""
