@@ -11,6 +11,7 @@
 // reach: exact
 // checked: formula
 #include <kvdsl/decode.hpp>
+#include <kvdsl/prompt.hpp>
 
 namespace {
 
@@ -51,6 +52,15 @@ int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slot
 }
 int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
   return kvdsl::replace<kvdsl::f16, SparCasPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(prefill_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<float, SparCasPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(prefill_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::bf16, SparCasPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(prefill_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::f16, SparCasPolicy>(*args, *prompt);
 }
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<SparCasPolicy>(*args, attn);

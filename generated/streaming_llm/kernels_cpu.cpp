@@ -15,6 +15,7 @@
 // keep first sinks
 // keep last 1
 #include <kvdsl/decode.hpp>
+#include <kvdsl/prompt.hpp>
 
 namespace {
 
@@ -52,6 +53,15 @@ int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slot
 }
 int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
   return kvdsl::replace<kvdsl::f16, StreamingLLMPolicy>(*args, slots);
+}
+int KVDSL_ENTRY(prefill_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<float, StreamingLLMPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(prefill_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::bf16, StreamingLLMPolicy>(*args, *prompt);
+}
+int KVDSL_ENTRY(prefill_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::f16, StreamingLLMPolicy>(*args, *prompt);
 }
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<StreamingLLMPolicy>(*args, attn);

@@ -19,9 +19,9 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import columns, dense, statistics
+from kvdsl.runtime.torch import columns, dense
 from kvdsl.runtime.torch.columns import Columns
-from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
 from tests.texts import spec_of
 
@@ -222,16 +222,27 @@ def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None
             assert_close(ring[index, row, head, order][seen], given[seen], TOLERANCE, f"place {index} of the ring")
 
 
+ATTENTIONS = [("torch", "fused"), ("torch", "exact"), ("cpu", "one pass"), ("cpu", "fused"), ("cpu", "exact")]
+"""Backends, and how queries attend: in C++ while they are observed, or in torch, by its kernel or exactly, and then they are observed."""
+
+
+def attend_by(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
+    if attention == "one pass":
+        monkeypatch.setattr(dense, "attend", lambda prompt: pytest.fail("torch attends"))
+        return
+    monkeypatch.setattr(dense, "is_tame", lambda prompt: False)
+    if attention == "exact":
+        monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+
+
 @pytest.mark.parametrize(
     "text", [WATCH, LOGITS], ids=["attn", "logit"]
 )  # varies first: a case's matrices serve all of its tests
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
-@pytest.mark.parametrize("attention", ["fused", "exact"])
+@pytest.mark.parametrize(("backend", "attention"), ATTENTIONS)
 @pytest.mark.parametrize("name", CASES)
 def test_columns_and_outputs(monkeypatch: pytest.MonkeyPatch, text: str, name: str, attention: str, backend: str) -> None:
     case, spec = CASES[name], spec_of(text)
-    if attention == "exact":
-        monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+    attend_by(monkeypatch, attention)
     check_prompt(served_by(spec, backend, case.dtype), spec, case)
 
 
@@ -273,6 +284,21 @@ def test_finite_numbers_whose_sum_is_not_are_fused_in_float16() -> None:
     assert dense._finite(numbers)
     for worst in (torch.inf, -torch.inf, torch.nan):
         assert not dense._finite(torch.cat([numbers, torch.tensor([worst], dtype=torch.float16)]))
+
+
+@pytest.mark.parametrize("where", ["query", "value"])
+def test_numbers_that_could_overflow_are_left_to_torch(where: str) -> None:
+    """Finite ones: a sum of products that is beyond float32 must not reach the columns, which nothing could mend."""
+    case, spec = Case(tokens=40), spec_of(WATCH)
+    call = case.call()
+    getattr(call, where)[0, 0, 25] = 3e38
+    states = [SlotState(spec, {}), SlotState(spec, {})]
+    ours, torchs = (
+        served_by(spec, name, torch.float32).prefill(state, call)
+        for name, state in zip(("cpu", "torch"), states, strict=True)
+    )
+    assert torch.allclose(ours, torchs, rtol=1e-5, equal_nan=True)
+    assert torch.allclose(states[0].columns, states[1].columns, atol=1e-5, equal_nan=True)
 
 
 # -- what is not finite --------------------------------------------------------------------------------------------------
@@ -363,14 +389,12 @@ class Largest(TorchDispatchMode):
         return out
 
 
-@pytest.mark.parametrize("backend", ["torch", "cpu"])
+@pytest.mark.parametrize(("backend", "attention"), ATTENTIONS)
 @pytest.mark.parametrize("window", [None, 500])
-@pytest.mark.parametrize("attention", ["fused", "exact"])
 def test_nothing_is_of_the_size_of_queries_times_slots(
     monkeypatch: pytest.MonkeyPatch, backend: str, window: int | None, attention: str
 ) -> None:
-    if attention == "exact":
-        monkeypatch.setattr(dense, "_fused", lambda prompt: None)
+    attend_by(monkeypatch, attention)
     case = Case(tokens=4096, heads=1, group=2, dim=8, value_dim=8, window=window)
     spec = kvdsl.load("roco").spec
     server = served_by(spec, backend, torch.float32)
@@ -405,7 +429,7 @@ def test_a_query_sees_nothing_behind_its_own_slot() -> None:
     case = Case(cuts=3, padding="scattered", window=31)
     prompts: list[Prompt] = []
     for part in case.parts():
-        prefill(state, part, lambda prompt, lse: (prompts.append(prompt), statistics.observe(prompt, lse))[1])
+        prefill(state, part, lambda prompt: (prompts.append(prompt), attend_and_observe(prompt))[1])
     for prompt in prompts:
         everything = slice(0, prompt.slots)
         for row, head, tokens in prompt.tiles(0, 64 * prompt.slots):

@@ -32,7 +32,7 @@ class PromptArgs(ctypes.Structure):
     """Mirrors the one of kvdsl/prompt.hpp."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("lse", "newest", "adds_up")),
+        *((name, ctypes.c_void_p) for name in ("out", "newest", "adds_up")),
         ("first", ctypes.c_int32),
     )
 

@@ -1,4 +1,4 @@
-"""The C++ backend: one fused call a decode step. Prompts are served by torch."""
+"""The C++ backend: one fused call a decode step, and one for a prompt's attention and what is observed of it."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, point, strides_of
+from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, address, point, strides_of
 from kvdsl.runtime.cpu.step import Step
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import choices, copies
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import replacing, statistics
+from kvdsl.runtime.torch import dense, replacing, statistics
 from kvdsl.runtime.torch.attention import in_rows
-from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
 _DTYPES = {torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
@@ -33,7 +33,7 @@ TILE = 32
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of src/laps.hpp."""
 
-_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
+_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK, _ELSEWHERE = 1, 2, 4, 8, 16
 
 
 class CpuBackend:
@@ -58,7 +58,7 @@ class CpuBackend:
         self.served = graph.enlist(self, spec, dtype)
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
-        self._observe = getattr(library, f"kvdsl_observe_{_DTYPES[dtype]}") if spec.reads_attention else None
+        self._prefill = getattr(library, f"kvdsl_prefill_{_DTYPES[dtype]}")
 
     def __deepcopy__(self, memo: dict[int, object]) -> CpuBackend:
         """Itself: it holds nothing of a cache, so that copies of one share it."""
@@ -71,20 +71,35 @@ class CpuBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
-        out = prefill(state, call, self._fold)
+        out = prefill(state, call, self._attend)
         copies.keep_halves(state, call.rope)
         if not state.grows:  # now, because a step in a graph could not leave what it allocates to the next
             copies.keep(state, TILE)
         return out
 
-    def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`, which serves where attention sees turned keys, or distances count."""
-        if self._observe is None or prompt.turns or prompt.call.slopes is not None:
-            statistics.observe(prompt, lse)
-            return
-        held, args, told = _prompt_args(prompt, lse)
-        check(self._observe(ctypes.byref(args), ctypes.byref(told)))
+    def _attend(self, prompt: Prompt) -> Tensor:
+        """See `kvdsl.runtime.torch.prefill.attend_and_observe`, which serves where attention sees turned keys, or distances count."""
+        if prompt.turns or prompt.call.slopes is not None:
+            return attend_and_observe(prompt)
+        if dense.is_tame(prompt):
+            query, value = prompt.call.query, prompt.call.value
+            out = query.new_empty(len(query), prompt.tokens, query.shape[1], value.shape[-1])
+            if self._pass(prompt, out):
+                return out
+        return attend_and_observe(prompt, self._observe)
+
+    def _observe(self, prompt: Prompt, _: Tensor) -> None:
+        self._pass(prompt, None)
+
+    def _pass(self, prompt: Prompt, out: Tensor | None) -> bool:
+        """Have the prompt's queries observed, and attend if there is an `out` to write to; False, with nothing done, if torch should."""
+        held, args, told = _prompt_args(prompt, out)
+        status = self._prefill(ctypes.byref(args), ctypes.byref(told))
+        if status == _ELSEWHERE:
+            return False
+        check(status)
         del held
+        return True
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""
@@ -134,12 +149,12 @@ def check(status: int) -> None:
         raise MemoryError("no memory for the kernel's work space")
 
 
-def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
-    """What the kernel is told of a prompt that attention has passed, and what must live as long."""
+def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...], DecodeArgs, PromptArgs]:
+    """What the kernel is told of a prompt, and what must live as long."""
     state, call, kept = prompt.state, prompt.call, prompt.kept
     query, key, value = (in_rows(x) for x in (call.query, kept["keys"], kept["values"]))
     position, columns, numbers = kept["position"], kept["columns"], prompt.numbers.contiguous()
-    ring_rows, lse, newest = state.ring_rows(), lse.contiguous(), prompt.position.contiguous()
+    ring_rows, newest = state.ring_rows(), prompt.position.contiguous()
     args = DecodeArgs(
         batch=len(position), kv_heads=prompt.heads, group=prompt.group, key_dim=key.shape[-1], value_dim=value.shape[-1],
         slots=prompt.slots, tokens=prompt.tokens, **strides_of(numbers), window=call.window or 0, layer=state.layer,
@@ -155,8 +170,9 @@ def _prompt_args(prompt: Prompt, lse: Tensor) -> tuple[tuple[object, ...], Decod
     for name, tensor in (("query_stride", query), ("key_stride", key), ("value_stride", value)):
         setattr(args, name, (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
     adds_up = torch.tensor([rule in ("sum", "squares") for rule in state.spec.column_rules], dtype=torch.uint8)
-    told = PromptArgs(lse.data_ptr(), newest.data_ptr(), adds_up.data_ptr(), statistics.first_query(prompt))
-    return (tuple(tensors.values()), lse, newest, adds_up), args, told
+    first = statistics.first_query(prompt) if state.spec.reads_attention else prompt.tokens
+    told = PromptArgs(address(out), newest.data_ptr(), adds_up.data_ptr(), first)
+    return (tuple(tensors.values()), newest, adds_up), args, told
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:

@@ -13,7 +13,7 @@ import os
 import weakref
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +53,7 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.tensors import stays_where_it_is
 from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch import statistics
-from kvdsl.runtime.torch.prefill import prefill
+from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
 DTYPES = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -90,7 +90,7 @@ class TritonBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         with on(call.query.device):
-            out = prefill(state, call, self._fold)
+            out = prefill(state, call, partial(attend_and_observe, observe=self._fold))
         # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
         # still wait for each other: their caches grow.
         if state.allocated and not state.grows:

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
 
 
+_parts: weakref.WeakKeyDictionary[nn.Module, weakref.WeakSet[nn.Module]] = weakref.WeakKeyDictionary()
+"""Every model's modules, as they were last looked for."""
+
+
 class LayerSync(Linked):
     """Shared by the layers of one cache.
 
@@ -143,4 +147,10 @@ class LayerSync(Linked):
     def owns(self, module: nn.Module) -> bool:
         """Whether the module is part of the model that the cache was made for."""
         model = self.model
-        return model is not None and any(module is part for part in model.modules())
+        if model is None:
+            return False
+        if module not in _parts.get(
+            model, ()
+        ):  # looked for once, not by every layer of every cache; and again if a part has joined
+            _parts[model] = weakref.WeakSet(model.modules())
+        return module in _parts[model]

@@ -76,7 +76,10 @@ class Settings(Linked):
 
     def served(self) -> list[Tensor]:
         """The numbers for the shortest prompt and for a very long one, as far as the policy serves them."""
-        return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
+        try:
+            return list(self._found(torch.tensor([1.0, _LONG])).split(1))
+        except KvdslError:
+            return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
 
     def refuse_hopeless(self) -> None:
         """Raise KvdslError for params that fit neither the shortest nor a very long prompt; others show when the prompt is known."""

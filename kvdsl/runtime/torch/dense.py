@@ -49,6 +49,18 @@ def is_coarse(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype != torch.float32
 
 
+def is_tame(prompt: Prompt) -> bool:
+    """Whether no score and no sum of values can be anything but finite, however they are computed in float32. The host waits for it."""
+    query, key, value = (
+        torch.linalg.vector_norm(x, dtype=torch.float32)
+        for x in (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
+    )
+    most = torch.maximum(
+        query * key * abs(prompt.call.scaling), value * prompt.slots
+    )  # no product is beyond that of the norms
+    return bool(most < torch.finfo(torch.float32).max / 2)
+
+
 # -- by torch's fused kernels ------------------------------------------------------------------------------------------
 
 

@@ -98,9 +98,18 @@ def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
         raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
-    if held.evicts:
+    if held.evicts and (_watchers or not _fits(held)):
         evict([held], overflow)
     then()
+
+
+def _fits(held: Held) -> bool:
+    """Whether a prompt has so few slots that none is in excess, as far as the host knows: most chats begin with such."""
+    spec, settings = held.state.spec, held.state.settings
+    if not held.of_prompt or spec.measures or spec.across or spec.across_layers:
+        return False
+    capacity = settings.named(settings.at_hand(held.numbers))["capacity"]
+    return held.position.shape[-1] <= float(capacity.min())
 
 
 def make_room(held: Held) -> None:

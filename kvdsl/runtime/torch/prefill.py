@@ -1,7 +1,8 @@
 """The prompt, for every backend: attend, observe, settle.
 
-Attention is torch's own, as fast as it gets; who observes it computes the probabilities once more, from what attention says of
-every query (its log-sum-exp), and only where the policy asks. So memory is linear in the length of the prompt.
+Attention is torch's own, unless a backend has one that observes as it goes. Behind torch's, who observes computes the probabilities
+once more, from what attention says of every query (its log-sum-exp), and only where the policy asks. So memory is linear in the length
+of the prompt.
 """
 
 from __future__ import annotations
@@ -22,11 +23,23 @@ from kvdsl.runtime.torch.prompt import Kept, Prompt
 from kvdsl.runtime.torch.tokens import new_positions, place, seen_before
 from kvdsl.runtime.torch.view import row_view
 
-Observer = Callable[[Prompt, Tensor], None]
-"""Folds what the prompt's queries give the slots into the columns; see `kvdsl.runtime.torch.statistics.observe`."""
+Attend = Callable[[Prompt], Tensor]
+"""Has the prompt's queries attend, and folds what they give the slots into the columns; see `attend_and_observe`."""
 
 
-def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistics.observe) -> Tensor:
+def attend_and_observe(prompt: Prompt, observe: Callable[[Prompt, Tensor], None] = statistics.observe) -> Tensor:
+    """Torch's attention, observed where the policy asks.
+
+    Returns:
+        [batch, tokens, query_heads, value_dim].
+    """
+    out, lse = dense.attend(prompt)
+    if prompt.state.spec.reads_attention:
+        observe(prompt, lse)
+    return out
+
+
+def prefill(state: SlotState, call: AttentionCall, attend: Attend = attend_and_observe) -> Tensor:
     """Attend over what is cached and the new tokens, causally; observe every query; settle once the prompt ends, or at every block's end.
 
     Returns:
@@ -41,8 +54,8 @@ def prefill(state: SlotState, call: AttentionCall, observe: Observer = statistic
     numbers = state.resolve_after(seen)
     state.size_rings(numbers)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
-        return _in_blocks(state, call, position, seen, numbers, observe)
-    kept, out = _encode(state, call, _cached(state), position, numbers, observe)
+        return _in_blocks(state, call, position, seen, numbers, attend)
+    kept, out = _encode(state, call, _cached(state), position, numbers, attend)
     if call.goes_on:
         state.store(kept, seen, numbers)
         return out
@@ -57,7 +70,7 @@ def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> Non
 
 
 def _in_blocks(
-    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, observe: Observer
+    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, attend: Attend
 ) -> Tensor:
     """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
     size = state.settings.of_rows(numbers, "prefill_block").long()
@@ -65,7 +78,7 @@ def _in_blocks(
     kept, out = _cached(state), call.value.new_zeros(batch, tokens, query_heads, call.value.shape[-1])
     for chosen, real in _blocks(new_position, seen_before(state, call), size):
         position = new_position.gather(1, chosen).masked_fill(~real, FREE)
-        kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, observe)
+        kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, attend)
         newest = position.amax(1)
         whole = real.any(1) & ((newest + 1) % size == 0)
         eviction.settle(Held(state, kept, numbers, newest, whole, evicts=True))
@@ -128,14 +141,12 @@ def _survivors(kept: Kept) -> Kept:
 
 
 def _encode(
-    state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, observe: Observer
+    state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, attend: Attend
 ) -> tuple[Kept, Tensor]:
     """Attend to what is cached and to the new tokens, and observe: all that is cached now, and the output."""
     kept = _with_new(state, call, kept, position)
     prompt = Prompt(state, call, kept, position, numbers)
-    out, lse = dense.attend(prompt)
-    if state.spec.reads_attention:
-        observe(prompt, lse)
+    out = attend(prompt)
     if state.spec.sketches:
         _sketch_last_query(state, call, kept, position, numbers)
     return kept, out

@@ -1,4 +1,5 @@
-// What the queries of a prompt give the slots, folded into the policy's columns; compiled once for all policies: src/prompt.cpp.
+// A prompt: its queries attend, and what they give the slots is folded into the policy's columns; compiled once for all policies:
+// src/prompt.cpp.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +12,18 @@ namespace kvdsl {
 // others [B, H, N, D], `query` [B, Hq, T, D], and of the other tensors `position`, `state`, `ring_rows`, `params`, `constants` and `sinks`
 // are set.
 struct PromptArgs {
-  const float* lse;        // [B, H, G, T]
+  void* out;               // [B, T, Hq, Dv] model dtype, gets what the queries attend to; null where that is done elsewhere
   const int32_t* newest;   // [B, T] the new tokens' positions, -1 for padding
   const uint8_t* adds_up;  // [columns] 1 where a column is a sum over queries
-  int32_t first;           // the first token whose query counts
+  int32_t first;           // the first token whose query is observed; T if the policy observes nothing
 };
 
-int observe(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps);
+int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps);
 
-// Folds every query of a prompt from prompt.first on into the columns, in the order of the text.
+// Lets every query of a prompt attend if there is an `out`, and observes those from prompt.first on, in the order of the text. Returns `elsewhere`, with nothing done, where torch attends faster.
 template <class T, class Policy>
-int observe(const DecodeArgs& args, const PromptArgs& prompt) {
-  return observe(args, prompt, steps<T, Policy>);
+int prefill(const DecodeArgs& args, const PromptArgs& prompt) {
+  return prefill(args, prompt, steps<T, Policy>);
 }
 
 }  // namespace kvdsl
