@@ -16,7 +16,8 @@ Looks at the highest dims only: abs(q)
 In layers where the query attends to everything, `attend` and `settle` are the only launches.
 
 Legend:
-    `look`: one program grades the slots of one of S splits of a KV head. `choose`: one program finds the highest of a KV head.
+    `look`: one program grades the slots of one of S splits of a KV head, and counts them by level.
+    `choose`: PIECES programs share a KV head's slots, and keep those that may be chosen; the last to arrive chooses the highest.
     `settle`, the last: one program combines what `attend` found for one KV head of one row. Beside it
     another puts the new token into a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
@@ -74,6 +75,7 @@ def look(
     sketch_keys,  # [B, H, N, W]: the keys over these dims
     prompt,  # [B] int32: tokens of the prompt
     grades,  # [B, H, N + 16] int32: gets those of the slots and, behind them, of the new token
+    levels,  # [B, H, S, LEVELS] int32: gets how many of the split's slots have which level
     first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
     held,  # [B, H, S] int32: gets how many tokens it holds
     seen,  # [B] int32: the new token's position
@@ -129,12 +131,17 @@ def look(
         select.grade_new(grades, slots, q, select.over_dims(new_key, dims), g, G, "mean")
     tl.store(first_free + mine, tl.min(gap, 0))
     tl.store(held + mine, tl.sum(live, 0))
+    select.count_levels(levels + mine * select.LEVELS, grades, first, end)
 
 
 @triton.jit
 def choose(
     position,  # [B, H, N] int32
     grades,  # [B, H, N + 16] int32
+    levels,  # [B, H, S, LEVELS] int32
+    candidates,  # [B, H, N + 16] int32: gets what may be chosen of each program's share, in order
+    listed,  # [B, H, PIECES] int32: gets how many of those there are
+    arrived,  # [B, H] int32: how many programs of the head have looked through their share; 0 before the launch, and after it
     chosen,  # [B, H, N] int32: gets the slots that are attended to, in order
     found,  # [B, H] int32: gets how many
     joins,  # [B, H] int32: gets whether the new token is attended to
@@ -146,11 +153,13 @@ def choose(
     slots,
     splits,
     S_PAD: tl.constexpr,
+    PIECES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Find the slots of the highest grades; the grid is (H, B)."""
-    head, row = tl.program_id(0), tl.program_id(1)
-    pair = (row * tl.num_programs(0) + head).to(tl.int64)
+    """Find the slots of the highest grades; the grid is (PIECES, H, B)."""
+    piece, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    pieces, heads = tl.num_programs(0), tl.num_programs(1)
+    pair = (row * heads + head).to(tl.int64)
     found += pair
     joins += pair
     if tl.load(real + row) == 0:
@@ -161,11 +170,25 @@ def choose(
     number_select = tl.load(numbers + row * 3)
     position += pair * slots
     grades += pair * (slots + 16)
+    candidates += pair * (slots + 16)
     chosen += pair * slots
     taken += pair * slots
     live = select.tokens_with_new(held, pair, splits, S_PAD)
     last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
-    select.choose_slots(position, grades, chosen, found, joins, taken, slots, now, -1, last, ops.count(number_select), False, BLOCK)
+    units, wanted = tl.minimum(slots, now), ops.count(number_select)  # a token's slot is never above its position
+
+    # What of the program's share may be chosen.
+    lowest = select.lowest_level(levels, pair, splits, wanted, S_PAD)
+    per_piece, begin, end = select.share(units, piece, pieces, BLOCK)
+    count = select.narrow(position, grades, candidates, begin, end, lowest, slots, units, 1, now, 0, -1, last, False, BLOCK)
+    listed += pair * pieces
+    tl.store(listed + piece, count)
+
+    # What is.
+    if ops.last_to_arrive(arrived, pair, pieces):
+        total, certain = select.gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD, BLOCK)
+        total, certain = select.add_new(grades, candidates, total, certain, slots, now, -1, last)
+        select.pick(position, grades, candidates, chosen, found, joins, taken, total, certain, slots, units, 1, now, 0, wanted, False, False, BLOCK)
 
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])

@@ -72,9 +72,10 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         yield "`make_room`, before everything else: one program frees what of a KV head's slots a hard cap asks for."
     if choosing:
         looked_at = "pages" if choosing.by == "page_bound" else "slots"
+        yield (f"`look`: one program grades the {looked_at} of one of S splits of a KV head, and counts them by level.")
         yield (
-            f"`look`: one program grades the {looked_at} of one of S splits of a KV head. "
-            "`choose`: one program finds the highest of a KV head."
+            f"`choose`: PIECES programs share a KV head's {looked_at}, and keep those that may be chosen; "
+            "the last to arrive chooses the highest."
         )
     yield from _settles(plan)
     if plan.agrees:

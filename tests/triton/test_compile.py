@@ -25,11 +25,14 @@ def call(tokens: int, seed: int) -> AttentionCall:
     return AttentionCall(query, key, value, real, 0.25, rope=rope_of(16))
 
 
-@pytest.mark.parametrize("policy", ["roco", "equip_h2o", pytest.param("scissorhands_window", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "policy", ["roco", "equip_h2o", "roco_sparcas", pytest.param("scissorhands_window", marks=pytest.mark.slow)]
+)
 def test_the_operator_does_what_a_step_does(policy: str) -> None:
     spec = kvdsl.load(policy).spec
     server = choose(spec, "triton", CPU, torch.float32)
-    ours = SlotState(spec, {"budget": 12.0, "recent": 4.0})
+    selects = {"tokens": 6.0, "dims": 4.0} if spec.selects else {}
+    ours = SlotState(spec, {"budget": 12.0, "recent": 4.0, **selects}, layer=2, layers=4)
     server.prefill(ours, call(20, 1))
     work = ours.workspace
     theirs = copy.deepcopy(ours)

@@ -123,7 +123,8 @@ def test_a_selection_reads_little(traffic: Traffic) -> None:
     server.decode(state, AttentionCall(*tokens[1], None, 0.125))
     splits = state.workspace.splits  # type: ignore[attr-defined]
     pieces = state.workspace.pieces  # type: ignore[attr-defined]
-    assert traffic.launches == [(splits, 2, 1), (2, 1), (splits, 2, 1), (pieces + 1, 2, 1)]
+    choosers = state.workspace.choosers  # type: ignore[attr-defined]
+    assert traffic.launches == [(splits, 2, 1), (choosers, 2, 1), (splits, 2, 1), (pieces + 1, 2, 1)]
     assert traffic.loads["key_pool"] == traffic.loads["value_pool"] == rows
     assert traffic.loads["sketch_keys"] == cached * dims * item
 

@@ -29,6 +29,7 @@ from kvdsl.runtime.gpu.launch import launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
+from kvdsl.runtime.gpu.select import LEVELS
 from kvdsl.runtime.gpu.sizes import (
     ATTEND_OPTIONS,
     CHOOSE_OPTIONS,
@@ -38,6 +39,7 @@ from kvdsl.runtime.gpu.sizes import (
     SETTLE_OPTIONS,
     TAKE_OPTIONS,
     Sizes,
+    choosers,
 )
 from kvdsl.runtime.gpu.versions import check_release
 from kvdsl.runtime.graph import enlist
@@ -180,8 +182,8 @@ class TritonBackend:
         if state.selects:
             look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
-            chosen = sizes.choose(work.splits, pages="page" in state.spec.numbers)
-            yield Launch(self.kernels.choose, (heads, batch), arguments | chosen, CHOOSE_OPTIONS)
+            chosen = sizes.choose(work.splits, work.choosers, pages="page" in state.spec.numbers)
+            yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         halves = {"HALVES": state.spec.rope_cached and rope is not None}
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
@@ -242,7 +244,8 @@ class Workspace:
     Attributes:
         fits: the shapes that it was made for.
         tensors: by the name that the kernels have for them.
-        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`.
+        splits, per_split: see `Sizes.splits`. pieces, per_piece: see `Sizes.pieces`. choosers: see
+            `sizes.choosers`.
         width: dims of the sketch, 0 without one.
     """
 
@@ -252,6 +255,7 @@ class Workspace:
     per_split: int
     pieces: int
     per_piece: int
+    choosers: int
     width: int
 
 
@@ -265,12 +269,13 @@ def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, T
         cut = slots, batch * heads, _processors(state.position.device)
         splits, per_split = sizes.splits(*cut)
         pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
-        tensors = tensors or _allocate(state, kernels, sizes, splits, pieces)
-        state.workspace = Workspace(fits, tensors, splits, per_split, pieces, per_piece, width)
+        choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
+        tensors = tensors or _allocate(state, kernels, sizes, splits, pieces, choose)
+        state.workspace = Workspace(fits, tensors, splits, per_split, pieces, per_piece, choose, width)
     return state.workspace
 
 
-def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces: int) -> dict[str, Tensor]:
+def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces: int, choose: int) -> dict[str, Tensor]:
     batch, heads, slots = state.position.shape
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
@@ -298,6 +303,9 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces:
         "first_free": ints(splits),
         "held": ints(splits),
         "grades": ints(choices + 16),
+        "levels": ints(splits, LEVELS.value if state.selects else 0),
+        "candidates": ints(choices + 16),
+        "listed": ints(choose),
         "chosen": ints(choices),
         "found": ints(),
         "joins": ints(),

@@ -44,6 +44,9 @@ SPLITS = 32
 PIECES = 4
 """Of a KV head in `settle`, likewise."""
 
+CHOOSERS = 16
+"""Of a KV head in `choose`."""
+
 SKETCHED = 16
 """Dims of a sketch."""
 
@@ -88,7 +91,7 @@ _TYPES = {
         "*fp32",
     ),
     **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
-    **dict.fromkeys(("grades", "chosen", "found", "joins"), "*i32"),
+    **dict.fromkeys(("grades", "levels", "candidates", "listed", "chosen", "found", "joins"), "*i32"),
     **dict.fromkeys(("arrived", "victims", "at_ends"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
     **dict.fromkeys(("first_new", "first_asked", "behind", "order", "live_slots"), "*i32"),
@@ -202,7 +205,7 @@ def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, An
     found = [
         ("make_room", "make_room", sizes.settle(SPLITS, PIECES), SETTLE_OPTIONS, True),
         ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
-        ("choose", "choose", sizes.choose(SPLITS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
+        ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
         ("attend", attend, sizes.attend(rope), ATTEND_OPTIONS, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
         ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope), SETTLE_OPTIONS, True),

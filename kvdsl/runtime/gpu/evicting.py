@@ -139,7 +139,7 @@ def leaves_first(lowest, where):
 
 @triton.jit
 def arrive(
-    arrived,  # [B, H] int32: how many have; 0 before the launch, and after it
+    arrived,  # see `ops.last_to_arrive`
     lowest,  # [B, H, PIECES] int64: gets each program's lowest key
     victim,  # [B, H, PIECES] int32: gets its slot
     certain,  # [B, H, PIECES] int32: gets how many of its tokens are at an end
@@ -156,11 +156,7 @@ def arrive(
     tl.store(lowest + mine, key)
     tl.store(victim + mine, slot)
     tl.store(certain + mine, tl.sum(own_certain, 0))
-    tl.debug_barrier()  # what the program's other threads have stored was stored before it arrives, too
-    last = tl.atomic_add(arrived + pair, 1) == pieces - 1
-    if last:
-        tl.store(arrived + pair, 0)
-    return last
+    return ops.last_to_arrive(arrived, pair, pieces)
 
 
 @triton.jit

@@ -276,6 +276,23 @@ def grade(x):
     return tl.where(x == x, bits ^ ((bits >> 31) & INT_MAX), NAN_GRADE)
 
 
+# -- programs that share a head's slots --------------------------------------------------------------------------------
+
+
+@triton.jit
+def last_to_arrive(arrived, pair, pieces):
+    """Whether this program is the last of its head's to arrive, which finds what the others have stored.
+
+    Args:
+        arrived: [B, H] int32, how many have; 0 before the launch, and after it.
+    """
+    tl.debug_barrier()  # what the program's other threads have stored was stored before it arrives, too
+    last = tl.atomic_add(arrived + pair, 1) == pieces - 1
+    if last:
+        tl.store(arrived + pair, 0)
+    return last
+
+
 # -- the n-th highest of many words, digit by digit --------------------------------------------------------------------
 
 

@@ -18,7 +18,8 @@ from typing import Any
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu import loops, versions
 from kvdsl.runtime.gpu.loops import Loop
-from kvdsl.runtime.gpu.sizes import Sizes
+from kvdsl.runtime.gpu.select import COUNTED
+from kvdsl.runtime.gpu.sizes import Sizes, choosers
 
 
 @dataclass(frozen=True)
@@ -74,8 +75,8 @@ class LoopRow:
         per_slot: instructions of a warp for each slot, or in a prompt's kernels for each score (a slot, a query, a query head).
         loads: how many loads of how many bits a thread has in a round, as 16x128.
         products, barriers: of matrices, and of a program's warps, in a round.
-        issue_us, read_us: the least time for the step's slots to issue this loop's instructions, and to read what it asks for; of
-            prompts' kernels nothing is said.
+        issue_us, read_us: the least time for the step's slots to issue this loop's instructions, and to read what it asks for;
+            nothing is said of prompts' kernels, and of what `choose` does with candidates, who may be few or all.
     """
 
     kernel: str
@@ -129,7 +130,7 @@ def _programs(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -
 def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: Any, step: Step, chip: Chip) -> LoopRow:
     round_of = _round(loop, shape)
     issue_us = read_us = None
-    if "SLOTS" not in shape:
+    if "SLOTS" not in shape and (kernel != "choose" or loop.name.startswith(_OF_ALL_SLOTS)):
         heads = step.batch * step.kv_heads
         spread = _spread(kernel, loop, shape, step, chip)
         rounds = step.slots / round_of * heads
@@ -148,11 +149,15 @@ def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Step, chip: Ch
     heads, pieces = step.batch * step.kv_heads, 1
     if shape.get("SPREADS") and kernel == "settle" and loop.name.startswith("settle"):
         pieces, _ = Sizes(shape["G"], shape["D"], shape["E"], 2).pieces(step.slots, heads, chip.processors)
+    if kernel == "choose":
+        pieces = choosers(step.slots, heads, chip.processors, shape["BLOCK"])
     return min(heads * pieces, chip.processors)
 
 
 def _round(loop: Loop, shape: dict[str, int]) -> int:
     """Slots of a round, and in prompts' kernels scores: of all heads of a group, unless the loop is the one over them."""
+    if loop.name.startswith("count_levels"):
+        return int(COUNTED.value)
     if "SLOTS" not in shape:
         return shape["BLOCK"]
     heads = 1 if loop.name.startswith("weights") else shape["G"]
@@ -161,8 +166,11 @@ def _round(loop: Loop, shape: dict[str, int]) -> int:
 
 _SPLIT = ("attend", "look")
 """Kernels whose programs share a head's slots, and are as many as the chip has room for; of the others each has a head of its own,
-but for `settle`, where it may be shared.
+but for `settle` and `choose`, where it may be shared.
 """
+
+_OF_ALL_SLOTS = ("narrow", "clear")
+"""Loops of `choose` over all of a head's slots, which its programs share."""
 
 
 def _counted(found: list[Loop]) -> Iterator[tuple[Loop, int]]:

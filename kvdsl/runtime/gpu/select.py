@@ -1,7 +1,8 @@
 """Device functions of `look` and `choose`, the two launches that come first where a query attends to a selection.
 
-`look` grades the slots (or the pages) of one split by something cheap; `choose` finds the highest of one KV head without sorting
-and lists their slots, which `attend` then reads in place. `kernels_triton.py` has what differs from policy to policy.
+`look` grades the slots (or the pages) of one split by something cheap, and counts them by level. `choose` finds the highest of a KV head
+without sorting, and lists their slots, which `attend` then reads in place: its programs share the head's, and each keeps what the counts
+leave in question; the last to arrive chooses from that. `kernels_triton.py` has what differs from policy to policy.
 
 Legend, beyond the one of `kernels_triton.py`:
     W: dims of the sketch. j: one of them, by its place. P: pages per KV head that there is room for.
@@ -19,6 +20,7 @@ import triton.language as tl
 from kvdsl.runtime.gpu import layout, ops
 
 UNSEEN, CERTAIN = tl.constexpr(-(2**31)), tl.constexpr(2**31 - 1)  # grades that no number has
+LEVELS, COUNTED = tl.constexpr(256), tl.constexpr(1024)  # of grades, and how many of those are counted at a time
 SIGN = tl.constexpr(-(2**31))
 
 # -- the sketch --------------------------------------------------------------------------------------------------------
@@ -108,8 +110,8 @@ def look_at_pages(
     keys,  # [N, D]
     page_bounds,  # [P, 2, D]: the smallest and the largest key of every page, without the new token
     grades,  # [N + 16] int32: gets the pages'
-    split,
-    splits,
+    first,
+    end,
     size,  # of a page, in tokens
     now,
     oldest,  # the first position that the query sees
@@ -122,11 +124,7 @@ def look_at_pages(
     table=None,  # [blocks of a row] int64, if SIZE
     SIZE: tl.constexpr = 0,
 ):
-    """Rank one split's pages by what a key in them can score at most. The token at position p is in slot p."""
-    pages = now // size + 1
-    per_split = tl.cdiv(pages, splits)
-    first = split * per_split
-    end = tl.minimum(first + per_split, pages)
+    """Grade one split's pages, from `first` on, by what a key in them can score at most. The token at position p is in slot p."""
     d = tl.arange(0, D_PAD)
     new = tl.load(new_key + d, mask=d < D, other=0.0).to(tl.float32)[None, :]
     for start in range(first, end, BLOCK):
@@ -146,7 +144,7 @@ def look_at_pages(
             rest_low, rest_high = _bounds(keys, begins, mine, size, oldest, now, table, SIZE, D, D_PAD, BLOCK)
             cut = (begins < oldest)[:, None]
             low, high = tl.where(cut, rest_low, low), tl.where(cut, rest_high, high)
-        newest = (page == pages - 1)[:, None]
+        newest = (page == now // size)[:, None]
         low = tl.where(newest, ops.minimum(low, new), low)
         high = tl.where(newest, ops.maximum(high, new), high)
         grade = ops.grade(_bound(query, low, high, d, G, D, HOW))
@@ -204,6 +202,35 @@ def place_in_page(page_bounds, key, d, size, now, D: tl.constexpr):
     tl.store(low_at + D, ops.maximum(high, k).to(page_bounds.dtype.element_ty), mask=d < D)
 
 
+# -- levels ------------------------------------------------------------------------------------------------------------
+
+
+@triton.jit
+def level(grade):
+    """A digit in the order of grades, fine where scores are: the sign, and of sizes from 2**-4 to 2**12 the exponent and three bits.
+    What is smaller or larger shares the last level on its side; 0 is that of what is not seen alone.
+    """
+    steps = (grade ^ (grade >> 31)) >> 20
+    steps = tl.minimum(tl.maximum(steps - (127 - 4) * 8, 0), 126)
+    return tl.where(grade == UNSEEN, 0, tl.where(grade < 0, 127 - steps, 128 + steps))
+
+
+@triton.jit
+def count_levels(
+    levels,  # [LEVELS] int32: gets how many of the split's units have which level
+    grades,
+    first,
+    end,
+):
+    """Count a split's grades once they are there: while they are found, they are few at a time, and several threads have each."""
+    tl.debug_barrier()
+    counts = tl.zeros([LEVELS], tl.int32)
+    for start in range(first, end, COUNTED):
+        i = start + tl.arange(0, COUNTED)
+        counts += tl.histogram(level(tl.load(grades + i, mask=i < end, other=UNSEEN)), LEVELS)
+    tl.store(levels + tl.arange(0, LEVELS), counts)
+
+
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
 
@@ -215,86 +242,147 @@ def tokens_with_new(held, pair, splits, S_PAD: tl.constexpr):
 
 
 @triton.jit
-def choose_slots(
-    position,  # [N] int32, with all that follows: one KV head's
-    grades,  # [N + 16] int32
-    chosen,  # [N] int32: gets the slots to attend to, in order
-    found,  # [] int32: gets how many
-    joins,  # [] int32: gets whether the new token is one
-    taken,  # [N] int8: gets whether each slot is one, if OBSERVED
-    slots,
-    now,
-    first,  # tokens up to this position are attended to in any case
-    last,  # and those from this one on
-    wanted,
-    OBSERVED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Choose as many slots as are wanted, or all that are protected if those are more."""
-    seen, certain = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, slots + 1, BLOCK):
-        i, grade, pos = _units(position, grades, start, slots, now, False, BLOCK)
-        sure = (grade != UNSEEN) & ((pos <= first) | (pos >= last))
-        tl.store(grades + i, CERTAIN, mask=sure)
-        seen += (grade != UNSEEN).to(tl.int32)
-        certain += sure.to(tl.int32)
-    tl.debug_barrier()
-    bar, tie = _cut(position, grades, slots, now, wanted, tl.sum(seen, 0), tl.sum(certain, 0), False, BLOCK)
-    count = 0
-    for start in range(0, slots, BLOCK):
-        i, grade, pos = _units(position, grades, start, slots, now, False, BLOCK)
-        mine = _is_chosen(grade, pos, bar, tie) & (i < slots)
-        tl.store(chosen + count + tl.cumsum(mine.to(tl.int32), 0) - 1, i, mask=mine)
-        if OBSERVED:
-            tl.store(taken + i, mine.to(tl.int8), mask=i < slots)
-        count += tl.sum(mine.to(tl.int32), 0)
-    tl.store(found, count)
-    tl.store(joins, _is_chosen(tl.load(grades + slots), now, bar, tie).to(tl.int32))
+def lowest_level(levels, pair, splits, wanted, S_PAD: tl.constexpr):
+    """The highest level that as many units reach as are wanted, or all that are seen; never 0."""
+    s, own = tl.arange(0, S_PAD)[:, None], tl.arange(0, LEVELS)
+    of_splits = tl.load(levels + (pair * splits + s) * LEVELS + own[None, :], mask=s < splits, other=0)
+    counts = tl.where(own > 0, tl.sum(of_splits, 0), 0)
+    reached = tl.cumsum(counts, 0, reverse=True) >= tl.minimum(tl.maximum(wanted, 1), tl.sum(counts, 0))
+    return tl.sum(reached.to(tl.int32), 0) - 1
 
 
 @triton.jit
-def choose_pages(
-    grades,  # [N + 16] int32, with all that follows as in `choose_slots`
-    chosen,
-    found,
-    joins,
-    taken,
+def share(units, piece, pieces, BLOCK: tl.constexpr):
+    """How many units a piece has, in whole blocks, and where the own ones begin and end."""
+    per_piece = tl.cdiv(tl.cdiv(units, pieces), BLOCK) * BLOCK
+    return per_piece, piece * per_piece, tl.minimum(piece * per_piece + per_piece, units)
+
+
+@triton.jit
+def narrow(
+    position,  # [N] int32, with all that follows: one KV head's
+    grades,  # [N + 16] int32: gets CERTAIN for what is protected
+    candidates,  # [N + 16] int32: gets the piece's units that may be chosen, in order, from `begin` on
+    begin,
+    end,
+    lowest,  # the level that others must reach
+    slots,
+    units,
     size,  # of a page, in tokens
     now,
     oldest,  # the first position that the query sees
-    first,
-    last,
-    wanted,  # in tokens
-    OBSERVED: tl.constexpr,
+    first,  # tokens up to this position are attended to in any case
+    last,  # and those from this one on
+    PAGES: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Choose as many pages, and list the slots in them; the token at position p is in slot p."""
-    pages = now // size + 1
-    seen, certain = tl.zeros([BLOCK], tl.int32), tl.zeros([BLOCK], tl.int32)
-    for start in range(0, pages, BLOCK):
-        page, grade, _ = _units(grades, grades, start, pages, now, True, BLOCK)
-        begins, ends = tl.maximum(page * size, oldest), tl.minimum(page * size + size - 1, now)
-        sure = (grade != UNSEEN) & ((begins <= first) | (ends >= last))
-        tl.store(grades + page, CERTAIN, mask=sure)
-        seen += (grade != UNSEEN).to(tl.int32)
-        certain += sure.to(tl.int32)
-    tl.debug_barrier()
-    bar, tie = _cut(grades, grades, pages, now, wanted // size, tl.sum(seen, 0), tl.sum(certain, 0), True, BLOCK)
+    """List what of one piece may be chosen: what is protected, and what reaches a level; says how many that are."""
     count = 0
-    for start in range(0, pages, BLOCK):
-        page, grade, _ = _units(grades, grades, start, pages, now, True, BLOCK)
-        mine = _is_chosen(grade, page, bar, tie)
-        begins, ends = tl.maximum(page * size, oldest), tl.minimum(page * size + size, now)
-        held = tl.where(page < pages, tl.maximum(ends - begins, 0), 0)
-        listed = tl.where(mine, held, 0)
-        at = chosen + count + tl.cumsum(listed, 0) - listed
-        for t in range(size):
-            tl.store(at + t, begins + t, mask=t < listed)
-            if OBSERVED:
-                tl.store(taken + begins + t, mine.to(tl.int8), mask=t < held)
+    for start in range(begin, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots  # loads are wide where this decides, a multiple of 16
+        grade = tl.where(i < units, tl.load(grades + i, mask=inside, other=UNSEEN), UNSEEN)
+        if PAGES:
+            begins, ends = tl.maximum(i * size, oldest), tl.minimum(i * size + size - 1, now)
+        else:
+            begins = tl.load(position + i, mask=inside, other=-1)
+            ends = begins
+        sure = (grade != UNSEEN) & ((begins <= first) | (ends >= last))
+        tl.store(grades + i, CERTAIN, mask=sure)
+        listed = (sure | (level(grade) >= lowest)).to(tl.int32)
+        tl.store(candidates + begin + count + tl.cumsum(listed, 0) - 1, i, mask=listed > 0)
         count += tl.sum(listed, 0)
+    return count
+
+
+@triton.jit
+def clear(taken, slots, piece, pieces, BLOCK: tl.constexpr):
+    """Forget what was attended to in one piece's slots."""
+    _, begin, end = share(slots, piece, pieces, BLOCK)
+    for start in range(begin, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        tl.store(taken + i, 0, mask=i < slots)
+
+
+@triton.jit
+def gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD: tl.constexpr, BLOCK: tl.constexpr):
+    """Move all pieces' candidates to the front of the list; says how many there are, and how many of them are protected.
+
+    Args:
+        listed: how many each piece has, [PIECES].
+    """
+    p = tl.arange(0, PIECES_PAD)
+    total = tl.sum(tl.load(listed + p, mask=p < pieces, other=0), 0)
+    certain = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, total, BLOCK):
+        k = start + tl.arange(0, BLOCK)
+        at, end = k, 0
+        for piece in range(pieces):
+            count = tl.load(listed + piece)
+            end += count
+            at += tl.where(k >= end, per_piece - count, 0)
+        unit = tl.load(candidates + at, mask=k < total, other=0)
+        certain += (tl.load(grades + unit, mask=k < total, other=UNSEEN) == CERTAIN).to(tl.int32)
+        tl.debug_barrier()  # before they are written where others of the block were
+        tl.store(candidates + k, unit, mask=k < total)
+    tl.debug_barrier()
+    return total, tl.sum(certain, 0)
+
+
+@triton.jit
+def add_new(grades, candidates, total, certain, slots, now, first, last):
+    """Put the new token, which is in no slot yet, behind all candidates; says how many there are now, and how many are protected."""
+    sure = (now <= first) | (now >= last)
+    tl.store(candidates + total, slots)
+    tl.store(grades + slots, CERTAIN, mask=sure)
+    tl.debug_barrier()
+    return total + 1, certain + sure.to(tl.int32)
+
+
+@triton.jit
+def pick(
+    position,  # [N] int32, with all that follows: one KV head's
+    grades,  # [N + 16] int32
+    candidates,  # [N + 16] int32
+    chosen,  # [N] int32: gets the slots to attend to, in order
+    found,  # [] int32: gets how many
+    joins,  # [] int32: gets whether the new token is one
+    taken,  # [N] int8: gets 1 for the slots that are, if OBSERVED
+    total,  # candidates
+    certain,  # of them: those that are protected
+    slots,
+    units,
+    size,
+    now,
+    oldest,
+    wanted,  # units
+    OBSERVED: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Choose as many of the candidates as are wanted, or all that are protected if those are more, and list their slots. Where there
+    are fewer candidates, they are all that can be seen.
+    """
+    wanted = tl.minimum(tl.maximum(tl.maximum(wanted, 1), certain), total)
+    bar, tie = _cut(position, grades, candidates, total, slots, now, wanted, PAGES, BLOCK)
+    newest = units - 1 if PAGES else slots
+    tl.store(joins, _is_chosen(tl.load(grades + newest), newest if PAGES else now, bar, tie).to(tl.int32))
+    count = 0
+    for start in range(0, total, BLOCK):
+        unit, grade, ties = _candidates(position, grades, candidates, start, total, slots, now, PAGES, BLOCK)
+        mine = _is_chosen(grade, ties, bar, tie)
+        if PAGES:
+            begins = tl.maximum(unit * size, oldest)
+            tokens = tl.where(mine, tl.maximum(tl.minimum(unit * size + size, now) - begins, 0), 0)
+        else:
+            begins, tokens = unit, (mine & (unit < slots)).to(tl.int32)
+        at = chosen + count + tl.cumsum(tokens, 0) - tokens
+        for t in range(size):
+            tl.store(at + t, begins + t, mask=t < tokens)
+            if OBSERVED:
+                tl.store(taken + begins + t, 1, mask=t < tokens)
+        count += tl.sum(tokens, 0)
     tl.store(found, count)
-    tl.store(joins, _is_chosen(tl.load(grades + pages - 1), pages - 1, bar, tie).to(tl.int32))
 
 
 @triton.jit
@@ -303,35 +391,43 @@ def _is_chosen(grade, tie, bar, bar_tie):
 
 
 @triton.jit
-def _units(position, grades, start, places, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
-    """A block of units, of all pages or of all slots and the new token (`places` are the pages or the slots); their grades, and of
-    equals which is the newer: the position, or the page. There are 16 grades more than slots: loads go up to a multiple of 16,
-    which makes them wide.
-    """
-    i = start + tl.arange(0, BLOCK)
-    units = places if PAGES else places + 1
-    grade = tl.load(grades + i, mask=i < tl.cdiv(units, 16) * 16, other=UNSEEN)
-    grade = tl.where(i < units, grade, UNSEEN)
+def _candidates(position, grades, candidates, start, total, slots, now, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+    """A block of candidates, their grades, UNSEEN behind them, and of equals which is the newer: the position, or the page."""
+    k = start + tl.arange(0, BLOCK)
+    unit = tl.load(candidates + k, mask=k < total, other=0)
+    grade = tl.load(grades + unit, mask=k < total, other=UNSEEN)
     if PAGES:
-        return i, grade, i
+        return unit, grade, unit
     else:
-        return i, grade, tl.load(position + i, mask=i < places, other=now)
+        return unit, grade, tl.load(position + unit, mask=(k < total) & (unit < slots), other=now)
 
 
 @triton.jit
-def _cut(position, grades, places, now, wanted, seen, certain, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _cut(position, grades, candidates, total, slots, now, wanted, PAGES: tl.constexpr, BLOCK: tl.constexpr):
     """The grade of the last unit that is chosen, and the tie that those of its grade must reach."""
-    wanted = tl.minimum(tl.maximum(tl.maximum(wanted, 1), certain), seen)
-    bar, wanted, equals = _nth(position, grades, places, now, 0, wanted, seen, False, PAGES, BLOCK)
+    bar, wanted, equals = _nth(position, grades, candidates, total, slots, now, 0, wanted, total, False, PAGES, BLOCK)
     bar = tl.maximum(bar, UNSEEN + 1)
     tie = 0
     if wanted < equals:
-        tie, wanted, equals = _nth(position, grades, places, now, bar, wanted, equals, True, PAGES, BLOCK)
+        tie, wanted, equals = _nth(position, grades, candidates, total, slots, now, bar, wanted, equals, True, PAGES, BLOCK)
     return bar, tie
 
 
 @triton.jit
-def _nth(position, grades, places, now, bar, n, equals, TIES: tl.constexpr, PAGES: tl.constexpr, BLOCK: tl.constexpr):
+def _nth(
+    position,
+    grades,
+    candidates,
+    total,
+    slots,
+    now,
+    bar,
+    n,
+    equals,
+    TIES: tl.constexpr,
+    PAGES: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
     """The n-th highest grade; with TIES the n-th highest tie of those of grade `bar`. Digit by digit: a histogram for each tells
     in which the n-th lies. When all that begin with the digits found so far are wanted, the rest does not matter.
 
@@ -346,8 +442,8 @@ def _nth(position, grades, places, now, bar, n, equals, TIES: tl.constexpr, PAGE
     while (shift > 0) & (n < equals):
         shift -= ops.DIGIT
         counts = tl.zeros([ops.DIGITS], tl.int32)
-        for start in range(0, places if PAGES else places + 1, BLOCK):
-            _, grade, tie = _units(position, grades, start, places, now, PAGES, BLOCK)
+        for start in range(0, total, BLOCK):
+            _, grade, tie = _candidates(position, grades, candidates, start, total, slots, now, PAGES, BLOCK)
             word = (tie if TIES else grade ^ SIGN).to(tl.uint32, bitcast=True)
             counted = (grade == bar) if TIES else (grade != UNSEEN)
             counts += ops.count_digits(word, counted, digits, shift)

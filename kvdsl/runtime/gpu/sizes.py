@@ -29,8 +29,8 @@ CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
 OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
 TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
-"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one
-a head, and `look` two."""
+"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one,
+and `look` two."""
 
 EVERYTHING = 2**30
 """The window of a model that has none."""
@@ -38,6 +38,9 @@ EVERYTHING = 2**30
 MAX_SPLITS = 64
 PROGRAMS_PER_PROCESSOR = 2
 """How many `attend` programs a multiprocessor is meant to have."""
+
+MAX_CHOOSERS = 16
+"""Programs of `choose` that share a KV head's slots: the last to arrive looks for every candidate among all of theirs."""
 
 FINER = 4
 START = 0.5
@@ -70,7 +73,7 @@ class Sizes:
 
     def choose_block(self, *, pages: bool) -> int:
         """Slots or pages that `choose` takes at once. With more pages AMD's compiler runs out of scalar registers."""
-        return 1024 if pages else 4096
+        return 1024 if pages else 2048
 
     def look_block(self, dims: int) -> int:
         """Slots or pages of so many numbers each that `look` takes at once."""
@@ -141,9 +144,9 @@ class Sizes:
         slots = self.look_block(dims)
         return self.attend() | {"W_PAD": _matrix(dims), "BLOCK": max(16, slots // 2) if in_blocks else slots}
 
-    def choose(self, splits: int, *, pages: bool) -> dict[str, Any]:
+    def choose(self, splits: int, pieces: int, *, pages: bool) -> dict[str, Any]:
         """Constants of `choose` that follow from the sizes; `pages`: whether those are what it chooses."""
-        return {"S_PAD": _power_of_two(splits), "BLOCK": self.choose_block(pages=pages)}
+        return {"S_PAD": _power_of_two(splits), "PIECES_PAD": _power_of_two(pieces), "BLOCK": self.choose_block(pages=pages)}
 
     def take(self, splits: int) -> dict[str, Any]:
         """Constants of `take`."""
@@ -195,6 +198,15 @@ class Sizes:
         best = min(range(filling, min(blocks, MAX_SPLITS, FINER * filling) + 1), key=most)
         per_split = -(-blocks // best) * self.attend_block
         return -(-slots // per_split), per_split
+
+
+def choosers(slots: int, pairs: int, processors: int, block: int) -> int:
+    """How many programs of `choose` share a KV head's slots, or what they find out that there are of pages.
+
+    Args:
+        pairs, processors: see `Sizes.splits`. block: see `Sizes.choose_block`.
+    """
+    return max(1, min(MAX_CHOOSERS, -(-slots // block), processors // pairs))
 
 
 def _matrix(n: int) -> int:
