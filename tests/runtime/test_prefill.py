@@ -309,8 +309,10 @@ def test_numbers_that_could_overflow_are_left_to_torch(where: str) -> None:
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 @pytest.mark.parametrize("worst", [torch.inf, -torch.inf, torch.nan])
 @pytest.mark.parametrize("where", ["query", "key", "value"])
-def test_what_is_not_finite_touches_only_who_sees_it(backend: str, where: str, worst: float) -> None:
-    case, spec, at = Case(tokens=40, group=2), spec_of(WATCH), 25
+@pytest.mark.parametrize("at", [25, 0])
+def test_what_is_not_finite_touches_only_who_sees_it(backend: str, where: str, worst: float, at: int) -> None:
+    """The first query sees itself alone: no score of its may be finite."""
+    case, spec = Case(tokens=40, group=2), spec_of(WATCH)
     clean, call = case.call(), case.call()
     getattr(call, where)[0, 0, at, 3] = worst
     states = [SlotState(spec, {}), SlotState(spec, {})]

@@ -259,10 +259,7 @@ class LaneAttention {
       exponentiate_tile(weights, count);
       if (attends_) add_values(weights, begin + from, count);
     }
-    for (int g = 0; g < args_.group; ++g) {
-      const Floats total = load(totals_ + g * width);
-      store(totals_ + g * width, total == 0.0f ? Floats{} : 1.0f / total);  // what sees nothing, as padding does, gives nothing
-    }
+    for (int g = 0; g < args_.group; ++g) store(totals_ + g * width, 1.0f / load(totals_ + g * width));
   }
 
   [[gnu::noinline]] void exponentiate_tile(float* weights, int slots) {
@@ -333,7 +330,8 @@ class LaneAttention {
         for (int64_t v = 0; v < args_.value_dim; ++v) out_row_[v] = out_[(v * args_.group + g) * width + i];
         steps_.dtype->pack(out_row_, args_.value_dim, pairs);
         const int64_t row = (int64_t{of_.row} * args_.tokens + t + i) * args_.kv_heads * args_.group + of_.head * args_.group + g;
-        steps_.dtype->write(pairs, totals_[g * width + i], args_.value_dim, static_cast<char*>(of_.prompt.out) + row * bytes);
+        const float factor = of_.newest(t + i) < 0 ? 0.0f : totals_[g * width + i];  // padding sees nothing
+        steps_.dtype->write(pairs, factor, args_.value_dim, static_cast<char*>(of_.prompt.out) + row * bytes);
       }
     }
   }
