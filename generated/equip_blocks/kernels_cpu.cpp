@@ -66,14 +66,14 @@ int KVDSL_ENTRY(replace_bf16)(const kvdsl::DecodeArgs* args, const int32_t* slot
 int KVDSL_ENTRY(replace_f16)(const kvdsl::DecodeArgs* args, const int32_t* slots) {
   return kvdsl::replace<kvdsl::f16, EQUIPBlocksPolicy>(*args, slots);
 }
-int KVDSL_ENTRY(observe_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
-  return kvdsl::observe<float, EQUIPBlocksPolicy>(*args, *prompt);
+int KVDSL_ENTRY(prefill_f32)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<float, EQUIPBlocksPolicy>(*args, *prompt);
 }
-int KVDSL_ENTRY(observe_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
-  return kvdsl::observe<kvdsl::bf16, EQUIPBlocksPolicy>(*args, *prompt);
+int KVDSL_ENTRY(prefill_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::bf16, EQUIPBlocksPolicy>(*args, *prompt);
 }
-int KVDSL_ENTRY(observe_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
-  return kvdsl::observe<kvdsl::f16, EQUIPBlocksPolicy>(*args, *prompt);
+int KVDSL_ENTRY(prefill_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
+  return kvdsl::prefill<kvdsl::f16, EQUIPBlocksPolicy>(*args, *prompt);
 }
 int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
   return kvdsl::settle<EQUIPBlocksPolicy>(*args, attn);

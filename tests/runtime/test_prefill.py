@@ -121,6 +121,8 @@ CASES = {
     "three capped forwards": Case(cuts=3, softcap=2.0, padding="scattered", window=31),
     "sharp": Case(scale=12.0),
     "bfloat16": Case(dtype=torch.bfloat16, group=2),
+    "bfloat16 in odd numbers": Case(tokens=77, group=5, dim=18, value_dim=21, dtype=torch.bfloat16, padding="left"),
+    "bfloat16 in three forwards": Case(group=3, dtype=torch.bfloat16, cuts=3, padding="scattered", window=31),
     "half": Case(dtype=torch.float16, dim=24, value_dim=24),
 }
 

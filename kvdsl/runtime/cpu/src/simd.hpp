@@ -45,7 +45,8 @@ inline void store(float* to, Floats v) {
 }
 
 // Loads v once, for all its uses: left alone, GCC prefers to read memory again in every multiplication.
-inline Floats once(Floats v) {
+template <class V>
+inline V once(V v) {
 #if defined(__x86_64__)
   asm("" : "+v"(v));
 #endif

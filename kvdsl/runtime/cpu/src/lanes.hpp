@@ -1,0 +1,110 @@
+// Products of what queries have, each in a lane of its own, and of what slots have, the same for all lanes: of floats one by
+// one, and of bfloat16 two by two, where the processor adds both products at once.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "attend.hpp"
+#include "simd.hpp"
+
+#if defined(__AVX512BF16__) && defined(__AVX512F__)
+#define KVDSL_TWO_BY_TWO 1
+#include <immintrin.h>
+#else
+#define KVDSL_TWO_BY_TWO 0
+#endif
+
+namespace kvdsl {
+
+constexpr bool two_by_two = KVDSL_TWO_BY_TWO;
+
+// Two numbers of bfloat16, the first in the lower half.
+struct Two {
+  uint32_t bits;
+};
+
+inline Two two(bf16 first, bf16 second) { return {first.bits | static_cast<uint32_t>(second.bits) << 16}; }
+
+// A vector of what is multiplied.
+template <class X>
+using Lanes = std::conditional_t<std::is_same_v<X, Two>, Bits, Floats>;
+
+inline Floats spread(const float* x) { return splat(*x); }
+inline Bits spread(const Two* x) { return Bits{} + load_as<uint32_t>(x); }
+
+inline Floats add_product(Floats sum, Floats a, Floats b) { return sum + a * b; }
+inline Floats add_product(Floats sum, Bits a, Bits b) {
+#if KVDSL_TWO_BY_TWO
+  const auto twos = [](Bits x) { return reinterpret_cast<__m512bh>(x); };
+  return reinterpret_cast<Floats>(_mm512_dpbf16_ps(reinterpret_cast<__m512>(sum), twos(a), twos(b)));
+#else
+  (void)a, (void)b;
+  return sum;
+#endif
+}
+
+// Slots whose scores are found at once, for `Heads` query heads of a group.
+template <int Heads>
+constexpr int slots_at_once = (registers == 32 ? 24 : 8) / Heads;
+
+// sums[s][g] = q[g] times keys[s], for `Heads` query heads. q: [group, dims, width], `stride` from head to head.
+template <int Heads, int Count, class X>
+void dot_lanes(const X* q, int64_t stride, const X* const* keys, int dims, Floats (&sums)[Count][Heads]) {
+  for (int s = 0; s < Count; ++s) {
+    for (int g = 0; g < Heads; ++g) sums[s][g] = Floats{};
+  }
+  for (int d = 0; d < dims; ++d) {
+    Lanes<X> lanes[Heads];
+    for (int g = 0; g < Heads; ++g) lanes[g] = load_as<Lanes<X>>(q + g * stride + int64_t{d} * width);
+    for (int s = 0; s < Count; ++s) {
+      const auto k = once(spread(keys[s] + d));
+      for (int g = 0; g < Heads; ++g) sums[s][g] = add_product(sums[s][g], lanes[g], k);
+    }
+  }
+}
+
+// Values of a slot that are added up at once: a power of two, at most value_pad.
+template <int Heads>
+constexpr int values_at_once = registers == 32 ? (Heads == 1 ? 16 : Heads == 4 ? 4 : 8) : Heads == 1 ? 8 : Heads == 2 ? 4 : 2;
+constexpr int value_pad = 16;
+
+// sums[v][g] += weights[s][g] times values[s][v], over all slots, for `Heads` query heads.
+// weights: [slots, group, width]. values: [slots, stride]. sums: [values, group, width].
+template <int Heads, int Count, class X>
+void add_lanes(const X* weights, int group, const X* values, int64_t stride, int slots, float* sums) {
+  Floats total[Count][Heads];
+  for (int v = 0; v < Count; ++v) {
+    for (int g = 0; g < Heads; ++g) total[v][g] = load(sums + (int64_t{v} * group + g) * width);
+  }
+  for (int s = 0; s < slots; ++s) {
+    Lanes<X> lanes[Heads];
+    for (int g = 0; g < Heads; ++g) lanes[g] = load_as<Lanes<X>>(weights + (int64_t{s} * group + g) * width);
+    for (int v = 0; v < Count; ++v) {
+      const auto x = once(spread(values + s * stride + v));
+      for (int g = 0; g < Heads; ++g) total[v][g] = add_product(total[v][g], lanes[g], x);
+    }
+  }
+  for (int v = 0; v < Count; ++v) {
+    for (int g = 0; g < Heads; ++g) store(sums + (int64_t{v} * group + g) * width, total[v][g]);
+  }
+}
+
+// As many of the group's heads at a time as there are registers for. Calls body(first head, number of heads as a constant).
+template <class Body>
+void for_lanes(int group, Body&& body) {
+  const int rest = group % 4 == 3 ? 3 : 0;
+  for_heads(group - rest, body);
+  if (rest) body(group - rest, std::integral_constant<int, 3>{});
+}
+
+// Weights of two slots, which lie in [0, 1], rounded to the nearest bfloat16.
+inline Bits two(Floats first, Floats second) {
+  const auto rounded = [](Floats x) {
+    const Bits bits = reinterpret_cast<Bits>(x);
+    return bits + 0x7FFFu + (bits >> 16 & 1u);
+  };
+  return rounded(first) >> 16 | (rounded(second) & 0xFFFF0000u);
+}
+
+}  // namespace kvdsl
