@@ -2,7 +2,8 @@
 """Which releases of Triton compile the kernels, and which interpret them rightly: `python -m scripts.tritons`.
 
 Each release is installed by itself into build/tritons, with the newest NumPy that its interpreter works with, and stands before the others
-on the path of two runs: `kvdsl build` of policies that observe, turn keys and select, and tests in Triton's interpreter.
+on the path of two runs: `kvdsl build` of policies that observe, turn keys and select, and tests in Triton's interpreter. For AMD Triton 3.3
+and 3.4 need an LLD, ROCm's or another that TRITON_HIP_LLD_PATH names.
 `--table` prints what benchmarks/results/gpu/tritons.json says as the table of docs/performance/gpus.md.
 """
 
@@ -39,14 +40,12 @@ def main() -> int:
     parser.add_argument("--table", action="store_true", help="print the table of what is known")
     options = parser.parse_args()
     known = {row["triton"]: row for row in json.loads(options.out.read_text())} if options.out.exists() else {}
-    if not options.table:
-        for release in options.releases:
-            known[release] = tried(release)
-            print(json.dumps(known[release]), flush=True)
-            options.out.parent.mkdir(parents=True, exist_ok=True)
-            rows = sorted(known.values(), key=lambda row: [int(part) for part in row["triton"].split(".")])
-            options.out.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(known.values()), end="")
+    for release in () if options.table else options.releases:
+        known[release] = tried(release)
+        print(json.dumps(known[release]), flush=True)
+        options.out.parent.mkdir(parents=True, exist_ok=True)
+        options.out.write_text(json.dumps(ordered(known.values()), indent=1) + "\n")
+    print(table(ordered(known.values())), end="")
     return 0
 
 
@@ -78,7 +77,16 @@ def installed(requirement: str) -> Path:
 
 def before(release: str, other: str) -> bool:
     """Whether a release is older than another."""
-    return [int(part) for part in release.split(".")] < [int(part) for part in other.split(".")]
+    return _numbers(release) < _numbers(other)
+
+
+def ordered(rows: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """From the oldest release to the newest."""
+    return sorted(rows, key=lambda row: _numbers(row["triton"]))
+
+
+def _numbers(release: str) -> list[int]:
+    return [int(part) for part in release.split(".")]
 
 
 def compiled(targets: Sequence[str], environment: dict[str, str]) -> dict[str, Any]:

@@ -4,6 +4,7 @@
     right    are the kernels right? Against float64 and torch, with poisoned workspaces, twice, in CUDA graphs, in a whole model
     kernels  how fast is a decode step, captured for many layers, beside flash decoding; and a prompt beside flash attention
     model    a model of Llama-3-8B's shape with random weights: tokens a second, time to the first token, peak memory
+    in_place the same model's tokens with caches that are overwritten in place and that are shifted, by batch and size
 
 Every stage is a process of its own with a deadline: one that hangs takes no other along. Every result is a line of JSON, written when it is
 known, in OUT/STAGE.jsonl; OUT is the folder that the variable OUT names, or benchmarks/results/GPU. Torch and Triton are all it takes, and

@@ -22,6 +22,7 @@ def run(setting: Setting, lines: Lines) -> int:
         *(replace(shape, live=min(shape.live, 4096), batch=min(shape.batch, 2)) for shape in setting.sizes.timed),
     }
     jobs = [(setting, name, shape) for name in setting.names for shape in sorted(shapes, key=str)]
+    jobs += [(setting, name, setting.sizes.timed[0]) for name in setting.raced if name not in setting.names]
     failed = 0
     with ProcessPoolExecutor(min(MOST, os.cpu_count() or 1), mp_context=get_context("spawn")) as pool:
         futures = {pool.submit(_compiled, job): job for job in jobs}

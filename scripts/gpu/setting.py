@@ -6,6 +6,7 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Iterable
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import product
@@ -24,10 +25,12 @@ from kvdsl_lab.bench.baselines import Token
 from kvdsl_lab.bench.decode import SETTLING, Shape, decode_step, new_tokens, rotation, steady_state
 from scripts.gpu import HAS_TRANSFORMERS, ROOT
 
-STAGES = {"compile": 240, "right": 420, "kernels": 540, "model": 480}
-"""Their deadlines, in seconds."""
+STAGES = {"compile": 240, "right": 420, "kernels": 540, "model": 480, "in_place": 110}
+"""Their deadlines, in seconds: less than 30 minutes in all."""
 
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "scissorhands", "equip_blocks", "sparcas")
+RACED = ("streaming_llm", "equip_h2o")
+"""What is raced against caches that are shifted; EQUIP's two."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,14 @@ class Whole:
 
 
 @dataclass(frozen=True)
+class Held:
+    """A cache of so many tokens, for so many rows."""
+
+    batch: int
+    tokens: int
+
+
+@dataclass(frozen=True)
 class Sizes:
     """Of everything that is run."""
 
@@ -50,6 +61,7 @@ class Sizes:
     checked_prompts: tuple[prefill.Shape, ...]
     timed_prompts: tuple[prefill.Shape, ...]
     whole: tuple[Whole, ...]
+    held: tuple[Held, ...]
     layers: int
     settling: int
     generated: int
@@ -78,6 +90,9 @@ REAL = Sizes(
     ),
     timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (4096, 8192, 32768)),
     whole=(Whole(1, 32768, 4096), Whole(64, 4096, 1024), Whole(8, 32768, 4096), Whole(1, 32768, 1024)),
+    held=tuple(
+        Held(batch, tokens) for batch, tokens in ((8, 512), (8, 1024), (64, 512), (1, 512), (64, 1024), (1, 1024), (8, 4096))
+    ),
     layers=32,
     settling=SETTLING,
     generated=24,
@@ -93,6 +108,7 @@ TOY = Sizes(
     checked_prompts=(prefill.Shape(1, 1, 2, 32, 40, "fp16"),),
     timed_prompts=(prefill.Shape(1, 1, 1, 32, 20, "fp32"),),
     whole=(Whole(1, 24, 16, 3),),
+    held=(Held(2, 16),),
     layers=2,
     settling=1,
     generated=4,
@@ -109,11 +125,13 @@ class Setting:
 
     Attributes:
         device: `cuda`, or `cpu` in Triton's interpreter.
+        names, raced: policies; the latter are those of the stage `in_place`.
     """
 
     device: str
     sizes: Sizes
     names: tuple[str, ...]
+    raced: tuple[str, ...]
     out: Path
 
     @staticmethod
@@ -126,8 +144,8 @@ class Setting:
         folder = out or (Path(os.environ["OUT"]) if os.environ.get("OUT") else ROOT / "benchmarks" / "results" / gpu)
         folder.mkdir(parents=True, exist_ok=True)
         wanted = POLICIES if policies is None else tuple(policies.split(","))
-        there = tuple(name for name in wanted if (ROOT / "generated" / name / "cache.py").exists())
-        return Setting(device, TOY if toy else REAL, there, folder.resolve())
+        raced = tuple(name for name in RACED if policies is None or name in wanted)
+        return Setting(device, TOY if toy else REAL, _there(wanted), _there(raced), folder.resolve())
 
     @property
     def real(self) -> bool:
@@ -136,7 +154,7 @@ class Setting:
 
     def missing(self) -> list[str]:
         """Policies without a package in generated/; the compiler, which makes them, may not be here."""
-        return sorted(set(POLICIES) - set(self.names))
+        return sorted({*POLICIES, *RACED} - {*self.names, *self.raced})
 
     def specs(self) -> list[PolicySpec]:
         """The policies."""
@@ -153,6 +171,11 @@ class Setting:
 
             facts["transformers"] = transformers.__version__
         return facts
+
+
+def _there(names: Iterable[str]) -> tuple[str, ...]:
+    """Those that have a package in generated/."""
+    return tuple(name for name in names if (ROOT / "generated" / name / "cache.py").exists())
 
 
 def cache_class(name: str) -> Any:

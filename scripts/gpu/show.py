@@ -14,14 +14,19 @@ KINDS = {
     "prompt variant": ("variant", "length", "ms"),
 }
 MODEL = ("cache", "batch", "context", "budget", "ttft_s", "token_ms", "tokens_per_s", "peak_bytes")
+IN_PLACE = (
+    "policy", "batch", "cache", "ms", "shift_ms", "published_ms", "over_shift", "over_published",
+    "eager_ms", "eager_over_shift", "eager_over_published",
+)  # fmt: skip
 
 
 def tables(folder: Path) -> None:
     """Print all that there is."""
-    kernels, model = (_lines(folder / f"{stage}.jsonl") for stage in ("kernels", "model"))
+    kernels, model, in_place = (_lines(folder / f"{stage}.jsonl") for stage in ("kernels", "model", "in_place"))
     for kind, columns in KINDS.items():
         _table(f"{kind}", columns, [line for line in kernels if line.get("kind") == kind])
     _table("model", MODEL, [line for line in model if "cache" in line])
+    _table("in place", IN_PLACE, [line for line in in_place if "cache" in line])
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -339,7 +339,7 @@ def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
     """By `torch.save`, while steps are noted, in a model some of whose layers keep transformers' own cache."""
     model, ids = zoo.model("gemma2"), zoo.prompt(1, 30)
     cache = policies.make(policies.OBSERVING, model, budget=12)
-    if not zoo.EARLY and hasattr(cache.layers[0], "activate_past_recording"):
+    if not zoo.EARLY and hasattr(cache.layers[0], "activate_past_recording") and not zoo.WINDOWS_STUMBLE:
         cache.activate_past_recording()
     new, _ = zoo.greedy(model, zoo.plain(ids), 6, past_key_values=cache)
     taken_back = 2 if cache.layers[1].record_past else 0

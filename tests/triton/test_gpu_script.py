@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 
 from kvdsl.runtime.gpu import sizes
-from scripts.gpu import variants
+from scripts.gpu import in_place, variants
 from scripts.gpu.__main__ import _stage
+from scripts.gpu.setting import STAGES
 
 ROOT = Path(__file__).parents[2]
 COMPILER = ("click", "jinja2", "lark", "pydantic", "platformdirs", "rich")
@@ -75,6 +76,17 @@ def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_what_is_raced_in_place_as_on_a_gpu(tmp_path: Path) -> None:
+    done = dry(tmp_path, "compile,in_place", "--policies", "streaming_llm")
+    assert done.returncode == 0, done.stdout + done.stderr
+    (row,) = lines(tmp_path, "in_place")[1:]
+    assert (row["policy"], row["batch"], row["cache"]) == ("streaming_llm", 2, 16) and "error" not in row
+    assert all(row[f"{way}{how}ms"] > 0 for way in ("", "shift_", "published_") for how in ("", "eager_"))
+    assert all(f"{how}over_{way}" in row for way in ("shift", "published") for how in ("", "eager_"))
+    assert "| streaming_llm | 2 | 16 |" in done.stdout, "the table"
+
+
+@pytest.mark.slow
 def test_a_graph_that_does_nothing_is_found(tmp_path: Path) -> None:
     done = dry(tmp_path, "right", "--policies", "roco", IDLE_GRAPHS="1")
     assert done.returncode == 1 and "not well: right" in done.stdout
@@ -117,11 +129,25 @@ def test_kernels_without_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_whole_models_without_the_compiler(tmp_path: Path) -> None:
-    done = toy(tmp_path, "model", COMPILER)
+    done = toy(tmp_path, "model,in_place", COMPILER)
     assert done.returncode == 0, done.stdout + done.stderr
     runs = lines(tmp_path, "model")[1:]
     assert {"static", "dynamic", "roco", "streaming_llm"} <= {line["cache"] for line in runs}
     assert all(line["ttft_s"] > 0 and line["tokens_per_s"] > 0 for line in runs)
+    raced = lines(tmp_path, "in_place")[1:]
+    assert "streaming_llm" in {line["policy"] for line in raced} and all(line["eager_over_shift"] > 0 for line in raced)
+
+
+def test_both_in_graphs_or_neither() -> None:
+    """Published H2O has no graph; and where one way's capture failed, its time is compared with nothing."""
+    row = {"ms": 2.0, "eager_ms": 9.0, "shift_ms": 3.0, "shift_eager_ms": 10.0, "published_eager_ms": 18.0}
+    assert in_place.compared(row) == {"over_shift": 1.5, "eager_over_shift": 1.111, "eager_over_published": 2.0}
+    del row["ms"]
+    assert in_place.compared(row) == {"eager_over_shift": 1.111, "eager_over_published": 2.0}
+
+
+def test_all_stages_end_within_half_an_hour() -> None:
+    assert sum(STAGES.values()) < 30 * 60
 
 
 def test_a_stage_that_hangs_is_stopped(capfd: pytest.CaptureFixture[str]) -> None:
@@ -141,4 +167,4 @@ def test_without_a_gpu() -> None:
         [*command, "--stage", "wrong"], cwd=ROOT, env=environment, capture_output=True, text=True, check=False
     )
     assert done.returncode == 2
-    assert "there is no stage wrong; there are compile, right, kernels, model" in done.stderr
+    assert "there is no stage wrong; there are compile, right, kernels, model, in_place" in done.stderr

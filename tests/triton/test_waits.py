@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
 import pytest
 import torch
 
@@ -9,8 +14,13 @@ import kvdsl
 from kvdsl.runtime import graph
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl_lab.bench.decode import rotation
+from kvdsl_lab.bench.shifting import twin
+from scripts.gpu import in_place
+from scripts.gpu.setting import TOY, Held, Setting
+from scripts.gpu.whole import tiny
 from tests.differential.test_random import POLICIES
 from tests.quick import few
 
@@ -79,6 +89,30 @@ def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatc
     with torch.no_grad(), waiting(token, monkeypatch, *state.tensors().values(), *state.workspace.tensors.values()) as waits:
         graph._decode(*graph.arguments(server, state, token), **graph.constants(state, token))
     assert not waits.lines, "\n".join(waits.lines)
+
+
+@pytest.mark.parametrize("policy", few(["streaming_llm", "equip_h2o"], "equip_h2o"))
+def test_a_whole_token_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that `scripts/gpu/in_place.py` can capture it, in place and shifted; what cannot be captured does wait."""
+    monkeypatch.setattr(SlotLayer, "_check_text", lambda *_: None)  # on a GPU it looks at prompts only
+    model = tiny(Setting("cpu", TOY, (), (), Path()))
+    for way in in_place.ways(model, twin(model), kvdsl.load(policy), 16).values():
+        cache = way.make()
+        with torch.inference_mode():
+            step = in_place.prompted(replace(way, make=lambda cache=cache: cache), Held(2, 16), "cpu")
+            step(), step()
+            with Waits(monkeypatch, [*way.model.parameters(), *way.model.buffers(), *_held(cache)]) as waits:
+                step()
+        assert way.captures == (not waits.lines), "\n".join(waits.lines)
+
+
+def _held(cache: Any) -> Iterator[torch.Tensor]:
+    """The tensors of a cache, ours or a shifted one."""
+    for layer in cache.layers:
+        if isinstance(layer, SlotLayer):
+            yield from (*layer.state.tensors().values(), *layer.state.workspace.tensors.values())
+        else:
+            yield from (x for x in (*layer.tensors(), layer.victim) if isinstance(x, torch.Tensor))
 
 
 def test_what_counts_as_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
