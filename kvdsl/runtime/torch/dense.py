@@ -55,9 +55,8 @@ def is_tame(prompt: Prompt) -> bool:
         torch.linalg.vector_norm(x, dtype=torch.float32)
         for x in (prompt.call.query, prompt.kept["keys"], prompt.kept["values"])
     )
-    most = torch.maximum(
-        query * key * abs(prompt.call.scaling), value * prompt.slots
-    )  # no product is beyond that of the norms
+    # No product of two vectors is beyond that of their norms.
+    most = torch.maximum(query * key * abs(prompt.call.scaling), value * prompt.slots)
     return bool(most < torch.finfo(torch.float32).max / 2)
 
 

@@ -20,6 +20,7 @@ namespace kvdsl {
 constexpr int slot_tile = 24;
 // Slots whose values are added up together, for all of a head's values: both stay in the first-level cache.
 constexpr int value_tile = 64;
+
 // How products are found.
 enum class Products { floats, pairs, matrix };
 
@@ -61,6 +62,7 @@ struct PromptHead {
   }
 };
 
+// What some queries attend to, and what they give the slots.
 class LaneAttention {
  public:
   LaneAttention(const PromptHead& head, Arena& arena)
