@@ -16,6 +16,7 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 import kvdsl
 from kvdsl.assets import load_reference_model
@@ -113,7 +114,10 @@ def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[to
 def kept_in_pages(llm: LLM) -> list[list[torch.Tensor]]:
     """The positions in every page that was ever used, layer by layer."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
+    parts = runner.compilation_config.static_forward_context.values()
+    layers = [
+        part.impl for part in parts if isinstance(part, AttentionLayerBase)
+    ]  # there are mixtures of experts among them, too
     assert all(isinstance(impl, PolicyAttention) for impl in layers)
     return [[state.position[0] for state in impl.states.values()] for impl in layers]
 

@@ -1,4 +1,4 @@
-"""Models whose layers have sliding windows do in vLLM what they do in transformers, whichever of their layers the policy serves."""
+"""Models with sliding windows and sinks do in vLLM what they do in transformers, whichever of their layers the policy serves."""
 
 from __future__ import annotations
 
@@ -49,9 +49,19 @@ _GEMMA = {"head_dim": DIM, "query_pre_attn_scalar": DIM}
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma3": ("Gemma3Text", {**_GEMMA, "sliding_window": 100, "layer_types": [SLIDING, SLIDING, FULL] * 2}),
     "gemma2": ("Gemma2", {**_GEMMA, "sliding_window": 24, "layer_types": [SLIDING, FULL] * 2}),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": DIM,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "sliding_window": 24,
+            "layer_types": [SLIDING, FULL] * 2,
+        },
+    ),
     "mistral": ("Mistral", {"head_dim": DIM, "sliding_window": 100, "num_hidden_layers": 3}),
 }
-"""Windows that are longer than the budget, and shorter; one in every layer, which the policy then serves."""
+"""Windows that are longer than the budget, and shorter; one in every layer, which the policy then serves; sinks beside them."""
 
 
 class Served(NamedTuple):
@@ -76,7 +86,13 @@ def made(family: str, place: Path) -> Path:
     return place
 
 
-CASES = [("gemma3", "h2o", AT_ONCE), ("gemma2", "roco", LONGEST), ("mistral", "h2o", AT_ONCE)]
+CASES = [
+    ("gemma3", "h2o", AT_ONCE),
+    ("gemma2", "roco", LONGEST),
+    ("mistral", "h2o", AT_ONCE),
+    ("gpt_oss", "h2o", AT_ONCE),
+    ("gpt_oss", "tova", LONGEST),
+]
 
 
 @pytest.fixture(scope="module", params=CASES, ids=lambda case: case[0])
@@ -118,6 +134,18 @@ def test_another_window_says_other_things(served: Served) -> None:
     window = served.model.config.sliding_window
     longer = AutoModelForCausalLM.from_pretrained(served.place, sliding_window=window + 1).eval()
     assert np.abs(np.array(found) - alone(served.policy, text, tokens, longer)[0]).max() > 100 * NEAR
+
+
+def test_without_its_sinks_a_model_says_other_things(served: Served) -> None:
+    """The comparison above can fail: logits that no head of them comes near are as if there were none."""
+    if served.model.config.model_type != "gpt_oss":
+        pytest.skip("a model without sinks")
+    text = prompts()[-1]
+    ((tokens, found),) = answers(served, [text])
+    bare = AutoModelForCausalLM.from_pretrained(served.place).eval()
+    for layer in bare.model.layers:
+        layer.self_attn.sinks.data.fill_(-1e4)
+    assert np.abs(np.array(found) - alone(served.policy, text, tokens, bare)[0]).max() > 100 * NEAR
 
 
 def test_a_request_takes_the_pages_of_all_its_layers(served: Served) -> None:

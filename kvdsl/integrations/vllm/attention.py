@@ -74,6 +74,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
         self._settings = settings = plan.layer(sliding_window)
+        self._sinks = sinks
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
         self._layers = text.num_hidden_layers
@@ -83,8 +84,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._page = page(settings, self.num_kv_heads, head_size, dtype)
         self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
-        plain = self._rope is None and sinks is None
-        self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
+        self._together = Rows(self._backend) if self._rope is None and isinstance(self._backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
@@ -130,7 +130,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
 
     def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, query, key, value, output)
+            self._together.decode(decoded.pages, decoded.rows, query, key, value, output, self._sinks)
             return
         for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
             part = slice(row, row + 1)
