@@ -13,7 +13,7 @@
 extern "C" {
 #define KERNELS(dtype)                          \
   int kvdsl_decode_##dtype(const kvdsl::DecodeArgs*); \
-  int kvdsl_observe_##dtype(const kvdsl::DecodeArgs*, const kvdsl::PromptArgs*) __attribute__((weak));
+  int kvdsl_prefill_##dtype(const kvdsl::DecodeArgs*, const kvdsl::PromptArgs*) __attribute__((weak));
 KERNELS(f32)
 KERNELS(bf16)
 KERNELS(f16)
@@ -64,7 +64,7 @@ int main(int, char** names) {
   const auto* const prompt = decodes ? nullptr : reinterpret_cast<const kvdsl::PromptArgs*>(read_structure(pieces));
   int32_t status = -1;
 #define CALL(dtype) \
-  if (!std::strcmp(names[2], #dtype)) status = decodes ? kvdsl_decode_##dtype(args) : kvdsl_observe_##dtype(args, prompt);
+  if (!std::strcmp(names[2], #dtype)) status = decodes ? kvdsl_decode_##dtype(args) : kvdsl_prefill_##dtype(args, prompt);
   CALL(f32)
   CALL(bf16)
   CALL(f16)

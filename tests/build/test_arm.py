@@ -76,12 +76,9 @@ class Emulated(CpuBackend):
         assert step.run(kernel, call, out) == 0
         return out
 
-    def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        if self._observe is None or prompt.turns:  # torch's part
-            super()._fold(prompt, lse)
-            return
-        (tensors, *others), args, told = _prompt_args(prompt, lse)
-        assert self.run("observe", (*tensors, *others), args, told) == 0
+    def _pass(self, prompt: Prompt, out: Tensor | None) -> None:
+        (tensors, *others), args, told = _prompt_args(prompt, out)
+        assert self.run("prefill", (*tensors, *others, out), args, told) == 0
 
     def run(self, name: str, tensors: Iterable[Tensor | None], *structures: ctypes.Structure) -> int:
         """The status; the tensors are as the kernel leaves them."""

@@ -39,6 +39,8 @@ SCORE = (
 )
 WATCH = f"param budget = 10000\nscore {SCORE}"
 LOGITS = WATCH.replace(SCORE, "mean(logit) + max(dot(q, k)) + sum(attn)")
+LAST = WATCH.replace(SCORE, f"sum(attn over last {RING} queries)")
+NOTHING = WATCH.replace(SCORE, "norm1(v)")
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Case:
     padding: str = "none"
     cuts: int = 1
     scale: float = 1.0
+    rising: bool = False  # keys become longer, so that the highest score comes late
 
     def real(self) -> Tensor | None:
         """Bool [batch, tokens], or None."""
@@ -82,6 +85,8 @@ class Case:
             torch.randn(batch, self.tokens, heads, dim, generator=make).to(self.dtype).transpose(1, 2)
             for heads, dim in sizes
         )
+        if self.rising:
+            key = key * torch.linspace(0.1, 4, self.tokens)[:, None]
         sinks = torch.randn(self.heads * self.group, generator=make) if self.sinks else None
         return AttentionCall(query * self.scale, key, value, real, self.dim**-0.5, self.softcap, self.window, sinks)
 
@@ -120,10 +125,17 @@ CASES = {
     "three padded forwards": Case(cuts=3, padding="left", group=2),
     "three capped forwards": Case(cuts=3, softcap=2.0, padding="scattered", window=31),
     "sharp": Case(scale=12.0),
+    "rising": Case(rising=True),
+    "rising with sinks": Case(rising=True, sinks=True, padding="left", group=3),
     "bfloat16": Case(dtype=torch.bfloat16, group=2),
     "bfloat16 in odd numbers": Case(tokens=77, group=5, dim=18, value_dim=21, dtype=torch.bfloat16, padding="left"),
     "bfloat16 in three forwards": Case(group=3, dtype=torch.bfloat16, cuts=3, padding="scattered", window=31),
+    "bfloat16 for a matrix unit": Case(tokens=200, group=3, dim=64, value_dim=64, dtype=torch.bfloat16),
+    "bfloat16 for a matrix unit, with rests": Case(
+        tokens=209, dim=32, value_dim=88, dtype=torch.bfloat16, cuts=2, padding="scattered", window=150, sinks=True
+    ),
     "half": Case(dtype=torch.float16, dim=24, value_dim=24),
+    "half of small heads": Case(dtype=torch.float16, group=3),
 }
 
 
@@ -238,7 +250,7 @@ def attend_by(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", [WATCH, LOGITS], ids=["attn", "logit"]
+    "text", [WATCH, LOGITS, LAST, NOTHING], ids=["attn", "logit", "last", "nothing"]
 )  # varies first: a case's matrices serve all of its tests
 @pytest.mark.parametrize(("backend", "attention"), ATTENTIONS)
 @pytest.mark.parametrize("name", CASES)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
+from torch import Tensor
 
 import kvdsl
 from kvdsl.runtime.call import AttentionCall
@@ -11,14 +13,15 @@ from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.layouts import slot_state
 
 
-def test_many_caches_in_one_call_are_what_each_is_alone() -> None:
+@pytest.mark.parametrize("sinks", [None, torch.linspace(-1, 1, 6)])
+def test_many_caches_in_one_call_are_what_each_is_alone(sinks: Tensor | None) -> None:
     spec = kvdsl.load("roco").spec
     backend = CpuBackend(spec, torch.device("cpu"), torch.float32)
     generator = torch.Generator().manual_seed(0)
 
     def call(tokens: int) -> AttentionCall:
         query, key, value = (torch.randn(1, heads, tokens, 32, generator=generator) for heads in (6, 2, 2))
-        return AttentionCall(query, key, value, None, 0.2)
+        return AttentionCall(query, key, value, None, 0.2, sinks=sinks)
 
     rows, alone = Rows(backend), []
     for number, tokens in ((7, 20), (3, 5), (4, 30)):
@@ -32,8 +35,8 @@ def test_many_caches_in_one_call_are_what_each_is_alone() -> None:
     for _ in range(5):
         query, key, value = (torch.randn(5, heads, 32, generator=generator) for heads in (6, 2, 2))
         out = torch.zeros(5, 6, 32)
-        rows.decode(torch.tensor([number for number, _ in alone]), torch.tensor([4, 0, 2]), query, key, value, out)
+        rows.decode(torch.tensor([number for number, _ in alone]), torch.tensor([4, 0, 2]), query, key, value, out, sinks)
         for (_, state), token in zip(alone, (4, 0, 2), strict=True):
-            one = AttentionCall(*(x[token][None, :, None] for x in (query, key, value)), None, 0.2)
+            one = AttentionCall(*(x[token][None, :, None] for x in (query, key, value)), None, 0.2, sinks=sinks)
             assert torch.equal(backend.decode(state, one)[0, 0], out[token])
         assert not out[[1, 3]].any()

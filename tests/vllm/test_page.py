@@ -36,7 +36,7 @@ def answers(settings: Settings, state: SlotState, generator: torch.Generator) ->
     return [backend.decode(state, call(1, generator)).clone() for _ in range(6)]
 
 
-@pytest.mark.parametrize(("policy", "numbers"), [("h2o", 1), ("tova", 1), ("streaming_llm", 1), ("roco", 2)])
+@pytest.mark.parametrize(("policy", "numbers"), [("h2o", 1), ("tova", 1), ("streaming_llm", 1), ("roco", 2), ("window", 0)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("budget", "heads", "dim"), [(256, 3, 64), (2048, 8, 128)])
 def test_a_page_is_as_large_as_the_page_of_docs_says(

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,12 +16,14 @@ import torch
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 from vllm import LLM, SamplingParams
+from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.integrations.vllm.attention import SHORT, PolicyAttention, gathered
 from kvdsl.integrations.vllm.backend import Prompt
 from kvdsl.integrations.vllm.ledger import Ledger
+from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl_lab.assets import reference_model_path
 
 BUDGET, NEW, LONGEST = 48, 24, 1024
@@ -35,10 +38,10 @@ NEAR = 2e-5
 """Of log-probabilities: float32 in two orders of summation."""
 
 
-def engine(policy: str | None, at_once: int = AT_ONCE, **more: Any) -> LLM:
+def engine(policy: str | None, at_once: int = AT_ONCE, model: Path | None = None, **more: Any) -> LLM:
     asked = {} if policy is None else {"additional_config": {"kvdsl": {"policy": policy, "budget": BUDGET}}}
     return LLM(
-        str(reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=at_once, enforce_eager=True,
+        str(model or reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=at_once, enforce_eager=True,
         max_num_seqs=len(LENGTHS), **asked, **more,
     )  # fmt: skip
 
@@ -77,9 +80,11 @@ def reference() -> tuple[Any, Any]:
     return load_reference_model()
 
 
-def alone(policy: str, prompt: list[int], tokens: list[int]) -> tuple[list[float], list[torch.Tensor]]:
-    """Log-probabilities of a text's new tokens in transformers, and what every layer holds at the end: [kv_heads, slots]."""
-    model, _ = reference()
+def alone(
+    policy: str, prompt: list[int], tokens: list[int], model: Any = None
+) -> tuple[list[float], dict[int, torch.Tensor]]:
+    """Log-probabilities of a text's new tokens in transformers, and what each layer of the policy holds at the end: [kv_heads, slots]."""
+    model = model or reference()[0]
     made = kvdsl.load(policy)(model, budget=BUDGET)
     found = []
     with torch.no_grad():
@@ -88,16 +93,17 @@ def alone(policy: str, prompt: list[int], tokens: list[int]) -> tuple[list[float
             found.append(float(logits.log_softmax(-1)[token]))
             if len(found) < len(tokens):
                 logits = model(torch.tensor([[token]]), past_key_values=made).logits[0, -1]
-    return found, [made.positions(layer)[0] for layer in range(len(made.layers))]
+    served = [index for index, layer in enumerate(made.layers) if isinstance(layer, SlotLayer)]
+    return found, {index: made.positions(index)[0] for index in served}
 
 
-def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]]) -> int:
+def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]], model: Any = None) -> int:
     """That answers and pages are what each text gets alone; how many tokens have left."""
     left = 0
     for text, (tokens, found) in zip(texts, answers, strict=True):
-        expected, held = alone(policy, text, tokens)
+        expected, held = alone(policy, text, tokens, model)
         assert np.abs(np.array(found) - expected).max() < NEAR
-        for layer, position in enumerate(held):
+        for layer, position in held.items():
             left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
             assert sets(position) in [sets(page) for page in pages[layer]], (
                 f"layer {layer} of the text of {len(text)} tokens"
@@ -108,7 +114,10 @@ def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[to
 def kept_in_pages(llm: LLM) -> list[list[torch.Tensor]]:
     """The positions in every page that was ever used, layer by layer."""
     runner = llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
-    layers = [layer.impl for layer in runner.compilation_config.static_forward_context.values()]
+    parts = runner.compilation_config.static_forward_context.values()
+    layers = [
+        part.impl for part in parts if isinstance(part, AttentionLayerBase)
+    ]  # there are mixtures of experts among them, too
     assert all(isinstance(impl, PolicyAttention) for impl in layers)
     return [[state.position[0] for state in impl.states.values()] for impl in layers]
 

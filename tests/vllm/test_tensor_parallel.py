@@ -69,7 +69,7 @@ def test_two_processes_are_what_one_is(served: tuple[str, LLM]) -> None:
     for text, (tokens, found) in zip(texts, answers, strict=True):
         expected, held = alone(policy, text, tokens)
         assert np.abs(np.array(found) - expected).max() < NEAR
-        for layer, position in enumerate(held):
+        for layer, position in held.items():
             left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
             halves = position.chunk(PROCESSES)
             told_apart |= sets(halves[0]) != sets(halves[1])
@@ -118,6 +118,6 @@ def _configuration(**parallel: int) -> Any:
 
     return SimpleNamespace(
         speculative_config=None, kv_transfer_config=None, cache_config=CacheConfig(),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4, is_mm_prefix_lm=False),
         parallel_config=ParallelConfig(**parallel, distributed_executor_backend="mp"),
     )  # fmt: skip

@@ -18,7 +18,7 @@ from vllm.v1.attention.backend import AttentionImpl, AttentionType
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
-from kvdsl.integrations.vllm.settings import Settings, asked, reads_whole
+from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
@@ -54,9 +54,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         KvdslError: for attention that is not causal, or has a bias by distance.
     """
 
-    settings: ClassVar[Settings | None] = None
-    whole: ClassVar[bool] = True
-    """Of this process: vLLM asks for the page's size where no configuration is set. See `reads_whole`."""
+    plan: ClassVar[Plan | None] = None
+    """Of this process: vLLM asks for the page's size where no configuration is set."""
 
     def __init__(
         self, num_heads: int, head_size: int, scale: float, num_kv_heads: int | None = None, alibi_slopes: list[float] | None = None,
@@ -66,15 +65,16 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if alibi_slopes is not None or attn_type != AttentionType.DECODER or kv_sharing_target_layer_name is not None:
             raise KvdslError("kvdsl serves causal attention of a layer to its own tokens, without a bias by distance")
         config = get_current_vllm_config()
-        settings = asked(config)
-        if settings is None:
+        plan = Plan.of(config)
+        if plan is None:
             raise KvdslError(
                 "an engine with kvdsl was made in this process before, and vLLM keeps its attention: leave the policy out in a new process"
             )
-        PolicyAttention.settings, PolicyAttention.whole = settings, reads_whole(config)
+        PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self._settings = settings
+        self._settings = settings = plan.layer(sliding_window)
+        self._sinks = sinks
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
         self._layers = text.num_hidden_layers
@@ -82,9 +82,9 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype)
+        self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
-        plain = self._rope is None and sinks is None
-        self._together = Rows(self._backend) if plain and isinstance(self._backend, CpuBackend) else None
+        self._together = Rows(self._backend) if self._rope is None and isinstance(self._backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
@@ -117,7 +117,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             if self._guesses:
                 self._note(decoded, first=place == 0)
             self._decode(decoded, query, key, value, output)
-        attn_metadata.evictions.layer_is_done(kv_cache, self._page, attn_metadata)
+        attn_metadata.evictions.layer_is_done(kv_cache, self._page_of_policy, attn_metadata)
         return output
 
     def _note(self, decoded: Decoded, first: bool) -> None:
@@ -130,7 +130,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
 
     def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, query, key, value, output)
+            self._together.decode(decoded.pages, decoded.rows, query, key, value, output, self._sinks)
             return
         for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
             part = slice(row, row + 1)

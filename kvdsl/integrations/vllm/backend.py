@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
-from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, replace_as
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.evictions import Evictions
-from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
-from kvdsl.integrations.vllm.settings import asked, reads_whole
+from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 
 
@@ -109,33 +107,31 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
 
     @classmethod
     def customize_spec(cls, spec: Any) -> Any:
-        """A page in place of blocks of tokens, for every layer that attends."""
-        refuse_layer(spec, FullAttentionSpec)
-        config = get_current_vllm_config_or_none()
-        settings = asked(config) or PolicyAttention.settings
-        assert settings is not None
-        whole = PolicyAttention.whole if config is None else reads_whole(config)
-        found = page(settings, spec.num_kv_heads, spec.head_size, spec.dtype)
+        """A page in place of blocks of tokens, for every layer that attends: of a size for its kind, and one block's all together."""
+        refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)
+        plan = Plan.of(get_current_vllm_config_or_none()) or PolicyAttention.plan
+        assert plan is not None
+        found = page(plan.layer(spec.sliding_window), spec.num_kv_heads, spec.head_size, spec.dtype)
+        of_tokens = {field.name for field in fields(spec)} - {field.name for field in fields(PageSpec)}
         return replace_as(
-            spec, PageSpec, drop=("sliding_window", "attention_chunk_size", "non_causal"), num_head_slots=1, tokens_per_state=-1,
-            state_content_bytes=found.bytes, dcp_sharded=False, non_causal=whole,
+            spec, PageSpec, drop=of_tokens, num_head_slots=1, tokens_per_state=-1, state_content_bytes=found.bytes,
+            dcp_sharded=False, non_causal=plan.whole,
         )  # fmt: skip
 
 
 class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
-    """Sorts a step's requests."""
+    """Sorts a step's requests, for the layers that have pages of one kind."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
 
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: torch.device) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        assert PolicyAttention.settings is not None
-        refuse_configuration(vllm_config, PolicyAttention.settings.spec)
+        assert PolicyAttention.plan is not None
+        refuse_configuration(vllm_config, PolicyAttention.plan.settings.spec)
         # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
         # window in which it sees what follows, and asks of this number only whether it is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        engine, rank = vllm_config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank()
-        self._evictions = Evictions(len(layer_names), Ledger.make(engine, rank))
+        self._evictions = Evictions.of_engine(vllm_config, len(layer_names))
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 

@@ -86,6 +86,11 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         raise KvdslError("kvdsl's pages cannot be sent by a KV connector: leave --kv-transfer-config out")
     if config.cache_config.cache_dtype != "auto":
         raise KvdslError("keys and values lie in the model's dtype: leave --kv-cache-dtype out")
+    if config.model_config.is_mm_prefix_lm:
+        raise KvdslError(
+            "this model's images attend to what follows them as well, and kvdsl serves causal attention: have it take text only, by "
+            "--limit-mm-per-prompt '{\"image\": 0}'"
+        )
     parallel = config.parallel_config
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise KvdslError("kvdsl does not spread a request's tokens over processes in vLLM: leave context parallelism out")
@@ -103,13 +108,14 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         )
 
 
-def refuse_layer(spec: Any, full: type) -> None:
-    """Raise KvdslError for a layer whose cache vLLM describes otherwise than as one of the whole text.
+def refuse_layer(spec: Any, *served: type) -> None:
+    """Raise KvdslError for a layer whose cache vLLM describes otherwise than as one of the whole text, or of a window of it.
 
     Args:
-        full: vLLM's description of that.
+        served: vLLM's descriptions of these.
     """
-    if not isinstance(spec, full):
+    if not isinstance(spec, served):
         raise KvdslError(
-            f"a layer's cache is vLLM's {type(spec).__name__}: kvdsl serves models in which every layer sees the whole text"
+            f"a layer's cache is vLLM's {type(spec).__name__}: kvdsl serves models in which every layer attends to the whole text or to "
+            f"a sliding window; leave the policy out for this one"
         )

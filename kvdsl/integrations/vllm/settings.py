@@ -88,6 +88,40 @@ def parsed(found: Any) -> Settings:
     return Settings(found["policy"], tuple(sorted((name, value) for name, value in rest.items())))
 
 
-def reads_whole(config: Any) -> bool:
-    """Whether a step of a `VllmConfig` has room for any prompt: then prompts come whole."""
-    return bool(config.scheduler_config.max_num_batched_tokens >= config.model_config.max_model_len)
+@dataclass(frozen=True)
+class Plan:
+    """What an engine serves its layers with.
+
+    Attributes:
+        settings: the policy's.
+        whole: whether a step has room for any prompt: then prompts come whole.
+        longest: tokens of the longest text.
+        windowed: whether every layer has a sliding window of its own.
+    """
+
+    settings: Settings
+    whole: bool
+    longest: int
+    windowed: bool
+
+    @classmethod
+    def of(cls, config: Any) -> Plan | None:
+        """That of a `VllmConfig`; None where it asks nothing of kvdsl."""
+        settings = asked(config)
+        if settings is None:
+            return None
+        longest = config.model_config.max_model_len
+        whole = config.scheduler_config.max_num_batched_tokens >= longest
+        kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
+        windowed = "full_attention" not in kinds if kinds else config.cache_config.sliding_window is not None
+        return cls(settings, bool(whole), longest, windowed)
+
+    def layer(self, window: int | None) -> Settings:
+        """What serves a layer whose queries see the last `window` tokens, or the whole text.
+
+        As in transformers, the policy serves the layers that see the whole text, or all of them where none does. Any other layer keeps its
+        window, which is a policy as well: whoever has left it is never seen again, so that nothing is lost.
+        """
+        if window is None or self.windowed:
+            return self.settings
+        return Settings("window", (("budget", min(window, self.longest)),))

@@ -33,7 +33,7 @@ TILE = 32
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of src/laps.hpp."""
 
-_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK, _ELSEWHERE = 1, 2, 4, 8, 16
+_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
 
 
 class CpuBackend:
@@ -84,22 +84,18 @@ class CpuBackend:
         if dense.is_tame(prompt):
             query, value = prompt.call.query, prompt.call.value
             out = query.new_empty(len(query), prompt.tokens, query.shape[1], value.shape[-1])
-            if self._pass(prompt, out):
-                return out
+            self._pass(prompt, out)
+            return out
         return attend_and_observe(prompt, self._observe)
 
     def _observe(self, prompt: Prompt, _: Tensor) -> None:
         self._pass(prompt, None)
 
-    def _pass(self, prompt: Prompt, out: Tensor | None) -> bool:
-        """Have the prompt's queries observed, and attend if there is an `out` to write to; False, with nothing done, if torch should."""
+    def _pass(self, prompt: Prompt, out: Tensor | None) -> None:
+        """Have the prompt's queries observed, and attend if there is an `out` to write to."""
         held, args, told = _prompt_args(prompt, out)
-        status = self._prefill(ctypes.byref(args), ctypes.byref(told))
-        if status == _ELSEWHERE:
-            return False
-        check(status)
+        check(self._prefill(ctypes.byref(args), ctypes.byref(told)))
         del held
-        return True
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.arguments import address
 from kvdsl.runtime.cpu.backend import CpuBackend, check
 from kvdsl.runtime.cpu.step import Step
 from kvdsl.runtime.state.slots import SlotState
@@ -38,7 +39,16 @@ class Rows:
         """
         self._known[number] = state, Step(state, call)
 
-    def decode(self, numbers: Tensor, tokens: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor) -> None:
+    def decode(
+        self,
+        numbers: Tensor,
+        tokens: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        sinks: Tensor | None = None,
+    ) -> None:
         """One token of each of these caches.
 
         Args:
@@ -46,15 +56,17 @@ class Rows:
             tokens: int64 [requests], where in the others their tokens are.
             query, key, value: [tokens, heads, dim], a token's heads one after the other.
             out: gets the attention, [tokens, query_heads, value_dim].
+            sinks: [query_heads], see `AttentionCall`.
         """
         vectors = (query, key, value, out)
         if any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in vectors):
             raise ValueError("a token's heads must lie one after the other")
         told = [self._known[number][1].address for number in numbers.tolist()]
         caches = (ctypes.c_void_p * len(told))(*told)
+        sinks = None if sinks is None else sinks.float().contiguous()
         check(self._function(
             self._kernel, caches, ctypes.c_void_p(tokens.data_ptr()), len(told), *(ctypes.c_void_p(x.data_ptr()) for x in vectors),
-            *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
+            ctypes.c_void_p(address(sinks)), *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
         ))  # fmt: skip
 
 

@@ -1,5 +1,6 @@
-// Products of bfloat16 by Intel's AMX tiles, where the compiler targets them and Linux lends them. Keys are read as they lie in
-// memory, a row of the tile each; queries come in pairs of dims, one query a column, so that a key's products leave in lanes.
+// Products of bfloat16 by Intel's AMX tiles, where the compiler targets them and Linux lends them. What is the same for all lanes
+// is the left factor, a row of a tile each; what every lane has of its own, two by two, is the right one, a column each. So the
+// products leave in lanes.
 #pragma once
 
 #include <cstdint>
@@ -18,12 +19,12 @@
 namespace kvdsl::amx {
 
 constexpr int rows = 16, row_bytes = 64;
-constexpr int dims_at_once = 32;       // of bfloat16 in a row
-constexpr int blocks = 3;              // of keys whose products do not wait for each other's
-constexpr int keys_at_once = blocks * rows;
+constexpr int at_once = 32;  // numbers of bfloat16 in a row
+constexpr int blocks = 4;    // of rows whose products do not wait for each other's
+constexpr int rows_at_once = blocks * rows;
 
-// Sixteen keys, one every `stride` bytes.
-struct Keys {
+// Rows of a left factor, one every `stride` bytes.
+struct Rows {
   const void* first;
   int64_t stride;
 };
@@ -62,24 +63,44 @@ class Configured {
   bool wanted_;
 };
 
-// scores[key][query] = keys . queries; queries: [dim / 2, width, 2].
-inline void dot(const Keys (&keys)[blocks], const bf16* queries, int dim, float* scores) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  for (int d = 0; d < dim; d += dims_at_once) {
-    const auto part = [&](int i) { return static_cast<const bf16*>(keys[i].first) + d; };
-    _tile_loadd(6, queries + d * width, row_bytes);
-    _tile_loadd(3, part(0), keys[0].stride);
-    _tile_dpbf16ps(0, 3, 6);
-    _tile_loadd(4, part(1), keys[1].stride);
-    _tile_dpbf16ps(1, 4, 6);
-    _tile_loadd(5, part(2), keys[2].stride);
-    _tile_dpbf16ps(2, 5, 6);
+// sums[block * rows + row][lane] += the sum over i < n of left[block][row][i] * right[i][lane], for `Blocks` of `rows` rows; with
+// Anew nothing was there before. right: [n / 2, lanes, 2]. Strides count bytes.
+template <int Blocks, bool Anew>
+inline void add_products(const Rows* left, const void* right, int64_t right_stride, int n, float* sums, int64_t sums_stride) {
+  const auto place = [&](int block) { return reinterpret_cast<char*>(sums) + block * rows * sums_stride; };
+  if constexpr (Anew) {
+    _tile_zero(0);
+    _tile_zero(1);
+    _tile_zero(2);
+    _tile_zero(3);
+  } else {
+    _tile_loadd(0, place(0), sums_stride);
+    if constexpr (Blocks > 1) _tile_loadd(1, place(1), sums_stride);
+    if constexpr (Blocks > 2) _tile_loadd(2, place(2), sums_stride);
+    if constexpr (Blocks > 3) _tile_loadd(3, place(3), sums_stride);
   }
-  _tile_stored(0, scores, row_bytes);
-  _tile_stored(1, scores + rows * width, row_bytes);
-  _tile_stored(2, scores + 2 * rows * width, row_bytes);
+  for (int i = 0; i < n; i += at_once) {
+    const auto part = [&](int block) { return static_cast<const bf16*>(left[block].first) + i; };
+    _tile_loadd(6, static_cast<const char*>(right) + i / 2 * right_stride, right_stride);
+    _tile_loadd(4, part(0), left[0].stride);
+    _tile_dpbf16ps(0, 4, 6);
+    if constexpr (Blocks > 1) {
+      _tile_loadd(5, part(1), left[1].stride);
+      _tile_dpbf16ps(1, 5, 6);
+    }
+    if constexpr (Blocks > 2) {
+      _tile_loadd(4, part(2), left[2].stride);
+      _tile_dpbf16ps(2, 4, 6);
+    }
+    if constexpr (Blocks > 3) {
+      _tile_loadd(5, part(3), left[3].stride);
+      _tile_dpbf16ps(3, 5, 6);
+    }
+  }
+  _tile_stored(0, place(0), sums_stride);
+  if constexpr (Blocks > 1) _tile_stored(1, place(1), sums_stride);
+  if constexpr (Blocks > 2) _tile_stored(2, place(2), sums_stride);
+  if constexpr (Blocks > 3) _tile_stored(3, place(3), sums_stride);
 }
 
 #else
@@ -89,7 +110,8 @@ struct Configured {
   explicit Configured(bool) {}
   ~Configured() {}
 };
-inline void dot(const Keys (&)[blocks], const bf16*, int, float*) {}
+template <int Blocks, bool Anew>
+inline void add_products(const Rows*, const void*, int64_t, int, float*, int64_t) {}
 
 #endif
 

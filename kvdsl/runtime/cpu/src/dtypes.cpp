@@ -27,11 +27,17 @@ const float* as_floats(const void* row, int n, float* to) {
 }
 
 template <class T>
+void from_floats(const float* plain, float scale, int n, void* row) {
+  for (int d = 0; d < n; ++d) static_cast<T*>(row)[d] = from_float<T>(plain[d] * scale);
+}
+
+template <class T>
 constexpr Dtype of = {sizeof(T),
                       dot_block<T>,
                       add_block<T>,
                       read_row<T>,
                       as_floats<T>,
+                      from_floats<T>,
                       pack_row<T>,
                       turn_rows<T>,
                       turn_quarter<T>,

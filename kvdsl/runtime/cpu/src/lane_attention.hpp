@@ -1,6 +1,8 @@
-// Attention of `width` queries of a prompt, each in a lane of its own: so keys and values are read as they lie in memory, one
-// number after the other, and the group's heads are reduced lane by lane. In bfloat16 two numbers at a time, or many by a matrix
-// unit, where there are such instructions.
+// Attention of a prompt's queries, each in a lane of its own, `width` of them a tile: so keys and values are read as they lie in
+// memory, one number after the other, and the group's heads are reduced lane by lane.
+//
+// Slots come in rounds. A round's scores become exponentials over the highest score so far; where a later round has a higher one,
+// what was added up before is brought down to it. So only those whose probabilities are observed leave more than a round's behind.
 #pragma once
 
 #include <cfloat>
@@ -8,58 +10,25 @@
 #include <cstdint>
 #include <cstring>
 
-#include <kvdsl/prompt.hpp>
-
-#include "amx.hpp"
 #include "arena.hpp"
 #include "lanes.hpp"
+#include "prompt_head.hpp"
+#include "round.hpp"
 
 namespace kvdsl {
 
-// Slots whose scores are found together, in parts that keep the registers full of sums.
-constexpr int slot_tile = 24;
-// Slots whose values are added up together, for all of a head's values: both stay in the first-level cache.
-constexpr int value_tile = 64;
+// Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
+constexpr int query_block = 64;
 
-// How products are found.
-enum class Products { floats, pairs, matrix };
-
-inline Products products_by(const DecodeArgs& args, const Steps& steps) {
-  if (steps.dtype != &bfloat16) return Products::floats;
-  if (args.key_dim % amx::dims_at_once == 0 && amx::lent()) return Products::matrix;
-  return two_by_two && args.key_dim % 2 == 0 ? Products::pairs : Products::floats;
-}
-
-// A KV head of a row, and where what is told of the prompt has what is its own.
-struct PromptHead {
-  const DecodeArgs& args;
-  const PromptArgs& prompt;
-  const Steps& steps;
-  int number;  // of all rows' heads
-  int row = number / args.kv_heads, head = number % args.kv_heads;
-  int cached = args.slots - args.tokens;  // slots in front of the new tokens'
-  const int32_t* position = args.position + int64_t{number} * args.slots;
-
-  int newest(int t) const { return prompt.newest[int64_t{row} * args.tokens + t]; }
-
-  // The lowest position that a query sees; nothing is as high as what padding sees.
-  int oldest_of(int newest) const {
-    if (newest < 0) return INT_MAX;
-    return args.window > 0 && newest >= args.window ? newest - args.window + 1 : 0;
-  }
-
-  template <class X>
-  const char* at(const X* base, const int64_t (&stride)[3], int which, int index) const {
-    return static_cast<const char*>(base) + (row * stride[0] + which * stride[1] + index * stride[2]) * steps.dtype->size;
-  }
-
-  const void* key_of(int slot) const { return at(args.key, args.key_stride, head, slot); }
-  const void* value_of(int slot) const { return at(args.value, args.value_stride, head, slot); }
-
-  // The rows of the slots from one on.
-  Layout layout(const void* base, const int64_t (&stride)[3], int from) const {
-    return {const_cast<char*>(at(base, stride, head, from)), stride[2] * steps.dtype->size};
-  }
+// `width` queries.
+struct LaneTile {
+  int t, count;     // the first, and how many there are
+  int begin, end;   // the slots that any of them sees
+  void* queries;    // floats [group, key_dim, width], or bf16 [group, key_dim / 2, width, 2]
+  float* tops;      // [group, width] the highest scores so far
+  float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
+  float* out;       // [value_stride, group, width]
+  int32_t oldest[width];  // the lowest position that a query sees
 };
 
 // What some queries attend to, and what they give the slots.
@@ -67,25 +36,23 @@ class LaneAttention {
  public:
   LaneAttention(const PromptHead& head, Arena& arena)
       : of_(head), args_(head.args), steps_(head.steps), attends_(head.prompt.out != nullptr),
-        weighs_(attends_ || steps_.needs_attn), by_(products_by(args_, steps_)),
-        slots_together_(by_ == Products::matrix ? amx::keys_at_once : slot_tile), dim_stride_(round_up(args_.key_dim, pair)),
-        value_stride_(round_up(args_.value_dim, value_pad)), room_(round_up(args_.slots, slots_together_) + width) {
-    const int64_t lanes = int64_t{args_.group} * width;
-    const bool pairs = by_ == Products::pairs, matrix = by_ == Products::matrix;
-    lanes_ = arena.take<float>(pairs || matrix ? 0 : lanes * args_.key_dim);
-    pairs_ = arena.take<bf16>(pairs || matrix ? lanes * args_.key_dim : 0);
-    tops_ = arena.take<float>(lanes);
-    keys_ = arena.take<float>(slot_tile * dim_stride_);
-    rows_ = arena.take<bf16>(matrix ? int64_t{amx::keys_at_once} * args_.key_dim : 0);
-    scores_ = arena.take<float>(matrix ? amx::keys_at_once * width : 0);
-    weights_ = arena.take<float>(weighs_ ? room_ * lanes : 0);
-    totals_ = arena.take<float>(lanes);
-    values_ = arena.take<float>(attends_ ? value_tile * value_stride_ : 0);
-    two_values_ = arena.take<Two>(attends_ && pairs ? value_tile / 2 * value_stride_ : 0);
-    two_weights_ = arena.take<Two>(attends_ && pairs ? value_tile / 2 * lanes : 0);
-    out_ = arena.take<float>(attends_ ? value_stride_ * lanes : 0);
-    out_row_ = arena.take<float>(attends_ ? 2 * round_up(args_.value_dim, pair) : 0);
-    logits_ = arena.take<float>(steps_.needs_logit ? room_ * width : 0);
+        weighs_(attends_ || steps_.needs_attn), by_(products_by(args_, steps_)), lanes_(int64_t{args_.group} * width),
+        size_(slots_of_round(by_)), room_(round_up(args_.slots, size_) + size_), round_(head, by_, attends_, arena) {
+    const int64_t numbers = lanes_ * args_.key_dim;
+    for (LaneTile& tile : tiles_) {
+      tile.queries = by_ == Products::floats ? static_cast<void*>(arena.take<float>(numbers)) : arena.take<bf16>(numbers);
+      tile.tops = arena.take<float>(lanes_);
+      tile.totals = arena.take<float>(lanes_);
+      tile.out = arena.take<float>(attends_ ? round_.value_stride() * lanes_ : 0);
+    }
+    const bool observes = head.prompt.first < args_.tokens;
+    weights_ = arena.take<float>((observes && steps_.needs_attn ? room_ : size_) * lanes_);
+    two_weights_ = arena.take<Two>(by_ == Products::floats ? 0 : size_ / 2 * lanes_);
+    round_tops_ = arena.take<float>(observes && steps_.needs_attn ? room_ / size_ * lanes_ : 0);
+    logits_ = arena.take<float>(observes && steps_.needs_logit ? room_ * width : 0);
+    factors_ = arena.take<float>(lanes_);
+    query_ = arena.take<float>(round_up(args_.key_dim, pair));
+    rows_ = arena.take<float>(attends_ ? round_.value_stride() * width : 0);
   }
 
   Products by() const { return by_; }
@@ -93,134 +60,123 @@ class LaneAttention {
   // Slots that a row of `reduce` has room for.
   int64_t room() const { return room_; }
 
-  // Queries t to t + count: writes their output if there is somewhere to, and leaves what they give the slots. Returns the first
-  // slot that any of them sees.
+  // Queries t to t + count, at most a block, or, if they are observed, a tile: writes their output if there is somewhere to, and
+  // leaves what they give the slots. Returns the first slot that any of them sees.
   //
   // queries: [count, group, key_dim], gets them in order.
-  int attend(int t, int count, float* queries) {
-    read_queries(t, count, queries);
-    const int begin = first_seen(t, count), end = of_.cached + t + count;
-    if (weighs_ || steps_.needs_logit) {
-      for (int from = begin; from < end; from += slots_together_) {
-        if (by_ == Products::matrix) weigh_by_matrix(from, begin, end, t);
-        else if (by_ == Products::pairs) weigh_tile<Two>(from, begin, end, t);
-        else weigh_tile<float>(from, begin, end, t);
+  int attend(int t, int count, bool observed, float* queries) {
+    observed_ = observed;
+    const int end = of_.cached + t + count, tiles = (count + width - 1) / width;
+    begin_ = end;
+    for (int i = 0; i < tiles; ++i) {
+      const int first = i * width;
+      start(tiles_[i], t + first, count - first < width ? count - first : width, queries + first * args_.group * args_.key_dim);
+      begin_ = tiles_[i].begin < begin_ ? tiles_[i].begin : begin_;
+    }
+    for (int from = begin_; from < end; from += size_) {
+      const int slots = end - from < size_ ? end - from : size_;
+      round_.read(from, slots);
+      for (int i = 0; i < tiles; ++i) {
+        if (from < tiles_[i].end && from + slots > tiles_[i].begin) meet(tiles_[i], from);
       }
     }
-    if (weighs_) {
-      exponentiate(begin, end - begin);
-      if (attends_) write(t, count);
-    }
-    return begin;
+    for (int i = 0; weighs_ && i < tiles; ++i) finish(tiles_[i]);
+    return begin_;
   }
 
-  // Probabilities, reduced over the group: rows of so many slots, one of `room` numbers for every lane.
+  // Probabilities of a tile that was observed, reduced over the group: rows of so many slots, one of `room` numbers for every lane.
   [[gnu::noinline]] void reduce(int slots, float* rows) {
-    for (int i = 0; i < slots; ++i) {
-      Floats attn{};
+    const LaneTile& tile = tiles_[0];
+    for (int from = 0; from < slots; from += size_) {
       for (int g = 0; g < args_.group; ++g) {
-        attn = join(attn, load(weights_ + (int64_t{i} * args_.group + g) * width) * load(totals_ + g * width), g);
+        const Floats down = exp(load(round_tops_ + from / size_ * lanes_ + g * width) - load(tile.tops + g * width));
+        store(factors_ + g * width, down * load(tile.totals + g * width));
       }
-      to_rows(attn, i, rows);
+      for (int s = from; s < slots && s < from + size_; s += width) {
+        Floats attn[width] = {};
+        for (int g = 0; g < args_.group; ++g) {
+          const float* const weights = weights_ + s * lanes_ + g * width;
+          const Floats factor = load(factors_ + g * width);
+          for (int i = 0; i < width; ++i) attn[i] = join(attn[i], load(weights + i * lanes_) * factor, g);
+        }
+        turn(reinterpret_cast<const float*>(attn), width, rows + s, room_);
+      }
     }
   }
 
   void reduce_logits(int slots, float* rows) const {
-    for (int i = 0; i < slots; ++i) to_rows(load(logits_ + int64_t{i} * width), i, rows);
+    for (int s = 0; s < slots; s += width) turn(logits_ + int64_t{s} * width, width, rows + s, room_);
   }
 
  private:
-  // The queries in order, for the policy; and lane by lane.
-  void read_queries(int t, int count, float* queries) {
-    const int size = args_.group * args_.key_dim;
-    if (by_ != Products::floats) std::memset(pairs_, 0, sizeof(bf16) * static_cast<std::size_t>(size * width));
-    else std::memset(lanes_, 0, sizeof(float) * static_cast<std::size_t>(size * width));
+  // Queries t to t + count, which have met no slot yet.
+  void start(LaneTile& tile, int t, int count, float* queries) {
+    tile.t = t, tile.count = count, tile.end = of_.cached + t + count;
+    read_queries(tile, queries);
+    for (int i = 0; i < width; ++i) tile.oldest[i] = i < count ? of_.oldest_of(of_.newest(t + i)) : INT_MAX;
+    tile.begin = first_seen(tile);
     for (int g = 0; g < args_.group; ++g) {  // a learned sink's logit takes part; without one whatever is seen is higher
-      const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] : -FLT_MAX;
-      store(tops_ + g * width, splat(sink > -FLT_MAX ? sink : -FLT_MAX));
+      const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] : -INFINITY, top = sink > -FLT_MAX ? sink : -FLT_MAX;
+      store(tile.tops + g * width, splat(top));
+      store(tile.totals + g * width, splat(exp(sink - top)));
     }
-    for (int i = 0; i < count; ++i) {
+    if (attends_) std::memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(round_.value_stride() * lanes_));
+  }
+
+  // The queries in order, for the policy; and in lanes.
+  void read_queries(LaneTile& tile, float* queries) {
+    const int dims = args_.key_dim;
+    const std::size_t size = by_ == Products::floats ? sizeof(float) : sizeof(bf16);
+    if (tile.count < width) std::memset(tile.queries, 0, size * static_cast<std::size_t>(lanes_ * dims));
+    for (int i = 0; i < tile.count; ++i) {
       for (int g = 0; g < args_.group; ++g) {
-        const char* const row = of_.at(args_.query, args_.query_stride, of_.head * args_.group + g, t + i);
-        const float* const query = steps_.dtype->as_floats(row, args_.key_dim, keys_);
-        float* const plain = queries + i * size + g * args_.key_dim;
-        std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(args_.key_dim));
-        if (by_ != Products::floats) to_pairs(reinterpret_cast<const bf16*>(row), i, pairs_ + int64_t{g} * args_.key_dim * width);
-        else for (int d = 0; d < args_.key_dim; ++d) lanes_[(int64_t{g} * args_.key_dim + d) * width + i] = query[d];
+        const char* const row = of_.at(args_.query, args_.query_stride, of_.head * args_.group + g, tile.t + i);
+        float* const plain = queries + (int64_t{i} * args_.group + g) * dims;
+        const float* const query = steps_.dtype->as_floats(row, dims, query_);
+        std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(dims));
+        const int64_t head = int64_t{g} * dims * width;
+        if (by_ == Products::floats) to_lane(plain, i, static_cast<float*>(tile.queries) + head);
+        else to_lane(reinterpret_cast<const bf16*>(row), i, static_cast<bf16*>(tile.queries) + head);
       }
     }
   }
 
-  // A query's dims two by two, in its column.
-  void to_pairs(const bf16* query, int lane, bf16* pairs) const {
-    for (int d = 0; d < args_.key_dim; ++d) pairs[(d / 2 * width + lane) * 2 + d % 2] = query[d];
+  void to_lane(const float* query, int lane, float* lanes) const {
+    for (int d = 0; d < args_.key_dim; ++d) lanes[d * width + lane] = query[d];
+  }
+
+  void to_lane(const bf16* query, int lane, bf16* lanes) const {
+    for (int d = 0; d < args_.key_dim; ++d) lanes[(d / 2 * width + lane) * 2 + d % 2] = query[d];
   }
 
   // The first slot that any of the queries sees, as far as a window says.
-  int first_seen(int t, int count) {
-    for (int i = 0; i < width; ++i) oldest_[i] = i < count ? of_.oldest_of(of_.newest(t + i)) : INT_MAX;
+  int first_seen(const LaneTile& tile) const {
     if (args_.window <= 0) return 0;
     int oldest = INT_MAX, from = 0;
-    for (int i = 0; i < count; ++i) oldest = oldest_[i] < oldest ? oldest_[i] : oldest;
-    while (from < of_.cached + t && of_.position[from] < oldest) ++from;
+    for (int i = 0; i < tile.count; ++i) oldest = tile.oldest[i] < oldest ? tile.oldest[i] : oldest;
+    while (from < of_.cached + tile.t && of_.position[from] < oldest) ++from;
     return from;
   }
 
-  // Scores of a tile of slots, lane by lane. Behind `end` there is nothing to see.
-  template <class X>
-  [[gnu::noinline]] void weigh_tile(int from, int begin, int end, int t) {
-    constexpr bool twos = std::is_same_v<X, Two>;
-    const void* const lanes = twos ? static_cast<const void*>(pairs_) : lanes_;
-    const int dims = twos ? args_.key_dim / 2 : args_.key_dim;
-    const X* keys[slot_tile];
-    Ints seen[slot_tile];
-    for (int s = 0; s < slot_tile; ++s) {
-      const int slot = from + s < end ? from + s : end - 1;
-      const void* key = of_.key_of(slot);
-      if (!twos) key = steps_.dtype->as_floats(key, args_.key_dim, keys_ + s * dim_stride_);
-      keys[s] = static_cast<const X*>(key);
-      seen[s] = from + s < end ? who_sees(slot, t) : Ints{};
-    }
-    for_lanes(args_.group, [&](int g, auto heads) {
-      constexpr int count = slots_at_once<heads()>;
-      for (int s = 0; s < slot_tile; s += count) {
-        Floats sums[count][heads()];
-        const int64_t stride = int64_t{dims} * width;
-        dot_lanes<heads(), count>(static_cast<const X*>(lanes) + g * stride, stride, keys + s, dims, sums);
-        for (int j = 0; j < count; ++j) {
-          for (int h = 0; h < heads(); ++h) give(sums[j][h] * args_.scale, seen[s + j], g + h, from - begin + s + j);
-        }
-      }
-    });
-  }
-
-  // The same with a matrix unit.
-  [[gnu::noinline]] void weigh_by_matrix(int from, int begin, int end, int t) {
-    Ints seen[amx::keys_at_once];
-    for (int s = 0; s < amx::keys_at_once; ++s) seen[s] = from + s < end ? who_sees(from + s, t) : Ints{};
-    amx::Keys keys[amx::blocks];
-    for (int i = 0; i < amx::blocks; ++i) keys[i] = rows_from(from + i * amx::rows, i);
+  // The queries attend to the round's slots.
+  void meet(LaneTile& tile, int from) {
+    const bool kept = observed_ && steps_.needs_attn;
+    const int at = from - begin_, slots = round_.scored();
+    float* const weights = weights_ + (kept ? at : 0) * lanes_;
+    round_.dot(tile.queries, weights);
+    Ints seen[longest_round];
+    for (int s = 0; s < slots; ++s) seen[s] = from + s < tile.end ? who_sees(tile, from + s) : Ints{};
     for (int g = 0; g < args_.group; ++g) {
-      amx::dot(keys, pairs_ + int64_t{g} * args_.key_dim * width, args_.key_dim, scores_);
-      for (int s = 0; s < amx::keys_at_once; ++s) give(load(scores_ + s * width) * args_.scale, seen[s], g, from - begin + s);
+      const Floats highest = mask(seen, weights, slots, observed_ && steps_.needs_logit ? logits_ + int64_t{at} * width : nullptr, g);
+      if (weighs_) exponentiate(tile, highest, weights, slots, g);
     }
-  }
-
-  // Keys of the slots from one on, as they lie; the last ones, behind which memory may end, in a copy.
-  amx::Keys rows_from(int slot, int index) {
-    if (slot + amx::rows <= args_.slots) return {of_.key_of(slot), args_.key_stride[2] * steps_.dtype->size};
-    const std::size_t bytes = sizeof(bf16) * static_cast<std::size_t>(args_.key_dim);
-    bf16* const copy = rows_ + int64_t{index} * amx::rows * args_.key_dim;
-    std::memset(copy, 0, amx::rows * bytes);
-    for (int s = 0; slot + s < args_.slots; ++s) {
-      std::memcpy(copy + int64_t{s} * args_.key_dim, of_.key_of(slot + s), bytes);
-    }
-    return {copy, static_cast<int64_t>(bytes)};
+    if (kept) std::memcpy(round_tops_ + at / size_ * lanes_, tile.tops, sizeof(float) * static_cast<std::size_t>(lanes_));
+    if (attends_) round_.add(by_ == Products::floats ? static_cast<const void*>(weights) : two_weights_, tile.out);
   }
 
   // A mask of the lanes whose queries see the slot.
-  Ints who_sees(int slot, int t) const {
-    return (load_as<Ints>(oldest_) <= of_.position[slot]) & (own_lanes() + (of_.cached + t) >= slot);
+  Ints who_sees(const LaneTile& tile, int slot) const {
+    return (load_as<Ints>(tile.oldest) <= of_.position[slot]) & (own_lanes() + (of_.cached + tile.t) >= slot);
   }
 
   static Ints own_lanes() {
@@ -229,17 +185,44 @@ class LaneAttention {
     return lanes;
   }
 
-  void give(Floats score, Ints seen, int g, int slot) {
-    if (args_.softcap > 0) score = args_.softcap * tanh(score / args_.softcap);
-    if (steps_.needs_logit) {
-      float* const to = logits_ + int64_t{slot} * width;
-      store(to, join(load(to), score, g));
+  // Products of query head g become scores, -inf where a slot is not seen. Returns the highest.
+  [[gnu::noinline]] Floats mask(const Ints* seen, float* scores, int slots, float* logits, int g) const {
+    Floats highest = splat(-FLT_MAX);
+    for (int s = 0; s < slots; ++s) {
+      float* const at = scores + s * lanes_ + g * width;
+      Floats score = load(at) * args_.scale;
+      if (args_.softcap > 0) score = args_.softcap * tanh(score / args_.softcap);
+      if (logits) store(logits + s * width, join(load(logits + s * width), score, g));
+      score = seen[s] != 0 ? score : splat(-INFINITY);
+      store(at, score);
+      highest = max(score, highest);
     }
-    if (weighs_) {
-      score = seen != 0 ? score : splat(-INFINITY);
-      store(weights_ + (int64_t{slot} * args_.group + g) * width, score);
-      store(tops_ + g * width, max(score, load(tops_ + g * width)));
+    return highest;
+  }
+
+  // Scores of query head g become exponentials over the highest so far; what was added up over a lower one is brought down.
+  [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
+    const Floats before = load(tile.tops + g * width), top = max(highest, before);
+    Floats total = load(tile.totals + g * width);
+    if (any(top != before)) {
+      const Floats down = exp(before - top);
+      total *= down;
+      for (int64_t v = 0; attends_ && v < round_.value_stride(); ++v) {
+        float* const at = tile.out + v * lanes_ + g * width;
+        store(at, load(at) * down);
+      }
     }
+    for (int s = 0; s < slots; s += 2) {
+      float* const at = weights + s * lanes_ + g * width;
+      const Floats one = exp_to_1(load(at) - top), other = exp_to_1(load(at + lanes_) - top);
+      store(at, one);
+      store(at + lanes_, other);
+      if (by_ != Products::floats) store(two_weights_ + s / 2 * lanes_ + g * width, two(one, other));
+      total += one;
+      total += other;
+    }
+    store(tile.tops + g * width, top);
+    store(tile.totals + g * width, total);
   }
 
   // What query head g gives joins what those before it gave.
@@ -248,99 +231,22 @@ class LaneAttention {
     return steps_.group == Group::mean && g == args_.group - 1 ? x / static_cast<float>(args_.group) : x;
   }
 
-  // Scores become exponentials, and totals_ what these are to be multiplied by; tile by tile, so that values are added up by what
-  // is at hand still.
-  void exponentiate(int begin, int slots) {
+  void finish(LaneTile& tile) {
+    for (int g = 0; g < args_.group; ++g) store(tile.totals + g * width, 1.0f / load(tile.totals + g * width));
+    if (attends_) write(tile);
+  }
+
+  void write(const LaneTile& tile) {
+    const int64_t stride = round_.value_stride(), bytes = int64_t{args_.value_dim} * steps_.dtype->size;
     for (int g = 0; g < args_.group; ++g) {
-      store(totals_ + g * width, args_.sinks ? exp(args_.sinks[of_.head * args_.group + g] - load(tops_ + g * width)) : Floats{});
-    }
-    if (attends_) std::memset(out_, 0, sizeof(float) * static_cast<std::size_t>(value_stride_ * args_.group * width));
-    for (int from = 0; from < slots; from += value_tile) {
-      const int count = slots - from < value_tile ? slots - from : value_tile;
-      float* const weights = weights_ + int64_t{from} * args_.group * width;
-      exponentiate_tile(weights, count);
-      if (attends_) add_values(weights, begin + from, count);
-    }
-    for (int g = 0; g < args_.group; ++g) store(totals_ + g * width, 1.0f / load(totals_ + g * width));
-  }
-
-  [[gnu::noinline]] void exponentiate_tile(float* weights, int slots) {
-    for (int g = 0; g < args_.group; ++g) {
-      const Floats top = load(tops_ + g * width);
-      Floats total = load(totals_ + g * width);
-      for (int s = 0; s < slots; ++s) {
-        float* const at = weights + (int64_t{s} * args_.group + g) * width;
-        const Floats weight = exp(load(at) - top);
-        store(at, weight);
-        total += weight;
-      }
-      store(totals_ + g * width, total);
-    }
-  }
-
-  // The values of slots from one on, times their weights.
-  [[gnu::noinline]] void add_values(const float* weights, int from, int slots) {
-    if (by_ == Products::pairs) {
-      pair_values(weights, from, slots);
-      add_values(two_weights_, two_values_, (slots + 1) / 2);
-      return;
-    }
-    for (int s = 0; s < slots; ++s) {
-      float* const to = values_ + s * value_stride_;
-      const float* const row = steps_.dtype->as_floats(of_.value_of(from + s), args_.value_dim, to);
-      if (row != to) std::memcpy(to, row, sizeof(float) * static_cast<std::size_t>(args_.value_dim));
-      for (int64_t d = args_.value_dim; d < value_stride_; ++d) to[d] = 0.0f;
-    }
-    add_values(weights, values_, slots);
-  }
-
-  template <class X>
-  void add_values(const X* weights, const X* values, int slots) {
-    for_lanes(args_.group, [&](int g, auto heads) {
-      constexpr int count = values_at_once<heads()>;
-      for (int64_t v = 0; v < value_stride_; v += count) {
-        add_lanes<heads(), count>(weights + g * width, args_.group, values + v, value_stride_, slots,
-                                  out_ + (v * args_.group + g) * width);
-      }
-    });
-  }
-
-  // The same weights and values, those of two slots side by side; behind an odd one there is nothing.
-  void pair_values(const float* weights, int from, int slots) {
-    const int size = args_.group * width;
-    for (int s = 0; s < slots; s += 2) {
-      const bool last = s + 1 == slots;
-      const bf16* const first = static_cast<const bf16*>(of_.value_of(from + s));
-      const bf16* const second = static_cast<const bf16*>(of_.value_of(from + s + !last));
-      Two* const to = two_values_ + s / 2 * value_stride_;
-      for (int d = 0; d < args_.value_dim; ++d) to[d] = two(first[d], second[d]);
-      for (int64_t d = args_.value_dim; d < value_stride_; ++d) to[d] = {};
-      for (int i = 0; i < size; i += width) {
-        const float* const own = weights + int64_t{s} * size + i;
-        store(reinterpret_cast<float*>(two_weights_ + s / 2 * size + i),
-              reinterpret_cast<Floats>(two(load(own), last ? Floats{} : load(own + size))));
+      for (int64_t v = 0; v < stride; v += width) turn(tile.out + v * lanes_ + g * width, lanes_, rows_ + v, stride);
+      for (int i = 0; i < tile.count; ++i) {
+        const int64_t token = int64_t{of_.row} * args_.tokens + tile.t + i;
+        const int64_t row = token * args_.kv_heads * args_.group + of_.head * args_.group + g;
+        const float factor = of_.newest(tile.t + i) < 0 ? 0.0f : tile.totals[g * width + i];  // padding sees nothing
+        steps_.dtype->from_floats(rows_ + i * stride, factor, args_.value_dim, static_cast<char*>(of_.prompt.out) + row * bytes);
       }
     }
-  }
-
-  // The output of queries t to t + count.
-  void write(int t, int count) {
-    float* const pairs = out_row_ + round_up(args_.value_dim, pair);
-    const int64_t bytes = int64_t{args_.value_dim} * steps_.dtype->size;
-    for (int g = 0; g < args_.group; ++g) {
-      for (int i = 0; i < count; ++i) {
-        for (int64_t v = 0; v < args_.value_dim; ++v) out_row_[v] = out_[(v * args_.group + g) * width + i];
-        steps_.dtype->pack(out_row_, args_.value_dim, pairs);
-        const int64_t row = (int64_t{of_.row} * args_.tokens + t + i) * args_.kv_heads * args_.group + of_.head * args_.group + g;
-        const float factor = of_.newest(t + i) < 0 ? 0.0f : totals_[g * width + i];  // padding sees nothing
-        steps_.dtype->write(pairs, factor, args_.value_dim, static_cast<char*>(of_.prompt.out) + row * bytes);
-      }
-    }
-  }
-
-  // A slot's lanes into one row each.
-  void to_rows(Floats lanes, int slot, float* rows) const {
-    for (int i = 0; i < width; ++i) rows[i * room_ + slot] = lanes[i];
   }
 
   const PromptHead& of_;
@@ -349,23 +255,20 @@ class LaneAttention {
   bool attends_;        // whether the queries attend here
   bool weighs_;         // whether anybody asks for their probabilities
   Products by_;
-  int slots_together_;
-  int64_t dim_stride_, value_stride_, room_;
-  float* lanes_;        // [group, key_dim, width] queries,
-  bf16* pairs_;         // or [group, key_dim / 2, width, 2]
-  float* tops_;         // [group, width] the highest scores
-  float* keys_;         // [slot_tile, dim_stride] a tile's, where they are not floats already
-  bf16* rows_;          // [keys_at_once, key_dim] copies of the matrix unit's last keys,
-  float* scores_;       // [keys_at_once, width] and what it gives
-  float* weights_;      // [slots, group, width] scores, then exponentials
-  float* totals_;       // [group, width] their sums, then 1 / these
-  float* values_;       // [value_tile, value_stride] a tile's,
-  Two* two_values_;     // [value_tile / 2, value_stride] or those of two slots side by side,
-  Two* two_weights_;    // [value_tile / 2, group, width] and their weights
-  float* out_;          // [value_stride, group, width]
-  float* out_row_;      // a query's, in order and in pairs
+  int64_t lanes_;       // of a slot's weights
+  int size_;            // slots of a round
+  int64_t room_;
+  Round round_;
+  LaneTile tiles_[query_block / width];
+  bool observed_ = false;
+  int begin_ = 0;       // the first slot that any of the queries sees
+  float* weights_;      // [slots, group, width] scores, then exponentials; of a round, or of all slots where they are observed,
+  float* round_tops_;   // [rounds, group, width] and the scores over which every round's are exponentials
+  float* factors_;      // [group, width] of a round, by which its exponentials become probabilities
+  Two* two_weights_;    // [size / 2, group, width] those of two slots side by side
   float* logits_;       // [slots, width]
-  int32_t oldest_[width];
+  float* query_;        // [key_dim] where it is not floats already
+  float* rows_;         // [width, value_stride] the outputs of a tile and query head
 };
 
 }  // namespace kvdsl

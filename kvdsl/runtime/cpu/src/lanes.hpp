@@ -24,7 +24,18 @@ struct Two {
   uint32_t bits;
 };
 
+inline void store(Two* to, Bits v) { store(reinterpret_cast<float*>(to), reinterpret_cast<Floats>(v)); }
+
 inline Two two(bf16 first, bf16 second) { return {first.bits | static_cast<uint32_t>(second.bits) << 16}; }
+
+#if KVDSL_TWO_BY_TWO
+// Where each of 32 numbers of 16 bits comes from: in turns from the first 16 and the last.
+inline __m512i side_by_side() {
+  Bits from;
+  for (uint32_t i = 0; i < width; ++i) from[i] = i | (i + width) << 16;
+  return reinterpret_cast<__m512i>(from);
+}
+#endif
 
 // A vector of what is multiplied.
 template <class X>
@@ -98,13 +109,51 @@ void for_lanes(int group, Body&& body) {
   if (rest) body(group - rest, std::integral_constant<int, 3>{});
 }
 
-// Weights of two slots, which lie in [0, 1], rounded to the nearest bfloat16.
+// Lane j of every run of 2 `Half` lanes: from the runs' first halves, b's behind a's, or from their second ones.
+template <int Half, bool Second, std::size_t... Lane>
+inline Bits swapped(Bits a, Bits b, std::index_sequence<Lane...>) {
+  constexpr auto from = [](std::size_t lane) {
+    const bool upper = lane & Half;
+    return static_cast<int>(Second ? (upper ? lane + width : lane + Half) : (upper ? lane - Half + width : lane));
+  };
+  return __builtin_shufflevector(a, b, from(Lane)...);
+}
+
+template <int Half>
+inline void swap_halves(Bits (&m)[width]) {
+  if constexpr (Half > 0) {
+    constexpr auto lanes = std::make_index_sequence<width>{};
+    for (int i = 0; i < width; ++i) {
+      if (i & Half) continue;
+      const Bits a = m[i], b = m[i + Half];
+      m[i] = swapped<Half, false>(a, b, lanes);
+      m[i + Half] = swapped<Half, true>(a, b, lanes);
+    }
+    swap_halves<Half / 2>(m);
+  }
+}
+
+// to[j][i] = from[i][j], for i and j below `width`; of anything of 32 bits.
+template <class X>
+void turn(const X* from, int64_t from_stride, X* to, int64_t to_stride) {
+  Bits m[width];
+  for (int i = 0; i < width; ++i) m[i] = load_as<Bits>(from + i * from_stride);
+  swap_halves<width / 2>(m);
+  for (int i = 0; i < width; ++i) store(reinterpret_cast<Two*>(to + i * to_stride), m[i]);
+}
+
+// Weights of two slots, which lie in [0, 1], rounded to the nearest bfloat16, side by side.
 inline Bits two(Floats first, Floats second) {
+#if KVDSL_TWO_BY_TWO
+  const __m512bh one_behind_the_other = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));
+  return reinterpret_cast<Bits>(_mm512_permutexvar_epi16(side_by_side(), reinterpret_cast<__m512i>(one_behind_the_other)));
+#else
   const auto rounded = [](Floats x) {
     const Bits bits = reinterpret_cast<Bits>(x);
     return bits + 0x7FFFu + (bits >> 16 & 1u);
   };
   return rounded(first) >> 16 | (rounded(second) & 0xFFFF0000u);
+#endif
 }
 
 }  // namespace kvdsl

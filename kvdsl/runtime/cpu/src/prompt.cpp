@@ -19,10 +19,7 @@ namespace kvdsl {
 
 namespace {
 
-// Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
-constexpr int query_block = 64;
-
-// Whose turn it is to fold, for every KV head.
+// Which of the blocks that are folded is the next, for every KV head.
 class Turns {
  public:
   explicit Turns(int heads) : turn_(new (std::nothrow) std::atomic<int>[static_cast<std::size_t>(heads)]()) {}
@@ -60,12 +57,13 @@ class PromptBlock : PromptHead {
   // What the queries attend to, and what they give the slots; reads nothing that folding changes.
   void attend() {
     const amx::Configured tiles(attention_.by() == Products::matrix);
-    for (int t = first_; t < end_; t += width) attend_lanes(t, end_ - t < width ? end_ - t : width);
+    const bool observed = end_ > prompt.first;
+    const int together = observed ? width : query_block;
+    for (int t = first_; t < end_; t += together) attend(t, end_ - t < together ? end_ - t : together, observed);
   }
 
   // Each query that counts, in the order of the text, into the columns.
   void fold() {
-    if (end_ <= prompt.first) return;
     int live = 0;
     for (int i = 0; i < cached; ++i) live += position[i] >= 0;
     for (int t = 0; t < first_; ++t) live += newest(t) >= 0;
@@ -101,11 +99,12 @@ class PromptBlock : PromptHead {
     }
   }
 
-  // Queries t to t + count, a lane each.
-  void attend_lanes(int t, int count) {
+  // Queries t to t + count; where they are observed, a lane each.
+  void attend(int t, int count, bool observed) {
     const int64_t place = t - first_;
-    const int begin = from_[lanes_of(t)] = attention_.attend(t, count, queries_ + place * args.group * args.key_dim);
-    if (t + count <= prompt.first) return;
+    const int begin = attention_.attend(t, count, observed, queries_ + place * args.group * args.key_dim);
+    if (!observed) return;
+    from_[lanes_of(t)] = begin;
     const int slots = cached + t + count - begin;
     if (steps.needs_attn) attention_.reduce(slots, attn_ + place * row_stride_);
     if (steps.needs_logit) attention_.reduce_logits(slots, logit_ + place * row_stride_);
@@ -156,13 +155,12 @@ class PromptBlock : PromptHead {
 }  // namespace
 
 int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps) {
-  // Values meet no matrix unit here; in torch they do.
-  if (prompt.out && products_by(args, steps) == Products::matrix) return elsewhere;
   const int begin = prompt.out ? 0 : prompt.first;
   const int heads = args.batch * args.kv_heads, blocks = (args.tokens - begin + query_block - 1) / query_block;
   const int64_t workspace = PromptBlock(args, prompt, steps, 0, 0, 0, Arena(nullptr)).bytes();
   Turns turns(heads);
   if (!turns) return out_of_memory;
+  const int observed = (prompt.first - begin) / query_block;  // the first block that is folded
   std::atomic<int> taken{0};
   int status = ok;
 // Blocks are taken in the order of the text, so that whoever waits for its turn waits for a thread that is at work.
@@ -173,9 +171,10 @@ int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps
     char* const memory = thread_buffer().reserve(workspace);
     PromptBlock block(args, prompt, steps, head, first, end, Arena(memory));
     if (memory) block.attend();
-    turns.wait(head, number);
-    if (memory) block.fold();
     else status |= out_of_memory;
+    if (number < observed) continue;
+    turns.wait(head, number - observed);
+    if (memory) block.fold();
     turns.pass(head);
   }
   return status;

@@ -107,10 +107,12 @@ inline Floats load(const float* from) { return load_as<Floats>(from); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
-template <class F, class I>
+// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0. Where no x is
+// above 0 (Rises is false), four instructions fewer do.
+template <class F, class I, bool Rises>
 inline F exp_of(F x) {
-  const F clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
+  F clamped = x;
+  if constexpr (Rises) clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
   // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the mantissa.
   const F shifted = clamped * 1.44269504088896341f + 12582912.0f;
   const F n = shifted - 12582912.0f;
@@ -121,17 +123,20 @@ inline F exp_of(F x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^(n-1), then doubled, so that n = 128 does not overflow before the last step.
+  // 2^n; or 2^(n-1), then doubled, so that n = 128 does not overflow before the last step.
   I exponent;
   __builtin_memcpy(&exponent, &shifted, sizeof(exponent));
-  exponent = (exponent - 0x4B400000 + 126) << 23;
+  exponent = (exponent - 0x4B400000 + (Rises ? 126 : 127)) << 23;
   F scale;
   __builtin_memcpy(&scale, &exponent, sizeof(scale));
-  return x < -86.9f ? F{} : p * scale * 2.0f;
+  F result = p * scale;
+  if constexpr (Rises) result *= 2.0f;
+  return x < -86.9f ? F{} : result;
 }
 
-inline float exp(float x) { return exp_of<float, int32_t>(x); }
-inline Floats exp(Floats x) { return exp_of<Floats, Ints>(x); }
+inline float exp(float x) { return exp_of<float, int32_t, true>(x); }
+inline Floats exp(Floats x) { return exp_of<Floats, Ints, true>(x); }
+inline Floats exp_to_1(Floats x) { return exp_of<Floats, Ints, false>(x); }
 
 // Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
 inline Floats tanh(Floats x) {
@@ -144,6 +149,13 @@ inline Floats tanh(Floats x) {
   const Floats small = p * square * x + x;
   const Floats tail = 1.0f - 2.0f / (exp(size + size) + 1.0f);
   return size < 0.625f ? small : (x < 0.0f ? -tail : tail);
+}
+
+// Whether a mask has any lane.
+inline bool any(Ints mask) {
+  int32_t found = 0;
+  for (int i = 0; i < width; ++i) found |= mask[i];
+  return found != 0;
 }
 
 inline float sum(Floats v) {

@@ -21,7 +21,6 @@ struct PromptArgs {
 int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps);
 
 // Lets every query of a prompt attend if there is an `out`, and observes those from prompt.first on, in the order of the text.
-// Returns `elsewhere`, with nothing done, where torch attends faster.
 template <class T, class Policy>
 int prefill(const DecodeArgs& args, const PromptArgs& prompt) {
   return prefill(args, prompt, steps<T, Policy>);

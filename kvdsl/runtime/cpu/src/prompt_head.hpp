@@ -1,0 +1,42 @@
+// A KV head of a prompt's row: where what is told of the prompt has what is its own.
+#pragma once
+
+#include <climits>
+#include <cstdint>
+
+#include <kvdsl/prompt.hpp>
+
+namespace kvdsl {
+
+struct PromptHead {
+  const DecodeArgs& args;
+  const PromptArgs& prompt;
+  const Steps& steps;
+  int number;  // of all rows' heads
+  int row = number / args.kv_heads, head = number % args.kv_heads;
+  int cached = args.slots - args.tokens;  // slots in front of the new tokens'
+  const int32_t* position = args.position + int64_t{number} * args.slots;
+
+  int newest(int t) const { return prompt.newest[int64_t{row} * args.tokens + t]; }
+
+  // The lowest position that a query sees; nothing is as high as what padding sees.
+  int oldest_of(int newest) const {
+    if (newest < 0) return INT_MAX;
+    return args.window > 0 && newest >= args.window ? newest - args.window + 1 : 0;
+  }
+
+  template <class X>
+  const char* at(const X* base, const int64_t (&stride)[3], int which, int index) const {
+    return static_cast<const char*>(base) + (row * stride[0] + which * stride[1] + index * stride[2]) * steps.dtype->size;
+  }
+
+  const void* key_of(int slot) const { return at(args.key, args.key_stride, head, slot); }
+  const void* value_of(int slot) const { return at(args.value, args.value_stride, head, slot); }
+
+  // The rows of the slots from one on.
+  Layout layout(const void* base, const int64_t (&stride)[3], int from) const {
+    return {const_cast<char*>(at(base, stride, head, from)), stride[2] * steps.dtype->size};
+  }
+};
+
+}  // namespace kvdsl
