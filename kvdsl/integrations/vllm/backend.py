@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
+from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
@@ -131,7 +132,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
         # window in which it sees what follows, and asks of this number only whether it is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
-        self._evictions = Evictions.of_engine(vllm_config, len(layer_names))
+        self._evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 

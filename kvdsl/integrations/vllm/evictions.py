@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.distributed import get_tensor_model_parallel_rank
 
 from kvdsl.integrations.vllm.ledger import Ledger, Sizes
 from kvdsl.integrations.vllm.page import Page
@@ -40,13 +39,16 @@ class Evictions:
         """By block: what has been counted of the request that has it."""
 
     @classmethod
-    def of_engine(cls, config: Any, layers: int) -> Evictions:
+    def of_engine(cls, config: Any, rank: int, layers: int) -> Evictions:
         """Those of the engine of a `VllmConfig`, which comes to have so many layers more.
 
         vLLM makes a builder for every kind of page; they count together.
+
+        Args:
+            rank: this process's, among those that have the KV heads.
         """
         if cls._latest is None or cls._latest[0]() is not config:
-            ledger = Ledger.make(config.parallel_config.data_parallel_index, get_tensor_model_parallel_rank())
+            ledger = Ledger.make(config.parallel_config.data_parallel_index, rank)
             cls._latest = weakref.ref(config), cls(ledger)
         found = cls._latest[1]
         found.layers += layers
