@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import atexit
 import json
 import tempfile
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -162,17 +164,19 @@ LLAMA_70B = {
 """What vLLM asks of the shape of Llama 3.1 with 70 billion parameters."""
 
 
-def shape_folder(config: Mapping[str, Any]) -> Path:
-    """A new folder with a model's shape, and nothing else of it."""
-    folder = Path(tempfile.mkdtemp(prefix="kvdsl-shape-"))
-    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
-    return folder
+@cache
+def _shape_of_llama_70b() -> str:
+    """A folder with a config.json and nothing else, as long as this process lives."""
+    folder = tempfile.TemporaryDirectory(prefix="kvdsl-shape-")
+    atexit.register(folder.cleanup)
+    (Path(folder.name) / "config.json").write_text(json.dumps(LLAMA_70B), encoding="utf-8")
+    return folder.name
 
 
 def folder_of(model: str) -> str:
     """Where a model's config.json is: of a name of `kvdsl models`, of `reference`, or of `llama70b`, which is a shape only."""
     if model == "llama70b":
-        return str(shape_folder(LLAMA_70B))
+        return _shape_of_llama_70b()
     from kvdsl.models import model_folder
     from kvdsl_lab.assets import reference_model_path
 
