@@ -1,8 +1,8 @@
 // Attention of a prompt's queries, each in a lane of its own, `width` of them a tile: so keys and values are read as they lie in
 // memory, one number after the other, and the group's heads are reduced lane by lane.
 //
-// Slots come in rounds. A round's scores become exponentials over the highest score so far; where a later round has a higher one,
-// what was added up before is brought down to it. So only those whose probabilities are observed leave more than a round's behind.
+// Slots come in rounds. A round's scores become exponentials over the highest score so far; where a later round has a much higher
+// one, what was added up before is brought down to it. So only those whose probabilities are observed leave more than a round's behind.
 #pragma once
 
 #include <cfloat>
@@ -20,12 +20,16 @@ namespace kvdsl {
 // Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
 constexpr int query_block = 64;
 
+// How far a score may lie above the one over which exponentials are, before these begin anew over it: seldom, since bringing down what
+// was added up takes time and rounds it once more. e^slack is far from overflowing, however many are added up.
+constexpr float slack = 8.0f;
+
 // `width` queries.
 struct LaneTile {
   int t, count;     // the first, and how many there are
   int begin, end;   // the slots that any of them sees
   void* queries;    // floats [group, key_dim, width], or bf16 [group, key_dim / 2, width, 2]
-  float* tops;      // [group, width] the highest scores so far
+  float* tops;      // [group, width] the highest scores so far, or at most `slack` less
   float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
   float* out;       // [value_stride, group, width]
   int32_t oldest[width];  // the lowest position that a query sees
@@ -149,9 +153,9 @@ class LaneAttention {
     for (int d = 0; d < args_.key_dim; ++d) lanes[(d / 2 * width + lane) * 2 + d % 2] = query[d];
   }
 
-  // The first slot that any of the queries sees, as far as a window says.
+  // The first slot that any of the queries sees: behind padding, and as far back as a window says. So a row's rounds begin with its
+  // text, and its results do not depend on how far others have it padded.
   int first_seen(const LaneTile& tile) const {
-    if (args_.window <= 0) return 0;
     int oldest = INT_MAX, from = 0;
     for (int i = 0; i < tile.count; ++i) oldest = tile.oldest[i] < oldest ? tile.oldest[i] : oldest;
     while (from < of_.cached + tile.t && of_.position[from] < oldest) ++from;
@@ -200,9 +204,9 @@ class LaneAttention {
     return highest;
   }
 
-  // Scores of query head g become exponentials over the highest so far; what was added up over a lower one is brought down.
+  // Scores of query head g become exponentials over the highest so far, or nearly; what was added up over a lower one is brought down.
   [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
-    const Floats before = load(tile.tops + g * width), top = max(highest, before);
+    const Floats before = load(tile.tops + g * width), top = highest > before + slack ? highest : before;
     Floats total = load(tile.totals + g * width);
     if (any(top != before)) {
       const Floats down = exp(before - top);
@@ -214,7 +218,7 @@ class LaneAttention {
     }
     for (int s = 0; s < slots; s += 2) {
       float* const at = weights + s * lanes_ + g * width;
-      const Floats one = exp_to_1(load(at) - top), other = exp_to_1(load(at + lanes_) - top);
+      const Floats one = exp_below_80(load(at) - top), other = exp_below_80(load(at + lanes_) - top);
       store(at, one);
       store(at + lanes_, other);
       if (by_ != Products::floats) store(two_weights_ + s / 2 * lanes_ + g * width, two(one, other));

@@ -142,7 +142,7 @@ void turn(const X* from, int64_t from_stride, X* to, int64_t to_stride) {
   for (int i = 0; i < width; ++i) store(reinterpret_cast<Two*>(to + i * to_stride), m[i]);
 }
 
-// Weights of two slots, which lie in [0, 1], rounded to the nearest bfloat16, side by side.
+// Weights of two slots, all of them finite, rounded to the nearest bfloat16, side by side.
 inline Bits two(Floats first, Floats second) {
 #if KVDSL_TWO_BY_TWO
   const __m512bh one_behind_the_other = _mm512_cvtne2ps_pbh(reinterpret_cast<__m512>(second), reinterpret_cast<__m512>(first));

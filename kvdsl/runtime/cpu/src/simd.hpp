@@ -108,7 +108,7 @@ inline Floats load(const float* from) { return load_as<Floats>(from); }
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0. Where no x is
-// above 0 (Rises is false), four instructions fewer do.
+// above 80 (Rises is false), four instructions fewer do.
 template <class F, class I, bool Rises>
 inline F exp_of(F x) {
   F clamped = x;
@@ -136,7 +136,7 @@ inline F exp_of(F x) {
 
 inline float exp(float x) { return exp_of<float, int32_t, true>(x); }
 inline Floats exp(Floats x) { return exp_of<Floats, Ints, true>(x); }
-inline Floats exp_to_1(Floats x) { return exp_of<Floats, Ints, false>(x); }
+inline Floats exp_below_80(Floats x) { return exp_of<Floats, Ints, false>(x); }
 
 // Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
 inline Floats tanh(Floats x) {
