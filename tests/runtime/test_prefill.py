@@ -438,6 +438,19 @@ def test_blocks_of_one_are_the_same_as_decoding() -> None:
         assert held[0] == held[1]
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])  # observed tile by tile, and not at all
+def test_padding_changes_no_bit(policy: str, dtype: torch.dtype) -> None:
+    spec, case = kvdsl.load(policy).spec, Case(tokens=150, group=3, dim=64, value_dim=64, dtype=dtype)
+    server, call, outs = served_by(spec, "cpu", dtype), case.call(), []
+    for padding in (0, 37, 70):
+        query, key, value = (torch.nn.functional.pad(x, (0, 0, padding, 0)) for x in (call.query, call.key, call.value))
+        real = None if padding == 0 else (torch.arange(padding + case.tokens) >= padding)[None]
+        padded = AttentionCall(query, key, value, real, call.scaling)
+        outs.append(server.prefill(SlotState(spec, {"budget": 1000}), padded)[:, padding:])
+    assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
 def test_a_query_sees_nothing_behind_its_own_slot() -> None:
     """What `Prompt.reach` promises, with survivors in front."""
     spec = kvdsl.load("h2o").spec

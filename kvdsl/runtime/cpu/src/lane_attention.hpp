@@ -27,7 +27,7 @@ constexpr float slack = 8.0f;
 // `width` queries.
 struct LaneTile {
   int t, count;     // the first, and how many there are
-  int begin, end;   // the slots that any of them sees
+  int begin, end;   // the slots that any of them sees, if there are any
   void* queries;    // floats [group, key_dim, width], or bf16 [group, key_dim / 2, width, 2]
   float* tops;      // [group, width] the highest scores so far, or at most `slack` less
   float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
@@ -153,12 +153,13 @@ class LaneAttention {
     for (int d = 0; d < args_.key_dim; ++d) lanes[(d / 2 * width + lane) * 2 + d % 2] = query[d];
   }
 
-  // The first slot that any of the queries sees: behind padding, and as far back as a window says. So a row's rounds begin with its
-  // text, and its results do not depend on how far others have it padded.
+  // The first slot that any of the queries sees: behind padding, and as far back as a window says; INT_MAX if all are padding. So a
+  // row's rounds begin with its text, and without a window it gets the same bits however far it is padded.
   int first_seen(const LaneTile& tile) const {
     int oldest = INT_MAX, from = 0;
     for (int i = 0; i < tile.count; ++i) oldest = tile.oldest[i] < oldest ? tile.oldest[i] : oldest;
-    while (from < of_.cached + tile.t && of_.position[from] < oldest) ++from;
+    if (oldest == INT_MAX) return INT_MAX;
+    while (of_.position[from] < oldest) ++from;  // they see themselves
     return from;
   }
 
