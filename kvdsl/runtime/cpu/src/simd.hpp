@@ -109,7 +109,7 @@ inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
 // e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0. Where no x is
 // above 80 (Rises is false), four instructions fewer do.
-template <class F, class I, bool Rises>
+template <class F, class U, bool Rises>
 inline F exp_of(F x) {
   F clamped = x;
   if constexpr (Rises) clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
@@ -123,10 +123,11 @@ inline F exp_of(F x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n; or 2^(n-1), then doubled, so that n = 128 does not overflow before the last step.
-  I exponent;
+  // 2^n; or 2^(n-1), then doubled, so that n = 128 does not overflow before the last step. Unsigned, since a very negative x
+  // has bits shifted out of the word; its result is not used.
+  U exponent;
   __builtin_memcpy(&exponent, &shifted, sizeof(exponent));
-  exponent = (exponent - 0x4B400000 + (Rises ? 126 : 127)) << 23;
+  exponent = (exponent - 0x4B400000u + (Rises ? 126u : 127u)) << 23;
   F scale;
   __builtin_memcpy(&scale, &exponent, sizeof(scale));
   F result = p * scale;
@@ -134,9 +135,9 @@ inline F exp_of(F x) {
   return x < -86.9f ? F{} : result;
 }
 
-inline float exp(float x) { return exp_of<float, int32_t, true>(x); }
-inline Floats exp(Floats x) { return exp_of<Floats, Ints, true>(x); }
-inline Floats exp_below_80(Floats x) { return exp_of<Floats, Ints, false>(x); }
+inline float exp(float x) { return exp_of<float, uint32_t, true>(x); }
+inline Floats exp(Floats x) { return exp_of<Floats, Bits, true>(x); }
+inline Floats exp_below_80(Floats x) { return exp_of<Floats, Bits, false>(x); }
 
 // Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
 inline Floats tanh(Floats x) {
