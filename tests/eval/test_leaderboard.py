@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -128,24 +129,40 @@ def test_a_run_goes_on_and_a_policy_that_cannot_is_said(
         run.measure(bench, TODO, 2, tmp_path, {"length": 128})
 
 
+def finished(kind: Any, bench: run.Bench, task: str, pairs: list[run.Pair]) -> list[kinds.Outcome]:
+    item = kind.prepare(bench.lab, task, 0)
+    make = partial(bench.policies.make, model=bench.lab.model)
+    started = [kind.start(bench.lab, item, partial(make, name, budget=budget)) for name, budget in pairs]
+    return cast("list[kinds.Outcome]", kind.finish(bench.lab, item, started))
+
+
 def test_the_full_cache_is_not_behind_itself(bench: run.Bench) -> None:
-    kind = kinds.Nearness(new_tokens=6)
-    item = kind.prepare(bench.lab, "nearness", 0)
-    for name, budget in (("full", None), ("h2o", 200), ("h2o", 0.1)):
-        found = kind.measure(bench.lab, item, lambda: bench.policies.make(name, bench.lab.model, budget))  # noqa: B023
-        same = found.values["kl"][0] < 1e-6 and found.values["same_prefix"] == [6]
-        assert same == (budget != 0.1)
+    found = finished(kinds.Nearness(new_tokens=6), bench, "nearness", [("full", None), ("h2o", 200), ("h2o", 0.1)])
+    assert [one.values["kl"][0] < 1e-6 and one.values["same_prefix"] == [6] for one in found] == [True, True, False]
 
 
 def test_losses_are_those_of_the_evaluation(bench: run.Bench) -> None:
     from kvdsl_lab.eval.perplexity import token_losses
 
     kind = kinds.Loss(part=32, rows=2)
-    item = kind.prepare(bench.lab, "books", 0)
-    found = kind.measure(bench.lab, item, lambda: bench.policies.make("h2o", bench.lab.model, 16))
-    alone = [token_losses(bench.lab.model, row[None], bench.policies.make("h2o", bench.lab.model, 16), 1)[0] for row in item]
-    assert found.values["loss"] == pytest.approx([float(part.mean()) for row in alone for part in row.split(32)], rel=1e-5)
-    assert found.usage.most_held == 16
+    pairs: list[run.Pair] = [("full", None), ("h2o", 16)]
+    for found, (name, budget) in zip(finished(kind, bench, "books", pairs), pairs, strict=True):
+        alone = [
+            token_losses(bench.lab.model, row[None], bench.policies.make(name, bench.lab.model, budget), 1)[0]
+            for row in kind.prepare(bench.lab, "books", 0)
+        ]
+        assert found.values["loss"] == pytest.approx(
+            [float(part.mean()) for row in alone for part in row.split(32)], rel=1e-5
+        )
+        assert found.usage.most_held == (16 if budget else 159)
+
+
+def test_answers_are_those_that_each_cache_gives_alone(bench: run.Bench) -> None:
+    kind, pairs = tasks.TASKS["fact"].kind, list(bench.pairs(tasks.TASKS["fact"]))[:3]
+    together = finished(kind, bench, "fact", pairs)
+    for one, pair in zip(together, pairs, strict=True):
+        alone = finished(kind, bench, "fact", [pair])[0]
+        assert (one.values, one.bytes, one.usage.most_held) == (alone.values, alone.bytes, alone.usage.most_held)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

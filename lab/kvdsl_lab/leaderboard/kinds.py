@@ -1,4 +1,8 @@
-"""What is measured at one item of a task, under one cache: answers to questions, the loss of a text, nearness to the full cache's text."""
+"""What is measured at one item of a task: answers to questions, the loss of a text, nearness to the full cache's text.
+
+All caches of an item are fed abreast: see `kvdsl_lab.eval.abreast`. In half precision a batch of another size rounds otherwise, in the
+last bits.
+"""
 
 from __future__ import annotations
 
@@ -15,6 +19,7 @@ from torch import Tensor
 from kvdsl.generation.generate import cache_bytes, same_prefix
 from kvdsl.generation.models import encode, first_token
 from kvdsl.runtime.hf.versions import with_cache
+from kvdsl_lab.eval.abreast import abreast, feed
 from kvdsl_lab.eval.perplexity import token_losses
 from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
@@ -61,13 +66,13 @@ class Outcome:
     Attributes:
         values: by measure.
         bytes: what the cache occupied at the end.
-        token_ms: the median time of a token that was fed alone; None if there was none.
+        token_ms: the median time of a token that was fed to the cache alone, behind all that was measured.
         usage: what the cache held.
     """
 
     values: Values
     bytes: int
-    token_ms: float | None
+    token_ms: float
     usage: Usage
 
 
@@ -84,45 +89,52 @@ class Kind(Protocol):
     def prepare(self, lab: Lab, task: str, number: int) -> Any:
         """What all caches share of an item."""
 
-    def measure(self, lab: Lab, item: Any, make_cache: MakeCache) -> Outcome:
-        """One cache at the item."""
+    def start(self, lab: Lab, item: Any, make_cache: MakeCache) -> Any:
+        """One policy's caches, at the item's beginning.
+
+        Raises:
+            KvdslError: if the policy cannot be had with the budget.
+        """
+
+    def finish(self, lab: Lab, item: Any, started: Sequence[Any]) -> list[Outcome]:
+        """What came of all that `start` gave."""
 
 
-class _Steps:
-    """Feeds tokens one by one and takes their times."""
+_TIMED = 4
+"""Tokens whose time is taken."""
 
-    def __init__(self, model: Any, cache: Any) -> None:
-        self._model, self._cache = model, cache
-        self._ms: list[float] = []
-        self.usage = Usage()
 
-    def feed(self, token: int) -> Tensor:
-        """The logits after one more token, float32 [vocabulary]."""
+def _outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
+    """What came of it, and what the cache is now; of `rows` alike, a row's share."""
+    usage, size, ms = Usage(), cache_bytes(cache), []
+    usage.see(cache)
+    for _ in range(_TIMED):
         begun = time.perf_counter()
         with torch.inference_mode():
-            ids = torch.tensor([[token]], device=self._model.device)
-            logits = self._model(input_ids=ids, **with_cache(self._cache), use_cache=True).logits
-        self._ms.append((time.perf_counter() - begun) * 1e3)
-        found: Tensor = logits[0, -1].float()
-        return found
+            lab.model(
+                input_ids=torch.zeros(rows, 1, dtype=torch.int64, device=lab.model.device),
+                **with_cache(cache),
+                use_cache=True,
+            )
+        ms.append((time.perf_counter() - begun) * 1e3)
+    return Outcome(values, size // rows, float(np.median(ms)) / rows, usage)
 
-    def greedy(self, logits: Tensor, count: int, end: Sequence[int]) -> list[int]:
-        """Up to `count` likeliest tokens, the first from these logits; an end token is not among them."""
-        found: list[int] = []
-        while len(found) < count:
-            token = int(logits.argmax())
-            if token in end:
-                break
-            found.append(token)
-            if len(found) < count:
-                logits = self.feed(token)
-        return found
 
-    def outcome(self, values: Values) -> Outcome:
-        """What came of it, and what the cache is now."""
-        self.usage.see(self._cache)
-        median = float(np.median(self._ms)) if self._ms else None
-        return Outcome(values, cache_bytes(self._cache), median, self.usage)
+def _greedy(model: Any, caches: Sequence[Any], logits: Tensor, count: int, ends: Sequence[int] = ()) -> list[list[int]]:
+    """Up to `count` likeliest tokens of every cache, the first from `logits`, [caches, vocabulary]; an end token is not among them."""
+    written: list[list[int]] = [[] for _ in caches]
+    going = list(range(len(caches)))
+    for step in range(count):
+        chosen = [
+            (index, token) for index, token in zip(going, logits.argmax(-1).tolist(), strict=True) if token not in ends
+        ]
+        for index, token in chosen:
+            written[index].append(token)
+        going = [index for index, _ in chosen]
+        if not going or step == count - 1:
+            break
+        logits = feed(model, [caches[index] for index in going], torch.tensor([[token] for _, token in chosen]))
+    return written
 
 
 # -- questions ---------------------------------------------------------------------------------------------------------
@@ -159,22 +171,24 @@ class Questions:
         text, asked = lay_out(lab.tokenizer, question)
         return _Asked(question, len(text), Reading(lab.model, torch.tensor([text + asked])))
 
-    def measure(self, lab: Lab, item: _Asked, make_cache: MakeCache) -> Outcome:
-        """See the class; bytes and times are those of `known`."""
+    def start(self, lab: Lab, item: _Asked, make_cache: MakeCache) -> tuple[Any, Any]:
+        """The caches of `known` and `later`, which have read what they evict behind."""
         known, later = make_cache(), make_cache()
         read(lab.model, known, item.reading)
-        outcome = self._answer(lab, item, known, item.reading.logits[0], "known")
         read(lab.model, later, item.reading, item.text_tokens)
-        with torch.inference_mode():
-            asked = item.reading.ids[:, item.text_tokens :]
-            logits = lab.model(input_ids=asked, **with_cache(later), use_cache=True, logits_to_keep=1).logits[0, -1]
-        outcome.values.update(self._answer(lab, item, later, logits, "later").values)
-        return outcome
+        return known, later
 
-    def _answer(self, lab: Lab, item: _Asked, cache: Any, logits: Tensor, measure: str) -> Outcome:
-        steps = _Steps(lab.model, cache)
-        written = lab.tokenizer.decode(steps.greedy(logits, item.question.new_tokens, _ends(lab)))
-        return steps.outcome({measure: [item.question.score(written)]})
+    def finish(self, lab: Lab, item: _Asked, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
+        """See the class; bytes and times are those of `known`."""
+        known, later = ([pair[which] for pair in started] for which in (0, 1))
+        asked = item.reading.ids[:, item.text_tokens :].expand(len(later), -1)
+        logits = torch.cat([item.reading.logits.expand(len(known), -1), feed(lab.model, later, asked)])
+        written = _greedy(lab.model, known + later, logits, item.question.new_tokens, _ends(lab))
+        scores = [[item.question.score(lab.tokenizer.decode(tokens))] for tokens in written]
+        return [
+            _outcome(lab, cache, dict(zip(self.measures, own, strict=True)))
+            for cache, *own in zip(known, scores[: len(known)], scores[len(known) :], strict=True)
+        ]
 
 
 def _ends(lab: Lab) -> list[int]:
@@ -201,22 +215,26 @@ class Loss:
         """Pieces of the books, int64 [rows, tokens]."""
         return torch.cat([lab.stretch(task, number * self.rows + row, lab.length) for row in range(self.rows)])
 
-    def measure(self, lab: Lab, item: Tensor, make_cache: MakeCache) -> Outcome:
+    def start(self, lab: Lab, item: Tensor, make_cache: MakeCache) -> Any:
+        """An empty cache, if another one took the beginning."""
+        token_losses(lab.model, item[:, :2], make_cache(), 1)
+        return make_cache()
+
+    def finish(self, lab: Lab, item: Tensor, started: Sequence[Any]) -> list[Outcome]:
         """See the class."""
-        cache, times = make_cache(), [time.perf_counter()]
-        losses = token_losses(lab.model, item, cache, 1, lambda: times.append(time.perf_counter()))
-        usage = Usage()
-        usage.see(cache)
-        values = [float(part.double().mean()) for row in losses for part in torch.split(row, self.part)]
-        token_ms = float(np.median(np.diff(times)[1:])) * 1e3 / len(losses)
-        return Outcome({"loss": values}, cache_bytes(cache) // len(losses), token_ms, usage)
-
-
-@dataclass(frozen=True)
-class _Continued:
-    reading: Reading
-    tokens: list[int]
-    logits: Tensor
+        rows = len(item)
+        losses: list[Tensor] = []
+        for cache, count in abreast(started, rows):
+            losses += torch.split(token_losses(lab.model, item.repeat(count, 1), cache, 1), rows)
+        return [
+            _outcome(
+                lab,
+                cache,
+                {"loss": [float(part.double().mean()) for row in own for part in torch.split(row, self.part)]},
+                rows,
+            )
+            for cache, own in zip(started, losses, strict=True)
+        ]
 
 
 @dataclass(frozen=True)
@@ -231,30 +249,31 @@ class Nearness:
     new_tokens: int = 48
     measures = ("kl", "same_prefix")
 
-    def prepare(self, lab: Lab, task: str, number: int) -> _Continued:
-        """The prompt, and what the full cache writes."""
+    def prepare(self, lab: Lab, task: str, number: int) -> Reading:
+        """The prompt."""
+        return Reading(lab.model, lab.stretch(task, number, lab.length // 2))
+
+    def start(self, lab: Lab, item: Reading, make_cache: MakeCache) -> tuple[Any, Any]:
+        """Two caches that have read the prompt."""
+        forced, free = make_cache(), make_cache()
+        for cache in (forced, free):
+            read(lab.model, cache, item)
+        return forced, free
+
+    def finish(self, lab: Lab, item: Reading, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
+        """See the class."""
         from kvdsl.loading import load
 
         full: Any = load("full")
-        reading = Reading(lab.model, lab.stretch(task, number, lab.length // 2))
-        cache = full(lab.model)
-        read(lab.model, cache, reading)
-        steps = _Steps(lab.model, cache)
-        token, tokens, logits = int(reading.logits[0].argmax()), [], []
-        for _ in range(self.new_tokens):
-            tokens.append(token)
-            logits.append(steps.feed(token))
-            token = int(logits[-1].argmax())
-        return _Continued(reading, tokens, torch.stack(logits))
-
-    def measure(self, lab: Lab, item: _Continued, make_cache: MakeCache) -> Outcome:
-        """See the class."""
-        forced, free = make_cache(), make_cache()
-        read(lab.model, forced, item.reading)
-        steps = _Steps(lab.model, forced)
-        found = torch.stack([steps.feed(token) for token in item.tokens])
-        wanted = item.logits.log_softmax(-1)
-        divergence = (wanted.exp() * (wanted - found.log_softmax(-1))).sum(-1).mean()
-        read(lab.model, free, item.reading)
-        written = _Steps(lab.model, free).greedy(item.reading.logits[0], self.new_tokens, ())
-        return steps.outcome({"kl": [float(divergence)], "same_prefix": [float(same_prefix(written, item.tokens))]})
+        # The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
+        pairs = [self.start(lab, item, lambda: full(lab.model)), *started]
+        forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
+        own, *written = _greedy(lab.model, free, item.logits.expand(len(free), -1), self.new_tokens)
+        divergences = torch.zeros(len(forced))
+        for token in own:
+            found = feed(lab.model, forced, torch.full((len(forced), 1), token)).log_softmax(-1)
+            divergences += (found[0].exp() * (found[0] - found)).sum(-1) / len(own)
+        return [
+            _outcome(lab, cache, {"kl": [float(divergence)], "same_prefix": [float(same_prefix(text, own))]})
+            for cache, divergence, text in zip(forced[1:], divergences[1:], written, strict=True)
+        ]

@@ -18,13 +18,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from kvdsl.errors import KvdslError
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
-from kvdsl_lab.leaderboard.kinds import Lab
+from kvdsl_lab.leaderboard.kinds import Lab, Outcome
 from kvdsl_lab.leaderboard.tasks import TASKS, Task
 
 Row = dict[str, Any]
@@ -81,23 +82,29 @@ class Bench:
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         """An item under these policies."""
-        task = TASKS[name]
+        task, started = TASKS[name], {}
         item = task.kind.prepare(self.lab, name, number)
+        found: dict[Pair, Row] = {}
+        for policy, budget in pairs:
+            make_cache = partial(self.policies.make, policy, self.lab.model, budget)
+            try:
+                started[policy, budget] = task.kind.start(self.lab, item, make_cache)
+            except KvdslError as error:
+                found[policy, budget] = {"refused": str(error)}
+        outcomes = task.kind.finish(self.lab, item, list(started.values())) if started else []
+        found |= {pair: _row(outcome) for pair, outcome in zip(started, outcomes, strict=True)}
         return [
             {"task": name, "item": number, "policy": policy, "compiled": self.compiled(policy), "budget": budget,
-             **self._one(task, item, policy, budget)}
+             **found[policy, budget]}
             for policy, budget in pairs
         ]  # fmt: skip
 
-    def _one(self, task: Task, item: Any, policy: str, budget: float | None) -> Row:
-        try:
-            found = task.kind.measure(self.lab, item, lambda: self.policies.make(policy, self.lab.model, budget))
-        except KvdslError as error:
-            return {"refused": str(error)}
-        values = {measure: [round(value, 6) for value in parts] for measure, parts in found.values.items()}
-        held, note = found.usage.most_held, found.usage.note
-        token_ms = None if found.token_ms is None else round(found.token_ms, 3)
-        return {"values": values, "bytes": found.bytes, "token_ms": token_ms, "held": held, "note": note}
+
+def _row(found: Outcome) -> Row:
+    """What a line has of an outcome."""
+    values = {measure: [round(value, 6) for value in parts] for measure, parts in found.values.items()}
+    held, note = found.usage.most_held, found.usage.note
+    return {"values": values, "bytes": found.bytes, "token_ms": round(found.token_ms, 3), "held": held, "note": note}
 
 
 # -- what was measured before ------------------------------------------------------------------------------------------
