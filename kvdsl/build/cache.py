@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from kvdsl.errors import KvdslError
@@ -17,6 +19,20 @@ def cache_folder() -> Path:
     import platformdirs  # not needed by what runs generated packages
 
     return Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
+
+
+@contextmanager
+def cache_folder_at(folder: Path) -> Iterator[None]:
+    """In this block the folder is another one: for what nobody will want again."""
+    before = os.environ.get("KVDSL_CACHE_DIR")
+    os.environ["KVDSL_CACHE_DIR"] = str(folder)
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["KVDSL_CACHE_DIR"]
+        else:
+            os.environ["KVDSL_CACHE_DIR"] = before
 
 
 ELSEWHERE = "set KVDSL_CACHE_DIR to a folder that can be written to"

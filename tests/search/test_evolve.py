@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,8 +28,11 @@ class Stub:
     def __init__(self) -> None:
         self.calls = 0
 
-    def errors(self, policy: Policy, rung: int) -> list[float]:
-        self.calls += 1
+    def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
+        self.calls += len(policies)
+        return [self._errors(policy, rung) for policy in policies]
+
+    def _errors(self, policy: Policy, rung: int) -> list[float]:
         text = in_words(policy)
         shares = [numbers(policy)[-1][1] for keep in policy.keeps if keep.scope == "last"]
         recent = min((abs(share - 0.25) for share in shares), default=1.0)

@@ -25,12 +25,12 @@ def text() -> Recorded:
 
 def test_a_judge(text: Recorded) -> None:
     judge = Judge((12, 24, 47), (Attention(text.part(48, 99)),))
-    errors = {name: judge.errors(seeds()[name], 0) for name in ("h2o", "random")}
+    errors = dict(zip(("h2o", "random"), judge.errors([seeds()[name] for name in ("h2o", "random")], 0), strict=True))
     for found in errors.values():
         assert found == sorted(found, reverse=True), "more tokens, less error"
         assert found[-1] < 0.1 < found[0]
     assert errors["h2o"][0] < errors["random"][0]
-    assert judge.errors(seeds()["vatp_h2o"], 0) == [float("inf")] * 3, "it protects more than 12 tokens"
+    assert judge.errors([seeds()["vatp_h2o"]], 0)[0][:2] == [float("inf")] * 2, "it protects more than 12 and 24 tokens"
 
 
 def test_the_error_by_hand(text: Recorded) -> None:
@@ -44,18 +44,20 @@ def test_the_error_by_hand(text: Recorded) -> None:
     out = torch.einsum("bhgqk,bhkd->bqhgd", logit.masked_fill(~seen, -torch.inf).softmax(-1), call.value).flatten(2, 3)
     distance, size = ((x[:, budget:] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
     wanted = float((distance / size).sqrt().mean())
-    assert Judge((budget,), (Attention(text),)).errors(seeds()["window"], 0)[0] == pytest.approx(wanted, rel=1e-4)
+    assert Judge((budget,), (Attention(text),)).errors([seeds()["window"]], 0)[0][0] == pytest.approx(wanted, rel=1e-4)
 
 
-def test_the_next_tokens_distribution() -> None:
+@pytest.mark.parametrize("deep", [2, 99], ids=["with kernels", "in memory"])
+def test_the_next_tokens_distribution(deep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a window's mask over the whole text; more tokens, less error; the full cache has none."""
+    monkeypatch.setattr("kvdsl_lab.search.judge._DEEP", deep)
     from kvdsl import load_model
     from kvdsl.generation.models import read_text, windows
 
     model, tokenizer = load_model()
     ids, budget = windows(tokenizer, read_text(None), 40, 2), 8
     judge = Judge((budget, 39), (NextToken(model, ids, (budget, 39), 20),))
-    some, none = judge.errors(seeds()["window"], 0)
+    refused, (some, none), others = judge.errors([seeds()[name] for name in ("vatp_h2o", "window", "h2o")], 0)
     assert abs(none) < 1e-6 < some
     behind = torch.arange(40)[:, None] - torch.arange(40)
     mask = torch.zeros(40, 40).masked_fill((behind < 0) | (behind > budget), -torch.inf).expand(2, 1, -1, -1)
@@ -65,7 +67,8 @@ def test_the_next_tokens_distribution() -> None:
         )
     wanted = (full.exp() * (full - seen)).sum(-1)[:, budget : budget + 20].mean()
     assert some == pytest.approx(float(wanted), rel=1e-3)
-    assert judge.errors(seeds()["vatp_h2o"], 0) == [float("inf")] * 2, "it protects more than 8 tokens"
+    assert refused[0] == float("inf"), "it protects more than 8 tokens"
+    assert others == pytest.approx(judge.errors([seeds()["h2o"]], 0)[0], rel=1e-4, abs=1e-6)
 
 
 def test_agreement() -> None:

@@ -57,7 +57,7 @@ def can_stand_abreast(cache: Any) -> bool:
 
 def abreast(caches: Sequence[Any], rows: int = 1) -> list[tuple[Any, int]]:
     """What to feed, and how many of the caches it is: one `Abreast` of all, or each by itself if one cannot stand there."""
-    if all(map(can_stand_abreast, caches)):
+    if caches and all(map(can_stand_abreast, caches)):
         return [(Abreast(caches, rows), len(caches))]
     return [(cache, 1) for cache in caches]
 

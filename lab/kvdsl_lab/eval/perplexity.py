@@ -11,10 +11,14 @@ from torch import Tensor
 
 from kvdsl.generation.generate import expect_prompt
 from kvdsl.runtime.hf.versions import with_cache
+from kvdsl_lab.eval.abreast import abreast
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.eval.usage import Usage
 
 Row = dict[str, Any]
+
+TOGETHER = 64
+"""Tokens of a forward, at most, in which several caches are fed together: more hardly save time, and all their caches take memory."""
 
 
 def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable[[], None] = lambda: None) -> Tensor:
@@ -34,6 +38,22 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
             losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none"))
             tick()
     return torch.cat(losses, dim=1).cpu()
+
+
+def losses_of_each(
+    model: Any, ids: Tensor, caches: Sequence[Any], chunk: int, tick: Callable[[], None] = lambda: None
+) -> list[Tensor]:
+    """`token_losses` of several caches, which all read the same, together where they can."""
+    found: list[Tensor] = []
+    for cache, count in abreast(caches, len(ids)):
+
+        def forward_done(count: int = count) -> None:
+            for _ in range(count):
+                tick()
+
+        losses = token_losses(model, ids.repeat(count, 1), cache, chunk, forward_done)
+        found += torch.split(losses, len(ids))
+    return found
 
 
 def steps(length: int, chunk: int) -> int:
@@ -56,12 +76,14 @@ def perplexities(
         by: so many tokens have a row for themselves, which says where they lie in their stretch: `first` to `last`.
     """
     rows: list[Row] = []
-    for name, budget in policies.pairs(budgets):
-        cache = policies.make(name, model, budget)
-        losses = token_losses(model, ids, cache, chunk, tick)
-        usage = Usage()
-        usage.see(cache)
-        rows += ({"policy": name, "budget": budget, **part, **usage.row()} for part in _parts(losses, by))
+    pairs, count = list(policies.pairs(budgets)), max(1, TOGETHER // (len(ids) * chunk))
+    for group in (pairs[at : at + count] for at in range(0, len(pairs), count)):
+        caches = [policies.make(name, model, budget) for name, budget in group]
+        losses = losses_of_each(model, ids, caches, chunk, tick)
+        for (name, budget), cache, own in zip(group, caches, losses, strict=True):
+            usage = Usage()
+            usage.see(cache)
+            rows += ({"policy": name, "budget": budget, **part, **usage.row()} for part in _parts(own, by))
     return rows
 
 

@@ -19,8 +19,8 @@ from torch import Tensor
 from kvdsl.generation.generate import cache_bytes, same_prefix
 from kvdsl.generation.models import encode, first_token
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl_lab.eval.abreast import abreast, feed
-from kvdsl_lab.eval.perplexity import token_losses
+from kvdsl_lab.eval.abreast import feed
+from kvdsl_lab.eval.perplexity import losses_of_each, token_losses
 from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
 from kvdsl_lab.leaderboard import haystacks
@@ -222,19 +222,9 @@ class Loss:
 
     def finish(self, lab: Lab, item: Tensor, started: Sequence[Any]) -> list[Outcome]:
         """See the class."""
-        rows = len(item)
-        losses: list[Tensor] = []
-        for cache, count in abreast(started, rows):
-            losses += torch.split(token_losses(lab.model, item.repeat(count, 1), cache, 1), rows)
-        return [
-            _outcome(
-                lab,
-                cache,
-                {"loss": [float(part.double().mean()) for row in own for part in torch.split(row, self.part)]},
-                rows,
-            )
-            for cache, own in zip(started, losses, strict=True)
-        ]
+        losses = losses_of_each(lab.model, item, started, 1)
+        parts = [[float(part.double().mean()) for row in own for part in torch.split(row, self.part)] for own in losses]
+        return [_outcome(lab, cache, {"loss": own}, len(item)) for cache, own in zip(started, parts, strict=True)]
 
 
 @dataclass(frozen=True)

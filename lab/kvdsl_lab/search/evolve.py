@@ -23,8 +23,9 @@ from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, withou
 from kvdsl_lab.search.store import Store
 
 GENERATION = 16
-"""Candidates that are judged on the cheapest rung; of a generation, and of those of a rung, the better quarter goes on."""
-PROMOTED = 4
+"""Candidates that are judged on the cheapest rung."""
+PROMOTED = 8
+"""Of a generation, those that are judged on the next rung; of these, the better half on the one above."""
 POPULATION = 24
 """Policies that may have children."""
 TUNE_EVERY = 4
@@ -46,8 +47,8 @@ class Judges(Protocol):
     def rungs(self) -> Sequence[object]:
         """The cheapest first."""
 
-    def errors(self, policy: Policy, rung: int) -> list[float]:
-        """The error at each budget."""
+    def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
+        """Of every policy the error at each budget."""
 
 
 @dataclass(frozen=True)
@@ -104,13 +105,11 @@ class Evolution:
 
         The seeds are judged whatever the time. `population` has what was found.
         """
-        last = len(self.judge.rungs) - 1
-        for name, policy in seeds:
-            one = self._admitted(policy, f"seed {name}", ())
-            if one is not None:
-                self._judged(one, 0, always=True)
-                self.seeds[name] = self._judged(one, last, always=True)
-        self.seeds = {name: one for name, one in self.seeds.items() if math.isfinite(one.error)}
+        admitted = {name: self._admitted(policy, f"seed {name}", ()) for name, policy in seeds}
+        named = {name: one for name, one in admitted.items() if one is not None}
+        for rung in (0, len(self.judge.rungs) - 1):
+            judged = self._all_judged(list(named.values()), rung, always=True)
+        self.seeds = {name: one for name, one in zip(named, judged, strict=True) if math.isfinite(one.error)}
         self._survive(list(self.seeds.values()))
         try:
             while self.most is None or len(self._seen) < self.most:
@@ -176,7 +175,7 @@ class Evolution:
         judged = [self._judged(one, 0) for one in candidates]
         for rung in range(1, len(self.judge.rungs)):
             best = sorted(judged, key=lambda one: one.error)[: max(1, PROMOTED >> (rung - 1))]
-            judged = [self._judged((one.policy, one.key, one.size), rung) for one in best]
+            judged = self._all_judged([(one.policy, one.key, one.size) for one in best], rung)
         return judged
 
     def _tuned(self) -> list[Found]:
@@ -240,11 +239,16 @@ class Evolution:
         return None if size is None else (policy, name, size)
 
     def _judged(self, one: tuple[Policy, str, Size], rung: int, *, always: bool = False) -> Found:
-        policy, name, size = one
-        errors = self.store.errors(name, rung, self.judge.budgets)
-        if errors is None:
+        return self._all_judged([one], rung, always=always)[0]
+
+    def _all_judged(self, many: Sequence[tuple[Policy, str, Size]], rung: int, *, always: bool = False) -> list[Found]:
+        """Policies as the rung sees them: those that the store does not know in one go."""
+        known = {name: self.store.errors(name, rung, self.judge.budgets) for _, name, _ in many}
+        todo = {name: policy for policy, name, _ in many if known[name] is None}
+        if todo:
             if not always and self.until is not None and time.monotonic() >= self.until:
                 raise _OutOfTime
-            errors = self.judge.errors(policy, rung)
-            self.store.judge(name, rung, self.judge.budgets, errors)
-        return Found(policy, name, size, tuple(errors))
+            for name, errors in zip(todo, self.judge.errors(list(todo.values()), rung), strict=True):
+                self.store.judge(name, rung, self.judge.budgets, errors)
+                known[name] = errors
+        return [Found(policy, name, size, tuple(known[name] or ())) for policy, name, size in many]

@@ -71,21 +71,27 @@ class Proof:
     def __init__(self, model: Any, ids: Tensor, text: str, store: Store) -> None:
         self._model, self._ids, self._text, self._store = model, ids, text, store
 
-    def measure(self, one: Contestant, budgets: Sequence[int]) -> None:
-        """One policy at every budget."""
+    def measure(self, contestants: Sequence[Contestant], budgets: Sequence[int]) -> None:
+        """Policies at every budget, all at once."""
         for budget in budgets:
-            if self._store.losses(one.key, self._text, budget, len(self._ids) - 1) is None:
-                for stretch, losses in enumerate(self._losses(one.file, budget)):
-                    self._store.prove(one.key, self._text, budget, stretch, losses)
+            todo = [
+                one for one in contestants if self._store.losses(one.key, self._text, budget, len(self._ids) - 1) is None
+            ]
+            for one, losses in zip(todo, self._losses([one.file for one in todo], budget), strict=True):
+                for stretch, row in enumerate(losses):
+                    self._store.prove(one.key, self._text, budget, stretch, row)
 
-    def _losses(self, file: str | Path, budget: int) -> list[list[float]]:
-        """Of every part of every stretch, behind the first `budget` tokens."""
+    def _losses(self, files: Sequence[str | Path], budget: int) -> list[list[list[float]]]:
+        """Of every policy, of every stretch, of every part behind the first `budget` tokens."""
         from kvdsl.loading import load
-        from kvdsl_lab.eval.perplexity import token_losses
+        from kvdsl_lab.eval.perplexity import losses_of_each
 
-        cache_class: Any = load(file)
-        losses = token_losses(self._model, self._ids, cache_class(self._model, budget=budget), 1)
-        return [[float(part.double().mean()) for part in row[budget:].split(PART)] for row in losses]
+        classes: list[Any] = [load(file) for file in files]
+        caches = [cache_class(self._model, budget=budget) for cache_class in classes]
+        return [
+            [[float(part.double().mean()) for part in row[budget:].split(PART)] for row in losses]
+            for losses in losses_of_each(self._model, self._ids, caches, 1)
+        ]
 
     def _parts(self, one: Contestant, budget: int) -> Floats:
         found = [self._store.losses(one.key, self._text, budget, stretch) for stretch in range(len(self._ids))]

@@ -181,12 +181,14 @@ class Run:
         ours = [Contestant(name, one.key, self._out / f"{name}.kv", False) for name, one in named.items()]
         theirs = [Contestant(name, f"shipped {name}", name, True) for name in seeded]
         proof = Proof(self._material.model, self._material.ids[JUDGED:], self._material.digest, self._store)
-        measured: list[Contestant] = []
-        for contestant in (*ours[:1], *theirs, *ours[1:]):
-            if len(measured) < 2 or time.monotonic() < until:
-                tell(f"reading unseen text through {contestant.name}")
-                proof.measure(contestant, self._plan.budgets)
-                measured.append(contestant)
+        first, others = [*ours[:1], *theirs[:1]], [*theirs[1:], *ours[1:]]
+        tell(f"reading unseen text through {' and '.join(one.name for one in first)}")
+        proof.measure(first, self._plan.budgets)
+        if time.monotonic() >= until:
+            return proof.rows(first, self._plan.budgets)
+        tell(f"reading unseen text through {len(others)} more")
+        proof.measure(others, self._plan.budgets)
+        measured = [*first, *others]
         return proof.rows(measured, self._plan.budgets)
 
     def _agreement(self, found: Mapping[str, Found], proven: Sequence[Row]) -> list[Result]:
