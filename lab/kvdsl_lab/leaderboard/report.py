@@ -66,7 +66,7 @@ def _budget(budget: float | None) -> str:
 
 
 def draw(result: Mapping[str, Any], folder: Path) -> list[str]:
-    """A figure for every column, quality against the bytes of the cache: the files' names."""
+    """A figure for every column, quality against what the cache takes and against the time of a token: the files' names."""
     from kvdsl_lab.reproduce.plots import draw as draw_figure
 
     names = []
@@ -78,18 +78,25 @@ def draw(result: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _plot(figure: Any, rows: Sequence[Row], one: Mapping[str, Any]) -> None:
-    axes = figure.subplots()
+    by_bytes, by_time = figure.subplots(1, 2, sharey=True)
     for policy in dict.fromkeys(row["policy"] for row in sorted(rows, key=lambda row: row["place"])):
         own = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["bytes"])
-        known = all(row["low"] is not None for row in own)
-        spread = [[row["mean"] - row["low"] for row in own], [row["high"] - row["mean"] for row in own]] if known else None
-        axes.errorbar(
-            [row["bytes"] / 2**20 for row in own], [row["mean"] for row in own], yerr=spread, marker="o", markersize=3, linewidth=1,
-            elinewidth=0.5, color="black" if policy == "full" else None, label=policy,
-        )  # fmt: skip
-    axes.set_xlabel("cache, MiB")
-    axes.set_ylabel(UNITS[one["measure"]])
-    axes.set_title(one["name"])
+        curve(by_bytes, own, [row["bytes"] / 2**20 for row in own], policy)
+        curve(by_time, own, [row["token_ms"] for row in own], policy)
+    by_bytes.set_xlabel("cache, MiB")
+    by_time.set_xlabel("a token alone, ms")
+    by_bytes.set_ylabel(UNITS[one["measure"]])
+    figure.suptitle(one["name"])
+
+
+def curve(axes: Any, own: Sequence[Row], places: Sequence[float], policy: str, colour: str | None = None) -> None:
+    """One policy's means at these places, with their intervals where all are known; the full cache is black."""
+    known = all(row["low"] is not None for row in own)
+    spread = [[row["mean"] - row["low"] for row in own], [row["high"] - row["mean"] for row in own]] if known else None
+    axes.errorbar(
+        places, [row["mean"] for row in own], yerr=spread, marker="o", markersize=3, linewidth=1, elinewidth=0.5,
+        color="black" if policy == "full" else colour, label=policy,
+    )  # fmt: skip
 
 
 def save(result: Mapping[str, Any], out: Path, *, drawn: bool) -> None:
