@@ -4,8 +4,8 @@
 The pages of the policies are for the site only, and are not committed.
 
 What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
-of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; and of a part of the language, its
-corners first of all, in `docs/notes/language/PART.md`.
+of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; of a part of the language, its corners
+first of all, in `docs/notes/language/PART.md`; and what is said of the leaderboard's table in `docs/notes/choosing.md`.
 """
 
 from __future__ import annotations
@@ -402,10 +402,70 @@ def _claims(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
         yield (*claim, *(text for run in range(len(found)) for text in by_run.get(run, ("", ""))))
 
 
+# -- choosing ----------------------------------------------------------------------------------------------------------
+
+BOARD = ROOT / "results" / "leaderboard"
+
+
+def choosing_page() -> str:
+    """Which policy for which job: what was written, and the leaderboard's table in it."""
+    written = (DOCS / "notes" / "choosing.md").read_text(encoding="utf-8")
+    return wrapped(MADE + written.replace("{quality}", quality_table()))
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A column of the leaderboard at one budget, as the page shows it."""
+
+    head: str
+    folder: str
+    column: str
+    budget: float
+    shown: str = "mean"
+
+    def cells(self) -> dict[str, str]:
+        """By policy: what it is, with its interval and place."""
+        found = json.loads((BOARD / self.folder / "leaderboard.json").read_text(encoding="utf-8"))
+        rows = next(one["rows"] for one in found["columns"] if one["name"] == self.column)
+        return {row["policy"]: self._cell(row) for row in rows if row["budget"] in (None, self.budget)}
+
+    def _cell(self, row: dict[str, Any]) -> str:
+        if self.shown == "bytes":
+            return f"{row['bytes'] / 2**20:.1f}"
+        whole = row["policy"] == "full"
+        if self.shown == "behind_full":
+            return "0" if whole else f"{_interval(*row['behind_full'])}, {row['place']}"
+        return _interval(row["mean"], row["low"], row["high"]) + ("" if whole else f", {row['place']}")
+
+
+def _interval(mean: float, low: float | None, high: float | None) -> str:
+    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+
+
+QUALITY = (
+    _Measured("a book, 256 tokens: nats more", "books", "books", 256, "behind_full"),
+    _Measured("behind a prompt, a quarter: KL", "questions", "nearness: kl", 0.25),
+    _Measured("asked in the prompt, a quarter", "questions", "questions: known", 0.25),
+    _Measured("half", "questions", "questions: known", 0.5),
+    _Measured("asked later, a quarter", "questions", "questions: later", 0.25),
+    _Measured("half", "questions", "questions: later", 0.5),
+    _Measured("cache at a quarter, MiB", "questions", "questions: known", 0.25, "bytes"),
+)
+
+
+def quality_table() -> str:
+    """Policies by what they keep of SmolLM2's quality."""
+    columns = [one.cells() for one in QUALITY]
+    policies = dict.fromkeys(policy for cells in reversed(columns) for policy in cells)
+    lines = ((f"`{policy}`", *(cells.get(policy, "not measured") for cells in columns)) for policy in policies)
+    return _table(("policy", *(one.head for one in QUALITY)), lines)
+
+
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
 COMMITTED: dict[str, Callable[[], str]] = {
+    "choosing.md": choosing_page,
     "diagnostics.md": diagnostics_page,
     "language.md": language_reference,
     "reach.md": reach_page,
