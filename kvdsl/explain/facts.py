@@ -101,8 +101,13 @@ class Facts:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one token's state, as far as its size is known."""
-        return sum(column.bytes_per_slot or 0 for column in self.state)
+        """Bytes of one token's state, as far as its size is known; without what goes with the prompt."""
+        return sum(column.bytes_per_slot or 0 for column in self.state if not self.goes(column))
+
+    def goes(self, column: State) -> bool:
+        """Whether a column is there while a prompt is read, and no longer."""
+        only_queries = {one.rule for one in self.state} <= {"ring", "token"}
+        return column.rule == "ring" and self.policy.remembers_prompts and only_queries
 
     @property
     def rotated_half(self) -> int:

@@ -242,7 +242,12 @@ def _costs(found: Facts) -> Iterator[str]:
     )
     for column in found.state:
         if column.rule == "ring":
-            yield f"of them {column.bytes_per_slot or f'4 * {column.size}'} for {column.name}"
+            size = column.bytes_per_slot or f"4 * {column.size}"
+            yield (
+                f"{size} more for {column.name} while a prompt is read"
+                if found.goes(column)
+                else f"of them {size} for {column.name}"
+            )
     if found.budgets:
         yield f"a KV head {_range(found)}"
     if found.rotated_half:

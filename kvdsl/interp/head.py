@@ -24,6 +24,7 @@ class Head:
         given: [n] what the caller gave of the tokens, by name.
         text: the prompt's queries, where the score reads them until it settles: the place of each, and its query heads, [G, D].
         group: how many query heads it serves.
+        prompt_from: the place of the last prompt's first token.
     """
 
     key: Array
@@ -35,6 +36,7 @@ class Head:
     given: dict[str, Array] = field(default_factory=dict)
     text: list[tuple[int, Array]] = field(default_factory=list)
     group: int = 1
+    prompt_from: int = 0
 
     @property
     def live(self) -> int:
@@ -67,5 +69,5 @@ class Head:
         given = {name: values.copy() for name, values in self.given.items()}
         return Head(
             self.key.copy(), self.value.copy(), self.position.copy(), self.memory.clone(), self.seen, self.sketch, given,
-            list(self.text), self.group,
+            list(self.text), self.group, self.prompt_from,
         )  # fmt: skip

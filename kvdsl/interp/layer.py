@@ -158,6 +158,8 @@ class Layer:
     def _prompt(self, heads: Sequence[Head], count: int, part_of: Callable[[int, slice], Attended]) -> list[Step]:
         """A forward of the prompt, in the parts that `prefill` asks for: each head's last step, with all outputs."""
         evicts = self.policy.when != "decode"
+        for head in heads:
+            head.prompt_from = head.seen
         parts = []
         for part, ends in self._parts(heads[0].seen, count):
             attended = [part_of(index, part) for index in range(len(heads))]

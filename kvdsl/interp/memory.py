@@ -32,6 +32,7 @@ class Moment:
         newest: the position of the newest query that has been observed.
         window: a query sees the last `window` tokens only, or None.
         number: the value of an expression without axes: a decay, the size of a window.
+        since: the first query that a reduction over the last ones counts.
     """
 
     chosen: Indices
@@ -39,6 +40,7 @@ class Moment:
     newest: int
     window: int | None
     number: Callable[[Expr], float]
+    since: int = 0
 
     @property
     def observed(self) -> Indices:
@@ -98,7 +100,9 @@ class History:
         if leaf.kind != "reduce":
             raise LookupError(f"the history has no column `{leaf.name}`")
         slots = self._received[leaf.body]
-        first = -np.inf if leaf.last is None else moment.newest - at_least_one(moment.number(leaf.last)) + 1
+        first = -np.inf
+        if leaf.last is not None:
+            first = max(moment.since, moment.newest - at_least_one(moment.number(leaf.last)) + 1)
         decay = 0.0 if leaf.decay is None else moment.number(leaf.decay)
         received = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
         return per_slot([over_queries(leaf.op, values, decay) for values in received])
@@ -195,7 +199,7 @@ class Columns:
         """Each slot's places are read from the oldest query to the newest that it still holds."""
         column = next(column for column in self._columns if column.name == leaf.name)
         size = _ring_size(column, moment.number)
-        queries = range(max(0, moment.newest - size + 1), moment.newest + 1)
+        queries = range(max(moment.since, moment.newest - size + 1), moment.newest + 1)
         reach = np.inf if moment.window is None else moment.window
         return per_slot(
             [

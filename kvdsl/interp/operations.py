@@ -82,15 +82,19 @@ class Operations:
 
         Args:
             key, value, position: [n, D], [n, Dv], [n]; the position of a free slot is negative.
-            columns: [n] by name; a ring's [n, N] or wider.
+            columns: [n] by name; a ring's [n, N] or wider, and none of one that has gone with its prompt.
             seen: the position of the row's next token.
             sketch: the dims of the newest sketch, in any order.
         """
         place = np.asarray(position, dtype=np.int64)
         live = place >= 0
         values = {name: floats(x)[live] for name, x in columns.items()}
+        for column in self.policy.columns if self.policy.forgets else ():
+            if column.size is not None and column.name not in values:
+                values[column.name] = np.full((int(live.sum()), int(at_least_one(self._number(column.size)))), np.nan)
         dims = None if sketch is None else np.sort(np.asarray(sketch, dtype=np.int64))
-        return Head(floats(key)[live], floats(value)[live], place[live], Columns(self.policy.columns, values), seen, dims)
+        memory = Columns(self.policy.columns, values)
+        return Head(floats(key)[live], floats(value)[live], place[live], memory, seen, dims, prompt_from=seen)
 
     # -- a token ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +284,8 @@ class Operations:
         return np.flatnonzero(is_visible(head.position, newest, self.call.window))
 
     def _moment(self, head: Head, chosen: Indices, observed: int) -> Moment:
-        return Moment(chosen, head.position[chosen], observed, self.call.window, self._number)
+        since = head.prompt_from if self.policy.remembers_prompts else 0
+        return Moment(chosen, head.position[chosen], observed, self.call.window, self._number, since)
 
     def _number(self, expr: Expr) -> float:
         return self.numbers.value(expr)

@@ -519,6 +519,17 @@ class Policy(Node):
         return any(isinstance(part, Rotate) for expr in by if expr is not None for part in _parts(expr))
 
     @property
+    def remembers_prompts(self) -> bool:
+        """Whether reductions `over last N queries` count those of the prompt that is being read: nobody else asks for them."""
+        return self.when == "prefill" and self.select is None
+
+    @property
+    def forgets(self) -> bool:
+        """Whether all that it knows of queries goes with the prompt that they are of."""
+        rules = {column.rule for column in self.columns}
+        return self.remembers_prompts and "ring" in rules and rules <= {"ring", "token"}
+
+    @property
     def heads_share(self) -> bool:
         """Whether the KV heads of a layer may keep unequally many tokens of one budget."""
         return self.across is not None or self.one_pool

@@ -78,6 +78,7 @@ class CppPlan:
         place: the columns that a token has by itself, and those that do not begin at 0.
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
+        forgets: whether decoded queries are not observed.
         settles: whether a decode step settles. `hard_cap`: before its token is placed, as well. `scratch`: how many work rows of
             floats that uses.
     """
@@ -94,6 +95,7 @@ class CppPlan:
     protect: tuple[str, ...]
     settles: bool
     hard_cap: bool
+    forgets: bool
     scratch: int
     select: SelectPlan | None
 
@@ -126,6 +128,7 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         protect=protect,
         settles=policy.budget is not None and policy.when != "prefill",
         hard_cap=policy.cap == "hard",
+        forgets=policy.forgets,
         scratch=scratch,
         select=_select(policy),
     )

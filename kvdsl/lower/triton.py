@@ -161,6 +161,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     settles = policy.budget is not None and policy.when != "prefill"
     folded = [column for column in policy.columns if column.rule != "token"]
     observe = _observe(policy, folded)
+    if policy.forgets:  # prompts observe, by the same rules
+        observe = []
     score = _settle(policy) if settles else []
     first, last = (_kept_at(policy, scope) if settles else Fragment("0") for scope in ("first", "last"))
     place = [_place(column) for column in policy.columns if column.rule != "ring"]
@@ -175,12 +177,12 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
-        "columns": bool(policy.columns),
+        "columns": bool(singles if policy.forgets else policy.columns),
         "numbers": bool(used) or policy.sketch is not None,
         "constants": bool(constants or vectors),
         "supplied": bool(names_of(uses, "given")),
         "logits": bool({"attn", "logit"} & {*inputs}),
-        "ring_rows": bool(rings),
+        "ring_rows": bool(rings) and not policy.forgets,
         "window": "window" in helpers,
         "seed": "random_key" in helpers,
         "work": settles,
@@ -194,7 +196,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
             (spelled(given.name), n) for n, given in enumerate(policy.given) if given.name in names_of(uses, "given")
         ),
         columns=tuple((name, n) for n, name in enumerate(singles)),
-        rings=tuple((name, n) for n, name in enumerate(rings)),
+        rings=() if policy.forgets else tuple((name, n) for n, name in enumerate(rings)),
         place=texts(place),
         reads_key=any(line.needs("input", "k") for line in place),
         reads_value=any(line.needs("input", "v") for line in place),

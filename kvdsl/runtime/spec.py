@@ -106,6 +106,16 @@ class PolicySpec:
         return bool(self.rings or set(self.column_rules) - {"token", "fold", "prune"})
 
     @property
+    def remembers_prompts(self) -> bool:
+        """Whether rings tell of the queries of the prompt that is being read; see `kvdsl.ir.nodes.Policy`."""
+        return self.when == "prefill" and not self.selects
+
+    @property
+    def forgets(self) -> bool:
+        """Whether all that it knows of queries goes with the prompt that they are of."""
+        return self.remembers_prompts and bool(self.rings) and set(self.column_rules) <= {"token"}
+
+    @property
     def agreement(self) -> str | None:
         """What the KV heads of a layer decide together, as a verb and what follows; None if each decides by itself."""
         if self.across or self.across_layers:

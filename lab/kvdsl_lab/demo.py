@@ -142,7 +142,7 @@ def _find(console: Any, model: Any, tokenizer: Any) -> None:
     console.print(_answers(found, question, right, items))
     console.print(
         f"The last column counts {items} such texts, measured before with {counted['model']} in {counted['dtype']} (kvdsl leaderboard "
-        "--tasks fact). SnapKV keeps what the question looks at (and, beside keys and values, 32 numbers a token to tell what that is). "
+        "--tasks fact). SnapKV keeps what the question looks at. "
         "RoCo keeps what all of the text has looked at, and nothing in the book asked for the fact: for finding things take a policy that "
         "listens to the question.",
         markup=False,

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from kvdsl.interp import Head, Layer, Step
 from kvdsl.interp.supplied import NOTHING, Supplied, of_head
-from kvdsl.ir.nodes import Expr
+from kvdsl.ir.nodes import Column, Expr, Policy
 from kvdsl.ir.visitors import walk
 
 from .counts import Least, leaving
@@ -87,7 +87,7 @@ class RowStep:
             return False
         order = _places(head.position, after.position)
         shadow = Shadow(self.layer.machines[index], after)
-        for column in self.layer.policy.columns:
+        for column in _remembered(self.layer.policy):
             got, expected = after.columns[column.name], head.columns[column.name][order]
             if column.rule == "ring":
                 valid = shadow.ring_places(column)
@@ -276,7 +276,7 @@ class RowStep:
             if len(head.position) < len(shadow.position):
                 shadow.prune()
             order = _places(shadow.position, head.position)
-            for column in shadow.policy.columns:
+            for column in _remembered(shadow.policy):
                 bound, value, at = shadow.columns[column.name][order], head.columns[column.name], head.position
                 if column.rule == "ring":
                     valid = shadow.ring_places(column)[order]
@@ -287,6 +287,11 @@ class RowStep:
                     one = int(wrong.argmax())
                     return f"column {column.name} of {at[one]} is {value[one]}, outside of {bound.lo[one]}..{bound.hi[one]}"
         return None
+
+
+def _remembered(policy: Policy) -> list[Column]:
+    """The columns that are there after a forward."""
+    return [column for column in policy.columns if not (policy.forgets and column.rule == "ring")]
 
 
 def _jumps(body: Expr) -> bool:

@@ -84,6 +84,7 @@ class Shadow:
         self.sketch = head.sketch
         self.columns = {name: exactly(x) for name, x in head.columns.items()}
         self.undecided = False
+        self.since = self.seen if self.policy.remembers_prompts else 0  # the first query that rings tell of
         self.text: list[tuple[int, Array]] = []
         self.group = 1
         self._new: dict[str, Array] = {}  # what the caller gave of the newest tokens
@@ -334,7 +335,7 @@ class Shadow:
         size, newest = self.ring_size(column), self.seen - 1 if newest is None else newest
         writer = newest - (newest - np.arange(size)) % size
         position, window = self.position[:, None], self.machine.call.window
-        return (writer >= position) & (writer >= 0) & (writer < position + (np.inf if window is None else window))
+        return (writer >= position) & (writer >= self.since) & (writer < position + (np.inf if window is None else window))
 
     def _over_ring(self, leaf: RingRef, chosen: Mask, newest: int) -> Range:
         column = next(column for column in self.policy.columns if column.name == leaf.name)

@@ -63,6 +63,33 @@ def test_a_window_of_queries(form, op: str, count: float, window: int | None) ->
     assert len(head.position) == 5
 
 
+@pytest.mark.parametrize("count", [2, 4, 50])
+def test_of_a_policy_when_prefill_it_counts_the_prompts_own_queries(form, count: int) -> None:
+    """Prompts of 7, 5 and 2 tokens with decoded ones between: what queries before the prompt gave is not asked for."""
+    policy = form(bounded(recent("mean", ATTN, count), last(1), budget=5)).model_copy(update={"when": "prefill"})
+    interpreter, head = start(policy)
+    q, k, v = trace(17)
+    given: dict[int, dict[int, float]] = {}
+    at = 0
+    for length in (7, 1, 1, 5, 1, 2):
+        kept = head.position.tolist() + list(range(at, at + length))
+        for query in range(at, at + length):
+            seen = [slot for slot in kept if slot <= query]
+            weights = np.exp(q[query] @ k[seen].T)
+            given[query] = dict(zip(seen, (weights / weights.sum(axis=1, keepdims=True)).mean(axis=0), strict=True))
+        step = (interpreter.prefill if length > 1 else _decode(interpreter))(
+            head, q[at : at + length], k[at : at + length], v[at : at + length]
+        )
+        at += length
+        if length == 1:
+            assert len(step.victims) == 0
+            continue
+        for slot, score in zip(step.position.tolist(), step.score, strict=True):
+            mine = [given[query][slot] for query in range(max(at - length, at - count), at) if slot in given[query]]
+            assert score == pytest.approx(sum(mine) / len(mine))
+        assert head.live == 5
+
+
 def _decode(interpreter: Interpreter) -> object:
     return lambda head, q, k, v: interpreter.decode(head, q[0], k[0], v[0])
 

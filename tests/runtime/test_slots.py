@@ -9,6 +9,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.layouts import slot_state
@@ -254,3 +255,29 @@ def test_a_budget_is_filled_by_growing(body: str, limit: int) -> None:
     where = [tensor.data_ptr() for tensor in ours.tensors().values()]
     TorchBackend().decode(ours, call(2, 5))
     assert [tensor.data_ptr() for tensor in ours.tensors().values()] == where
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, pytest.param(None, id="cpu")])
+def test_a_history_that_only_prompts_ask_goes_with_them(backend: type[TorchBackend] | None) -> None:
+    """No memory behind a prompt, in which decoded tokens leave nothing; of a long enough later prompt the same stay as ever."""
+    spec = kvdsl.load("snapkv").spec
+    serves = choose(spec, "cpu", torch.device("cpu"), torch.float32) if backend is None else backend()
+    kept = []
+    for decoded in (0, 3):
+        state = SlotState(spec, {"budget": 40})
+        serves.prefill(state, call(2, 60))
+        assert state.columns.shape[0] == 0 and state.rings(state.columns) == {}
+        for token in range(decoded):
+            serves.decode(state, call(2, 1, seed=token + 1))
+        assert state.columns.numel() == 0
+        if decoded:
+            live = state.position >= 60
+            state.free(live)  # as if these had not been
+            state.seen.fill_(60)
+        serves.prefill(state, call(2, 50, seed=9))
+        kept.append(state.position.sort(-1).values[..., -40:])
+    assert torch.equal(*kept)
+    mixed = spec_of("param budget = 40\nwhen prefill\nscore sum(attn over last 4 queries) + sum(attn)")
+    state = SlotState(mixed, {})
+    TorchBackend().prefill(state, call(1, 60))
+    assert state.columns.shape[0] == 5, "sums go on over the whole text, and the history with them"

@@ -82,6 +82,8 @@ class SlotState(Linked):
         window: how many tokens a query of this layer sees, or None. `scaling`, `rope`: as the last call had them.
         text: the queries of the prompt that has not settled yet, forward by forward, [batch, query_heads, tokens, dim], and their
             places, int32 [batch, tokens], FREE for padding; for a score that reads them.
+        prompt_from: the places of the first tokens of the prompt that has not settled yet, int32 [batch, 1, 1], where the policy
+            remembers the queries of that prompt alone; None elsewhere, and between prompts.
         processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
         together: the layers that agree on their victims, or None where this one decides by itself.
         choices: what the layer chooses for those above, or takes over from one below; None where it does neither.
@@ -182,6 +184,7 @@ class SlotState(Linked):
         self.scaling = 1.0
         self.rope: Rope | None = None
         self.text: list[tuple[Tensor, Tensor]] = []
+        self.prompt_from: Tensor | None = None
         self.ring_sizes = ()
         self.workspace: Any = None
         self.expected = 0
@@ -282,7 +285,9 @@ class SlotState(Linked):
         return dict(zip(self.spec.columns, columns[: len(self.spec.columns)], strict=True))
 
     def rings(self, columns: Tensor) -> dict[str, Tensor]:
-        """The rings by name, [size, batch, kv_heads, slots] each, as views of a table of columns."""
+        """The rings by name, [size, batch, kv_heads, slots] each, as views of a table of columns; none if they went with the prompt."""
+        if len(columns) < self.column_rows:
+            return {}
         parts = columns[len(self.spec.columns) :].split(list(self.ring_sizes)) if self.ring_sizes else ()
         return {name: part for (name, _), part in zip(self.spec.rings, parts, strict=True)}
 
@@ -488,7 +493,7 @@ class SlotState(Linked):
             or not left
             or spec.sketches
             or spec.measures
-            or spec.rings
+            or (spec.rings and not spec.forgets)
             or set(spec.column_rules) - {"token"}
         ):
             return False

@@ -83,7 +83,7 @@ def _ring_places(state: SlotState, seen: Tensor) -> list[tuple[Tensor, Tensor, T
     """Every ring, and the place in it that the token after `seen` others writes in each row of the batch."""
     rings, rows = state.rings(state.columns), torch.arange(len(seen), device=seen.device)
     sizes = {size: state.settings.of_rows(state.numbers, size).long() for _, size in state.spec.rings}
-    return [(rings[name], seen.long() % sizes[size], rows) for name, size in state.spec.rings]
+    return [(rings[name], seen.long() % sizes[size], rows) for name, size in state.spec.rings if name in rings]
 
 
 class UndoLog:

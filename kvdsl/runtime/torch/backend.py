@@ -118,7 +118,7 @@ def _decode_one(state: SlotState, call: AttentionCall) -> Tensor:
         selection.refresh(state, row, real[:, 0])
     attended = selection.attended(state, row)
     out = _attend(state, call, row, held.kept, attended)
-    if state.spec.reads_attention:
+    if state.spec.reads_attention and not state.spec.forgets:
         columns.observe(row, state.spec)
     eviction.settle(held, then=state.settled)
     return out.masked_fill(~real[:, :, None, None], 0)

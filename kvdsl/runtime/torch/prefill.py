@@ -50,7 +50,10 @@ def prefill(state: SlotState, call: AttentionCall, attend: Attend = attend_and_o
     position = new_positions(state, call)
     if state.spec.reads_text:
         state.text.append((call.query, position))
-    seen = seen_before(state, call) + (position >= 0).sum(1, dtype=torch.int32)
+    before = seen_before(state, call)
+    if state.spec.remembers_prompts and state.prompt_from is None:
+        state.prompt_from = before.view(-1, 1, 1)
+    seen = before + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen)
     state.size_rings(numbers)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
@@ -65,7 +68,9 @@ def prefill(state: SlotState, call: AttentionCall, attend: Attend = attend_and_o
 
 
 def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> None:
-    state.text = []
+    state.text, state.prompt_from = [], None
+    if state.spec.forgets:
+        kept["columns"] = kept["columns"][: len(state.spec.columns)]
     state.store(kept, seen, numbers)
 
 
@@ -85,7 +90,7 @@ def _in_blocks(
         kept = _survivors(kept)
         out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
     assert kept is not None
-    state.store(kept, seen, numbers)
+    _settled(state, kept, seen, numbers)
     return out
 
 
@@ -95,7 +100,12 @@ def _evicts(state: SlotState, numbers: Tensor) -> bool:
 
 
 def _cached(state: SlotState) -> Kept | None:
-    return state.in_slots() if state.allocated else None
+    """What is cached; of rings that have gone with an earlier prompt, empty ones."""
+    if not state.allocated:
+        return None
+    kept = state.in_slots()
+    gone = state.column_rows - len(kept["columns"])
+    return kept if not gone else kept | {"columns": torch.nn.functional.pad(kept["columns"], (0, 0) * 3 + (0, gone))}
 
 
 # -- block by block ----------------------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ def size_name(ring: str) -> str:
     return f"size_{ring}"
 
 
-def valid(rows: int, size: Tensor, newest: Tensor, position: Tensor, window: int | None) -> Tensor:
+def valid(
+    rows: int, size: Tensor, newest: Tensor, position: Tensor, window: int | None, since: Tensor | None = None
+) -> Tensor:
     """Which places hold what a query that saw the slot gave: bool [rows, batch, kv_heads, slots].
 
     Args:
@@ -24,11 +26,14 @@ def valid(rows: int, size: Tensor, newest: Tensor, position: Tensor, window: int
         newest: [batch, 1, 1], the newest query's position.
         position: [batch, kv_heads, slots].
         window: queries see this many tokens, or None.
+        since: the first query that counts, [batch, 1, 1]; None for all.
     """
     size, newest, position = size.long(), newest.long(), position.long()
     place = torch.arange(rows, device=position.device).view(-1, 1, 1, 1)
     query = newest - (newest - place) % size  # the newest one that writes the place
     found = (place < size) & (query >= position)
+    if since is not None:
+        found &= query >= since
     return found if window is None else found & (query < position + window)
 
 

@@ -68,6 +68,7 @@ class View:
         factor: what products of queries and keys are multiplied by. `rope`: how the model rotates, or None.
         newest: int32 [batch, 1, 1, 1], the newest token's place, in a view of the prompt's queries; elsewhere it is the query's own.
         text: the prompt's queries, and their places; see `SlotState.text`.
+        since: int32 [batch, 1, 1], the first query that rings tell of; None for all.
     """
 
     visible: Tensor
@@ -92,6 +93,7 @@ class View:
     rope: Rope | None = None
     newest: Tensor | None = None
     text: Sequence[tuple[Tensor, Tensor]] = ()
+    since: Tensor | None = None
 
     def queries(self) -> Iterator[View]:
         """The block's queries one by one, in the order of the text."""
@@ -200,7 +202,7 @@ class View:
         """Reduce what the newest queries gave each slot, of those that could see it: [batch, kv_heads, 1, slots]."""
         size = self.number(rings.size_name(name))[:, 0]  # which all heads have in common
         valid = rings.valid(
-            len(self.rings[name]), size, self.query_position[:, :, 0], self.slot_position[:, :, 0], self.window
+            len(self.rings[name]), size, self.query_position[:, :, 0], self.slot_position[:, :, 0], self.window, self.since
         )
         return masked_reduce(op, self.rings[name], valid, 0).squeeze(0).unsqueeze(2)
 
@@ -588,4 +590,5 @@ def _view(state: SlotState, kept: dict[str, Tensor], query_position: Tensor, vis
         factor=state.scaling,
         rope=state.rope,
         text=state.text,
+        since=state.prompt_from,
     )

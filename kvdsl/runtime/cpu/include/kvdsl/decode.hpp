@@ -15,20 +15,20 @@ int settle(const DecodeArgs& args, const float* attn, const Steps& steps);
 // T tokens for every row and KV head, one by one. Returns a Status; anything but ok leaves the cache in no defined state.
 template <class T, class Policy>
 int decode(const DecodeArgs& args) {
-  return decode(args, steps<T, Policy>);
+  return decode(args, decode_steps<T, Policy>);
 }
 
 // Replaces tokens of the dtype's size.
 template <class T, class Policy>
 int replace(const DecodeArgs& args, const int32_t* slots) {
-  return replace(args, slots, steps<T, Policy>);
+  return replace(args, slots, decode_steps<T, Policy>);
 }
 
 // Observe and settle without a query: attn [batch, kv_heads, slots] is given; or null, to settle only, as after a prompt
 // whose columns were computed elsewhere.
 template <class Policy>
 int settle(const DecodeArgs& args, const float* attn) {
-  return settle(args, attn, steps<float, Policy>);
+  return settle(args, attn, decode_steps<float, Policy>);
 }
 
 }  // namespace kvdsl

@@ -63,6 +63,7 @@ template <class T, class Policy>
 constexpr Selecting selecting = {Policy::by,     Policy::tokens,        Policy::page,        Policy::sketch_every,
                                  Policy::always, rank_slots<T, Policy>, rank_dims<T, Policy>};
 
+// Of a prompt; and of tokens that are decoded.
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
                          Policy::group,
@@ -75,5 +76,18 @@ constexpr Steps steps = {dtype<T>,
                          observe<T, Policy>,
                          Policy::settle,
                          selecting<T, Policy>};
+
+template <class T, class Policy>
+constexpr Steps decode_steps = {dtype<T>,
+                                Policy::group,
+                                Policy::columns,
+                                Policy::scratch_columns,
+                                Policy::needs_attn && !Policy::forgets,
+                                Policy::needs_logit && !Policy::forgets,
+                                Policy::hard_cap,
+                                places<Policy> ? Policy::place : nullptr,
+                                Policy::forgets ? kvdsl::Policy::observe : observe<T, Policy>,
+                                Policy::settle,
+                                selecting<T, Policy>};
 
 }  // namespace kvdsl

@@ -40,6 +40,7 @@ struct Policy {
   static constexpr Group group = Group::mean;
   static constexpr bool needs_attn = false;
   static constexpr bool needs_logit = false;
+  static constexpr bool forgets = false;     // whether only a prompt's queries are observed
   static constexpr bool hard_cap = false;    // whether room is made before a token is placed
   static void place(const Slot&) {}
   static void observe(const Query&) {}
