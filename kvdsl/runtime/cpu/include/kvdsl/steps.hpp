@@ -63,7 +63,7 @@ template <class T, class Policy>
 constexpr Selecting selecting = {Policy::by,     Policy::tokens,        Policy::page,        Policy::sketch_every,
                                  Policy::always, rank_slots<T, Policy>, rank_dims<T, Policy>};
 
-// Of a prompt; and of tokens that are decoded.
+// Of a prompt; and, below, of tokens that are decoded.
 template <class T, class Policy>
 constexpr Steps steps = {dtype<T>,
                          Policy::group,
@@ -78,16 +78,13 @@ constexpr Steps steps = {dtype<T>,
                          selecting<T, Policy>};
 
 template <class T, class Policy>
-constexpr Steps decode_steps = {dtype<T>,
-                                Policy::group,
-                                Policy::columns,
-                                Policy::scratch_columns,
-                                Policy::needs_attn && !Policy::forgets,
-                                Policy::needs_logit && !Policy::forgets,
-                                Policy::hard_cap,
-                                places<Policy> ? Policy::place : nullptr,
-                                Policy::forgets ? kvdsl::Policy::observe : observe<T, Policy>,
-                                Policy::settle,
-                                selecting<T, Policy>};
+constexpr Steps decode_steps = [] {
+  Steps found = steps<T, Policy>;
+  if (Policy::forgets) {
+    found.needs_attn = found.needs_logit = false;
+    found.observe = kvdsl::Policy::observe;
+  }
+  return found;
+}();
 
 }  // namespace kvdsl
