@@ -410,7 +410,7 @@ BOARD = ROOT / "results" / "leaderboard"
 def choosing_page() -> str:
     """Which policy for which job: what was written, and the leaderboard's table in it."""
     written = (DOCS / "notes" / "choosing.md").read_text(encoding="utf-8")
-    return wrapped(MADE + written.replace("{quality}", quality_table()))
+    return wrapped(MADE + written.replace("{quality}\n", quality_table()))
 
 
 @dataclass(frozen=True)
@@ -422,6 +422,7 @@ class _Measured:
     column: str
     budget: float
     shown: str = "mean"
+    digits: int = 2
 
     def cells(self) -> dict[str, str]:
         """By policy: what it is, with its interval and place."""
@@ -434,17 +435,16 @@ class _Measured:
             return f"{row['bytes'] / 2**20:.1f}"
         whole = row["policy"] == "full"
         if self.shown == "behind_full":
-            return "0" if whole else f"{_interval(*row['behind_full'])}, {row['place']}"
-        return _interval(row["mean"], row["low"], row["high"]) + ("" if whole else f", {row['place']}")
+            return "0" if whole else f"{self._interval(*row['behind_full'])}, {row['place']}"
+        return self._interval(row["mean"], row["low"], row["high"]) + ("" if whole else f", {row['place']}")
 
-
-def _interval(mean: float, low: float | None, high: float | None) -> str:
-    return f"{mean:.2f}" if low is None or high is None else f"{mean:.2f} ({low:.2f} to {high:.2f})"
+    def _interval(self, mean: float, low: float, high: float) -> str:
+        return "{:.{d}f} ({:.{d}f} to {:.{d}f})".format(mean, low, high, d=self.digits)
 
 
 QUALITY = (
-    _Measured("a book, 256 tokens: nats more", "books", "books", 256, "behind_full"),
-    _Measured("behind a prompt, a quarter: KL", "questions", "nearness: kl", 0.25),
+    _Measured("a book, 256 tokens: nats more", "books", "books", 256, "behind_full", 3),
+    _Measured("behind a prompt, a quarter: KL", "questions", "nearness: kl", 0.25, digits=3),
     _Measured("asked in the prompt, a quarter", "questions", "questions: known", 0.25),
     _Measured("half", "questions", "questions: known", 0.5),
     _Measured("asked later, a quarter", "questions", "questions: later", 0.25),
@@ -457,7 +457,7 @@ def quality_table() -> str:
     """Policies by what they keep of SmolLM2's quality."""
     columns = [one.cells() for one in QUALITY]
     policies = dict.fromkeys(policy for cells in reversed(columns) for policy in cells)
-    lines = ((f"`{policy}`", *(cells.get(policy, "not measured") for cells in columns)) for policy in policies)
+    lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
     return _table(("policy", *(one.head for one in QUALITY)), lines)
 
 
