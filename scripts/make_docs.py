@@ -5,7 +5,7 @@ The pages of the policies are for the site only, and are not committed.
 
 What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
 of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; of a part of the language, its corners
-first of all, in `docs/notes/language/PART.md`; and what is said of the leaderboard's table in `docs/notes/choosing.md`.
+first of all, in `docs/notes/language/PART.md`; and what is said of the leaderboard's table in `docs/notes/pages/choosing.md`.
 """
 
 from __future__ import annotations
@@ -404,13 +404,15 @@ def _claims(found: list[dict[str, Any]]) -> Iterator[tuple[str, ...]]:
 
 # -- choosing ----------------------------------------------------------------------------------------------------------
 
+PICTURE = "![What SmolLM2 loses, by what the cache takes](assets/choosing.svg)"
+"""Its place is told from the page's own."""
 BOARD = ROOT / "results" / "leaderboard"
 
 
 def choosing_page() -> str:
     """Which policy for which job: what was written, and the leaderboard's table in it."""
-    written = (DOCS / "notes" / "choosing.md").read_text(encoding="utf-8")
-    return wrapped(MADE + written.replace("{quality}\n", quality_table()))
+    written = (DOCS / "notes" / "pages" / "choosing.md").read_text(encoding="utf-8")
+    return wrapped(MADE + written.replace("{quality}\n", quality_table()).replace("{picture}", PICTURE))
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,7 @@ SHOWS = {
     "overview": ["a policy", "which tokens stay", "score", "for"],
     "check": ["$ kvdsl check mine.kv", "did you mean `sinks`?", "2 errors"],
     "diff": ["- score sum(attn)", "+ score last(attn)", "expect kept"],
+    "choosing": ["going on with a text", "snapkv", "cache, MiB"],
     "editor": ["unknown name `sink`", "explain | test | compile", "4 bytes a slot"],
 }
 """Words of pictures that are text."""
@@ -46,7 +47,7 @@ def test_a_picture_is_committed_small_and_shown(file: str) -> None:
     assert picture.stat().st_size <= LARGEST
     assert b"/work" not in picture.read_bytes() and b"/home" not in picture.read_bytes()
     assert all(word in words(picture) for word in SHOWS.get(file.partition(".")[0], []))
-    page = "README.md" if file == "overview.svg" else "docs/tour.md"
+    page = {"overview.svg": "README.md", "choosing.svg": "docs/choosing.md"}.get(file, "docs/tour.md")
     assert f"assets/{file})" in read(page)
 
 
