@@ -106,8 +106,7 @@ class Facts:
 
     def goes(self, column: State) -> bool:
         """Whether a column is there while a prompt is read, and no longer."""
-        only_queries = {one.rule for one in self.state} <= {"ring", "token"}
-        return column.rule == "ring" and self.policy.remembers_prompts and only_queries
+        return column.rule == "ring" and add_columns(self.policy).forgets
 
     @property
     def rotated_half(self) -> int:

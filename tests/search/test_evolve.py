@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -91,6 +92,17 @@ def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: 
             for simpler in without_parts(one.policy).values():
                 told = found.judged(simpler, "test", [], 1)
                 assert told is None or told.error > one.error * 1.002, "it could be simpler"
+
+
+def test_the_same_in_other_words_stands_once_however_it_is_rounded(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a.sqlite", 3)
+    best = found.population[0]
+    again = replace(best, key="other words", errors=tuple(error * (1 + 1e-7) for error in best.errors))
+    other = replace(best, key="another", errors=tuple(error * (1 + 1e-3) for error in best.errors))
+    before = len(found.population)
+    found._survive([again, other])
+    assert len(found.population) == before + 1
+    assert {"other words", "another"} & {one.key for one in found.population} == {"another"}
 
 
 def test_a_front(tmp_path: Path) -> None:

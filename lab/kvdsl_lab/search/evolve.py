@@ -69,6 +69,11 @@ class Found:
         """The geometric mean over the budgets: a tenth less counts as much at each."""
         return math.exp(float(np.mean([math.log(max(error, 1e-12)) for error in self.errors])))
 
+    @property
+    def rounded(self) -> tuple[str, ...]:
+        """The errors to five digits: other words for a policy, and other policies beside it, change what lies behind these."""
+        return tuple(f"{error:.5g}" for error in self.errors)
+
 
 class _OutOfTime(Exception):
     pass
@@ -206,7 +211,7 @@ class Evolution:
     def _survive(self, more: Sequence[Found]) -> None:
         """The best of all; of those with the same errors, which are one policy in other words, the smallest."""
         every = sorted((*self.population, *more), key=lambda one: (one.error, one.size.nodes, one.key))
-        told = {one.errors: one for one in reversed(every) if math.isfinite(one.error)}
+        told = {one.rounded: one for one in reversed(every) if math.isfinite(one.error)}
         self.population = sorted(told.values(), key=lambda one: (one.error, one.key))[:POPULATION]
         self.curve.append((len(self._seen), self.population[0].error))
 

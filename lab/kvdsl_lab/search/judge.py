@@ -156,11 +156,8 @@ class NextToken:
     def _divergences(self, caches: Sequence[Any], budget: int) -> list[float]:
         if not caches:
             return []
-        rows, total, together = (
-            len(self._ids),
-            torch.zeros(len(caches), dtype=torch.float64),
-            Abreast(caches, len(self._ids)),
-        )
+        rows, total = len(self._ids), torch.zeros(len(caches), dtype=torch.float64)
+        together = Abreast(caches, rows)
         steps = range(budget, min(budget + self._tokens, self._ids.shape[1]))
         with torch.inference_mode():
             for step in steps:

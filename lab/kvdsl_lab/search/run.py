@@ -188,8 +188,7 @@ class Run:
             return proof.rows(first, self._plan.budgets)
         tell(f"reading unseen text through {len(others)} more")
         proof.measure(others, self._plan.budgets)
-        measured = [*first, *others]
-        return proof.rows(measured, self._plan.budgets)
+        return proof.rows([*first, *others], self._plan.budgets)
 
     def _agreement(self, found: Mapping[str, Found], proven: Sequence[Row]) -> list[Result]:
         """How well each rung orders what was proven as the loss of unseen text does, at the largest budget."""
