@@ -24,7 +24,7 @@ FACTS = {"model": "stub", "seed": 0}
 class Stub:
     """Likes values, and a quarter of the budget for what is recent; the first rung knows only the values."""
 
-    budgets, rungs = (16, 32), ("values", "both")
+    cases, rungs = (16, 32), ("values", "both")
 
     def __init__(self) -> None:
         self.calls = 0
@@ -37,7 +37,7 @@ class Stub:
         text = in_words(policy)
         shares = [numbers(policy)[-1][1] for keep in policy.keeps if keep.scope == "last"]
         recent = min((abs(share - 0.25) for share in shares), default=1.0)
-        return [budget * (2.0 - ("(v)" in text) + rung * recent) + 0.01 * len(text) for budget in self.budgets]
+        return [budget * (2.0 - ("(v)" in text) + rung * recent) + 0.01 * len(text) for budget in self.cases]
 
 
 def search(path: Path, most: int, *, seed: int = 0, until: float | None = None) -> tuple[Evolution, Stub]:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvdsl.compiler import compile_file
-from kvdsl_lab.search.judge import Attention, Judge, NextToken, Recorded, recorded
+from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
 from kvdsl_lab.search.proof import agreement
 from kvdsl_lab.search.run import seeds
 from tests.cli.harness import run
@@ -20,11 +20,15 @@ def text() -> Recorded:
     from kvdsl.generation.models import read_text, windows
 
     model, tokenizer = load_model()
-    return recorded(model, windows(tokenizer, read_text(None), 48, 2), 48)
+    return recorded(model, windows(tokenizer, read_text(None), 80, 2), 80)
+
+
+def texts(*budgets: int) -> list[Case]:
+    return [Case("text", budget) for budget in budgets]
 
 
 def test_a_judge(text: Recorded) -> None:
-    judge = Judge((12, 24, 47), (Attention(text.part(48, 99)),))
+    judge = Judge(texts(12, 24, 79), (Attention(text.part(99)),))
     errors = dict(zip(("h2o", "random"), judge.errors([seeds()[name] for name in ("h2o", "random")], 0), strict=True))
     for found in errors.values():
         assert found == sorted(found, reverse=True), "more tokens, less error"
@@ -35,16 +39,16 @@ def test_a_judge(text: Recorded) -> None:
 
 def test_the_error_by_hand(text: Recorded) -> None:
     """A window is attention over the newest tokens."""
-    budget, call = 8, text.call
+    budget, call = 16, text.call
     heads, tokens = call.key.shape[1:3]
     behind = torch.arange(tokens)[:, None] - torch.arange(tokens)
     query = call.query.unflatten(1, (heads, -1))
     logit = torch.einsum("bhgqd,bhkd->bhgqk", query, call.key) * call.scaling
     seen = (behind >= 0) & (behind <= budget)  # the newest, and as many as stay after a settle
     out = torch.einsum("bhgqk,bhkd->bqhgd", logit.masked_fill(~seen, -torch.inf).softmax(-1), call.value).flatten(2, 3)
-    distance, size = ((x[:, budget:] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
+    distance, size = ((x[:, budget : 2 * budget] ** 2).sum((1, 2, 3)) for x in (out - text.out, text.out))
     wanted = float((distance / size).sqrt().mean())
-    assert Judge((budget,), (Attention(text),)).errors([seeds()["window"]], 0)[0][0] == pytest.approx(wanted, rel=1e-4)
+    assert Judge(texts(budget), (Attention(text),)).errors([seeds()["window"]], 0)[0][0] == pytest.approx(wanted, rel=1e-4)
 
 
 @pytest.mark.parametrize("deep", [2, 99], ids=["with kernels", "in memory"])
@@ -56,7 +60,7 @@ def test_the_next_tokens_distribution(deep: int, monkeypatch: pytest.MonkeyPatch
 
     model, tokenizer = load_model()
     ids, budget = windows(tokenizer, read_text(None), 40, 2), 8
-    judge = Judge((budget, 39), (NextToken(model, ids, (budget, 39), 20),))
+    judge = Judge(texts(budget, 39), (NextToken(model, ids),))
     refused, (some, none), others = judge.errors([seeds()[name] for name in ("vatp_h2o", "window", "h2o")], 0)
     assert abs(none) < 1e-6 < some
     behind = torch.arange(40)[:, None] - torch.arange(40)
@@ -65,10 +69,36 @@ def test_the_next_tokens_distribution(deep: int, monkeypatch: pytest.MonkeyPatch
         full, seen = (
             model(input_ids=ids, **more, use_cache=False).logits.log_softmax(-1) for more in ({}, {"attention_mask": mask})
         )
-    wanted = (full.exp() * (full - seen)).sum(-1)[:, budget : budget + 20].mean()
+    wanted = (full.exp() * (full - seen)).sum(-1)[:, budget : budget + 24].mean()
     assert some == pytest.approx(float(wanted), rel=1e-3)
     assert refused[0] == float("inf"), "it protects more than 8 tokens"
     assert others == pytest.approx(judge.errors([seeds()["h2o"]], 0)[0], rel=1e-4, abs=1e-6)
+
+
+def test_behind_a_long_prompt(text: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A window sees the newest, and the prompt's end is there when the first token behind it is read; nothing is lost within it."""
+    monkeypatch.setitem(TASKS, "prompt", Task(4, 6))
+    from kvdsl import load_model
+    from kvdsl.generation.models import read_text, windows
+
+    model, tokenizer = load_model()
+    case, window = Case("prompt", 16), seeds()["window"]
+    ids = windows(tokenizer, read_text(None), 80, 2)
+    judge = Judge((case, Case("text", 79)), (Attention(text), NextToken(model, ids)))
+    assert (case.prompt, case.tokens) == (64, 70)
+    for rung in (0, 1):
+        ((found, none),) = judge.errors([window], rung)
+        assert abs(none) < 1e-5 < found
+    behind = torch.arange(70)[:, None] - torch.arange(70)
+    seen = (behind >= 0) & ((behind <= 16) | (torch.arange(70)[:, None] < 64))
+    mask = torch.zeros(70, 70).masked_fill(~seen, -torch.inf).expand(2, 1, -1, -1)
+    with torch.inference_mode():
+        full, cut = (
+            model(input_ids=ids[:, :70], **more, use_cache=False).logits.log_softmax(-1)
+            for more in ({}, {"attention_mask": mask})
+        )
+    wanted = (full.exp() * (full - cut)).sum(-1)[:, 64:].mean()
+    assert judge.errors([window], 1)[0][0] == pytest.approx(float(wanted), rel=1e-3)
 
 
 def test_agreement() -> None:
@@ -101,6 +131,8 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     result = said.json()
     found, best = result["finalists"][0], result["seeds"][0]
     assert found["error"] < best["error"], "better than its seeds by its own measure"
+    assert result["best"] == {"policy": "found_1", "file": str(tmp_path / "found_1.kv"), "objective": found["error"]}
+    assert result["evaluated"] == result["counts"]["tried"] and len(found["errors"]) == 2, "both tasks"
     assert result["counts"]["tried"] >= 120
     assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
     assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
@@ -123,5 +155,10 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("Once upon a time there was a king. " * 30)
     said = run(capsys, "search", "--text", str(tmp_path / "short.txt"), "--budget", "64", "--out", str(tmp_path / "out"))
-    assert said.code == 2 and "too few for 10 stretches of 256 that do not overlap" in said.err
+    assert said.code == 2 and "too few for 10 stretches of 320 that do not overlap" in said.err
     assert not (tmp_path / "out").exists()
+
+
+def test_a_task_that_there_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    said = run(capsys, "search", "--task", "text,poems")
+    assert said.code == 2 and "there is no task `poems`; there are text, prompt" in said.err

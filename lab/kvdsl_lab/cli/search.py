@@ -26,6 +26,13 @@ PROOF_SHARE = 1 / 3
     help="Tokens that policies may keep; all budgets count alike.",
 )
 @click.option(
+    "--task",
+    default="text,prompt",
+    show_default=True,
+    metavar="A,B",
+    help="What policies are judged by: a text that is read token by token, a prompt of four budgets with a few tokens behind it.",
+)
+@click.option(
     "--minutes", type=click.FloatRange(min=0, min_open=True), default=10, show_default=True, help="For search and proof."
 )
 @click.option("--evaluations", type=click.IntRange(1), help="Stop after so many policies, whatever the time.")
@@ -52,7 +59,7 @@ PROOF_SHARE = 1 / 3
 @dtype_option
 @json_option
 def command(
-    budget: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
+    budget: str, task: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
     stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None, seed: int,
     dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
@@ -60,8 +67,8 @@ def command(
 
     Candidates are judged by the error that they leave in the attention's output, on queries, keys and values that are recorded from
     the model over a text; the better ones by how far the model's next token is from the full cache's. What is found is written as
-    .kv files into OUT, and compared with the best of the shipped policies by the loss of text that the judge has not seen.
-    OUT/search.md says what came of it.
+    .kv files into OUT, and compared with the best of the shipped policies by the loss of text that the judge has not seen, read token
+    by token. OUT/search.md says what came of it.
 
     Everything stands in OUT/search.sqlite: a search that was stopped goes on with the same command, and with more --minutes.
 
@@ -69,20 +76,24 @@ def command(
     Examples:
       kvdsl search --budget 32 --minutes 1
       kvdsl search --model smollm2 --text book.txt --budget 64,128 --minutes 60
-      kvdsl search --model smollm2 --bytes 4 --operations 8
+      kvdsl search --model smollm2 --task prompt --bytes 4 --operations 8
     """
     import torch
 
     from kvdsl.cli.progress import status
     from kvdsl_lab.search import report
+    from kvdsl_lab.search.judge import TASKS
     from kvdsl_lab.search.run import Plan, opened
     from kvdsl_lab.search.space import Bounds
 
+    tasks = tuple(dict.fromkeys(task.split(",")))
+    if unknown := [name for name in tasks if name not in TASKS]:
+        raise click.BadParameter(f"there is no task `{unknown[0]}`; there are {', '.join(TASKS)}", param_hint="--task")
     if threads:
         torch.set_num_threads(threads)
     until = time.monotonic() + 60 * minutes
     bounds = Bounds(state_bytes, operations, trigger=trigger)
-    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), bounds, seed, stretches)
+    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches)
     with opened(plan, out, fresh=fresh) as run, status("kvdsl search") as tell:
         run.search(until - 60 * minutes * PROOF_SHARE, evaluations, tell)
         result = {"format_version": FORMAT_VERSION, **run.finish(finalists, until, tell)}

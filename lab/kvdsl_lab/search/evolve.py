@@ -22,7 +22,7 @@ from kvdsl_lab.search import moves
 from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, without_parts
 from kvdsl_lab.search.store import Store
 
-GENERATION = 16
+GENERATION = 48
 """Candidates that are judged on the cheapest rung."""
 PROMOTED = 8
 """Of a generation, those that are judged on the next rung; of these, the better half on the one above."""
@@ -32,23 +32,23 @@ TUNE_EVERY = 4
 """Generations between two in which a policy's numbers are tuned."""
 SPARED = 0.002
 """Of its error, for which a finalist may become simpler."""
-TUNED_FOR, TUNE_STEP = 4, 0.4
-"""Generations of CMA-ES, and its first step, in natural logarithms of the numbers."""
+TUNED_FOR, TUNED_AT_ONCE, TUNE_STEP = 6, 8, 0.4
+"""Generations of CMA-ES, how many candidates each has, and its first step, in natural logarithms of the numbers."""
 
 
 class Judges(Protocol):
     """What judges: `judge.Judge`."""
 
     @property
-    def budgets(self) -> Sequence[int]:
-        """Tokens."""
+    def cases(self) -> Sequence[object]:
+        """What is asked, each with a name of its own as a string."""
 
     @property
     def rungs(self) -> Sequence[object]:
         """The cheapest first."""
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
-        """Of every policy the error at each budget."""
+        """Of every policy the error in each case."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Found:
     """A policy with what is known of it.
 
     Attributes:
-        errors: at each budget, on the rung that it reached.
+        errors: in each case, on the rung that it reached.
     """
 
     policy: Policy
@@ -66,7 +66,7 @@ class Found:
 
     @property
     def error(self) -> float:
-        """The geometric mean over the budgets: a tenth less counts as much at each."""
+        """The geometric mean over the cases: a tenth less counts as much in each."""
         return math.exp(float(np.mean([math.log(max(error, 1e-12)) for error in self.errors])))
 
     @property
@@ -177,14 +177,17 @@ class Evolution:
             one = self._admitted(child, name, [parent.key for parent in parents[: 1 + crossed]])
             if one is not None:
                 candidates.append(one)
-        judged = [self._judged(one, 0) for one in candidates]
+        return self._promoted([self._judged(one, 0) for one in candidates])
+
+    def _promoted(self, judged: Sequence[Found]) -> list[Found]:
+        """Of what the cheapest rung has judged, those that climbed to the last one."""
         for rung in range(1, len(self.judge.rungs)):
             best = sorted(judged, key=lambda one: one.error)[: max(1, PROMOTED >> (rung - 1))]
             judged = self._all_judged([(one.policy, one.key, one.size) for one in best], rung)
-        return judged
+        return list(judged)
 
     def _tuned(self) -> list[Found]:
-        """A policy with better numbers: CMA-ES on the cheapest rung, and what it found on the last one."""
+        """A policy with better numbers: CMA-ES on the cheapest rung, and the best of what it found on the last one."""
         from cmaes import CMA
 
         rng = self._rng("numbers")
@@ -192,8 +195,8 @@ class Evolution:
         values = [value for _, value in moves.numbers(parent.policy)]
         if len(values) < 2:  # CMA-ES needs two dimensions; the move "number" does for one
             return self._born()
-        optimizer = CMA(mean=np.log(values), sigma=TUNE_STEP, seed=rng.randrange(2**31), population_size=GENERATION // 2)
-        best: Found | None = None
+        optimizer = CMA(mean=np.log(values), sigma=TUNE_STEP, seed=rng.randrange(2**31), population_size=TUNED_AT_ONCE)
+        found: dict[str, Found] = {}
         for _ in range(TUNED_FOR):
             told = []
             for _ in range(optimizer.population_size):
@@ -203,10 +206,10 @@ class Evolution:
                 )
                 judged = None if one is None else self._judged(one, 0)
                 told.append((point, 1e3 if judged is None else judged.error))
-                if judged is not None and (best is None or judged.error < best.error):
-                    best = judged
+                if judged is not None:
+                    found[judged.key] = judged
             optimizer.tell(told)
-        return [] if best is None else [self._judged((best.policy, best.key, best.size), len(self.judge.rungs) - 1)]
+        return self._promoted(list(found.values()))
 
     def _survive(self, more: Sequence[Found]) -> None:
         """The best of all; of those with the same errors, which are one policy in other words, the smallest."""
@@ -214,6 +217,10 @@ class Evolution:
         told = {one.rounded: one for one in reversed(every) if math.isfinite(one.error)}
         self.population = sorted(told.values(), key=lambda one: (one.error, one.key))[:POPULATION]
         self.curve.append((len(self._seen), self.population[0].error))
+
+    @property
+    def _cases(self) -> list[str]:
+        return [str(case) for case in self.judge.cases]
 
     def _parent(self, rng: Random) -> Found:
         """The best of three that are drawn: good ones have more children."""
@@ -248,12 +255,15 @@ class Evolution:
 
     def _all_judged(self, many: Sequence[tuple[Policy, str, Size]], rung: int, *, always: bool = False) -> list[Found]:
         """Policies as the rung sees them: those that the store does not know in one go."""
-        known = {name: self.store.errors(name, rung, self.judge.budgets) for _, name, _ in many}
+        known = {name: self.store.errors(name, rung, self._cases) for _, name, _ in many}
         todo = {name: policy for policy, name, _ in many if known[name] is None}
         if todo:
             if not always and self.until is not None and time.monotonic() >= self.until:
                 raise _OutOfTime
-            for name, errors in zip(todo, self.judge.errors(list(todo.values()), rung), strict=True):
-                self.store.judge(name, rung, self.judge.budgets, errors)
+            begun = time.monotonic()
+            found = self.judge.errors(list(todo.values()), rung)
+            seconds = (time.monotonic() - begun) / len(todo)
+            for name, errors in zip(todo, found, strict=True):
+                self.store.judge(name, rung, self._cases, errors, seconds)
                 known[name] = errors
         return [Found(policy, name, size, tuple(known[name] or ())) for policy, name, size in many]

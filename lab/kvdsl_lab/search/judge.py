@@ -3,8 +3,7 @@
 The lower ones look at attention: at the error of its output, on what a model's layers attend with in a text. The layers are rows of
 one batch, so that a policy runs through all of them at once. What they attend with is recorded under the full cache: that an
 earlier layer's error changes a later layer's queries is left out. The highest looks at what the model makes of it: how far the
-distribution of the next token is from the full cache's. On all of them a policy begins with a prompt as long as its budget, and then
-evicts token by token.
+distribution of the next token is from the full cache's. What is asked on all of them is a `Case`.
 """
 
 from __future__ import annotations
@@ -32,6 +31,50 @@ from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl_lab.eval.abreast import Abreast
+from kvdsl_lab.eval.reading import Reading, read
+
+
+@dataclass(frozen=True)
+class Task:
+    """A way in which a cache is used.
+
+    Attributes:
+        longer: how many times as long as the budget the prompt is.
+        behind: so many tokens come behind the prompt, one by one, where the budget is no less than a third of that.
+    """
+
+    longer: int
+    behind: int
+
+
+TASKS = {"text": Task(1, 256), "prompt": Task(4, 64)}
+"""`text`: a policy evicts token by token. `prompt`: it has a long prompt to cut down to its budget first."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A task at a budget, in tokens."""
+
+    task: str
+    budget: int
+
+    @property
+    def prompt(self) -> int:
+        """Tokens of the prompt."""
+        return TASKS[self.task].longer * self.budget
+
+    @property
+    def behind(self) -> int:
+        """Tokens that are read one by one behind it."""
+        return min(TASKS[self.task].behind, 3 * self.budget)
+
+    @property
+    def tokens(self) -> int:
+        """Of the whole."""
+        return self.prompt + self.behind
+
+    def __str__(self) -> str:
+        return f"{self.task} {self.budget}"
 
 
 @dataclass(frozen=True)
@@ -51,12 +94,12 @@ class Recorded:
         """The text's length."""
         return int(self.call.key.shape[2])
 
-    def part(self, tokens: int, rows: int) -> Recorded:
-        """The texts' beginnings, and at most so many rows, spread evenly over layers and texts."""
+    def part(self, rows: int) -> Recorded:
+        """At most so many rows, spread evenly over layers and texts."""
         there = len(self.out)
         chosen = torch.linspace(0, there - 1, min(rows, there)).round().long()
-        query, key, value = (x[chosen, :, :tokens] for x in self.call[:3])
-        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[chosen, :tokens])
+        query, key, value = (x[chosen] for x in self.call[:3])
+        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[chosen])
 
 
 def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
@@ -88,29 +131,30 @@ class Rung(Protocol):
 
     what: str
 
-    def errors(self, policies: Sequence[Policy], budget: int) -> list[float]:
+    def errors(self, policies: Sequence[Policy], case: Case) -> list[float]:
         """0 is the full cache; infinite where a policy makes a NaN, or protects more than the budget holds."""
 
 
 class Attention:
     """The error of the attention's output.
 
-    The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over the tokens behind the
-    prompt; of that the root, and the mean over the layers.
+    The squared distance of the outputs from the full cache's, over the latter's square, in each layer, over as many tokens behind the
+    prompt as there are in the budget, at most the case's; of that the root, and the mean over the layers.
     """
 
     def __init__(self, text: Recorded) -> None:
         self._text = text
-        self.what = f"the attention's output, {len(text.out)} layers of texts of {text.tokens} tokens"
+        self.what = f"the attention's output, in {len(text.out)} layers"
 
-    def errors(self, policies: Sequence[Policy], budget: int) -> list[float]:
+    def errors(self, policies: Sequence[Policy], case: Case) -> list[float]:
         """See `Rung.errors`. On the torch backend, which builds nothing."""
-        return [_finite(partial(self._error, class_in_memory(policy).spec, budget)) for policy in policies]
+        return [_finite(partial(self._error, class_in_memory(policy).spec, case)) for policy in policies]
 
-    def _error(self, spec: Any, budget: int) -> float:
+    def _error(self, spec: Any, case: Case) -> float:
+        end = case.prompt + min(case.behind, case.budget)
         with torch.no_grad():  # the state outlives a forward, as in a cache
-            found, wanted = _run(spec, self._text.call, budget), self._text.out[:, budget:]
-            distance = (found[:, budget:] - wanted).square().sum((1, 2, 3))
+            found, wanted = _behind(spec, self._text.call, case, end), self._text.out[:, case.prompt : end]
+            distance = (found - wanted).square().sum((1, 2, 3))
             return float((distance / wanted.square().sum((1, 2, 3))).sqrt().mean())
 
 
@@ -118,71 +162,80 @@ class NextToken:
     """The divergence (KL) of the next token's distribution from the full cache's, in nats, the mean over the tokens behind the prompt.
 
     Args:
-        ids: int64 [texts, length], of which no more than `tokens` behind a prompt are read.
-        budgets: those that will be asked for.
+        ids: int64 [texts, tokens].
     """
 
-    def __init__(self, model: Any, ids: Tensor, budgets: Sequence[int], tokens: int) -> None:
-        self._model, self._tokens, self._first = model, tokens, min(budgets)
-        self._ids = ids[:, : max(budgets) + tokens].to(model.device)
+    def __init__(self, model: Any, ids: Tensor) -> None:
+        self._model, self._ids = model, ids.to(model.device)
+        self._read: dict[Case, _Read] = {}
         self._built = TemporaryDirectory(prefix="kvdsl-search-") if model.config.num_hidden_layers >= _DEEP else None
-        self.what = f"the next token's distribution, {len(ids)} texts of {tokens} tokens behind the budget"
-        with torch.inference_mode():
-            logits = model(input_ids=self._ids, logits_to_keep=self._ids.shape[1] - self._first, use_cache=False).logits
-            self._wanted = logits.float().log_softmax(-1)
+        self.what = f"the next token's distribution, in {len(ids)} texts"
 
-    def errors(self, policies: Sequence[Policy], budget: int) -> list[float]:
+    def errors(self, policies: Sequence[Policy], case: Case) -> list[float]:
         """See `Rung.errors`. The policies go through the model together."""
+        if case not in self._read:
+            self._read[case] = _Read(self._model, self._ids, case)
         begun: dict[int, Any] = {}
         for number, policy in enumerate(policies):
             with suppress(KvdslError):
-                begun[number] = self._begun(policy, budget)
+                begun[number] = self._begun(policy, case)
         found = [float("inf")] * len(policies)
-        for number, error in zip(begun, self._divergences(list(begun.values()), budget), strict=True):
+        for number, error in zip(begun, self._divergences(list(begun.values()), case), strict=True):
             found[number] = error if math.isfinite(error) else float("inf")
         return found
 
-    def _begun(self, policy: Policy, budget: int) -> Any:
+    def _begun(self, policy: Policy, case: Case) -> Any:
         """A cache that has read a prompt."""
         if self._built is None:
-            cache = cast("Any", class_in_memory(policy))(self._model, budget=budget, backend="torch")
+            cache = cast("Any", class_in_memory(policy))(self._model, budget=case.budget, backend="torch")
         else:
             with cache_folder_at(Path(self._built.name)):
-                cache = cast("Any", compile(print_policy(policy)))(self._model, budget=budget)
-        with torch.inference_mode():
-            self._model(input_ids=self._ids[:, :budget], **with_cache(cache), use_cache=True, logits_to_keep=1)
+                cache = cast("Any", compile(print_policy(policy)))(self._model, budget=case.budget)
+        read(self._model, cache, self._read[case].prompt)
         return cache
 
-    def _divergences(self, caches: Sequence[Any], budget: int) -> list[float]:
+    def _divergences(self, caches: Sequence[Any], case: Case) -> list[float]:
         if not caches:
             return []
         rows, total = len(self._ids), torch.zeros(len(caches), dtype=torch.float64)
-        together = Abreast(caches, rows)
-        steps = range(budget, min(budget + self._tokens, self._ids.shape[1]))
+        together, behind = Abreast(caches, rows), torch.split(self._ids[:, case.prompt : case.tokens], 1, dim=1)
         with torch.inference_mode():
-            for step in steps:
-                ids = self._ids[:, step : step + 1].repeat(len(caches), 1)
-                logits = self._model(input_ids=ids, **with_cache(together), use_cache=True).logits
-                wanted = self._wanted[:, step - self._first]
+            for ids, wanted in zip(behind, self._read[case].wanted.unbind(1), strict=True):
+                logits = self._model(input_ids=ids.repeat(len(caches), 1), **with_cache(together), use_cache=True).logits
                 found = logits[:, 0].float().log_softmax(-1).unflatten(0, (-1, rows))
                 total += (wanted.exp() * (wanted - found)).sum(-1).mean(1).double().cpu()
-        return [float(one) / len(steps) for one in total]
+        return [float(one) / len(behind) for one in total]
+
+
+class _Read:
+    """What a case has of texts: a prompt that was read once, and what the full cache makes of the tokens behind it.
+
+    Attributes:
+        wanted: logarithms of probabilities, float32 [texts, tokens behind, vocabulary].
+    """
+
+    def __init__(self, model: Any, ids: Tensor, case: Case) -> None:
+        self.prompt = Reading(model, ids[:, : case.prompt])
+        ids = ids[:, : case.tokens]
+        with torch.inference_mode():
+            logits = model(input_ids=ids, logits_to_keep=ids.shape[1] - case.prompt, use_cache=False).logits
+            self.wanted = logits.float().log_softmax(-1)
 
 
 class Judge:
     """Judges policies.
 
     Attributes:
-        budgets: tokens.
+        cases: what is asked.
         rungs: the cheapest first.
     """
 
-    def __init__(self, budgets: Sequence[int], rungs: Sequence[Rung]) -> None:
-        self.budgets, self.rungs = tuple(budgets), tuple(rungs)
+    def __init__(self, cases: Sequence[Case], rungs: Sequence[Rung]) -> None:
+        self.cases, self.rungs = tuple(cases), tuple(rungs)
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
-        """Of every policy the error at each budget, 0 (that of the full cache) upwards; see `Rung.errors`."""
-        return list(map(list, zip(*(self.rungs[rung].errors(policies, budget) for budget in self.budgets), strict=True)))
+        """Of every policy the error in each case, 0 (that of the full cache) upwards; see `Rung.errors`."""
+        return list(map(list, zip(*(self.rungs[rung].errors(policies, case) for case in self.cases), strict=True)))
 
 
 def _finite(error: Callable[[], float]) -> float:
@@ -198,11 +251,12 @@ def _state(spec: Any, budget: int | None) -> SlotState:
     return slot_state(spec, {} if budget is None else {"budget": float(budget)}, layer=0, layers=1, head_offset=0, seed=0)
 
 
-def _run(spec: Any, call: AttentionCall, budget: int) -> Tensor:
-    """The outputs of a policy, [rows, tokens, query_heads, dim]: a prompt as long as its budget, then token by token."""
-    state, backend = _state(spec, budget), TorchBackend()
-    first, rest = (
+def _behind(spec: Any, call: AttentionCall, case: Case, end: int) -> Tensor:
+    """A policy's outputs for the tokens behind a case's prompt, up to `end`: [rows, tokens, query_heads, dim]."""
+    state, backend = _state(spec, case.budget), TorchBackend()
+    prompt, behind = (
         call._replace(query=call.query[:, :, part], key=call.key[:, :, part], value=call.value[:, :, part])
-        for part in (slice(budget), slice(budget, None))
+        for part in (slice(case.prompt), slice(case.prompt, end))
     )
-    return torch.cat([backend.prefill(state, first), backend.decode(state, rest)], 1)
+    backend.prefill(state, prompt)
+    return backend.decode(state, behind)

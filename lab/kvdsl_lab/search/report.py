@@ -42,9 +42,10 @@ def written(found: Found, number: int, told: str) -> str:
 def docstring(found: Found, about: Mapping[str, Any], seeds: Mapping[str, Found]) -> str:
     """Where a finalist was found, and how it was judged beside the best seed."""
     name, best = min(seeds.items(), key=lambda named: named[1].error)
-    budgets = " and ".join(map(str, about["budgets"]))
+    budgets, tasks = (" and ".join(map(str, about[name])) for name in ("budgets", "tasks"))
     return (
-        f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens: the next token's distribution "
+        f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens ({tasks}): the next token's "
+        f"distribution "
         f"is {found.error:.4f} nats from the full cache's where `{name}`, the best that it began with, is {best.error:.4f} away."
     )
 
@@ -68,16 +69,16 @@ def in_words(policy: Policy) -> str:
 def page(result: Mapping[str, Any]) -> str:
     """The result as Markdown."""
     about, counts = result["environment"], result["counts"]
-    budgets = ", ".join(map(str, result["budgets"]))
+    budgets, tasks = (", ".join(map(str, result[name])) for name in ("budgets", "tasks"))
     lines = [
         "# A search for policies",
         "",
-        f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, seed {result['seed']}; kvdsl {about['kvdsl']}, torch "
-        f"{about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them were within the bounds, in "
-        f"{result['minutes']:.3g} minutes.",
+        f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, judged by {tasks}, seed {result['seed']}; kvdsl "
+        f"{about['kvdsl']}, torch {about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them "
+        f"were within the bounds; judging took {60 * counts['hours']:.3g} minutes.",
         "",
         "*error*: how far the next token's distribution is from the full cache's, in nats, on the text that was searched on; the geometric "
-        "mean over the budgets. "
+        "mean over the budgets and tasks. "
         "*state*: bytes of a slot beside key, value and position.",
         "",
         "## What was found",

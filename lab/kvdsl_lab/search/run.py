@@ -18,20 +18,17 @@ from kvdsl.files import write_whole
 from kvdsl.ir.nodes import Policy
 from kvdsl_lab.search import report
 from kvdsl_lab.search.evolve import Evolution, Found
-from kvdsl_lab.search.judge import Attention, Judge, NextToken, recorded
+from kvdsl_lab.search.judge import Attention, Case, Judge, NextToken, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
 from kvdsl_lab.search.space import Bounds, seed_of, without_parts
 from kvdsl_lab.search.store import Store
 
-TEXT_PER_BUDGET = 4
-"""How much longer than the largest budget the texts are; the cheapest rung reads half of it."""
-PREDICTED = 256
-"""Tokens behind a budget whose distributions are compared on the last rung, at most."""
-
+PROOF_PER_BUDGET = 4
+"""How much longer than the largest budget the texts of the proof are, at least."""
 JUDGED = 6
 """Stretches that are judged on."""
-ROWS = (12, 36)
-"""Layers of stretches that are judged on, on the two rungs that look at attention."""
+ROWS = 12
+"""Layers of stretches that are judged on where attention is looked at."""
 
 Tell = Callable[[str], None]
 Result = dict[str, Any]
@@ -58,6 +55,7 @@ class Plan:
         model, dtype: as for `load_model`.
         text: a file; None for the books that ship with kvdsl.
         budgets: tokens, ascending.
+        tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
     """
 
@@ -65,6 +63,7 @@ class Plan:
     dtype: str | None
     text: Path | None
     budgets: tuple[int, ...]
+    tasks: tuple[str, ...]
     bounds: Bounds
     seed: int = 0
     stretches: int = 4
@@ -72,7 +71,12 @@ class Plan:
     @property
     def tokens(self) -> int:
         """Of a stretch."""
-        return TEXT_PER_BUDGET * self.budgets[-1]
+        return max(PROOF_PER_BUDGET * self.budgets[-1], *(case.tokens for case in self.cases))
+
+    @property
+    def cases(self) -> tuple[Case, ...]:
+        """What policies are judged in."""
+        return tuple(Case(task, budget) for task in self.tasks for budget in self.budgets)
 
 
 @dataclass(frozen=True)
@@ -112,14 +116,10 @@ class Material:
 
 
 def _judge(plan: Plan, material: Material) -> Judge:
-    """Attention on half of the stretches and few layers, on whole ones and more layers, and then what the model makes of it."""
+    """Attention in a few layers, and then what the model makes of it."""
     ids = material.ids[:JUDGED]
-    text = recorded(material.model, ids, plan.tokens)
-    attention = (
-        Attention(text.part(tokens, rows)) for tokens, rows in zip((plan.tokens // 2, plan.tokens), ROWS, strict=True)
-    )
-    predicted = min(PREDICTED, plan.tokens - plan.budgets[-1])
-    return Judge(plan.budgets, (*attention, NextToken(material.model, ids, plan.budgets, predicted)))
+    attention = Attention(recorded(material.model, ids, plan.tokens).part(ROWS))
+    return Judge(plan.cases, (attention, NextToken(material.model, ids)))
 
 
 class Run:
@@ -155,12 +155,21 @@ class Run:
         ablations = self._ablations(best[0]) if best else []
         ordered = self._agreement(seeded | named, proven)
         return {
-            **self._about(), "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
+            **self._about(), "evaluated": self._store.counts()["tried"], "best": self._best(named | seeded),
+            "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
             "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
             "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
             "front": [report.told(one) for one in evolution.front()],
             "ablations": ablations, "proof": report.proof_rows(proven),
             "agreement": ordered,
+        }  # fmt: skip
+
+    def _best(self, found: Mapping[str, Found]) -> Result:
+        """The policy with the least error, and where it lies: a file of the folder, or a shipped policy."""
+        name, best = min(found.items(), key=lambda named: named[1].error)
+        shipped = name in self._evolution.seeds
+        return {
+            "policy": name, "file": None if shipped else str(self._out / f"{name}.kv"), "objective": round(best.error, 6),
         }  # fmt: skip
 
     def _about(self) -> Result:
@@ -169,7 +178,8 @@ class Run:
         plan, dtype = self._plan, str(self._material.model.dtype).removeprefix("torch.")
         return {
             "environment": environment(dtype=dtype, seed=plan.seed), "model": plan.model or "the reference model",
-            "text sha256": self._material.digest, "budgets": list(plan.budgets), "bounds": asdict(plan.bounds), "seed": plan.seed,
+            "text sha256": self._material.digest, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
+            "bounds": asdict(plan.bounds), "seed": plan.seed,
             "tokens": plan.tokens, "stretches": plan.stretches,
         }  # fmt: skip
 
@@ -191,12 +201,13 @@ class Run:
         return proof.rows([*first, *others], self._plan.budgets)
 
     def _agreement(self, found: Mapping[str, Found], proven: Sequence[Row]) -> list[Result]:
-        """How well each rung orders what was proven as the loss of unseen text does, at the largest budget."""
+        """How well each rung orders what was proven as the loss of unseen text does, at the largest budget, in the first task."""
         losses = {row.name: row.loss for row in proven if row.budget == self._plan.budgets[-1]}
+        asked = len(self._plan.budgets) - 1
         told = []
         for number, rung in enumerate(self._judge.rungs):
             judged = {name: self._evolution.judged(found[name].policy, "agreement", [], number) for name in losses}
-            errors = {name: one.errors[-1] for name, one in judged.items() if one is not None}
+            errors = {name: one.errors[asked] for name, one in judged.items() if one is not None}
             told.append({"rung": rung.what, "rank_correlation": agreement(errors, losses)})
         return told
 
@@ -220,7 +231,8 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False) -> Iterator[Run]:
     material = Material.of(plan)
     facts = {
         "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.digest,
-        "stretches": plan.stretches, "budgets": list(plan.budgets), "bounds": asdict(plan.bounds), "seed": plan.seed,
+        "stretches": plan.stretches, "tasks": list(plan.tasks), "budgets": list(plan.budgets), "bounds": asdict(plan.bounds),
+        "seed": plan.seed,
     }  # fmt: skip
     with Store(out / "search.sqlite", facts, fresh=fresh) as store:
         yield Run(plan, material, out, store)

@@ -2,7 +2,7 @@
 
     search     name, value              what the rest depends on: model, text, budgets, bounds, seed
     policy     key, text, move, parents, state_bytes, nodes
-    judged     key, rung, budget, error
+    judged     key, rung, task, error, seconds      a task at a budget, such as `text 128`; the seconds are a share of all tasks
     proven     name, text, budget, stretch, losses
 
 A search that was stopped goes on with the same file: what stands in it is not measured again. Every entry is written when it is known.
@@ -24,7 +24,7 @@ create table if not exists search (name text primary key, value text not null);
 create table if not exists policy (
   key text primary key, text text not null, move text not null, parents text not null, state_bytes integer, nodes integer
 );
-create table if not exists judged (key text, rung integer, budget integer, error real, primary key (key, rung, budget));
+create table if not exists judged (key text, rung integer, task text, error real, seconds real, primary key (key, rung, task));
 create table if not exists proven (
   name text, text text, budget integer, stretch integer, losses text not null, primary key (name, text, budget, stretch)
 );
@@ -84,24 +84,24 @@ class Store:
         move, parents = self._database.execute("select move, parents from policy where key = ?", (key,)).fetchone()
         return move, parents.split()
 
-    def counts(self) -> dict[str, int]:
-        """How many policies were tried, how many of them were let in, and how often one was judged."""
+    def counts(self) -> dict[str, float]:
+        """How many policies were tried, how many of them were let in, how often one was judged, and how many hours that took."""
         tried, admitted = self._database.execute("select count(*), count(state_bytes) from policy").fetchone()
-        (judged,) = self._database.execute("select count(*) from judged").fetchone()
-        return {"tried": tried, "admitted": admitted, "judged": judged}
+        judged, seconds = self._database.execute("select count(*), total(seconds) from judged").fetchone()
+        return {"tried": tried, "admitted": admitted, "judged": judged, "hours": round(seconds / 3600, 3)}
 
     # -- judgements ----------------------------------------------------------------------------------------------------
 
-    def errors(self, key: str, rung: int, budgets: Sequence[int]) -> list[float] | None:
-        """What was found at each budget, if all of it was."""
-        found = dict(self._database.execute("select budget, error from judged where key = ? and rung = ?", (key, rung)))
-        return [found[budget] for budget in budgets] if all(budget in found for budget in budgets) else None
+    def errors(self, key: str, rung: int, cases: Sequence[str]) -> list[float] | None:
+        """What was found in each case, if all of it was."""
+        found = dict(self._database.execute("select task, error from judged where key = ? and rung = ?", (key, rung)))
+        return [found[case] for case in cases] if all(case in found for case in cases) else None
 
-    def judge(self, key: str, rung: int, budgets: Sequence[int], errors: Sequence[float]) -> None:
-        """What was found."""
-        rows = [(key, rung, budget, error) for budget, error in zip(budgets, errors, strict=True)]
+    def judge(self, key: str, rung: int, cases: Sequence[str], errors: Sequence[float], seconds: float) -> None:
+        """What was found, and how long it took."""
+        rows = [(key, rung, case, error, round(seconds / len(cases), 3)) for case, error in zip(cases, errors, strict=True)]
         self._database.execute("begin")
-        self._database.executemany("insert or replace into judged values (?, ?, ?, ?)", rows)
+        self._database.executemany("insert or replace into judged values (?, ?, ?, ?, ?)", rows)
         self._database.execute("commit")
 
     # -- proof ---------------------------------------------------------------------------------------------------------
