@@ -20,6 +20,8 @@ from typing import Any
 
 import click
 
+from kvdsl.cli.common import set_option
+
 os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
 os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
@@ -52,7 +54,7 @@ class Tally:
 @click.command()
 @click.option("--requests", type=click.IntRange(1), default=10_000, show_default=True)
 @click.option("--policy", default="h2o", show_default=True, help="Which serves.")
-@click.option("--budget", type=click.IntRange(2), default=48, show_default=True, help="Of the policy.")
+@set_option
 @click.option(
     "--at-once",
     type=click.IntRange(16),
@@ -69,24 +71,32 @@ class Tally:
 @click.option("--seed", default=0, show_default=True)
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(
-    requests: int, policy: str, budget: int, at_once: int, together: int, aborts: float, seed: int, as_json: bool
+    requests: int,
+    policy: str,
+    settings: dict[str, str],
+    at_once: int,
+    together: int,
+    aborts: float,
+    seed: int,
+    as_json: bool,
 ) -> None:
-    """Serve the embedded model for a long time."""
+    """Serve the embedded model for a long time. The policy has a budget of 48 tokens, unless --set says something else."""
     from vllm import LLM
 
     from kvdsl.environment import environment
     from kvdsl_lab.assets import reference_model_path
 
     draw = random.Random(seed)
+    given = {name: int(value) for name, value in (settings or {"budget": "48"}).items()}
     llm = LLM(
         str(reference_model_path()), dtype="float32", max_model_len=LONGEST, max_num_batched_tokens=at_once, enforce_eager=True,
-        max_num_seqs=together, additional_config={"kvdsl": {"policy": policy, "budget": budget}},
+        max_num_seqs=together, additional_config={"kvdsl": {"policy": policy, **given}},
     )  # fmt: skip
     kinds = _kinds(llm, draw)
     free, began = _free_pages(llm), time.perf_counter()
     tally, memory = _soak(llm.llm_engine, kinds, requests, aborts, together, draw)
     found = {
-        "environment": environment(dtype="fp32", seed=seed), "policy": policy, "budget": budget, "at_once": at_once, "together": together,
+        "environment": environment(dtype="fp32", seed=seed), "policy": policy, "params": given, "at_once": at_once, "together": together,
         "requests": requests, "finished": tally.finished, "aborted": tally.aborted, "tied": tally.tied, "wrong": tally.wrong[:20],
         "pages_lost": free - _free_pages(llm), "unfinished_prompts": _unfinished(llm), "seconds": round(time.perf_counter() - began, 1),
         "resident_mib": memory,

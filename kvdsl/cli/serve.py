@@ -26,7 +26,7 @@ from kvdsl.errors import KvdslError
 def command(
     model: str, policy: str, settings: dict[str, str], max_model_len: int | None, dry_run: bool, more: tuple[str, ...]
 ) -> None:
-    """Serve a model by vLLM's OpenAI-compatible server, with a cache that a policy bounds.
+    """Serve a model by vLLM's OpenAI-compatible server, with the cache of a policy.
 
     MODEL is a name of `kvdsl models`, a folder, or an id on the Hugging Face hub. Whatever can be refused is refused before the server
     starts, and kernels are built. Options that are not named here are vLLM's.

@@ -56,11 +56,11 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--policy", "full"], "keeps everything"),
+        (["--policy", "adakv"], "shares a budget"),
         (["--policy", "h2o", "--set", "budget=0.5"], "a rate of each prompt"),
         (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),
-        (["--policy", "quest"], "keeps everything"),
+        (["--policy", "snapkv", "--set", "budget=0.5"], "a rate of each prompt"),
         (["--policy", "h2o", "--additional-config", "{}"], "--policy and --set say"),
     ],
 )

@@ -19,7 +19,7 @@ from tests.vllm.guessing import repeating
 from tests.vllm.test_serving import LAYERS, NEAR, alone
 
 
-@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm"])
+@pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm", "quest", "sparcas"])
 def test_guesses_change_no_answer(policy: str) -> None:
     """Unless wrong ones stay: so the comparison can fail."""
     command = [sys.executable, "-m", "tests.vllm.guessing", policy]

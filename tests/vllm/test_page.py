@@ -14,6 +14,7 @@ from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.slots import SlotState
 
 HEADS, DIM = 2, 16
+LONGEST = 4096
 ROPE = Rope((10_000.0 ** -(torch.arange(0, DIM, 2) / DIM)).double(), "half")
 
 
@@ -42,15 +43,37 @@ def answers(settings: Settings, state: SlotState, generator: torch.Generator) ->
 def test_a_page_is_as_large_as_the_page_of_docs_says(
     policy: str, numbers: int, dtype: torch.dtype, budget: int, heads: int, dim: int
 ) -> None:
-    found = page(Settings(policy, (("budget", budget),)), heads, dim, dtype)
+    found = page(Settings(policy, (("budget", budget),)), heads, dim, dtype, LONGEST)
     formula = heads * (budget + 1) * (2 * dim * dtype.itemsize + 4 + 4 * numbers)
     assert formula <= found.bytes < formula + 1024
 
 
-@pytest.mark.parametrize("policy", ["equip_h2o", "streaming_llm", "h2o"])
-def test_a_page_is_of_the_request_that_has_it(policy: str) -> None:
-    settings = Settings(policy, (("budget", 12),))
-    found = page(settings, HEADS, DIM, torch.float32)
+@pytest.mark.parametrize(
+    ("policy", "given", "of_a_slot"),
+    [("full", {}, 0), ("snapkv", {"budget": 256}, 0), ("quest", {}, 2 * DIM * 4 / 16), ("sparcas", {"dims": 5}, 5 * 4)],
+)
+def test_a_page_for_the_longest_text(policy: str, given: dict[str, float], of_a_slot: float) -> None:
+    """What it has more of a slot than key, value and position: what it searches by."""
+    found = page(Settings(policy, tuple(given.items())), HEADS, DIM, torch.float32, LONGEST)
+    formula = HEADS * LONGEST * (2 * DIM * 4 + 4 + of_a_slot)
+    assert formula <= found.bytes < formula + 1024
+
+
+def test_no_page_has_more_slots_than_the_longest_text() -> None:
+    budget = (("budget", 8192.0),)
+    assert page(Settings("h2o", budget), HEADS, DIM, torch.float32, LONGEST).slots == LONGEST
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        *(Settings(policy, (("budget", 12),)) for policy in ("equip_h2o", "streaming_llm", "h2o")),
+        Settings("snapkv", (("budget", 36),)), Settings("quest", (("tokens", 16),)), Settings("sparcas", (("dims", 4), ("tokens", 16))),
+    ],
+    ids=lambda settings: settings.policy,
+)  # fmt: skip
+def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
+    found = page(settings, HEADS, DIM, torch.float32, LONGEST)
     block, state = torch.zeros(found.bytes, dtype=torch.uint8), settings.state(0, 1)
     found.adopt(state, block)
     for seed in (1, 2, 3):

@@ -81,7 +81,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
-        self._page = page(settings, self.num_kv_heads, head_size, dtype)
+        self._page = page(settings, self.num_kv_heads, head_size, dtype, plan.longest)
         self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
         self._together = Rows(self._backend) if self._rope is None and isinstance(self._backend, CpuBackend) else None
@@ -160,7 +160,6 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
         if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
             self.reading[prompt.page] = self._state(self.states[prompt.page].layer)
-            self.reading[prompt.page].reserve()
         state = self.reading[prompt.page]
         out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))
         if prompt.ends:
@@ -177,7 +176,6 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         )
         real = torch.arange(most) < lengths[:, None]
         state = self._state(self.states[prompts[0].page].layer)
-        state.reserve()
         out = self._backend.prefill(state, calls[0]._replace(query=query, key=key, value=value, real=real))
         for row, prompt in enumerate(prompts):
             self.reading.pop(prompt.page, None)

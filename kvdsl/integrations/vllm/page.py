@@ -14,6 +14,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_policy
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import TILE
 from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
@@ -47,9 +48,14 @@ class Page:
         }
 
     def adopt(self, state: SlotState, block: Tensor) -> None:
-        """Have the state's tensors be those in the block, which a prompt has filled."""
+        """Have the state's tensors be those in the block, which a prompt will fill."""
         state.adopt(
-            self.views(block), window=state.window, ring_sizes=self.ring_sizes, evicts=True, selects=False, even=True
+            self.views(block),
+            window=state.window,
+            ring_sizes=self.ring_sizes,
+            evicts=True,
+            selects=state.spec.selects,
+            even=True,
         )
 
     def fill(self, own: SlotState, state: SlotState, row: int = 0) -> None:
@@ -64,10 +70,10 @@ class Page:
         Raises:
             KvdslError: if a prompt has left more than the page holds.
         """
-        if state.slots > self.slots:
-            raise KvdslError(f"{state.spec.name} has kept {state.slots} tokens of a prompt, and a page holds {self.slots}")
+        if state.filled > self.slots:
+            raise KvdslError(f"{state.spec.name} has kept {state.filled} tokens of a prompt, and a page holds {self.slots}")
         views, left = own.tensors(), state.tensors()
-        for name in self.parts:
+        for name in self.parts.keys() - copies.NAMES:
             view, tensor, declared = views[name], left[name], state.declared[name]
             slots = declared.slots
             if declared.batch is not None:
@@ -75,25 +81,32 @@ class Page:
             if slots is None:
                 view.copy_(tensor)
                 continue
-            view.narrow(slots, 0, tensor.shape[slots]).copy_(tensor)
-            free = FREE if name in ("position", "rank") else 0
-            view.narrow(slots, tensor.shape[slots], view.shape[slots] - tensor.shape[slots]).fill_(free)
+            held = min(state.slots, self.slots)  # those who stayed lie in front
+            view.narrow(slots, 0, held).copy_(tensor.narrow(slots, 0, held))
+            view.narrow(slots, held, self.slots - held).fill_(FREE if name in ("position", "rank") else 0)
+        own.evicts, own.selects = state.evicts, state.selects
         copies.forget(own)
         copies.forget_halves(own)
 
 
 @lru_cache
-def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype) -> Page:
+def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, longest: int) -> Page:
     """The page of a layer with so many KV heads, found by serving one token.
+
+    Args:
+        longest: tokens of the longest text, for which a policy that keeps everything has slots.
 
     Raises:
         KvdslError: if the policy's state has no size of its own.
     """
     state = settings.state(0, 1)
     refuse_policy(state)
+    state.longest = longest
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
+    state.selects = state.spec.selects  # in some layers; all pages have one size
+    copies.keep(state, TILE)
     parts, at = {}, 0
     for name, tensor in state.tensors().items():
         if tensor.numel():

@@ -13,7 +13,7 @@ from kvdsl.runtime.state.slots import SlotState
 
 
 def refuse_policy(state: SlotState) -> None:
-    """Raise KvdslError for a policy of which a request's state has no constant size, known before the request is.
+    """Raise KvdslError for a policy of which a request's state has no size that is known before the request is.
 
     Args:
         state: empty.
@@ -25,10 +25,9 @@ def refuse_policy(state: SlotState) -> None:
             f"`budget` of {spec.name} is {spelled(budget)}, a rate of each prompt; a page of vLLM's cache has one size for all requests: "
             f"give a number of tokens (1024)"
         )
-    if not spec.bounded or spec.when != "both":
-        why = "keeps everything" if not spec.bounded else f"evicts in `{spec.when}` only"
+    if spec.bounded and spec.when == "decode":
         raise KvdslError(
-            f"{spec.name} {why}, so a request's state has no constant size; serve a policy that evicts always (h2o, roco)"
+            f"{spec.name} evicts in `decode` only, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
     if spec.measures:
         raise KvdslError(
@@ -39,21 +38,22 @@ def refuse_policy(state: SlotState) -> None:
             f"{spec.name} reads tensors of files, which is not served in vLLM's pages yet; h2o, roco and tova are"
         )
     if (
-        spec.selects
+        spec.reuses
         or spec.victims == "layers"
         or spec.across
         or spec.across_layers
         or type(state.layout) is not SlotAfterSlot
     ):
         raise KvdslError(
-            f"{spec.name} selects, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, roco, tova and "
-            f"streaming_llm are"
+            f"{spec.name} chooses for other layers, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, "
+            f"roco, quest and streaming_llm are"
         )
     if spec.supplied:
         raise KvdslError(
             f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
         )
-    if state.settings.bounded_by() is None or not _same_for_all_prompts(state):
+    always = spec.bounded and spec.when == "both"
+    if (always and state.settings.bounded_by() is None) or not _same_for_all_prompts(state):
         raise KvdslError(
             f"numbers of {spec.name} depend on the prompt, or nothing bounds it: no page of one size holds every request; state them in "
             f"tokens"

@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     from kvdsl.runtime.state.slots import SlotState
 
 
+NAMES = frozenset({"sketch_keys", "page_bounds", "half_keys", "length"})
+"""The tensors that are made from others."""
+
+
 def forget(state: SlotState) -> None:
     """What was made from keys and positions no longer holds: whoever reads it makes it anew. Rotated halves: `forget_halves`."""
     keys, (batch, heads, _) = state.layout.key_pool, state.position.shape

@@ -92,6 +92,7 @@ class SlotState(Linked):
         expected: tokens that a row's prompt counts as at least, because more of it will come.
         filled: slots that a KV head may need by now, tokens of every row and padding counted; a cache that grows goes by it.
         limit: slots per KV head that are enough for ever, or None where nothing is.
+        longest: tokens of the longest text that will come, where somebody knows: slots for these are enough under any policy.
         grows: whether the slots are fewer than that.
         reserves: whether as many as that are allocated as soon as the prompt ends, however short it was. Accelerators, whose graphs
             want tensors that stay where they are, always do.
@@ -137,6 +138,7 @@ class SlotState(Linked):
         self.together: Together | None = None
         self.choices: Choices | None = None
         self.reserves = False
+        self.longest: int | None = None
         self._fixed: bool | None = None
         self._own = {one.name: one for one in BY_SLOT if one.of(spec)}
         self.reset()
@@ -339,18 +341,20 @@ class SlotState(Linked):
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
         if not self.evicts or (not self.spec.hard_cap and self.settings.never_settles(numbers)):
-            return None
+            return self.longest
         most = float(self.settings.most_while_attending(self.settings.at_hand(numbers)).max())
         if most == torch.inf:  # some heads keep everything
-            return None
-        most = _whole(most)
+            return self.longest
+        most = _whole(most if self.longest is None else min(most, self.longest))
         most = max(most, self.filled if self.spec.hard_cap else self.filled + 1)
         return most if device.type == "cpu" else _multiple(most, _ALIGNED)
 
     def _is_even(self, numbers: Tensor) -> bool:
         """Whether every head of every row comes to fill its slots, all but a few."""
-        if self.spec.across or self.limit is None:
-            return not self.spec.across
+        if self.spec.across or (self.limit is not None and self.limit == self.longest):
+            return False
+        if self.limit is None:
+            return True
         most = self.settings.most_while_attending(self.settings.at_hand(numbers))
         return _whole(float(most.min())) >= self.limit - _ALIGNED
 
