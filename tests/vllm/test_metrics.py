@@ -113,7 +113,7 @@ def test_the_numbers_are_those_of_requests_that_are_known(served: tuple[str, int
         evicted += (prompt + new - 1 - BUDGET) * LAYERS * HEADS
         assert settled(address, evicted)["kvdsl:tokens_evicted_total"] == evicted
     found = said(address)
-    one = page(Settings("h2o", (("budget", BUDGET),)), HEADS // processes, 64, torch.float32)
+    one = page(Settings("h2o", (("budget", BUDGET),)), HEADS // processes, 64, torch.float32, layers=1, longest=1024)
     assert found["kvdsl:request_bytes"] == one.bytes * LAYERS * processes
     assert found["kvdsl:pages_in_use"] == 0
 

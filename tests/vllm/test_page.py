@@ -43,7 +43,7 @@ def answers(settings: Settings, state: SlotState, generator: torch.Generator) ->
 def test_a_page_is_as_large_as_the_page_of_docs_says(
     policy: str, numbers: int, dtype: torch.dtype, budget: int, heads: int, dim: int
 ) -> None:
-    found = page(Settings(policy, (("budget", budget),)), heads, dim, dtype, LONGEST)
+    found = page(Settings(policy, (("budget", budget),)), heads, dim, dtype, layers=1, longest=LONGEST)
     formula = heads * (budget + 1) * (2 * dim * dtype.itemsize + 4 + 4 * numbers)
     assert formula <= found.bytes < formula + 1024
 
@@ -54,14 +54,14 @@ def test_a_page_is_as_large_as_the_page_of_docs_says(
 )
 def test_a_page_for_the_longest_text(policy: str, given: dict[str, float], of_a_slot: float) -> None:
     """What it has more of a slot than key, value and position: what it searches by."""
-    found = page(Settings(policy, tuple(given.items())), HEADS, DIM, torch.float32, LONGEST)
+    found = page(Settings(policy, tuple(given.items())), HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     formula = HEADS * LONGEST * (2 * DIM * 4 + 4 + of_a_slot)
     assert formula <= found.bytes < formula + 1024
 
 
 def test_no_page_has_more_slots_than_the_longest_text() -> None:
     budget = (("budget", 8192.0),)
-    assert page(Settings("h2o", budget), HEADS, DIM, torch.float32, LONGEST).slots == LONGEST
+    assert page(Settings("h2o", budget), HEADS, DIM, torch.float32, layers=1, longest=LONGEST).slots == LONGEST
 
 
 @pytest.mark.parametrize(
@@ -73,7 +73,7 @@ def test_no_page_has_more_slots_than_the_longest_text() -> None:
     ids=lambda settings: settings.policy,
 )  # fmt: skip
 def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
-    found = page(settings, HEADS, DIM, torch.float32, LONGEST)
+    found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     block, state = torch.zeros(found.bytes, dtype=torch.uint8), settings.state(0, 1)
     found.adopt(state, block)
     for seed in (1, 2, 3):

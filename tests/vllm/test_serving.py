@@ -172,6 +172,17 @@ def test_policies_that_select_or_keep_what_is_decoded(policy: str) -> None:
     assert differs < NEAR if policy == "full" else differs > 100 * NEAR
 
 
+@pytest.mark.parametrize("statement", ["layers 2..", "budget budget + 16 * layer"])
+def test_layers_that_hold_more_than_others(statement: str, tmp_path: Path) -> None:
+    policy = tmp_path / "layered.kv"
+    policy.write_text(
+        f"kv 1\npolicy Layered {{\n  param budget = 48\n  score sum(attn)\n  keep last 0.5 * budget\n  {statement}\n}}\n"
+    )
+    llm = engine(str(policy))
+    answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in prompts()], wanted(), use_tqdm=False))
+    assert check(str(policy), prompts(), answers, kept_in_pages(llm)) > 0
+
+
 def test_short_prompts_are_read_in_one_pass(served: tuple[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them lose tokens, and some do not."""
     policy, llm = served

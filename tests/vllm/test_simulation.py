@@ -35,7 +35,7 @@ def test_one_request_takes_what_the_formula_says(policy: Settings | None) -> Non
         import torch
 
         most = 16 + 1
-        token = LAYERS * page(policy, HEADS, DIM, torch.bfloat16).bytes // most
+        token = LAYERS * page(policy, HEADS, DIM, torch.bfloat16, layers=1, longest=8192).bytes // most
     served = simulated(policy, 32 << 20, [Asked(2.0, 40, 5)])
     prompt = 1e-3 + 40 * 1e-3 + 40 * 41 / 2 * 2e-6
     each = [1e-3 + 2e-2 + 3e-4 + 1e-8 * token * min(most, context) for context in (41, 42, 43, 44)]
@@ -49,7 +49,7 @@ def test_a_page_a_request_and_nobody_begins_anew() -> None:
     """vLLM keeps one block for itself."""
     import torch
 
-    one = page(H2O, HEADS, DIM, torch.bfloat16).bytes * LAYERS
+    one = page(H2O, HEADS, DIM, torch.bfloat16, layers=1, longest=8192).bytes * LAYERS
     requests = [Asked(0.0, 30, 200) for _ in range(40)]
     served = simulated(H2O, 13 * one + one // 2, requests)
     assert served.at_once[1] == 12 and served.preemptions == 0 and served.tokens == 8000

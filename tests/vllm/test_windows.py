@@ -154,7 +154,7 @@ def test_a_request_takes_the_pages_of_all_its_layers(served: Served) -> None:
     assert ledger is not None
     layers, windowed = served.model.config.num_hidden_layers, len(served.windowed)
     policy, window = (
-        page(Settings(name, (("budget", budget),)), HEADS, DIM, torch.float32).bytes
+        page(Settings(name, (("budget", budget),)), HEADS, DIM, torch.float32, layers=1, longest=LONGEST).bytes
         for name, budget in ((served.policy, BUDGET), ("window", served.model.config.sliding_window))
     )
     assert ledger.sizes.layers == layers

@@ -73,15 +73,15 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self._settings = settings = plan.layer(sliding_window)
+        self._settings, self._layers = plan.layer(sliding_window), plan.layers
+        settings = self._settings
         self._sinks = sinks
         self._more = (logits_soft_cap or None, sliding_window, sinks)
         text = config.model_config.hf_text_config
-        self._layers = text.num_hidden_layers
         self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
-        self._page = page(settings, self.num_kv_heads, head_size, dtype, plan.longest)
+        self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
         self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
         self._together = Rows(self._backend) if self._rope is None and isinstance(self._backend, CpuBackend) else None

@@ -112,7 +112,14 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
         refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)
         plan = Plan.of(get_current_vllm_config_or_none()) or PolicyAttention.plan
         assert plan is not None
-        found = page(plan.layer(spec.sliding_window), spec.num_kv_heads, spec.head_size, spec.dtype, plan.longest)
+        found = page(
+            plan.layer(spec.sliding_window),
+            spec.num_kv_heads,
+            spec.head_size,
+            spec.dtype,
+            layers=plan.layers,
+            longest=plan.longest,
+        )
         of_tokens = {field.name for field in fields(spec)} - {field.name for field in fields(PageSpec)}
         return replace_as(
             spec, PageSpec, drop=of_tokens, num_head_slots=1, tokens_per_state=-1, state_content_bytes=found.bytes,

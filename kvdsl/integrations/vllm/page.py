@@ -90,17 +90,22 @@ class Page:
 
 
 @lru_cache
-def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, longest: int) -> Page:
-    """The page of a layer with so many KV heads, found by serving one token.
+def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, layers: int, longest: int) -> Page:
+    """The page of every layer with so many KV heads, found by serving one token in the one that holds most.
+
+    vLLM does not say of which layer it wants to know the size, so all pages have one.
 
     Args:
-        longest: tokens of the longest text, for which a policy that keeps everything has slots.
+        layers: of the model.
+        longest: tokens of the longest text, for which a layer that keeps everything has slots.
 
     Raises:
-        KvdslError: if the policy's state has no size of its own.
+        KvdslError: if the policy's state has no size that is known before a request is.
     """
-    state = settings.state(0, 1)
-    refuse_policy(state)
+    states = [settings.state(layer, layers) for layer in range(layers)]
+    for state in states:
+        refuse_policy(state)
+    state = max(states, key=_most)
     state.longest = longest
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
@@ -113,3 +118,9 @@ def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, longes
             parts[name] = at, tuple(tensor.shape), tensor.dtype
             at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
     return Page(parts, state.slots, state.ring_sizes, at)
+
+
+def _most(state: SlotState) -> float:
+    """Tokens that a KV head of the layer holds at most."""
+    bound = state.settings.bounded_by()
+    return math.inf if bound is None else float(bound.max())

@@ -52,11 +52,9 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"{spec.name} asks its caller for `{spec.supplied[0][0]}`, which is not served in vLLM's pages; h2o, roco and tova are"
         )
-    always = spec.bounded and spec.when == "both"
-    if (always and state.settings.bounded_by() is None) or not _same_for_all_prompts(state):
+    if not _same_for_all_prompts(state):
         raise KvdslError(
-            f"numbers of {spec.name} depend on the prompt, or nothing bounds it: no page of one size holds every request; state them in "
-            f"tokens"
+            f"numbers of {spec.name} depend on the prompt, so that no page of one size holds every request; state them in tokens"
         )
 
 

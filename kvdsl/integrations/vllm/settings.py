@@ -94,12 +94,14 @@ class Plan:
 
     Attributes:
         settings: the policy's.
+        layers: of the model.
         whole: whether a step has room for any prompt: then prompts come whole.
         longest: tokens of the longest text.
         windowed: whether every layer has a sliding window of its own.
     """
 
     settings: Settings
+    layers: int
     whole: bool
     longest: int
     windowed: bool
@@ -112,9 +114,10 @@ class Plan:
             return None
         longest = config.model_config.max_model_len
         whole = config.scheduler_config.max_num_batched_tokens >= longest
-        kinds = getattr(config.model_config.hf_text_config, "layer_types", None)
+        text = config.model_config.hf_text_config
+        kinds = getattr(text, "layer_types", None)
         windowed = "full_attention" not in kinds if kinds else config.cache_config.sliding_window is not None
-        return cls(settings, bool(whole), longest, windowed)
+        return cls(settings, text.num_hidden_layers, bool(whole), longest, windowed)
 
     def layer(self, window: int | None) -> Settings:
         """What serves a layer whose queries see the last `window` tokens, or the whole text.

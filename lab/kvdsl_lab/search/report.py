@@ -75,7 +75,7 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, judged by {tasks}, seed {result['seed']}; kvdsl "
         f"{about['kvdsl']}, torch {about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them "
-        f"were within the bounds; judging took {60 * counts['hours']:.3g} minutes.",
+        f"were within the bounds; judging took {60 * counts['processor_hours']:.3g} minutes of a processor.",
         "",
         "*error*: how far the next token's distribution is from the full cache's, in nats, on the text that was searched on; the geometric "
         "mean over the budgets and tasks. "

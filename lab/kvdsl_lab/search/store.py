@@ -2,7 +2,7 @@
 
     search     name, value              what the rest depends on: model, text, budgets, bounds, seed
     policy     key, text, move, parents, state_bytes, nodes
-    judged     key, rung, task, error, seconds      a task at a budget, such as `text 128`; the seconds are a share of all tasks
+    judged     key, rung, task, error, seconds      a task at a budget, such as `text 128`; processor time, a share of all tasks
     proven     name, text, budget, stretch, losses
 
 A search that was stopped goes on with the same file: what stands in it is not measured again. Every entry is written when it is known.
@@ -85,10 +85,10 @@ class Store:
         return move, parents.split()
 
     def counts(self) -> dict[str, float]:
-        """How many policies were tried, how many of them were let in, how often one was judged, and how many hours that took."""
+        """How many policies were tried, how many of them were let in, how often one was judged, and how many processor hours that took."""
         tried, admitted = self._database.execute("select count(*), count(state_bytes) from policy").fetchone()
         judged, seconds = self._database.execute("select count(*), total(seconds) from judged").fetchone()
-        return {"tried": tried, "admitted": admitted, "judged": judged, "hours": round(seconds / 3600, 3)}
+        return {"tried": tried, "admitted": admitted, "judged": judged, "processor_hours": round(seconds / 3600, 3)}
 
     # -- judgements ----------------------------------------------------------------------------------------------------
 
@@ -98,7 +98,7 @@ class Store:
         return [found[case] for case in cases] if all(case in found for case in cases) else None
 
     def judge(self, key: str, rung: int, cases: Sequence[str], errors: Sequence[float], seconds: float) -> None:
-        """What was found, and how long it took."""
+        """What was found, and how much processor time that took."""
         rows = [(key, rung, case, error, round(seconds / len(cases), 3)) for case, error in zip(cases, errors, strict=True)]
         self._database.execute("begin")
         self._database.executemany("insert or replace into judged values (?, ?, ?, ?, ?)", rows)

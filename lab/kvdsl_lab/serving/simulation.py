@@ -91,7 +91,7 @@ def configured(model: str, cache: Cache) -> tuple[VllmConfig, KVCacheConfig, Rea
 
         with set_current_vllm_config(config):
             spec = PolicyBackend.customize_spec(spec)
-        found = page(cache.policy, heads, dim, config.model_config.dtype)
+        found = page(cache.policy, heads, dim, config.model_config.dtype, layers=layers, longest=cache.longest)
         reading = Reading(layers * found.bytes // found.slots, found.slots)
     register_all_kvcache_specs(config)
     if getattr(spec, "non_causal", False):  # as vLLM's engine does where it finds this
