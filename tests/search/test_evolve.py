@@ -105,6 +105,19 @@ def test_the_same_in_other_words_stands_once_however_it_is_rounded(tmp_path: Pat
     assert {"other words", "another"} & {one.key for one in found.population} == {"another"}
 
 
+def test_who_does_what_another_did_does_not_climb(tmp_path: Path) -> None:
+    found, judge = search(tmp_path / "a.sqlite", 60)
+    with Store(tmp_path / "a.sqlite", FACTS) as store:
+        found.store = store
+        one = found.population[0]
+        fresh = replace(one, key="one", errors=(0.5, 0.25))
+        again = replace(one, key="two", errors=(0.5 * (1 + 1e-7), 0.25))
+        before = judge.calls
+        assert len(found._promoted([fresh, again])) == 1
+        assert found._promoted([fresh, again]) == []
+        assert judge.calls == before + 1
+
+
 def test_a_front(tmp_path: Path) -> None:
     found, _ = search(tmp_path / "a", 100)
 

@@ -27,6 +27,9 @@ def policy(*lines: str) -> Policy:
     [
         ("score sum(attn) + 3", "score sum(attn)"),
         ("score 2 * sum(attn)", "score sum(attn)"),
+        ("score sum(attn) - 3 + age", "score age + sum(attn)"),
+        ("score age - (sum(attn) + 3)", "score age - sum(attn)"),
+        ("score 2 * sum(attn) / (age / 3)", "score sum(attn) / age"),
         ("score sum(2 * attn) / 3", "score sum(attn)"),
         ("score exp(sum(attn))", "score sum(attn)"),
         ("score sqrt(sum(attn))", "score sum(attn)"),
@@ -50,6 +53,9 @@ def test_equal_policies_are_one(one: str, other: str) -> None:
     ("one", "other"),
     [
         ("score -sum(attn)", "score sum(attn)"),
+        ("score 3 - sum(attn)", "score sum(attn)"),
+        ("score (sum(attn) - 3) * age", "score sum(attn) * age"),
+        ("score sum(attn) * 2 + age", "score sum(attn) + age"),
         ("score sqrt(age - 3)", "score age - 3"),  # no number below 3: those leave first
         ("score sum(attn ** 2)", "score sum(attn)"),
         ("score sum(attn)\ngroup max", "score sum(attn)"),

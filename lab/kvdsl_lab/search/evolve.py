@@ -104,6 +104,8 @@ class Evolution:
     curve: list[tuple[int, float]] = field(default_factory=list)
     generation: int = 0
     _seen: set[str] = field(default_factory=set)
+    _climbed: set[tuple[str, ...]] = field(default_factory=set)
+    """What the cheapest rung has said of those that left it."""
 
     def run(self, seeds: Sequence[tuple[str, Policy]]) -> None:
         """Search from these policies, named, until there is no time left.
@@ -180,9 +182,13 @@ class Evolution:
         return self._promoted([self._judged(one, 0) for one in candidates])
 
     def _promoted(self, judged: Sequence[Found]) -> list[Found]:
-        """Of what the cheapest rung has judged, those that climbed to the last one."""
+        """Of what the cheapest rung has judged, those that climbed to the last one; who does there what another did is left behind."""
+        told = {one.rounded: one for one in sorted(judged, key=lambda one: (one.size.nodes, one.key), reverse=True)}
+        judged = [one for errors, one in told.items() if errors not in self._climbed]
         for rung in range(1, len(self.judge.rungs)):
-            best = sorted(judged, key=lambda one: one.error)[: max(1, PROMOTED >> (rung - 1))]
+            best = sorted(judged, key=lambda one: (one.error, one.key))[: max(1, PROMOTED >> (rung - 1))]
+            if rung == 1:
+                self._climbed |= {one.rounded for one in best}
             judged = self._all_judged([(one.policy, one.key, one.size) for one in best], rung)
         return list(judged)
 

@@ -124,7 +124,7 @@ def ranked(expr: Expr) -> Expr:
     """An expression that orders slots as this one does."""
     expr = ordered(fold_expression(expr))
     while (inner := _inside(expr)) is not None:
-        expr = inner
+        expr = ordered(inner)
     return expr
 
 
@@ -135,14 +135,24 @@ def _inside(expr: Expr) -> Expr | None:
     ):
         return expr.args[0]
     if isinstance(expr, Binary):
-        left, right = expr.left, expr.right
-        if isinstance(right, Number) and (expr.op in ("+", "-") or (expr.op in ("*", "/") and right.value > 0)):
-            return left
-        if isinstance(left, Number) and (expr.op == "+" or (expr.op == "*" and left.value > 0)):
-            return right
-        if expr.op == "**" and isinstance(right, Number) and right.value > 0 and nonnegative(left):
-            return left
+        if expr.op == "**" and isinstance(expr.right, Number) and expr.right.value > 0 and nonnegative(expr.left):
+            return expr.left
+        plain = _without_numbers(expr, ("+", "-")) if expr.op in ("+", "-") else _without_numbers(expr, ("*", "/"))
+        return None if plain == expr else plain
     return None
+
+
+def _without_numbers(expr: Expr, ops: tuple[str, str]) -> Expr:
+    """A sum without its numbers, or a product without those above 0: it orders as before."""
+    if not isinstance(expr, Binary) or expr.op not in ops:
+        return expr
+    left, right = _without_numbers(expr.left, ops), _without_numbers(expr.right, ops)
+    sums, inverse = ops[0] == "+", expr.op == ops[1]
+    if isinstance(right, Number) and (sums or right.value > 0):
+        return left
+    if isinstance(left, Number) and not inverse and (sums or left.value > 0):
+        return right
+    return Binary(op=expr.op, left=left, right=right)
 
 
 def ordered(expr: Expr) -> Expr:
