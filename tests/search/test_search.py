@@ -20,7 +20,7 @@ def text() -> Recorded:
     from kvdsl.generation.models import read_text, windows
 
     model, tokenizer = load_model()
-    return recorded(model, windows(tokenizer, read_text(None), 80, 2), 80)
+    return recorded(model, windows(tokenizer, read_text(None), 80, 2))
 
 
 def texts(*budgets: int) -> list[Case]:

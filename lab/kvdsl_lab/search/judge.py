@@ -89,11 +89,6 @@ class Recorded:
     call: AttentionCall
     out: Tensor
 
-    @property
-    def tokens(self) -> int:
-        """The text's length."""
-        return int(self.call.key.shape[2])
-
     def part(self, rows: int) -> Recorded:
         """At most so many rows, spread evenly over layers and texts."""
         there = len(self.out)
@@ -102,16 +97,11 @@ class Recorded:
         return Recorded(self.call._replace(query=query, key=key, value=value), self.out[chosen])
 
 
-def recorded(model: Any, ids: Tensor, tokens: int) -> Recorded:
-    """All layers of texts of one length.
-
-    Args:
-        ids: int64 [texts, length].
-        tokens: so many of each are kept: the beginning.
-    """
+def recorded(model: Any, ids: Tensor) -> Recorded:
+    """All layers of texts, int64 [texts, tokens]."""
     from kvdsl_lab.eval.recording import record
 
-    layers = [one.before(tokens) for one in record(model, ids)]
+    layers = record(model, ids)
     query, key, value = (torch.cat([getattr(layer.call, name) for layer in layers]) for name in ("query", "key", "value"))
     call = layers[0].call._replace(query=query, key=key, value=value, rope=None)
     with torch.no_grad():

@@ -118,7 +118,7 @@ class Material:
 def _judge(plan: Plan, material: Material) -> Judge:
     """Attention in a few layers, and then what the model makes of it."""
     ids = material.ids[:JUDGED]
-    attention = Attention(recorded(material.model, ids, plan.tokens).part(ROWS))
+    attention = Attention(recorded(material.model, ids).part(ROWS))
     return Judge(plan.cases, (attention, NextToken(material.model, ids)))
 
 
