@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -15,7 +16,8 @@ from click.testing import CliRunner
 from kvdsl.errors import KvdslError
 from kvdsl_lab.assets import book_text
 from kvdsl_lab.cli.leaderboard import command
-from kvdsl_lab.leaderboard import facts, haystacks, kinds, ruler, run, summary, tasks
+from kvdsl_lab.eval.abreast import feed
+from kvdsl_lab.leaderboard import chat, claim, facts, haystacks, kinds, ruler, run, summary, tasks
 from kvdsl_lab.leaderboard.questions import Question, lay_out
 
 BOOK = haystacks.sentences(book_text()[:60_000])
@@ -165,6 +167,48 @@ def test_answers_are_those_that_each_cache_gives_alone(bench: run.Bench) -> None
         assert (one.values, one.bytes, one.usage.most_held) == (alone.values, alone.bytes, alone.usage.most_held)
 
 
+def test_in_a_chat_every_reply_of_the_full_cache_is_compared(bench: run.Bench) -> None:
+    kind = chat.Chat(passage=24, reply=5)
+    pairs: list[run.Pair] = [("full", None), ("h2o", 400), ("h2o", 16)]
+    said = kind.prepare(bench.lab, "chat", 0)
+    assert 160 <= sum(turn.shape[1] + 5 for turn in said) < 160 + 80
+    full, whole, small = finished(kind, bench, "chat", pairs)
+    assert max(full.values["kl"] + whole.values["kl"]) < 1e-6
+    assert small.usage.most_held == 16
+    # By hand: the full cache's reply, which the other is fed.
+    caches = [bench.policies.make(name, bench.lab.model, budget) for name, budget in (("full", None), ("h2o", 16))]
+    for turn, kl in zip(said, small.values["kl"], strict=True):
+        own, other = (feed(bench.lab.model, [cache], turn).log_softmax(-1)[0] for cache in caches)
+        found = []
+        for _ in range(5):
+            found.append(float((own.exp() * (own - other)).sum()))
+            token = own.argmax().view(1, 1)
+            own, other = (feed(bench.lab.model, [cache], token).log_softmax(-1)[0] for cache in caches)
+        assert kl == pytest.approx(np.mean(found), rel=1e-3, abs=1e-6)
+
+
+def test_a_turn_is_the_template_around_it(tokenizer: Any) -> None:
+    class Talking:
+        chat_template = "there is one"
+
+        def apply_chat_template(self, said: Any, **_: Any) -> str:
+            return "".join(f"<{one['role']}>{one['content']}</>" for one in said) + "<assistant>"
+
+    assert chat._template(Talking()) == ("<user>", "</><user>", "</><assistant>")
+    assert chat._template(tokenizer) == ("", "\n\n", "\n")
+
+
+def test_at_the_same_bytes_state_costs_tokens(bench: run.Bench) -> None:
+    config = bench.lab.model.config
+    slot = 2 * 4 * config.hidden_size // config.num_attention_heads + 4
+    assert bench.given("h2o", 48) == 48
+    bench.plan = replace(bench.plan, same_bytes=True)
+    assert bench.given("full", None) is None
+    assert bench.given("h2o", 48) == int(48 * slot / (slot + 4))
+    assert bench.given("h2o", 0.5) == pytest.approx(0.5 * slot / (slot + 4))
+    assert bench.given("streaming_llm", 48) == 48
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
@@ -220,16 +264,54 @@ def test_tasks_that_the_full_cache_fails_tell_nothing() -> None:
     assert summary.telling(measured, ["fact", "vt"], "known") == ["fact"]
 
 
+def noisy(rng: np.random.Generator, **means: float) -> dict[str, list[float]]:
+    """Losses of policies that differ by so much, and by chance, over items that differ by far more."""
+    base = rng.normal(3, 1, 60)
+    return {"full": base.tolist(), **{name: (base + mean + rng.normal(0, 0.1, 60)).tolist() for name, mean in means.items()}}
+
+
+def test_a_claim_is_borne_out_where_the_difference_is_real() -> None:
+    measured = rows(noisy(np.random.default_rng(0), ours=0.1, worse=0.25, like_it=0.1, ahead=0.0), "loss", "books")
+    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], "ours")
+    told = {one["rival"]: one for one in found}
+    assert {rival for rival, one in told.items() if one["sure"]} == {"worse"}
+    assert told["worse"]["better"] == pytest.approx([0.15, 0.11, 0.19], abs=0.03)
+    assert told["ahead"]["better"][2] < 0 and told["ahead"]["p"] > 0.9
+    assert claim.in_words("ours", found) == [
+        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; the best other, `ahead`: "
+        f"{told['ahead']['better'][0]:+.3g} ({told['ahead']['better'][1]:+.3g} to {told['ahead']['better'][2]:+.3g})"
+    ]  # fmt: skip
+
+
+def test_of_many_comparisons_none_is_sure_by_chance() -> None:
+    sure, best = 0, 0
+    for seed in range(40):
+        rng = np.random.default_rng(seed)
+        measured = rows(noisy(rng, ours=0, **{f"rival{one}": 0 for one in range(20)}), "loss", "books")
+        column = summary.column(measured, "books", ["books"], "loss")
+        sure += any(one["sure"] for one in claim.compare([column], "ours"))
+        signed = summary.Column("", ("books",), "loss", {pair: [-x for x in own] for pair, own in column.scores.items()})
+        best += any(summary.better(signed, ("ours", 0.25), pair) for pair in column.scores if pair[0].startswith("rival"))
+    assert sure <= 4 < best  # of 40 a fortieth is one; each comparison by itself deceives far more often
+
+
+def test_who_was_not_measured_has_no_claim() -> None:
+    measured = rows({"full": [1.0] * 8, "one": [1.0] * 8}, "loss", "books")
+    with pytest.raises(KvdslError, match="nothing was measured of `other` beside others"):
+        claim.compare([summary.column(measured, "books", ["books"], "loss")], "other")
+
+
 def test_the_command_writes_its_tables(tmp_path: Path) -> None:
     given = ["--policies", "streaming_llm", "--tasks", "fact,nearness", "--rates", "0.5", "--length", "160", "--items", "1",
-             "--workers", "1", "--no-plots", "--json", "--out", str(tmp_path)]  # fmt: skip
+             "--workers", "1", "--no-plots", "--json", "--out", str(tmp_path), "--claim", "window"]  # fmt: skip
     found = CliRunner().invoke(command, given)
     assert found.exit_code == 0, found.output
     result = json.loads(found.stdout)
-    assert {row["policy"] for one in result["columns"] for row in one["rows"]} == {"full", "streaming_llm"}
+    assert {row["policy"] for one in result["columns"] for row in one["rows"]} == {"full", "streaming_llm", "window"}
+    assert {one["rival"] for one in result["claim"]["comparisons"]} == {"streaming_llm"}
     assert json.loads((tmp_path / "leaderboard.json").read_text()) == result
     page = (tmp_path / "leaderboard.md").read_text()
-    assert "`streaming_llm` | 0.5" in page and "nearness: kl" in page
+    assert "`streaming_llm` | 0.5" in page and "nearness: kl" in page and "## Is `window` better?" in page
 
 
 def test_an_unknown_task_is_named() -> None:

@@ -28,6 +28,12 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @click.option(
     "--tokens", default="128,256,512", show_default=True, metavar="N,M", help="Budgets while a text is decoded, in tokens."
 )
+@click.option(
+    "--same-bytes",
+    is_flag=True,
+    help="Budgets are of a policy without state: others get as many tokens less as their state takes.",
+)
+@click.option("--claim", metavar="POLICY", help="Test whether it is better than every other, all comparisons together.")
 @click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
 @click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
 @click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
@@ -46,7 +52,8 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @dtype_option
 @json_option
 def command(
-    policies: str, rates: str, tokens: str, tasks: str | None, length: int, items: int, minutes: float | None, workers: int | None,
+    policies: str, rates: str, tokens: str, same_bytes: bool, claim: str | None, tasks: str | None, length: int, items: int,
+    minutes: float | None, workers: int | None,
     model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, backend: str, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Policies × budgets × tasks on a model, with differences that are told from chance.
@@ -54,6 +61,7 @@ def command(
     \b
     books            the loss of a book's tokens, fed one by one under a budget of tokens
     nearness         KL divergence from the full cache's distribution, and how long the greedy texts agree
+    chat             KL divergence in the replies of a conversation about a book, under a budget of tokens
     fact, facts      a code hidden in a book, alone or among eight
     niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
 
@@ -61,11 +69,14 @@ def command(
     (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items
     too. OUT/leaderboard.md has the tables, leaderboard.json the same for programs.
 
+    --claim tells whether a policy of yours is better than the others, and would not look so by chance in any of the comparisons;
+    with --same-bytes it has to be better with fewer tokens where it holds more state.
+
     \b
     Examples:
       kvdsl leaderboard --model smollm2 --quick
       kvdsl leaderboard --model smollm2 --dtype bf16 --items 20 --minutes 300
-      kvdsl leaderboard --model smollm2 --policies h2o,mine.kv --tasks books
+      kvdsl leaderboard --model smollm2 --policies h2o,roco,mine.kv --tasks books,chat --same-bytes --claim mine.kv
     """
     refuse_triton(backend)
     import os
@@ -78,14 +89,14 @@ def command(
     from kvdsl_lab.assets import all_books
     from kvdsl_lab.eval.caches import parse_budgets, parse_policies
     from kvdsl_lab.leaderboard import report, run, summary
+    from kvdsl_lab.leaderboard.claim import compare
     from kvdsl_lab.leaderboard.tasks import chosen
 
     wanted = [path.stem for path in shipped_policies()] if policies == "all" else parse_policies(policies)
     book = all_books() if text is None else read_text(text)
-    policy_names = tuple(dict.fromkeys(["full", *wanted]))
-    plan = run.Plan(
-        model, dtype, book, length, seed, policy_names, tuple(parse_budgets(rates)), tuple(parse_budgets(tokens)), backend
-    )
+    policy_names = tuple(dict.fromkeys(["full", *wanted, *([] if claim is None else [claim])]))
+    budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
+    plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes)
     todo = chosen(None if tasks is None else names(tasks))
     bench = run.Bench(plan)
     check_length(bench.lab.model, length + 256)
@@ -93,16 +104,19 @@ def command(
     facts = {
         "model": model or "reference", "dtype": kind, "length": length, "seed": seed,
         "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
+        **({"same bytes": True} if same_bytes else {}),
     }  # fmt: skip
     count = workers or os.cpu_count() or 1
     with progress("leaderboard", items * len(todo)) as tick:
         rows = run.measure(bench, todo, items, out, facts, workers=count, minutes=minutes, fresh=fresh, tick=tick)
+    columns = summary.columns(rows)
     result: dict[str, Any] = {
         "format_version": FORMAT_VERSION, "environment": environment(dtype=kind, seed=seed), **facts,
         "columns": [
             {"name": one.name, "tasks": list(one.tasks), "measure": one.measure, "rows": summary.table(one, rows)}
-            for one in summary.columns(rows)
+            for one in columns
         ],
+        "claim": None if claim is None else {"policy": claim, "comparisons": compare(columns, claim)},
         "refused": [row for row in rows if "refused" in row and row["item"] == 0],
     }  # fmt: skip
     write_whole(out / "leaderboard.json", json.dumps(result, indent=1) + "\n")
@@ -115,10 +129,13 @@ def command(
 
 def _show(result: dict[str, Any], out: Path) -> None:
     from kvdsl_lab.cli.measuring import show
+    from kvdsl_lab.leaderboard.claim import in_words
 
     for one in result["columns"]:
-        if one["name"].startswith(("books", "nearness: kl", "questions")) or len(result["columns"]) < 5:
+        if one["name"].startswith(("books", "nearness: kl", "chat", "questions")) or len(result["columns"]) < 5:
             click.echo(f"\n{one['name']}")
             kept = ("place", "policy", "budget", "mean", "low", "high", "bytes", "note")
             show([{key: row[key] for key in kept} for row in one["rows"]])
+    if result["claim"] is not None:
+        click.echo("\n".join(["", *in_words(**result["claim"]), ""]))
     click.echo(f"tables, figures and measurements: {out}")

@@ -10,6 +10,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -47,6 +48,16 @@ class Lab:
     length: int
     seed: int
 
+    @cached_property
+    def ids(self) -> list[int]:
+        """The book's tokens."""
+        return encode(self.tokenizer, self.book)
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """The book's sentences."""
+        return haystacks.sentences(self.book)
+
     def rng(self, task: str, number: int) -> np.random.Generator:
         """Of one item: the same whatever else is measured."""
         return np.random.default_rng([self.seed, number, *hashlib.sha256(task.encode()).digest()[:8]])
@@ -54,9 +65,9 @@ class Lab:
     def stretch(self, task: str, number: int, tokens: int) -> Tensor:
         """A piece of the book, with its BOS: int64 [1, tokens]."""
         start = first_token(self.tokenizer)
-        ids, body = encode(self.tokenizer, self.book), tokens - len(start)
-        at = int(self.rng(task, number).integers(0, len(ids) - body + 1))
-        return torch.tensor([start + ids[at : at + body]])
+        body = tokens - len(start)
+        at = int(self.rng(task, number).integers(0, len(self.ids) - body + 1))
+        return torch.tensor([start + self.ids[at : at + body]])
 
 
 @dataclass
@@ -104,7 +115,7 @@ _TIMED = 4
 """Tokens whose time is taken."""
 
 
-def _outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
+def outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
     """What came of it, and what the cache is now; of `rows` alike, a row's share."""
     usage, size, ms = Usage(), cache_bytes(cache), []
     usage.see(cache)
@@ -118,6 +129,20 @@ def _outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
             )
         ms.append((time.perf_counter() - begun) * 1e3)
     return Outcome(values, size // rows, float(np.median(ms)) / rows, usage)
+
+
+def full_cache(model: Any) -> Any:
+    """What others are compared with."""
+    from kvdsl.loading import load
+
+    make: Any = load("full")
+    return make(model)
+
+
+def divergence(logits: Tensor) -> Tensor:
+    """KL divergence of every row's distribution from the first row's, in nats: [rows] of [rows, vocabulary]."""
+    found = logits.log_softmax(-1)
+    return (found[0].exp() * (found[0] - found)).sum(-1)
 
 
 def _greedy(model: Any, caches: Sequence[Any], logits: Tensor, count: int, ends: Sequence[int] = ()) -> list[list[int]]:
@@ -160,9 +185,8 @@ class Questions:
 
     def question(self, lab: Lab, task: str, number: int) -> Question:
         """What an item asks."""
-        sentences = haystacks.sentences(lab.book)
         return self.make(
-            Material(lab.rng(task, number), sentences, lab.length, lambda text: len(encode(lab.tokenizer, text))), number
+            Material(lab.rng(task, number), lab.sentences, lab.length, lambda text: len(encode(lab.tokenizer, text))), number
         )
 
     def prepare(self, lab: Lab, task: str, number: int) -> _Asked:
@@ -183,15 +207,16 @@ class Questions:
         known, later = ([pair[which] for pair in started] for which in (0, 1))
         asked = item.reading.ids[:, item.text_tokens :].expand(len(later), -1)
         logits = torch.cat([item.reading.logits.expand(len(known), -1), feed(lab.model, later, asked)])
-        written = _greedy(lab.model, known + later, logits, item.question.new_tokens, _ends(lab))
+        written = _greedy(lab.model, known + later, logits, item.question.new_tokens, ends(lab))
         scores = [[item.question.score(lab.tokenizer.decode(tokens))] for tokens in written]
         return [
-            _outcome(lab, cache, dict(zip(self.measures, own, strict=True)))
+            outcome(lab, cache, dict(zip(self.measures, own, strict=True)))
             for cache, *own in zip(known, scores[: len(known)], scores[len(known) :], strict=True)
         ]
 
 
-def _ends(lab: Lab) -> list[int]:
+def ends(lab: Lab) -> list[int]:
+    """The tokens that end an answer."""
     own = lab.model.generation_config.eos_token_id
     return [lab.tokenizer.eos_token_id, *([own] if isinstance(own, int) else own or [])]
 
@@ -224,7 +249,7 @@ class Loss:
         """See the class."""
         losses = losses_of_each(lab.model, item, started, 1)
         parts = [[float(part.double().mean()) for row in own for part in torch.split(row, self.part)] for own in losses]
-        return [_outcome(lab, cache, {"loss": own}, len(item)) for cache, own in zip(started, parts, strict=True)]
+        return [outcome(lab, cache, {"loss": own}, len(item)) for cache, own in zip(started, parts, strict=True)]
 
 
 @dataclass(frozen=True)
@@ -252,18 +277,14 @@ class Nearness:
 
     def finish(self, lab: Lab, item: Reading, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
         """See the class."""
-        from kvdsl.loading import load
-
-        full: Any = load("full")
         # The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
-        pairs = [self.start(lab, item, lambda: full(lab.model)), *started]
+        pairs = [self.start(lab, item, lambda: full_cache(lab.model)), *started]
         forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
         own, *written = _greedy(lab.model, free, item.logits.expand(len(free), -1), self.new_tokens)
         divergences = torch.zeros(len(forced))
         for token in own:
-            found = feed(lab.model, forced, torch.full((len(forced), 1), token)).log_softmax(-1)
-            divergences += (found[0].exp() * (found[0] - found)).sum(-1) / len(own)
+            divergences += divergence(feed(lab.model, forced, torch.full((len(forced), 1), token))) / len(own)
         return [
-            _outcome(lab, cache, {"kl": [float(divergence)], "same_prefix": [float(same_prefix(text, own))]})
-            for cache, divergence, text in zip(forced[1:], divergences[1:], written, strict=True)
+            outcome(lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))]})
+            for cache, kl, text in zip(forced[1:], divergences[1:], written, strict=True)
         ]

@@ -9,6 +9,7 @@ from typing import Any
 
 from kvdsl.budget import spelled
 from kvdsl.files import write_whole
+from kvdsl_lab.leaderboard.claim import LEVEL, in_words
 from kvdsl_lab.leaderboard.run import Row
 
 UNITS = {"loss": "nats a token", "kl": "nats", "same_prefix": "tokens", "known": "share answered", "later": "share answered"}
@@ -27,6 +28,8 @@ def markdown(result: Mapping[str, Any]) -> str:
         "where a policy is worse. A policy's place is 1 + how many others of its budget are better by a paired test (signs flipped at "
         "random, 2.5 %): who shares a place cannot be told apart.",
     ]
+    if result["claim"] is not None:
+        lines += ["", *_claim(**result["claim"])]
     for one in result["columns"]:
         lines += ["", f"## {one['name']}", "", _explained(one), "", *_table(one["rows"])]
     if result["refused"]:
@@ -36,6 +39,25 @@ def markdown(result: Mapping[str, Any]) -> str:
             for row in result["refused"]
         ]
     return "\n".join(lines) + "\n"
+
+
+def _claim(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What is claimed, in a line for every column and budget, and every comparison."""
+    lines = [
+        f"## Is `{policy}` better?",
+        "",
+        f"*surely*: of all {len(comparisons)} comparisons together none would look as good in {1 - LEVEL:.1%} of draws if all differences "
+        "were chance (signs of items flipped at random, the largest of the comparisons: Westfall and Young).",
+        "",
+        *(f"- {line}" for line in in_words(policy, comparisons)),
+        "",
+        "| | budget | beside | better by | p |",
+        "|---|---|---|---|---|",
+    ]
+    for one in comparisons:
+        told = _with_interval(*one["better"])
+        lines.append(f"| {one['column']} | {_budget(one['budget'])} | `{one['rival']}` | {told} | {one['p']:.2g} |")
+    return lines
 
 
 def _explained(one: Mapping[str, Any]) -> str:

@@ -22,7 +22,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from kvdsl.budget import is_rate
+from kvdsl.compiler import analyse
 from kvdsl.errors import KvdslError
+from kvdsl.explain.facts import facts
+from kvdsl.shipped import find_policy
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
@@ -44,6 +48,7 @@ class Plan:
         policies: names of shipped policies, or files.
         rates, tokens: budgets of prompts, and of tasks that decode.
         backend: what runs the policies.
+        same_bytes: whether a policy with state gets so much less of a budget that it takes no more bytes than one without.
     """
 
     model: str | None
@@ -55,6 +60,7 @@ class Plan:
     rates: tuple[float, ...]
     tokens: tuple[float, ...]
     backend: str
+    same_bytes: bool = False
 
     def budgets(self, task: Task) -> tuple[float, ...]:
         """Those of a task."""
@@ -80,13 +86,27 @@ class Bench:
         """Every policy with every budget of the task."""
         return list(self.policies.pairs(self.plan.budgets(task)))
 
+    def given(self, policy: str, budget: float | None) -> float | None:
+        """The budget that a policy gets where the plan says this one."""
+        if budget is None or not self.plan.same_bytes:
+            return budget
+        share = budget * self._share(policy)
+        return share if is_rate(budget) else max(1, int(share))
+
+    def _share(self, policy: str) -> float:
+        """What a slot without state takes of a slot of the policy's."""
+        config, dtype = self.lab.model.config, str(self.lab.model.dtype).removeprefix("torch.")
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        found = facts(analyse(find_policy(policy)).policy, head_dim, dtype)
+        return 1 - found.state_bytes / found.bytes_per_token
+
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         """An item under these policies."""
         task, started = TASKS[name], {}
         item = task.kind.prepare(self.lab, name, number)
         found: dict[Pair, Row] = {}
         for policy, budget in pairs:
-            make_cache = partial(self.policies.make, policy, self.lab.model, budget)
+            make_cache = partial(self.policies.make, policy, self.lab.model, self.given(policy, budget))
             try:
                 started[policy, budget] = task.kind.start(self.lab, item, make_cache)
             except KvdslError as error:

@@ -8,6 +8,7 @@ from functools import partial
 
 from kvdsl.errors import KvdslError
 from kvdsl_lab.leaderboard import ruler
+from kvdsl_lab.leaderboard.chat import Chat
 from kvdsl_lab.leaderboard.facts import fact
 from kvdsl_lab.leaderboard.kinds import Kind, Loss, Nearness, Questions
 from kvdsl_lab.leaderboard.questions import Question
@@ -39,6 +40,7 @@ TASKS = {
     for task in (
         Task("books", "a book's tokens, fed one by one", Loss(), while_decoding=True),
         Task("nearness", "the full cache's distribution and text", Nearness()),
+        Task("chat", "replies in a conversation about a book, under a budget of tokens", Chat(), while_decoding=True),
         Task("fact", "a code hidden in a book", Questions(partial(fact, among=1))),
         Task("facts", "one of eight codes hidden in a book", Questions(partial(fact, among=8))),
         *(Task(name, f"RULER's {name}", Questions(_whatever_the_item(make))) for name, make in ruler.TASKS.items()),
