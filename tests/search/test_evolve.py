@@ -11,7 +11,7 @@ import pytest
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
-from kvdsl_lab.search.evolve import Evolution, Found
+from kvdsl_lab.search.evolve import NICHE, Evolution, Found
 from kvdsl_lab.search.moves import numbers
 from kvdsl_lab.search.report import in_words
 from kvdsl_lab.search.run import seeds
@@ -57,7 +57,27 @@ def test_it_finds_what_its_judge_likes(tmp_path: Path) -> None:
     assert numbers(best.policy)[-1][1] == pytest.approx(0.25, abs=0.1)
     errors = [error for _, error in found.curve]
     assert errors == sorted(errors, reverse=True), "the best is never lost"
-    assert [one.error for one in found.population] == sorted(one.error for one in found.population)
+    assert [one.weighed for one in found.population] == sorted(one.weighed for one in found.population)
+
+
+def test_policies_of_other_bytes_do_not_drive_one_out(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a.sqlite", 300)
+    small = min((one for one in found.population if one.size.state_bytes == 4), key=lambda one: one.weighed)
+    larger = [replace(one, key=f"{number}", size=replace(one.size, state_bytes=8), errors=(number / 1e3, number / 1e3))
+              for number, one in enumerate([found.population[0]] * 9, 1)]  # fmt: skip
+    found._survive(larger)
+    assert small in found.population
+    assert sum(one.size.state_bytes == 8 for one in found.population) == NICHE
+    assert found.population[0].key == "1"
+
+
+def test_of_equal_errors_the_policy_with_fewer_operations_is_ahead(tmp_path: Path) -> None:
+    found, _ = search(tmp_path / "a.sqlite", 3)
+    best = found.population[0]
+    longer = replace(best, key="longer", size=replace(best.size, nodes=best.size.nodes + 20),
+                     errors=tuple(error * 0.99 for error in best.errors))  # fmt: skip
+    shorter = replace(longer, key="shorter", size=replace(best.size, nodes=best.size.nodes + 5))
+    assert shorter.weighed < best.weighed < longer.weighed
 
 
 def test_a_seed_decides_it(tmp_path: Path) -> None:
@@ -105,17 +125,26 @@ def test_the_same_in_other_words_stands_once_however_it_is_rounded(tmp_path: Pat
     assert {"other words", "another"} & {one.key for one in found.population} == {"another"}
 
 
-def test_who_does_what_another_did_does_not_climb(tmp_path: Path) -> None:
-    found, judge = search(tmp_path / "a.sqlite", 60)
+def test_who_climbs(tmp_path: Path) -> None:
+    """Who is not far behind its niche, and does not what another did."""
+    found, judge = search(tmp_path / "a.sqlite", 300)
     with Store(tmp_path / "a.sqlite", FACTS) as store:
         found.store = store
-        one = found.population[0]
-        fresh = replace(one, key="one", errors=(0.5, 0.25))
-        again = replace(one, key="two", errors=(0.5 * (1 + 1e-7), 0.25))
+        size = found.population[0].size.state_bytes
+        niche = [one for one in found.population if one.size.state_bytes == size]
+        assert len(niche) == NICHE
+        last = max(Stub()._errors(one.policy, 0)[0] for one in niche)
+        near, same, far = (
+            replace(niche[0], key=key, errors=(last * factor, 2 * last * factor))
+            for key, factor in (("near", 1.05), ("same", 1.05 * (1 + 1e-7)), ("far", 1.2))
+        )
         before = judge.calls
-        assert len(found._promoted([fresh, again])) == 1
-        assert found._promoted([fresh, again]) == []
-        assert judge.calls == before + 1
+        assert found._climbs(near) == [near]
+        assert found._climbs(near) == found._climbs(same) == found._climbs(far) == []
+        assert found._climbs(replace(niche[0], key="none", errors=(float("inf"), 1.0))) == []
+        found.population = niche[1:]
+        assert found._climbs(far) == [far], "there is room"
+        assert judge.calls == before
 
 
 def test_a_front(tmp_path: Path) -> None:

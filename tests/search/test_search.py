@@ -113,9 +113,11 @@ SEARCH = (
     "--budget",
     "16",
     "--evaluations",
-    "120",
+    "100",
     "--minutes",
     "600",
+    "--texts",
+    "3",
     "--stretches",
     "2",
     "--finalists",
@@ -133,7 +135,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["error"] < best["error"], "better than its seeds by its own measure"
     assert result["best"] == {"policy": "found_1", "file": str(tmp_path / "found_1.kv"), "objective": found["error"]}
     assert result["evaluated"] == result["counts"]["tried"] and len(found["errors"]) == 2, "both tasks"
-    assert result["counts"]["tried"] >= 120
+    assert result["counts"]["tried"] >= 100
     assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
     assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
     page = (tmp_path / "search.md").read_text()
@@ -155,7 +157,7 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("Once upon a time there was a king. " * 30)
     said = run(capsys, "search", "--text", str(tmp_path / "short.txt"), "--budget", "64", "--out", str(tmp_path / "out"))
-    assert said.code == 2 and "too few for 10 stretches of 320 that do not overlap" in said.err
+    assert said.code == 2 and "too few for 22 stretches of 320 that do not overlap" in said.err
     assert not (tmp_path / "out").exists()
 
 

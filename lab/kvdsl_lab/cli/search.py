@@ -47,6 +47,7 @@ PROOF_SHARE = 1 / 3
 @click.option(
     "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
 )
+@click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
 @click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Of unseen text, for the proof.")
 @model_option
 @text_option
@@ -60,8 +61,8 @@ PROOF_SHARE = 1 / 3
 @json_option
 def command(
     budget: str, task: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
-    stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None, seed: int,
-    dtype: str | None, as_json: bool,
+    texts: int, stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None,
+    seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Search for policies: change those that there are, judge, keep the best, again.
 
@@ -93,7 +94,7 @@ def command(
         torch.set_num_threads(threads)
     until = time.monotonic() + 60 * minutes
     bounds = Bounds(state_bytes, operations, trigger=trigger)
-    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches)
+    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches, texts)
     with opened(plan, out, fresh=fresh) as run, status("kvdsl search") as tell:
         run.search(until - 60 * minutes * PROOF_SHARE, evaluations, tell)
         result = {"format_version": FORMAT_VERSION, **run.finish(finalists, until, tell)}

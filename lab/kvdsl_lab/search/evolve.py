@@ -23,16 +23,21 @@ from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, withou
 from kvdsl_lab.search.store import Store
 
 GENERATION = 48
-"""Candidates that are judged on the cheapest rung."""
+"""Candidates that are judged on the cheapest rung, at most."""
 PROMOTED = 8
-"""Of a generation, those that are judged on the next rung; of these, the better half on the one above."""
-POPULATION = 24
-"""Policies that may have children."""
-TUNE_EVERY = 4
+"""Of a generation, those that are judged on the last rung."""
+SLACK = 0.1
+"""Of the cheapest rung's error, by which a candidate may be behind the last of its niche and still climb. Among good policies that rung
+orders no better than chance: it only says who is not worth a closer look."""
+NICHE = 6
+"""Policies of the same bytes of state that may have children."""
+OPERATION = 0.001
+"""Of its error, that a policy has to be better by for every operation more."""
+TUNE_EVERY = 8
 """Generations between two in which a policy's numbers are tuned."""
 SPARED = 0.002
 """Of its error, for which a finalist may become simpler."""
-TUNED_FOR, TUNED_AT_ONCE, TUNE_STEP = 6, 8, 0.4
+TUNED_FOR, TUNED_AT_ONCE, TUNE_STEP = 4, 8, 0.4
 """Generations of CMA-ES, how many candidates each has, and its first step, in natural logarithms of the numbers."""
 
 
@@ -70,6 +75,11 @@ class Found:
         return math.exp(float(np.mean([math.log(max(error, 1e-12)) for error in self.errors])))
 
     @property
+    def weighed(self) -> float:
+        """The error, and a little for every operation: what decides between policies of the same bytes."""
+        return self.error * (1 + OPERATION * self.size.nodes)
+
+    @property
     def rounded(self) -> tuple[str, ...]:
         """The errors to five digits: other words for a policy, and other policies beside it, change what lies behind these."""
         return tuple(f"{error:.5g}" for error in self.errors)
@@ -88,7 +98,7 @@ class Evolution:
         most: judgements on the cheapest rung after which it ends; None: no bound.
         tick: told after every generation.
         seeds: by name, judged on the last rung.
-        population: the best, the best first, judged on the last rung.
+        population: the best of every number of bytes of state, the best first, judged on the last rung.
         curve: after each generation how many policies were judged by then, and the best error.
     """
 
@@ -114,8 +124,8 @@ class Evolution:
         """
         admitted = {name: self._admitted(policy, f"seed {name}", ()) for name, policy in seeds}
         named = {name: one for name, one in admitted.items() if one is not None}
-        for rung in (0, len(self.judge.rungs) - 1):
-            judged = self._all_judged(list(named.values()), rung, always=True)
+        self._climbed |= {one.rounded for one in self._all_judged(list(named.values()), 0, always=True)}
+        judged = self._all_judged(list(named.values()), self._last, always=True)
         self.seeds = {name: one for name, one in zip(named, judged, strict=True) if math.isfinite(one.error)}
         self._survive(list(self.seeds.values()))
         try:
@@ -155,7 +165,7 @@ class Evolution:
     def _simplest(self, one: Found) -> Found:
         """The policy without every part that can be left out at next to no cost."""
         for policy in without_parts(one.policy).values():
-            simpler = self.judged(policy, "simplified", [one.key], len(self.judge.rungs) - 1)
+            simpler = self.judged(policy, "simplified", [one.key], self._last)
             if simpler is not None and simpler.error <= one.error * (1 + SPARED):
                 return self._simplest(simpler)
         return one
@@ -166,9 +176,10 @@ class Evolution:
         """Children of the population that were judged on the last rung."""
         rng = self._rng("children")
         known = moves.moves(self.bounds)
-        candidates: list[tuple[Policy, str, Size]] = []
+        climbing: list[Found] = []
+        tried = 0
         for _ in range(50 * GENERATION):
-            if len(candidates) == GENERATION:
+            if tried == GENERATION or len(climbing) == PROMOTED:
                 break
             parents = [self._parent(rng), self._parent(rng)]
             name = rng.choice(list(known))
@@ -178,22 +189,24 @@ class Evolution:
             crossed = name in ("statements", "expressions")
             one = self._admitted(child, name, [parent.key for parent in parents[: 1 + crossed]])
             if one is not None:
-                candidates.append(one)
-        return self._promoted([self._judged(one, 0) for one in candidates])
+                tried += 1
+                climbing += self._climbs(self._judged(one, 0))
+        return self._all_judged([(one.policy, one.key, one.size) for one in climbing], self._last)
 
-    def _promoted(self, judged: Sequence[Found]) -> list[Found]:
-        """Of what the cheapest rung has judged, those that climbed to the last one; who does there what another did is left behind."""
-        told = {one.rounded: one for one in sorted(judged, key=lambda one: (one.size.nodes, one.key), reverse=True)}
-        judged = [one for errors, one in told.items() if errors not in self._climbed]
-        for rung in range(1, len(self.judge.rungs)):
-            best = sorted(judged, key=lambda one: (one.error, one.key))[: max(1, PROMOTED >> (rung - 1))]
-            if rung == 1:
-                self._climbed |= {one.rounded for one in best}
-            judged = self._all_judged([(one.policy, one.key, one.size) for one in best], rung)
-        return list(judged)
+    def _climbs(self, one: Found) -> list[Found]:
+        """The candidate, or nothing if the cheapest rung has said enough: it is far behind its niche, or does what another did."""
+        niche = [other for other in self.population if other.size.state_bytes == one.size.state_bytes]
+        if not math.isfinite(one.error) or one.rounded in self._climbed:
+            return []
+        if len(niche) == NICHE:
+            firsts = self._all_judged([(other.policy, other.key, other.size) for other in niche], 0, always=True)
+            if one.error > (1 + SLACK) * max(first.error for first in firsts):
+                return []
+        self._climbed.add(one.rounded)
+        return [one]
 
     def _tuned(self) -> list[Found]:
-        """A policy with better numbers: CMA-ES on the cheapest rung, and the best of what it found on the last one."""
+        """A policy with better numbers, by CMA-ES."""
         from cmaes import CMA
 
         rng = self._rng("numbers")
@@ -202,35 +215,43 @@ class Evolution:
         if len(values) < 2:  # CMA-ES needs two dimensions; the move "number" does for one
             return self._born()
         optimizer = CMA(mean=np.log(values), sigma=TUNE_STEP, seed=rng.randrange(2**31), population_size=TUNED_AT_ONCE)
-        found: dict[str, Found] = {}
+        found: list[Found] = []
         for _ in range(TUNED_FOR):
-            told = []
-            for _ in range(optimizer.population_size):
-                point = optimizer.ask()
-                one = self._admitted(
-                    moves.with_numbers(parent.policy, np.exp(point).tolist()), "tuned", [parent.key], again=True
-                )
-                judged = None if one is None else self._judged(one, 0)
-                told.append((point, 1e3 if judged is None else judged.error))
-                if judged is not None:
-                    found[judged.key] = judged
-            optimizer.tell(told)
-        return self._promoted(list(found.values()))
+            points = [optimizer.ask() for _ in range(optimizer.population_size)]
+            tuned = [moves.with_numbers(parent.policy, np.exp(point).tolist()) for point in points]
+            admitted = [self._admitted(policy, "tuned", [parent.key], again=True) for policy in tuned]
+            judged = {one.key: one for one in self._all_judged([one for one in admitted if one is not None], self._last)}
+            errors = [1e3 if one is None else min(judged[one[1]].error, 1e3) for one in admitted]
+            optimizer.tell(list(zip(points, errors, strict=True)))
+            found += judged.values()
+        return found
 
     def _survive(self, more: Sequence[Found]) -> None:
-        """The best of all; of those with the same errors, which are one policy in other words, the smallest."""
-        every = sorted((*self.population, *more), key=lambda one: (one.error, one.size.nodes, one.key))
-        told = {one.rounded: one for one in reversed(every) if math.isfinite(one.error)}
-        self.population = sorted(told.values(), key=lambda one: (one.error, one.key))[:POPULATION]
+        """The best of every niche; of those with the same errors, which are one policy in other words, the smallest."""
+        every = sorted((*self.population, *more), key=lambda one: (one.weighed, one.key), reverse=True)
+        told = {one.rounded: one for one in every if math.isfinite(one.error)}
+        niches: dict[int, list[Found]] = {}
+        for one in reversed(told.values()):
+            niches.setdefault(one.size.state_bytes, []).append(one)
+        self.population = sorted(
+            (one for niche in niches.values() for one in niche[:NICHE]), key=lambda one: (one.weighed, one.key)
+        )
         self.curve.append((len(self._seen), self.population[0].error))
 
     @property
     def _cases(self) -> list[str]:
         return [str(case) for case in self.judge.cases]
 
+    @property
+    def _last(self) -> int:
+        """The last rung."""
+        return len(self.judge.rungs) - 1
+
     def _parent(self, rng: Random) -> Found:
-        """The best of three that are drawn: good ones have more children."""
-        return self.population[min(rng.randrange(len(self.population)) for _ in range(3))]
+        """The better of two that are drawn from a niche."""
+        state_bytes = rng.choice(sorted({one.size.state_bytes for one in self.population}))
+        niche = [one for one in self.population if one.size.state_bytes == state_bytes]
+        return niche[min(rng.randrange(len(niche)) for _ in range(2))]
 
     def _rng(self, what: str) -> Random:
         digest = hashlib.sha256(f"{self.seed} {self.generation} {what}".encode()).digest()

@@ -25,10 +25,8 @@ from kvdsl_lab.search.store import Store
 
 PROOF_PER_BUDGET = 4
 """How much longer than the largest budget the texts of the proof are, at least."""
-JUDGED = 6
-"""Stretches that are judged on."""
-ROWS = 12
-"""Layers of stretches that are judged on where attention is looked at."""
+RECORDED, ROWS = 6, 12
+"""Texts that are recorded where attention is judged, at most, and how many layers of theirs are looked at."""
 
 Tell = Callable[[str], None]
 Result = dict[str, Any]
@@ -57,6 +55,7 @@ class Plan:
         budgets: tokens, ascending.
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
+        texts: stretches that are judged on. On six, the best of a thousand policies was the best by chance, and on others behind the rest.
     """
 
     model: str | None
@@ -67,6 +66,7 @@ class Plan:
     bounds: Bounds
     seed: int = 0
     stretches: int = 4
+    texts: int = 18
 
     @property
     def tokens(self) -> int:
@@ -81,10 +81,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Material:
-    """A model, and stretches of a text: the first `JUDGED` are judged on, the others prove.
+    """A model, and stretches of a text: the plan's `texts` are judged on, the others prove.
 
     Attributes:
-        ids: int64 [JUDGED + stretches, tokens].
+        ids: int64 [texts + stretches, tokens].
         digest: of the whole text.
     """
 
@@ -104,12 +104,12 @@ class Material:
 
         model, tokenizer = load_model(plan.model, plan.dtype)
         check_length(model, plan.tokens)
-        text, count = all_books() if plan.text is None else read_text(plan.text), JUDGED + plan.stretches
+        text, count = all_books() if plan.text is None else read_text(plan.text), plan.texts + plan.stretches
         tokens = len(encode(tokenizer, text))
         if tokens < plan.tokens * count:
             raise KvdslError(
                 f"the text has {tokens} tokens, too few for {count} stretches of {plan.tokens} that do not overlap; "
-                "give a longer text, a smaller --budget, or fewer --stretches"
+                "give a longer text, a smaller --budget, or fewer --texts or --stretches"
             )
         ids = windows(tokenizer, text, plan.tokens, count)
         return Material(model, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
@@ -117,8 +117,8 @@ class Material:
 
 def _judge(plan: Plan, material: Material) -> Judge:
     """Attention in a few layers, and then what the model makes of it."""
-    ids = material.ids[:JUDGED]
-    attention = Attention(recorded(material.model, ids).part(ROWS))
+    ids = material.ids[: plan.texts]
+    attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)]).part(ROWS))
     return Judge(plan.cases, (attention, NextToken(material.model, ids)))
 
 
@@ -180,7 +180,7 @@ class Run:
             "environment": environment(dtype=dtype, seed=plan.seed), "model": plan.model or "the reference model",
             "text sha256": self._material.digest, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
             "bounds": asdict(plan.bounds), "seed": plan.seed,
-            "tokens": plan.tokens, "stretches": plan.stretches,
+            "tokens": plan.tokens, "stretches": plan.stretches, "texts": plan.texts,
         }  # fmt: skip
 
     def _proven(self, seeded: Mapping[str, Found], named: Mapping[str, Found], until: float, tell: Tell) -> Iterator[Row]:
@@ -190,7 +190,7 @@ class Run:
             write_whole(self._out / f"{name}.kv", report.written(one, number + 1, about))
         ours = [Contestant(name, one.key, self._out / f"{name}.kv", False) for name, one in named.items()]
         theirs = [Contestant(name, f"shipped {name}", name, True) for name in seeded]
-        proof = Proof(self._material.model, self._material.ids[JUDGED:], self._material.digest, self._store)
+        proof = Proof(self._material.model, self._material.ids[self._plan.texts :], self._material.digest, self._store)
         first, others = [*ours[:1], *theirs[:1]], [*theirs[1:], *ours[1:]]
         tell(f"reading unseen text through {' and '.join(one.name for one in first)}")
         proof.measure(first, self._plan.budgets)
@@ -231,8 +231,8 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False) -> Iterator[Run]:
     material = Material.of(plan)
     facts = {
         "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.digest,
-        "stretches": plan.stretches, "tasks": list(plan.tasks), "budgets": list(plan.budgets), "bounds": asdict(plan.bounds),
-        "seed": plan.seed,
+        "stretches": plan.stretches, "texts": plan.texts, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
+        "bounds": asdict(plan.bounds), "seed": plan.seed,
     }  # fmt: skip
     with Store(out / "search.sqlite", facts, fresh=fresh) as store:
         yield Run(plan, material, out, store)
