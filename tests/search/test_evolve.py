@@ -11,11 +11,12 @@ import pytest
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
+from kvdsl_lab.search import history
 from kvdsl_lab.search.evolve import NICHE, Evolution, Found
 from kvdsl_lab.search.moves import numbers
 from kvdsl_lab.search.report import in_words
 from kvdsl_lab.search.run import seeds
-from kvdsl_lab.search.space import Bounds, without_parts
+from kvdsl_lab.search.space import Bounds, Size, without_parts
 from kvdsl_lab.search.store import Store
 
 FACTS = {"model": "stub", "seed": 0}
@@ -158,6 +159,28 @@ def test_a_front(tmp_path: Path) -> None:
     for one in front:
         assert not any(all(a <= b for a, b in zip(costs(other), costs(one), strict=True)) and costs(other) != costs(one)
                        for other in found.population)  # fmt: skip
+
+
+def test_what_the_database_tells_of_moves_and_steps(tmp_path: Path) -> None:
+    with Store(tmp_path / "a", FACTS) as store:
+        for key, move, parents, size, errors in (
+            ("a", "seed h2o", [], Size(4, 3), (0.1, 0.4)),
+            ("b", "node", ["a"], Size(4, 3), (0.2, 0.3)),
+            ("c", "statements", ["a", "b"], Size(4, 3), (0.3, 0.35)),
+            ("d", "statements", ["a", "c"], Size(4, 3), (0.4, 0.2)),
+            ("e", "node", ["a"], Size(4, 3), (0.5, None)),
+            ("f", "node", ["a"], None, (None, None)),
+        ):
+            store.add(key, "", move, parents, size)
+            for rung, error in enumerate(errors):
+                if error is not None:
+                    store.judge(key, rung, ["text 16", "prompt 16"], [error / 2, error * 2], 0.0)
+        assert history.moves(store, 1) == [
+            {"move": "node", "tried": 3, "admitted": 2, "climbed": 1, "better": 1},
+            {"move": "statements", "tried": 2, "admitted": 2, "climbed": 2, "better": 1},
+        ]
+        step = history.cheap_step(store, 1)
+        assert step["policies"] == 4 and step["rank_correlation"] == pytest.approx(-0.8)
 
 
 def test_the_file_of_another_search_is_refused(tmp_path: Path) -> None:

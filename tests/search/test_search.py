@@ -113,11 +113,11 @@ SEARCH = (
     "--budget",
     "16",
     "--evaluations",
-    "100",
+    "60",
     "--minutes",
     "600",
     "--texts",
-    "3",
+    "2",
     "--stretches",
     "2",
     "--finalists",
@@ -135,9 +135,10 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert found["error"] < best["error"], "better than its seeds by its own measure"
     assert result["best"] == {"policy": "found_1", "file": str(tmp_path / "found_1.kv"), "objective": found["error"]}
     assert result["evaluated"] == result["counts"]["tried"] and len(found["errors"]) == 2, "both tasks"
-    assert result["counts"]["tried"] >= 100
+    assert result["counts"]["tried"] >= 60
     assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
     assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
+    assert 0 < sum(move["climbed"] for move in result["moves"]) <= result["cheap_step"]["policies"]
     page = (tmp_path / "search.md").read_text()
     assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
 

@@ -6,6 +6,7 @@ judge   how good one is: the error of the attention's output on recorded queries
 store   what is known of every policy, in one SQLite file
 evolve  the search itself, a sequence that a seed decides; what the store knows is not measured again
 proof   finalists and seeds as language models feel them: the loss of unseen text
+history what the store says of the search itself: its moves, its cheap step
 report  finalists as .kv files, and what is to be said of them
 run     all of it on a model: record, search, prove, report
 """

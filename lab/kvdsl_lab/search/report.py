@@ -101,8 +101,33 @@ def page(result: Mapping[str, Any]) -> str:
     if result["ablations"]:
         lines += ["", f"## What {result['finalists'][0]['name']} is without its parts", "", "| | error |", "|---|---|"]
         lines += [f"| {one['what']} | {one['error']:.4f} |" for one in result["ablations"]]
-    lines += ["", *_proven(result)]
+    lines += ["", *_proven(result), *_history(result)]
     return "\n".join(lines) + "\n"
+
+
+def _history(result: Mapping[str, Any]) -> list[str]:
+    """Which moves brought something, and what the cheap step was worth."""
+    lines = [
+        "",
+        "## The moves",
+        "",
+        "*climbed*: was judged by the next token; *better*: than what it was made from, there.",
+        "",
+        "| move | tried | let in | climbed | better |",
+        "|---|---|---|---|---|",
+        *(
+            f"| {one['move']} | {one['tried']} | {one['admitted']} | {one['climbed']} | {one['better']} |"
+            for one in result["moves"]
+        ),
+    ]
+    step = result["cheap_step"]
+    if step["rank_correlation"] is not None and step["rank_correlation_of_the_best"] is not None:
+        lines += [
+            "",
+            f"The attention's output orders the {step['policies']} policies that climbed as the next token does with a rank correlation "
+            f"of {step['rank_correlation']:.2f}; the best {step['best']} of them with {step['rank_correlation_of_the_best']:.2f}.",
+        ]
+    return lines
 
 
 def _proven(result: Mapping[str, Any]) -> list[str]:

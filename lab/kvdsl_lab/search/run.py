@@ -16,7 +16,7 @@ from torch import Tensor
 from kvdsl.errors import KvdslError
 from kvdsl.files import write_whole
 from kvdsl.ir.nodes import Policy
-from kvdsl_lab.search import report
+from kvdsl_lab.search import history, report
 from kvdsl_lab.search.evolve import Evolution, Found
 from kvdsl_lab.search.judge import Attention, Case, Judge, NextToken, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
@@ -162,6 +162,8 @@ class Run:
             "front": [report.told(one) for one in evolution.front()],
             "ablations": ablations, "proof": report.proof_rows(proven),
             "agreement": ordered,
+            "moves": history.moves(self._store, len(self._judge.rungs) - 1),
+            "cheap_step": history.cheap_step(self._store, len(self._judge.rungs) - 1),
         }  # fmt: skip
 
     def _best(self, found: Mapping[str, Found]) -> Result:

@@ -11,6 +11,7 @@ A search that was stopped goes on with the same file: what stands in it is not m
 from __future__ import annotations
 
 import json
+import math
 import sqlite3
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -103,6 +104,22 @@ class Store:
         self._database.execute("begin")
         self._database.executemany("insert or replace into judged values (?, ?, ?, ?, ?)", rows)
         self._database.execute("commit")
+
+    def means(self, rung: int) -> dict[str, float]:
+        """By key the geometric mean of what was found on a rung; without those of which an error is infinite."""
+        found: dict[str, list[float]] = {}
+        for key, error in self._database.execute("select key, error from judged where rung = ?", (rung,)):
+            found.setdefault(key, []).append(error)
+        return {
+            key: math.exp(sum(math.log(max(error, 1e-12)) for error in errors) / len(errors))
+            for key, errors in found.items()
+            if all(map(math.isfinite, errors))
+        }
+
+    def lineage(self) -> list[tuple[str, str, list[str], bool]]:
+        """Of every policy its key, the move that it came from, its parents' keys, and whether it was let in."""
+        rows = self._database.execute("select key, move, parents, state_bytes is not null from policy order by rowid")
+        return [(key, move, parents.split(), bool(admitted)) for key, move, parents, admitted in rows]
 
     # -- proof ---------------------------------------------------------------------------------------------------------
 
