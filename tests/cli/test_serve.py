@@ -69,6 +69,17 @@ def test_what_is_refused(vllm: None, capsys: pytest.CaptureFixture[str], words: 
     assert said in capsys.readouterr().err
 
 
+def test_what_one_layer_alone_makes_impossible_is_refused(
+    vllm: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    policy = tmp_path / "late.kv"
+    policy.write_text(
+        "kv 1\n\npolicy Late {\n  param budget = 64\n  score sum(attn)\n  keep last where(layer == 1, 0.5 * prompt, 8)\n}\n"
+    )
+    assert main(["serve", MODEL, "--policy", str(policy)]) != 0
+    assert "depend on the prompt" in capsys.readouterr().err
+
+
 def test_without_vllm_and_with_another_release(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     for found, said in ((None, "vLLM is not installed here"), ("0.29.1", "this is 0.29.1")):
         monkeypatch.setattr("kvdsl.integrations.vllm.launch.installed", lambda found=found: found)
