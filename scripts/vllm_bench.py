@@ -101,9 +101,12 @@ def main(
 
 def _place(model: str | None) -> str:
     from kvdsl.models import model_folder
+
+    if model is not None:
+        return str(model_folder(model))
     from kvdsl_lab.assets import reference_model_path
 
-    return str(reference_model_path() if model is None else model_folder(model))
+    return str(reference_model_path())
 
 
 @contextmanager
@@ -113,9 +116,10 @@ def _served(name: str, words: list[str]) -> Iterator[Server]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     log = Path(tempfile.mkstemp(prefix=f"vllm-{name}-", suffix=".log")[1])
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}  # it outdoes our bytes
     command = [*VLLM, "serve", *words, "--served-model-name", "served", "--port", str(port)]
     with log.open("w") as out:
-        process = subprocess.Popen(command, stdout=out, stderr=out, env=os.environ | {"VLLM_LOGGING_LEVEL": "WARNING"})
+        process = subprocess.Popen(command, stdout=out, stderr=out, env=environment | {"VLLM_LOGGING_LEVEL": "WARNING"})
     try:
         server = Server(name, f"http://127.0.0.1:{port}")
         _wait(server, process, log)

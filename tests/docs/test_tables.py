@@ -122,6 +122,22 @@ def test_figures_are_those_that_were_measured() -> None:
         assert shown == [found[name.strip("`"), task, budget] for task, budget in cells]
 
 
+def test_the_servers_figures_are_those_that_were_measured() -> None:
+    shown = rows("docs/howto/serving.md", "Measure your own")
+    found = []
+    for file, cache in (("vllm_bench_64.json", "64 MiB"), ("vllm_bench_1024.json", "1 GiB")):
+        full: dict[int, float] = {}
+        for row in sorted(measured(file), key=lambda row: (-row["prompt"], row["contestant"] != "full")):
+            speed, first = row["output_throughput"], row["median_ttft_ms"] / 1000
+            is_full, whole = row["contestant"] == "full", full.setdefault(row["prompt"], speed)
+            found.append([
+                cache, f"{row['prompt']:,} / {row['new']}", "full attention" if is_full else f"`{row['contestant']}`", f"{speed:.0f}",
+                "" if is_full else f"{speed / whole:.2f}", f"{first:.{0 if first >= 10 else 1}f}",
+                f"{row['median_tpot_ms']:.0f}", f"{row['at_once']:.0f}", f"{row['preemptions']:.0f}",
+            ])  # fmt: skip
+    assert shown == found
+
+
 def measured(file: str) -> list[dict[str, Any]]:
     """The rows of a result of `kvdsl eval`."""
     found: list[dict[str, Any]] = json.loads(read(f"benchmarks/results/cpu/{file}"))["rows"]
