@@ -55,7 +55,7 @@ class Plan:
         budgets: tokens, ascending.
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
-        texts: stretches that are judged on. On six, the best of a thousand policies was the best by chance, and on others behind the rest.
+        texts: stretches that are judged on. On six it was chance who was the best of a thousand policies (docs/howto/search.md).
     """
 
     model: str | None
