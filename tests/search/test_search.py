@@ -10,7 +10,9 @@ import torch
 from kvdsl.compiler import compile_file
 from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
 from kvdsl_lab.search.proof import agreement
-from kvdsl_lab.search.run import seeds
+from kvdsl_lab.search.run import Material, Plan, judge_of, seeds
+from kvdsl_lab.search.space import Bounds
+from kvdsl_lab.search.workers import Workers
 from tests.cli.harness import run
 
 
@@ -153,6 +155,21 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert (tmp_path / "search.png").stat().st_size > 1000
     refused = run(capsys, *SEARCH, "--seed", "1", "--out", str(tmp_path))
     assert refused.code == 2 and "is of another search: seed was 0" in refused.err
+
+
+@pytest.mark.slow
+def test_several_processes_judge_as_one_does(tmp_path: Path) -> None:
+    plan = Plan(None, None, None, (16,), ("text",), Bounds(), stretches=1, texts=2)
+    policies = list(seeds().values())[:3]
+    judge = judge_of(plan, Material.of(plan))
+    with Workers(judge, plan, 2) as workers:
+        begun = workers.processor_time()
+        for rung in (0, 1):
+            alone = judge.errors(policies, rung)
+            found = workers.errors(policies, rung)
+            assert found == [pytest.approx(errors, rel=1e-4) for errors in alone]
+        assert workers.errors(policies[:1], 0) == [pytest.approx(judge.errors(policies[:1], 0)[0], rel=1e-4)]
+        assert workers.processor_time() > begun
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -56,13 +56,15 @@ PROOF_SHARE = 1 / 3
 @click.option("--fresh", is_flag=True, help="Forget what was found before.")
 @click.option("--no-plots", is_flag=True, help="No picture; needs no matplotlib.")
 @click.option("--threads", type=click.IntRange(1), help="CPU threads [default: torch's own].")
+@click.option("--workers", type=click.IntRange(1), default=1, show_default=True,
+              help="Processes that judge; of several, each has a thread and a model of its own.")  # fmt: skip
 @click.option("--seed", type=int, default=0, show_default=True, help="Of the search.")
 @dtype_option
 @json_option
 def command(
     budget: str, task: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
     texts: int, stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None,
-    seed: int, dtype: str | None, as_json: bool,
+    workers: int, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Search for policies: change those that there are, judge, keep the best, again.
 
@@ -95,7 +97,7 @@ def command(
     until = time.monotonic() + 60 * minutes
     bounds = Bounds(state_bytes, operations, trigger=trigger)
     plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches, texts)
-    with opened(plan, out, fresh=fresh) as run, status("kvdsl search") as tell:
+    with opened(plan, out, fresh=fresh, workers=workers) as run, status("kvdsl search") as tell:
         run.search(until - 60 * minutes * PROOF_SHARE, evaluations, tell)
         result = {"format_version": FORMAT_VERSION, **run.finish(finalists, until, tell)}
     report.save(result, out, drawn=not no_plots)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from random import Random
 from typing import Protocol
 
@@ -25,7 +26,7 @@ from kvdsl_lab.search.store import Store
 GENERATION = 48
 """Candidates that are judged on the cheapest rung, at most."""
 PROMOTED = 8
-"""Of a generation, those that are judged on the last rung."""
+"""Of a generation, those that are judged on the last rung, at least; so many candidates are judged together."""
 SLACK = 0.1
 """Of the cheapest rung's error, by which a candidate may be behind the last of its niche and still climb. Among good policies that rung
 orders no better than chance: it only says who is not worth a closer look."""
@@ -54,6 +55,9 @@ class Judges(Protocol):
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """Of every policy the error in each case."""
+
+    def processor_time(self) -> float:
+        """Seconds that it has had of processors, up to a constant."""
 
 
 @dataclass(frozen=True)
@@ -174,13 +178,19 @@ class Evolution:
 
     def _born(self) -> list[Found]:
         """Children of the population that were judged on the last rung."""
-        rng = self._rng("children")
-        known = moves.moves(self.bounds)
-        climbing: list[Found] = []
-        tried = 0
-        for _ in range(50 * GENERATION):
-            if tried == GENERATION or len(climbing) == PROMOTED:
+        children, climbing = self._children(self._rng("children")), list[Found]()
+        for _ in range(GENERATION // PROMOTED):
+            climbing += [
+                one for judged in self._all_judged(list(islice(children, PROMOTED)), 0) for one in self._climbs(judged)
+            ]
+            if len(climbing) >= PROMOTED:
                 break
+        return self._all_judged([(one.policy, one.key, one.size) for one in climbing], self._last)
+
+    def _children(self, rng: Random) -> Iterator[tuple[Policy, str, Size]]:
+        """Policies that were not had yet, until hardly any comes."""
+        known = moves.moves(self.bounds)
+        for _ in range(50 * GENERATION):
             parents = [self._parent(rng), self._parent(rng)]
             name = rng.choice(list(known))
             child = known[name](rng, [one.policy for one in parents])
@@ -189,9 +199,7 @@ class Evolution:
             crossed = name in ("statements", "expressions")
             one = self._admitted(child, name, [parent.key for parent in parents[: 1 + crossed]])
             if one is not None:
-                tried += 1
-                climbing += self._climbs(self._judged(one, 0))
-        return self._all_judged([(one.policy, one.key, one.size) for one in climbing], self._last)
+                yield one
 
     def _climbs(self, one: Found) -> list[Found]:
         """The candidate, or nothing if the cheapest rung has said enough: it is far behind its niche, or does what another did."""
@@ -287,9 +295,9 @@ class Evolution:
         if todo:
             if not always and self.until is not None and time.monotonic() >= self.until:
                 raise _OutOfTime
-            begun = time.process_time()  # what others take of the machine, or a pause, is none of the search's work
+            begun = self.judge.processor_time()  # what others take of the machine, or a pause, is none of the search's work
             found = self.judge.errors(list(todo.values()), rung)
-            seconds = (time.process_time() - begun) / len(todo)
+            seconds = (self.judge.processor_time() - begun) / len(todo)
             for name, errors in zip(todo, found, strict=True):
                 self.store.judge(name, rung, self._cases, errors, seconds)
                 known[name] = errors

@@ -9,6 +9,7 @@ distribution of the next token is from the full cache's. What is asked on all of
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -226,6 +227,10 @@ class Judge:
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """Of every policy the error in each case, 0 (that of the full cache) upwards; see `Rung.errors`."""
         return list(map(list, zip(*(self.rungs[rung].errors(policies, case) for case in self.cases), strict=True)))
+
+    def processor_time(self) -> float:
+        """Seconds that this process has had."""
+        return time.process_time()
 
 
 def _finite(error: Callable[[], float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -22,6 +22,7 @@ from kvdsl_lab.search.judge import Attention, Case, Judge, NextToken, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
 from kvdsl_lab.search.space import Bounds, seed_of, without_parts
 from kvdsl_lab.search.store import Store
+from kvdsl_lab.search.workers import Workers
 
 PROOF_PER_BUDGET = 4
 """How much longer than the largest budget the texts of the proof are, at least."""
@@ -115,7 +116,7 @@ class Material:
         return Material(model, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
-def _judge(plan: Plan, material: Material) -> Judge:
+def judge_of(plan: Plan, material: Material) -> Judge:
     """Attention in a few layers, and then what the model makes of it."""
     ids = material.ids[: plan.texts]
     attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)]).part(ROWS))
@@ -125,10 +126,9 @@ def _judge(plan: Plan, material: Material) -> Judge:
 class Run:
     """One search in a folder."""
 
-    def __init__(self, plan: Plan, material: Material, out: Path, store: Store) -> None:
-        self._plan, self._material, self._out, self._store = plan, material, out, store
+    def __init__(self, plan: Plan, material: Material, out: Path, store: Store, judge: Judge | Workers) -> None:
+        self._plan, self._material, self._out, self._store, self._judge = plan, material, out, store, judge
         self._begun = time.monotonic()
-        self._judge = _judge(plan, material)
         self._evolution = Evolution(self._judge, store, plan.bounds, plan.seed)
 
     def search(self, until: float | None, most: int | None = None, tell: Tell = lambda text: None) -> None:
@@ -224,8 +224,11 @@ class Run:
 
 
 @contextmanager
-def opened(plan: Plan, out: Path, *, fresh: bool = False) -> Iterator[Run]:
+def opened(plan: Plan, out: Path, *, fresh: bool = False, workers: int = 1) -> Iterator[Run]:
     """A search in a folder, ready to begin or to go on.
+
+    Args:
+        workers: processes that judge; 1 is this one.
 
     Raises:
         KvdslError: as `Material.of`, or if the folder has another search.
@@ -236,5 +239,8 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False) -> Iterator[Run]:
         "stretches": plan.stretches, "texts": plan.texts, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
         "bounds": asdict(plan.bounds), "seed": plan.seed,
     }  # fmt: skip
-    with Store(out / "search.sqlite", facts, fresh=fresh) as store:
-        yield Run(plan, material, out, store)
+    with ExitStack() as there:
+        store = there.enter_context(Store(out / "search.sqlite", facts, fresh=fresh))
+        judge = judge_of(plan, material)
+        several = judge if workers == 1 else there.enter_context(Workers(judge, plan, workers))
+        yield Run(plan, material, out, store, several)
