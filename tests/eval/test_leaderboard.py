@@ -17,8 +17,8 @@ from kvdsl.errors import KvdslError
 from kvdsl_lab.assets import book_text
 from kvdsl_lab.cli.leaderboard import command
 from kvdsl_lab.eval.abreast import feed
-from kvdsl_lab.leaderboard import chat, claim, facts, haystacks, kinds, ruler, run, summary, tasks
-from kvdsl_lab.leaderboard.questions import Question, lay_out
+from kvdsl_lab.leaderboard import chat, claim, facts, haystacks, kinds, report, ruler, run, summary, tasks
+from kvdsl_lab.leaderboard.questions import Question, lay_out, template
 
 BOOK = haystacks.sentences(book_text()[:60_000])
 
@@ -194,15 +194,16 @@ def test_a_turn_is_the_template_around_it(tokenizer: Any) -> None:
         def apply_chat_template(self, said: Any, **_: Any) -> str:
             return "".join(f"<{one['role']}>{one['content']}</>" for one in said) + "<assistant>"
 
-    assert chat._template(Talking()) == ("<user>", "</><user>", "</><assistant>")
-    assert chat._template(tokenizer) == ("", "\n\n", "\n")
+    roles = ("user", "assistant", "user")
+    assert template(Talking(), *roles) == ["<user>", "</><assistant>", "</><user>", "</><assistant>"]
+    assert template(tokenizer, *roles) == ["", "\n", "\n\n", "\n"]
 
 
 def test_at_the_same_bytes_state_costs_tokens(bench: run.Bench) -> None:
     config = bench.lab.model.config
     slot = 2 * 4 * config.hidden_size // config.num_attention_heads + 4
     assert bench.given("h2o", 48) == 48
-    bench.plan = replace(bench.plan, same_bytes=True)
+    bench.plan = replace(bench.plan, same_bytes=True, policies=(*bench.plan.policies, "streaming_llm"))
     assert bench.given("full", None) is None
     assert bench.given("h2o", 48) == int(48 * slot / (slot + 4))
     assert bench.given("h2o", 0.5) == pytest.approx(0.5 * slot / (slot + 4))
@@ -277,9 +278,9 @@ def test_a_claim_is_borne_out_where_the_difference_is_real() -> None:
     assert {rival for rival, one in told.items() if one["sure"]} == {"worse"}
     assert told["worse"]["better"] == pytest.approx([0.15, 0.11, 0.19], abs=0.03)
     assert told["ahead"]["better"][2] < 0 and told["ahead"]["p"] > 0.9
-    assert claim.in_words("ours", found) == [
-        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; the best other, `ahead`: "
-        f"{told['ahead']['better'][0]:+.3g} ({told['ahead']['better'][1]:+.3g} to {told['ahead']['better'][2]:+.3g})"
+    assert report.claimed("ours", found) == [
+        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; better than the best other, `ahead`, by "
+        f"{told['ahead']['better'][0]:.3g} ({told['ahead']['better'][1]:.3g} to {told['ahead']['better'][2]:.3g})"
     ]  # fmt: skip
 
 

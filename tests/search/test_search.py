@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from kvdsl.compiler import compile_file
+from kvdsl.errors import KvdslError
 from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
 from kvdsl_lab.search.proof import agreement
 from kvdsl_lab.search.run import Material, Plan, judge_of, seeds
@@ -158,11 +159,12 @@ def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.slow
-def test_several_processes_judge_as_one_does(tmp_path: Path) -> None:
+def test_several_processes_judge_as_one_does() -> None:
     plan = Plan(None, None, None, (16,), ("text",), Bounds(), stretches=1, texts=2)
     policies = list(seeds().values())[:3]
     judge = judge_of(plan, Material.of(plan))
-    with Workers(judge, plan, 2) as workers:
+    with Workers(plan, 2) as workers:
+        assert (workers.cases, workers.rungs) == (judge.cases, judge.rungs)
         begun = workers.processor_time()
         for rung in (0, 1):
             alone = judge.errors(policies, rung)
@@ -170,6 +172,10 @@ def test_several_processes_judge_as_one_does(tmp_path: Path) -> None:
             assert found == [pytest.approx(errors, rel=1e-4) for errors in alone]
         assert workers.errors(policies[:1], 0) == [pytest.approx(judge.errors(policies[:1], 0)[0], rel=1e-4)]
         assert workers.processor_time() > begun
+        for process in workers._pool._processes.values():
+            process.kill()
+        with pytest.raises(KvdslError, match="a process that judges has ended"):
+            workers.errors(policies, 0)
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

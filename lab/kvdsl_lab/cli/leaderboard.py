@@ -129,7 +129,7 @@ def command(
 
 def _show(result: dict[str, Any], out: Path) -> None:
     from kvdsl_lab.cli.measuring import show
-    from kvdsl_lab.leaderboard.claim import in_words
+    from kvdsl_lab.leaderboard.report import claimed
 
     for one in result["columns"]:
         if one["name"].startswith(("books", "nearness: kl", "chat", "questions")) or len(result["columns"]) < 5:
@@ -137,5 +137,5 @@ def _show(result: dict[str, Any], out: Path) -> None:
             kept = ("place", "policy", "budget", "mean", "low", "high", "bytes", "note")
             show([{key: row[key] for key in kept} for row in one["rows"]])
     if result["claim"] is not None:
-        click.echo("\n".join(["", *in_words(**result["claim"]), ""]))
+        click.echo("\n".join(["", *claimed(**result["claim"]), ""]))
     click.echo(f"tables, figures and measurements: {out}")

@@ -9,9 +9,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvdsl.generation.models import encode, first_token
+from kvdsl.generation.models import encode
 from kvdsl_lab.eval.abreast import feed
 from kvdsl_lab.leaderboard.kinds import Lab, MakeCache, Outcome, Values, divergence, ends, full_cache, outcome
+from kvdsl_lab.leaderboard.questions import begun, template
 
 REQUESTS = (
     "What happens in this passage?", "Who is in it, and what do they want?", "Say that in one sentence.", "How does it sound?",
@@ -39,14 +40,14 @@ class Chat:
         """What the user says in every turn, up to where the model goes on: int64 [1, tokens] each, so many that the text has its length."""
         rng = lab.rng(task, number)
         requests = rng.permutation(REQUESTS)
-        opening, between, closing = _template(lab.tokenizer)
+        opening, _, between, closing = template(lab.tokenizer, "user", "assistant", "user")
         at, turns, told = int(rng.integers(0, max(1, len(lab.ids) - lab.length))), list[Tensor](), 0
         while told < lab.length:
             passage = lab.tokenizer.decode(lab.ids[at : at + self.passage])
             at += self.passage
-            said = f"{between if turns else opening}{passage}\n\n{requests[len(turns) % len(requests)]}{closing}"
-            start = [] if turns or lab.tokenizer.chat_template is not None else first_token(lab.tokenizer)
-            turns.append(torch.tensor([start + encode(lab.tokenizer, said)]))
+            said = f"{passage}\n\n{requests[len(turns) % len(requests)]}{closing}"
+            ids = encode(lab.tokenizer, between + said) if turns else begun(lab.tokenizer, opening + said)
+            turns.append(torch.tensor([ids]))
             told += turns[-1].shape[1] + self.reply
         return turns
 
@@ -64,22 +65,11 @@ class Chat:
 
     def _turn(self, lab: Lab, caches: Sequence[Any], said: Tensor) -> Tensor:
         """Feed a turn and its reply to all: the mean divergence of each from the first, [caches]."""
-        logits, found = feed(lab.model, caches, said.expand(len(caches), -1)), []
+        logits, found, end = feed(lab.model, caches, said.expand(len(caches), -1)), [], ends(lab)
         for _ in range(self.reply):
             found.append(divergence(logits))
             token = int(logits[0].argmax())
-            if token in ends(lab):
+            if token in end:
                 break
             logits = feed(lab.model, caches, torch.full((len(caches), 1), token))
         return torch.stack(found).mean(0)
-
-
-def _template(tokenizer: Any) -> tuple[str, str, str]:
-    """What stands before the first thing that a user says, between a reply and the next, and before every reply."""
-    if tokenizer.chat_template is None:
-        return "", "\n\n", "\n"
-    mark = "\x00"
-    chat = [{"role": role, "content": mark} for role in ("user", "assistant", "user")]
-    laid_out = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False)
-    opening, _, between, closing = laid_out.split(mark)
-    return opening, between, closing

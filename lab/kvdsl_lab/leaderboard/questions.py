@@ -42,13 +42,21 @@ def lay_out(tokenizer: Any, question: Question) -> tuple[list[int], list[int]]:
 
     Both parts are made into tokens by themselves: the text's are the same whether the question stands behind it or comes later.
     """
-    if tokenizer.chat_template is None:
-        before, after = "", "\n"
-        start = first_token(tokenizer)
-    else:
-        mark = "\x00"
-        chat = [{"role": "user", "content": mark}]
-        before, after = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split(mark)
-        start = []
+    before, after = template(tokenizer, "user")
     asked = f"\n\n{question.question}{after}{question.opening}"
-    return start + encode(tokenizer, before + question.text), encode(tokenizer, asked)
+    return begun(tokenizer, before + question.text), encode(tokenizer, asked)
+
+
+def template(tokenizer: Any, *roles: str) -> list[str]:
+    """What stands around the messages of a chat, before the first, between two, and behind the last, where the model goes on."""
+    if tokenizer.chat_template is None:
+        return ["", *("\n" if role == "user" else "\n\n" for role in roles)]
+    mark = "\x00"
+    chat = [{"role": role, "content": mark} for role in roles]
+    parts: list[str] = tokenizer.apply_chat_template(chat, add_generation_prompt=True, tokenize=False).split(mark)
+    return parts
+
+
+def begun(tokenizer: Any, text: str) -> list[int]:
+    """The tokens of the beginning of a chat; a template has its own first token in it."""
+    return ([] if tokenizer.chat_template is not None else first_token(tokenizer)) + encode(tokenizer, text)

@@ -9,7 +9,7 @@ from typing import Any
 
 from kvdsl.budget import spelled
 from kvdsl.files import write_whole
-from kvdsl_lab.leaderboard.claim import LEVEL, in_words
+from kvdsl_lab.leaderboard.claim import LEVEL
 from kvdsl_lab.leaderboard.run import Row
 
 UNITS = {"loss": "nats a token", "kl": "nats", "same_prefix": "tokens", "known": "share answered", "later": "share answered"}
@@ -49,7 +49,7 @@ def _claim(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
         f"*surely*: of all {len(comparisons)} comparisons together none would look as good in {1 - LEVEL:.1%} of draws if all differences "
         "were chance (signs of items flipped at random, the largest of the comparisons: Westfall and Young).",
         "",
-        *(f"- {line}" for line in in_words(policy, comparisons)),
+        *(f"- {line}" for line in claimed(policy, comparisons)),
         "",
         "| | budget | beside | better by | p |",
         "|---|---|---|---|---|",
@@ -57,6 +57,22 @@ def _claim(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
     for one in comparisons:
         told = _with_interval(*one["better"])
         lines.append(f"| {one['column']} | {_budget(one['budget'])} | `{one['rival']}` | {told} | {one['p']:.2g} |")
+    return lines
+
+
+def claimed(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What came of a claim, a line for every column and budget: surely better than how many, and who is ahead."""
+    lines = []
+    for column, budget in dict.fromkeys((one["column"], one["budget"]) for one in comparisons):
+        own = [one for one in comparisons if (one["column"], one["budget"]) == (column, budget)]
+        ahead = [one["rival"] for one in own if one["better"][0] < 0]
+        best = min(own, key=lambda one: float(one["better"][0]))
+        at = "" if budget is None else f", budget {spelled(budget)}"
+        lines.append(
+            f"{column}{at}: `{policy}` is surely better than {sum(one['sure'] for one in own)} of {len(own)}"
+            + (f"; behind {', '.join(ahead)}" if ahead else "")
+            + f"; better than the best other, `{best['rival']}`, by {_with_interval(*best['better'])}"
+        )
     return lines
 
 

@@ -18,7 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from kvdsl.budget import is_rate
 from kvdsl.compiler import analyse
 from kvdsl.errors import KvdslError
 from kvdsl.explain.facts import facts
+from kvdsl.runtime.hf.versions import text_config
 from kvdsl.shipped import find_policy
 from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
@@ -90,15 +91,16 @@ class Bench:
         """The budget that a policy gets where the plan says this one."""
         if budget is None or not self.plan.same_bytes:
             return budget
-        share = budget * self._share(policy)
-        return share if is_rate(budget) else max(1, int(share))
+        whole, state = self._slots[policy]
+        return budget * (whole - state) / whole if is_rate(budget) else max(1, int(budget) * (whole - state) // whole)
 
-    def _share(self, policy: str) -> float:
-        """What a slot without state takes of a slot of the policy's."""
-        config, dtype = self.lab.model.config, str(self.lab.model.dtype).removeprefix("torch.")
+    @cached_property
+    def _slots(self) -> dict[str, tuple[int, int]]:
+        """By policy, what a slot takes and its state of that, in bytes."""
+        config, dtype = text_config(self.lab.model), str(self.lab.model.dtype).removeprefix("torch.")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-        found = facts(analyse(find_policy(policy)).policy, head_dim, dtype)
-        return 1 - found.state_bytes / found.bytes_per_token
+        told = {name: facts(analyse(find_policy(name)).policy, head_dim, dtype) for name in self.plan.policies}
+        return {name: (one.bytes_per_token, one.state_bytes) for name, one in told.items()}
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         """An item under these policies."""

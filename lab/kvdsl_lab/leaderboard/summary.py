@@ -91,25 +91,28 @@ def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
     found = []
     for pair, own in column.scores.items():
         policy, budget = pair
-        enough = sum(len(x) for x in own) >= LEAST_ITEMS
         row: Row = {"column": column.name, "policy": policy, "budget": budget, "items": sum(len(x) for x in own),
-                    **dict(zip(("mean", "low", "high"), _interval(_mean(own), drawn[pair], enough), strict=True))}  # fmt: skip
+                    **dict(zip(("mean", "low", "high"), interval(own, drawn[pair]), strict=True))}  # fmt: skip
         if full is not None and pair != full:
-            lost = sign * (_mean(column.scores[full]) - _mean(own))
-            row["behind_full"] = _interval(lost, sign * (drawn[full] - drawn[pair]), enough)
+            lost = [sign * (whole - x) for whole, x in zip(column.scores[full], own, strict=True)]
+            row["behind_full"] = interval(lost, sign * (drawn[full] - drawn[pair]))
         rivals = [other for other in column.scores if other[1] == budget and other != pair and other[0] != REFERENCE]
         row["place"] = 1 + sum(better(signed, other, pair, seed) for other in rivals)
         found.append({**row, **_costs(rows, column, pair)})
     return sorted(found, key=lambda row: (str(row["budget"]), -sign * row["mean"]))
 
 
-def _mean(own: Sequence[_Floats]) -> float:
+def mean_of_tasks(own: Sequence[_Floats]) -> float:
+    """Of the items of every task, [items] each: every task counts alike."""
     return float(np.mean([x.mean() for x in own]))
 
 
-def _interval(mean: float, drawn: _Floats, enough: bool) -> list[float | None]:
-    low, high = np.quantile(drawn, [0.025, 0.975])
-    return [round(mean, 5), round(float(low), 5), round(float(high), 5)] if enough else [round(mean, 5), None, None]
+def interval(own: Sequence[_Floats], drawn: _Floats) -> list[float | None]:
+    """The mean of items, by task, and the ends of the middle 95 % of its draws; None for these of fewer than `LEAST_ITEMS`."""
+    mean = round(mean_of_tasks(own), 5)
+    if sum(len(x) for x in own) < LEAST_ITEMS:
+        return [mean, None, None]
+    return [mean, *(round(float(end), 5) for end in np.quantile(drawn, [0.025, 0.975]))]
 
 
 def _costs(rows: Sequence[Row], column: Column, pair: Pair) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl_lab.search import moves
 from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, without_parts
-from kvdsl_lab.search.store import Store
+from kvdsl_lab.search.store import Store, geometric_mean
 
 GENERATION = 48
 """Candidates that are judged on the cheapest rung, at most."""
@@ -50,8 +50,8 @@ class Judges(Protocol):
         """What is asked, each with a name of its own as a string."""
 
     @property
-    def rungs(self) -> Sequence[object]:
-        """The cheapest first."""
+    def rungs(self) -> Sequence[str]:
+        """What their errors are of, the cheapest first."""
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """Of every policy the error in each case."""
@@ -74,9 +74,14 @@ class Found:
     errors: tuple[float, ...]
 
     @property
+    def known(self) -> tuple[Policy, str, Size]:
+        """Without the errors: what is judged."""
+        return self.policy, self.key, self.size
+
+    @property
     def error(self) -> float:
-        """The geometric mean over the cases: a tenth less counts as much in each."""
-        return math.exp(float(np.mean([math.log(max(error, 1e-12)) for error in self.errors])))
+        """See `geometric_mean`."""
+        return geometric_mean(self.errors)
 
     @property
     def weighed(self) -> float:
@@ -155,7 +160,7 @@ class Evolution:
     def judged(self, policy: Policy, move: str, parents: Sequence[str], rung: int) -> Found | None:
         """One more policy, judged whatever the time; None if it is not let in."""
         one = self._admitted(policy, move, parents, again=True)
-        return None if one is None else self._judged(one, rung, always=True)
+        return None if one is None else self._all_judged([one], rung, always=True)[0]
 
     def finalists(self, count: int) -> list[Found]:
         """The best of each number of bytes of state, the best first, then the next best; no seeds, and without what they do not need."""
@@ -180,12 +185,10 @@ class Evolution:
         """Children of the population that were judged on the last rung."""
         children, climbing = self._children(self._rng("children")), list[Found]()
         for _ in range(GENERATION // PROMOTED):
-            climbing += [
-                one for judged in self._all_judged(list(islice(children, PROMOTED)), 0) for one in self._climbs(judged)
-            ]
+            climbing += [one for one in self._all_judged(list(islice(children, PROMOTED)), 0) if self._climbs(one)]
             if len(climbing) >= PROMOTED:
                 break
-        return self._all_judged([(one.policy, one.key, one.size) for one in climbing], self._last)
+        return self._all_judged([one.known for one in climbing], self._last)
 
     def _children(self, rng: Random) -> Iterator[tuple[Policy, str, Size]]:
         """Policies that were not had yet, until hardly any comes."""
@@ -201,17 +204,17 @@ class Evolution:
             if one is not None:
                 yield one
 
-    def _climbs(self, one: Found) -> list[Found]:
-        """The candidate, or nothing if the cheapest rung has said enough: it is far behind its niche, or does what another did."""
-        niche = [other for other in self.population if other.size.state_bytes == one.size.state_bytes]
+    def _climbs(self, one: Found) -> bool:
+        """Whether the cheapest rung lets a candidate go on, which is noted: it is not far behind its niche, and does what no other did."""
+        niche = self._niche(one.size.state_bytes)
         if not math.isfinite(one.error) or one.rounded in self._climbed:
-            return []
+            return False
         if len(niche) == NICHE:
-            firsts = self._all_judged([(other.policy, other.key, other.size) for other in niche], 0, always=True)
+            firsts = self._all_judged([other.known for other in niche], 0, always=True)
             if one.error > (1 + SLACK) * max(first.error for first in firsts):
-                return []
+                return False
         self._climbed.add(one.rounded)
-        return [one]
+        return True
 
     def _tuned(self) -> list[Found]:
         """A policy with better numbers, by CMA-ES."""
@@ -257,9 +260,12 @@ class Evolution:
 
     def _parent(self, rng: Random) -> Found:
         """The better of two that are drawn from a niche."""
-        state_bytes = rng.choice(sorted({one.size.state_bytes for one in self.population}))
-        niche = [one for one in self.population if one.size.state_bytes == state_bytes]
+        niche = self._niche(rng.choice(sorted({one.size.state_bytes for one in self.population})))
         return niche[min(rng.randrange(len(niche)) for _ in range(2))]
+
+    def _niche(self, state_bytes: int) -> list[Found]:
+        """Those of the population with so many bytes of state, the best first."""
+        return [one for one in self.population if one.size.state_bytes == state_bytes]
 
     def _rng(self, what: str) -> Random:
         digest = hashlib.sha256(f"{self.seed} {self.generation} {what}".encode()).digest()
@@ -284,9 +290,6 @@ class Evolution:
             self.store.add(name, print_policy(policy), move, parents, size)
         self._seen.add(name)
         return None if size is None else (policy, name, size)
-
-    def _judged(self, one: tuple[Policy, str, Size], rung: int, *, always: bool = False) -> Found:
-        return self._all_judged([one], rung, always=always)[0]
 
     def _all_judged(self, many: Sequence[tuple[Policy, str, Size]], rung: int, *, always: bool = False) -> list[Found]:
         """Policies as the rung sees them: those that the store does not know in one go."""

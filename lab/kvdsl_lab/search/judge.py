@@ -218,15 +218,16 @@ class Judge:
 
     Attributes:
         cases: what is asked.
-        rungs: the cheapest first.
+        rungs: what their errors are of, the cheapest first.
     """
 
     def __init__(self, cases: Sequence[Case], rungs: Sequence[Rung]) -> None:
-        self.cases, self.rungs = tuple(cases), tuple(rungs)
+        self.cases, self._rungs = tuple(cases), tuple(rungs)
+        self.rungs = tuple(rung.what for rung in rungs)
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """Of every policy the error in each case, 0 (that of the full cache) upwards; see `Rung.errors`."""
-        return list(map(list, zip(*(self.rungs[rung].errors(policies, case) for case in self.cases), strict=True)))
+        return list(map(list, zip(*(self._rungs[rung].errors(policies, case) for case in self.cases), strict=True)))
 
     def processor_time(self) -> float:
         """Seconds that this process has had."""

@@ -56,7 +56,7 @@ class Plan:
         budgets: tokens, ascending.
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
-        texts: stretches that are judged on. On six it was chance who was the best of a thousand policies (docs/howto/search.md).
+        texts: stretches that are judged on. On six, chance decided which policy was the best (docs/howto/search.md).
     """
 
     model: str | None
@@ -210,7 +210,7 @@ class Run:
         for number, rung in enumerate(self._judge.rungs):
             judged = {name: self._evolution.judged(found[name].policy, "agreement", [], number) for name in losses}
             errors = {name: one.errors[asked] for name, one in judged.items() if one is not None}
-            told.append({"rung": rung.what, "rank_correlation": agreement(errors, losses)})
+            told.append({"rung": rung, "rank_correlation": agreement(errors, losses)})
         return told
 
     def _ablations(self, best: Found) -> list[Result]:
@@ -241,6 +241,5 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False, workers: int = 1) -> I
     }  # fmt: skip
     with ExitStack() as there:
         store = there.enter_context(Store(out / "search.sqlite", facts, fresh=fresh))
-        judge = judge_of(plan, material)
-        several = judge if workers == 1 else there.enter_context(Workers(judge, plan, workers))
-        yield Run(plan, material, out, store, several)
+        judge = judge_of(plan, material) if workers == 1 else there.enter_context(Workers(plan, workers))
+        yield Run(plan, material, out, store, judge)

@@ -4,32 +4,35 @@ from __future__ import annotations
 
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
-from kvdsl_lab.search.judge import Case, Judge, Rung
+from kvdsl_lab.search.judge import Judge
 
 if TYPE_CHECKING:
     from kvdsl_lab.search.run import Plan
 
 
 class Workers:
-    """Judges as `judge.Judge` does, of which it has one in every process; `with Workers(judge, plan, 2) as workers`.
+    """Judges as `judge.Judge` does, of which every process has one; `with Workers(plan, 2) as workers`.
 
     Args:
-        judge: this process's own, which says what the cases and rungs are.
-        plan: what the others make theirs of.
+        plan: what they make theirs of.
     """
 
-    def __init__(self, judge: Judge, plan: Plan, count: int) -> None:
-        self.cases: tuple[Case, ...] = judge.cases
-        self.rungs: tuple[Rung, ...] = judge.rungs
+    def __init__(self, plan: Plan, count: int) -> None:
+        self.cases = plan.cases
         self._count, self._theirs = count, 0.0
         self._pool = ProcessPoolExecutor(
             count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(plan,)
         )
+        with _all_there():
+            self.rungs = self._pool.submit(_rungs).result()
 
     def __enter__(self) -> Workers:
         return self
@@ -39,17 +42,27 @@ class Workers:
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """See `Judge.errors`."""
-        asked = [self._pool.submit(_errors, list(policies[first :: self._count]), rung) for first in range(self._count)]
         found: list[list[float]] = [[] for _ in policies]
-        for first, answer in enumerate(asked):
-            errors, seconds = answer.result()
-            found[first :: self._count] = errors
-            self._theirs += seconds
+        with _all_there():
+            asked = [self._pool.submit(_errors, list(policies[first :: self._count]), rung) for first in range(self._count)]
+            for first, answer in enumerate(asked):
+                found[first :: self._count], seconds = answer.result()
+                self._theirs += seconds
         return found
 
     def processor_time(self) -> float:
         """Seconds that this process and the others have had."""
         return time.process_time() + self._theirs
+
+
+@contextmanager
+def _all_there() -> Iterator[None]:
+    try:
+        yield
+    except BrokenProcessPool as error:
+        raise KvdslError(
+            "a process that judges has ended, perhaps for want of memory: give fewer --workers; the search goes on where it was"
+        ) from error
 
 
 _judge: Judge | None = None
@@ -64,6 +77,11 @@ def _begin(plan: Plan) -> None:
 
     torch.set_num_threads(1)
     _judge = judge_of(plan, Material.of(plan))
+
+
+def _rungs() -> tuple[str, ...]:
+    assert _judge is not None
+    return _judge.rungs
 
 
 def _errors(policies: Sequence[Policy], rung: int) -> tuple[list[list[float]], float]:
