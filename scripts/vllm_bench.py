@@ -116,7 +116,8 @@ def _served(name: str, words: list[str]) -> Iterator[Server]:
         found.bind(("127.0.0.1", 0))
         port = found.getsockname()[1]
     log = Path(tempfile.mkstemp(prefix=f"vllm-{name}-", suffix=".log")[1])
-    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}  # it outdoes our bytes
+    # Left in place, VLLM_CPU_KVCACHE_SPACE outdoes --kv-cache-memory-bytes without a word.
+    environment = {key: value for key, value in os.environ.items() if key != "VLLM_CPU_KVCACHE_SPACE"}
     command = [*VLLM, "serve", *words, "--served-model-name", "served", "--port", str(port)]
     with log.open("w") as out:
         process = subprocess.Popen(command, stdout=out, stderr=out, env=environment | {"VLLM_LOGGING_LEVEL": "WARNING"})
