@@ -73,7 +73,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
         self.scale, self.kv_cache_dtype = float(scale), kv_cache_dtype
-        self._settings, self._layers = plan.layer(sliding_window), plan.layers
+        self._settings, self._layers, self._longest = plan.layer(sliding_window), plan.layers, plan.longest
         settings = self._settings
         self._sinks = sinks
         self._more = (logits_soft_cap or None, sliding_window, sinks)
@@ -84,7 +84,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
         self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
-        self._together = Rows(self._backend) if self._rope is None and isinstance(self._backend, CpuBackend) else None
+        self._together = Rows(self._backend) if isinstance(self._backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
@@ -154,7 +154,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         state.window = call.window
         self._page.adopt(state, block)
         if self._together is not None:
-            self._together.know(number, state, call)
+            self._together.know(number, state, call, self._longest)
 
     def _read(self, prompt: Prompt, call: AttentionCall) -> Tensor:
         """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""

@@ -31,13 +31,16 @@ class Rows:
         self._known: dict[int, tuple[SlotState, Step]] = {}
         """The states are held here, too: a step does not keep their tensors alive."""
 
-    def know(self, number: int, state: SlotState, call: AttentionCall) -> None:
+    def know(self, number: int, state: SlotState, call: AttentionCall, longest: int) -> None:
         """Have this state be the cache of that number.
 
         Args:
             call: what a token of it is like: sizes, dtype, scaling, window and so on; not its values.
+            longest: tokens of the longest text that it may be of.
         """
-        self._known[number] = state, Step(state, call)
+        step = Step(state, call)
+        step.reach(longest)
+        self._known[number] = state, step
 
     def decode(
         self,

@@ -14,7 +14,6 @@ from torch import Tensor
 from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point, strides_of
-from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.blocks import Blocks
 from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.slots import SlotState
@@ -79,14 +78,13 @@ class Step:
         supplied = supplied_of(self._spec, call) if self._spec.supplied else None
         args.supplied = address(supplied)
         if self._rope is not None:
-            self._tell_angles(self._rope)
+            self.reach(max(self._seen) + args.tokens)
         return kernel(ctypes.byref(args), *more)
 
-    def _tell_angles(self, rope: Rope) -> None:
-        """Point to tables for every turn that there may be in the longest row."""
-        length = max(self._seen) + self._args.tokens
-        if self._angles is None or length > self._angles.reach:
-            self._angles = angles(rope, length)
+    def reach(self, length: int) -> None:
+        """Have tables for every turn that there may be in a text of that length, where keys are turned at all."""
+        if self._rope is not None and (self._angles is None or length > self._angles.reach):
+            self._angles = angles(self._rope, length)
             point(self._args, near=self._angles.near, far=self._angles.far)
 
 
