@@ -74,11 +74,11 @@ def test_no_page_has_more_slots_than_the_longest_text() -> None:
 )  # fmt: skip
 def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
-    block, state = torch.zeros(found.bytes, dtype=torch.uint8), settings.state(0, 1)
-    found.adopt(state, block)
+    blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
+    found.adopt(state, blocks[1])
     for seed in (1, 2, 3):
         alone, generator = read(settings, seed)
-        found.fill(state, alone)
+        found.fill(blocks, torch.tensor([1]), [state], alone)
         tokens = generator.get_state()
         expected = answers(settings, alone, generator)
         generator.set_state(tokens)

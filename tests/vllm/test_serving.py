@@ -20,9 +20,9 @@ from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
 import kvdsl
 from kvdsl.assets import load_reference_model
-from kvdsl.integrations.vllm.attention import SHORT, PolicyAttention, gathered
-from kvdsl.integrations.vllm.backend import Prompt
+from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.ledger import Ledger
+from kvdsl.integrations.vllm.step import SHORT, Batch, Prompt, batches
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl_lab.assets import reference_model_path
 
@@ -189,13 +189,13 @@ def test_short_prompts_are_read_in_one_pass(served: tuple[str, LLM], monkeypatch
     rng = np.random.default_rng(1)
     texts = [rng.integers(10, 4000, size=length).tolist() for length in (3, 60, 64, 100, 128, 250)]
     together: list[int] = []
-    read = PolicyAttention._read_together
+    read = PolicyAttention._read
 
-    def noted(self: PolicyAttention, prompts: Any, *rest: Any) -> Any:
-        together.append(len(prompts))
-        return read(self, prompts, *rest)
+    def noted(self: PolicyAttention, batch: Batch, *rest: Any) -> Any:
+        together.append(len(batch.prompts))
+        return read(self, batch, *rest)
 
-    monkeypatch.setattr(PolicyAttention, "_read_together", noted)
+    monkeypatch.setattr(PolicyAttention, "_read", noted)
     answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], wanted(), use_tqdm=False))
     assert check(policy, texts, answers, kept_in_pages(llm)) > 0
     assert together.count(3) == LAYERS
@@ -211,8 +211,18 @@ def test_which_prompts_are_read_together() -> None:
     short = [prompt(1), prompt(64)]
     longer = [prompt(65), prompt(128)]
     rest = [prompt(5, begins=False), prompt(6, ends=False), prompt(SHORT + 1), prompt(SHORT + 2)]
-    found = gathered([short[0], longer[0], *rest, short[1], longer[1], prompt(SHORT)])
-    assert found == [short, longer, *([one] for one in rest), [prompt(SHORT)]]
+    found = batches([short[0], longer[0], *rest, short[1], longer[1], prompt(SHORT)])
+    assert [batch.prompts for batch in found] == [short, longer, *([one] for one in rest), [prompt(SHORT)]]
+
+
+def test_a_batch_takes_the_tokens_of_its_prompts_and_gives_them_back() -> None:
+    step = torch.arange(1, 13).view(12, 1)
+    for batch in batches([Prompt(1, 4, 7, True, True), Prompt(6, 8, 5, True, True), Prompt(9, 12, 6, False, True)]):
+        got = torch.zeros_like(step)
+        batch.into_step(batch.of_step(step), got)
+        where = [row for prompt in batch.prompts for row in range(prompt.first, prompt.last)]
+        assert got.flatten().nonzero().flatten().tolist() == where
+        assert torch.equal(got[where], step[where])
 
 
 def test_a_page_shows_nothing_of_whom_it_was_before(served: tuple[str, LLM]) -> None:

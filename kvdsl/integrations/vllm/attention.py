@@ -4,12 +4,10 @@ decoded tokens in one call of C++.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
@@ -27,24 +25,7 @@ from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.backend import Decoded, Prompt, Step
-
-
-SHORT = 256
-"""Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
-
-_LEAST = 64
-"""Prompts up to this are read together, whatever their lengths."""
-
-
-def gathered(prompts: list[Prompt]) -> list[list[Prompt]]:
-    """Prompts that are read in one call: short ones that come whole, which padding makes less than twice as long; each other one alone."""
-    found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
-    for number, prompt in enumerate(prompts):
-        tokens = prompt.last - prompt.first
-        together = prompt.begins and prompt.ends and tokens <= SHORT
-        found[(0, (max(_LEAST, tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
-    return list(found.values())
+    from kvdsl.integrations.vllm.step import Batch, Decoded, Step
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -99,18 +80,12 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
-        for prompt in attn_metadata.prompts:
+        blocks = kv_cache.view(len(kv_cache), -1).view(torch.uint8)
+        for prompt in attn_metadata.prompts():
             if prompt.page not in self.states:
-                block = self._block(kv_cache, prompt.page)
-                self._know(extract_layer_index(layer.layer_name), block, prompt.page, query, key, value)
-        for prompts in gathered(attn_metadata.prompts):
-            rows = [slice(prompt.first, prompt.last) for prompt in prompts]
-            calls = [self._call(query[part], key[part], value[part]) for part in rows]
-            if len(prompts) == 1:
-                output[rows[0]] = self._read(prompts[0], calls[0])
-                continue
-            for part, out in zip(rows, self._read_together(prompts, calls), strict=True):
-                output[part] = out
+                self._know(extract_layer_index(layer.layer_name), blocks, prompt.page, query, key, value)
+        for batch in attn_metadata.batches:
+            self._read(batch, query, key, value, output, blocks)
         for number, steps in attn_metadata.rejected:
             self._logs[number].take_back(self.states[number], steps)
         for place, decoded in enumerate(attn_metadata.decoded):
@@ -133,51 +108,37 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self._together.decode(decoded.pages, decoded.rows, query, key, value, output, self._sinks)
             return
         for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
-            part = slice(row, row + 1)
-            found = self._backend.decode(self.states[number], self._call(query[part], key[part], value[part]))
-            output[part] = found[0].view(1, self.num_heads, -1)
+            token = (x[None, row : row + 1] for x in (query, key, value))
+            output[row] = self._backend.decode(self.states[number], self._call(*token))[0, 0]
 
-    def _call(self, query: Tensor, key: Tensor, value: Tensor) -> AttentionCall:
-        query, key, value = (x.transpose(0, 1).unsqueeze(0) for x in (query, key, value))
-        return AttentionCall(query, key, value, None, self.scale, *self._more, self._rope)
-
-    def _block(self, kv_cache: Tensor, number: int) -> Tensor:
-        return kv_cache[number].view(-1).view(torch.uint8)[: self._page.bytes]
+    def _call(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None) -> AttentionCall:
+        """Of vectors [requests, tokens, heads, dim]."""
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        return AttentionCall(query, key, value, real, self.scale, *self._more, self._rope)
 
     def _state(self, layer: int) -> SlotState:
         return self._settings.state(layer, self._layers, self._head_offset)
 
-    def _know(self, layer: int, block: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
+    def _know(self, layer: int, blocks: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
         """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
-        call = self._call(query[:1], key[:1], value[:1])
+        call = self._call(query[None, :1], key[None, :1], value[None, :1])
         state = self.states[number] = self._state(layer)
         state.window = call.window
-        self._page.adopt(state, block)
+        self._page.adopt(state, blocks[number])
         if self._together is not None:
             self._together.know(number, state, call, self._longest)
 
-    def _read(self, prompt: Prompt, call: AttentionCall) -> Tensor:
-        """A prompt, or a part: a state of its own reads it, whose tensors move into the page in the end."""
-        if prompt.begins:  # whoever had the page before has gone, maybe amid its prompt
-            self.reading[prompt.page] = self._state(self.states[prompt.page].layer)
-        state = self.reading[prompt.page]
-        out = self._backend.prefill(state, call._replace(goes_on=not prompt.ends))
-        if prompt.ends:
-            self._page.fill(self.states[prompt.page], self.reading.pop(prompt.page))
-        return out[0].view(call.query.shape[2], self.num_heads, -1)
-
-    def _read_together(self, prompts: list[Prompt], calls: list[AttentionCall]) -> list[Tensor]:
-        """Whole prompts, as rows of one padded batch."""
-        lengths = torch.tensor([call.query.shape[2] for call in calls])
-        most = int(lengths.max())
-        query, key, value = (
-            torch.cat([pad(x, (0, 0, 0, most - x.shape[2])) for x in several])
-            for several in zip(*(call[:3] for call in calls), strict=True)
-        )
-        real = torch.arange(most) < lengths[:, None]
-        state = self._state(self.states[prompts[0].page].layer)
-        out = self._backend.prefill(state, calls[0]._replace(query=query, key=key, value=value, real=real))
-        for row, prompt in enumerate(prompts):
+    def _read(self, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor, blocks: Tensor) -> None:
+        """Prompts, or a part of one: a state of their own reads them, whose tensors move into the pages in the end."""
+        states = [self.states[prompt.page] for prompt in batch.prompts]
+        first = batch.prompts[0]
+        state = self._state(states[0].layer) if first.begins else self.reading[first.page]
+        for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
-            self._page.fill(self.states[prompt.page], state, row)
-        return [one[:length].view(length, self.num_heads, -1) for one, length in zip(out, lengths.tolist(), strict=True)]
+        call = self._call(*map(batch.of_step, (query, key, value)), batch.real)
+        out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
+        batch.into_step(out, output)
+        if first.ends:
+            self._page.fill(blocks, batch.pages, states, state)
+        else:
+            self.reading[first.page] = state

@@ -1,13 +1,12 @@
-"""The classes by which vLLM knows kvdsl's attention: what a layer's cache is, and what a step's requests are."""
+"""The classes by which vLLM knows kvdsl's attention: what a layer's cache is, and who sorts a step's requests."""
 
 from __future__ import annotations
 
 from collections import defaultdict
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
@@ -19,60 +18,7 @@ from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """A request's prompt in a step, or a part of it.
-
-    Attributes:
-        first, last: its rows in the step's tokens, from `first` to before `last`.
-        page: the block that will hold what the policy keeps.
-        begins, ends: whether the part is the first, and the last.
-    """
-
-    first: int
-    last: int
-    page: int
-    begins: bool
-    ends: bool
-
-
-@dataclass(frozen=True)
-class Decoded:
-    """A token each of some requests, behind their prompts.
-
-    Attributes:
-        pages: theirs, no two the same; int64 [requests].
-        rows: where in the step's tokens these are; int64 [requests].
-    """
-
-    pages: Tensor
-    rows: Tensor
-
-    @classmethod
-    def of(cls, found: list[tuple[int, int]]) -> Decoded:
-        """From pairs of a page and a row."""
-        table = torch.tensor(found, dtype=torch.int64).view(-1, 2)
-        return cls(table[:, 0].contiguous(), table[:, 1].contiguous())
-
-
-@dataclass(frozen=True)
-class Step:
-    """What a step's requests are.
-
-    Attributes:
-        prompts: those whose prompts are being read.
-        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM guesses more, or has it
-            read once more what it was answered before it lost its page.
-        rejected: pages, and how many of the last tokens that they have read were wrong guesses.
-        evictions: counts who has left, once all layers have attended.
-    """
-
-    prompts: list[Prompt]
-    decoded: list[Decoded]
-    rejected: list[tuple[int, int]]
-    evictions: Evictions
+from kvdsl.integrations.vllm.step import Decoded, Prompt, Step, batches
 
 
 class PolicyBackend(AttentionBackend):  # type: ignore[misc]
@@ -163,4 +109,4 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
                 prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row))
-        return Step(prompts, [Decoded.of(found) for found in decoded.values()], rejected, self._evictions)
+        return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions)

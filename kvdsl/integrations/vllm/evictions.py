@@ -15,7 +15,7 @@ from kvdsl.integrations.vllm.ledger import Ledger, Sizes
 from kvdsl.integrations.vllm.page import Page
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.backend import Step
+    from kvdsl.integrations.vllm.step import Step
 
 _SOURCE = Path(__file__).with_name("evictions.cpp")
 
@@ -71,10 +71,10 @@ class Evictions:
         if len(self._counted) != blocks:
             self._counted = torch.zeros(blocks, dtype=torch.int64)
             self._ledger.sizes = Sizes(sum(_stride(cache) for cache, _ in self._done), blocks, self.layers)
-        for prompt in step.prompts:
+        for prompt in step.prompts():
             if prompt.begins:
                 self._counted[prompt.page] = 0
-        ended = {prompt.page for prompt in step.prompts if prompt.ends}
+        ended = {prompt.page for prompt in step.prompts() if prompt.ends}
         pages = torch.tensor(list(ended.union(*(decoded.pages.tolist() for decoded in step.decoded))), dtype=torch.int64)
         left = torch.zeros_like(pages)
         for page in {id(page): page for _, page in self._done if page is not None}.values():

@@ -40,10 +40,10 @@ class Page:
     ring_sizes: tuple[int, ...]
     bytes: int
 
-    def views(self, block: Tensor) -> dict[str, Tensor]:
-        """The tensors in a block, uint8 [bytes], by name."""
+    def views(self, blocks: Tensor) -> dict[str, Tensor]:
+        """The tensors in blocks, uint8 [..., at least `bytes`], by name: [..., a tensor's shape]."""
         return {
-            name: block[at : at + math.prod(shape) * dtype.itemsize].view(dtype).view(shape)
+            name: blocks[..., at : at + math.prod(shape) * dtype.itemsize].view(dtype).unflatten(-1, shape)
             for name, (at, shape, dtype) in self.parts.items()
         }
 
@@ -58,35 +58,38 @@ class Page:
             even=True,
         )
 
-    def fill(self, own: SlotState, state: SlotState, row: int = 0) -> None:
-        """Copy what a prompt has left in a row of a state.
+    def fill(self, blocks: Tensor, numbers: Tensor, states: list[SlotState], left: SlotState) -> None:
+        """Copy what prompts have left, the rows of a state, each into its block.
 
-        Every byte that a kernel reads is written, and what was kept beside the block is forgotten: nothing of the request that had the
-        block before can be seen.
+        Every byte that a kernel reads is written, and what was kept beside the blocks is forgotten: nothing of the requests that had
+        the blocks before can be seen.
 
         Args:
-            own: whose tensors are those in the block.
+            blocks: uint8 [blocks, at least `bytes`], a layer's.
+            numbers: int64 [rows], the blocks that the rows go to.
+            states: whose tensors are those in these blocks.
 
         Raises:
-            KvdslError: if a prompt has left more than the page holds.
+            KvdslError: if a prompt has left more than a page holds.
         """
-        if state.filled > self.slots:
-            raise KvdslError(f"{state.spec.name} has kept {state.filled} tokens of a prompt, and a page holds {self.slots}")
-        views, left = own.tensors(), state.tensors()
+        if left.filled > self.slots:
+            raise KvdslError(f"{left.spec.name} has kept {left.filled} tokens of a prompt, and a page holds {self.slots}")
+        views, found = self.views(blocks), left.tensors()
         for name in self.parts.keys() - copies.NAMES:
-            view, tensor, declared = views[name], left[name], state.declared[name]
+            view, tensor, declared = views[name], found[name].unsqueeze(0), left.declared[name]
             slots = declared.slots
-            if declared.batch is not None:
-                tensor = tensor.narrow(declared.batch, row, 1)
+            if declared.batch is not None:  # a row goes to where its block has its only one
+                tensor = tensor.transpose(0, declared.batch + 1)
             if slots is None:
-                view.copy_(tensor)
+                view[numbers] = tensor
                 continue
-            held = min(state.slots, self.slots)  # those who stayed lie in front
-            view.narrow(slots, 0, held).copy_(tensor.narrow(slots, 0, held))
-            view.narrow(slots, held, self.slots - held).fill_(FREE if name in ("position", "rank") else 0)
-        own.evicts, own.selects = state.evicts, state.selects
-        copies.forget(own)
-        copies.forget_halves(own)
+            held = min(left.slots, self.slots)  # those who stayed lie in front
+            view.narrow(slots + 1, 0, held)[numbers] = tensor.narrow(slots + 1, 0, held)
+            view.narrow(slots + 1, held, self.slots - held)[numbers] = FREE if name in ("position", "rank") else 0
+        for state in states:
+            state.evicts, state.selects = left.evicts, left.selects
+            copies.forget(state)
+            copies.forget_halves(state)
 
 
 @lru_cache

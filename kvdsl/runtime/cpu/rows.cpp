@@ -3,15 +3,16 @@
 
 using kvdsl::DecodeArgs;
 
-// caches [any]: what the kernel is told of each cache. which, token [count]: a request's cache, and its token among the vectors
+// caches [any]: what the kernel is told of each cache. number, token [count]: a request's cache, and its token among the vectors
 // below, whose strides count bytes from token to token. sinks: see DecodeArgs.
-extern "C" int kvdsl_decode_rows(int (*decode)(const DecodeArgs*), const DecodeArgs* const* caches, const int64_t* token, int count,
+extern "C" int kvdsl_decode_rows(int (*decode)(const DecodeArgs*), const DecodeArgs* const* caches, const int64_t* number,
+                                 const int64_t* token, int count,
                                  const char* query, const char* key, const char* value, char* out, const float* sinks,
                                  int64_t query_stride, int64_t key_stride, int64_t value_stride, int64_t out_stride, int threads) {
   int status = kvdsl::ok;
 #pragma omp parallel for schedule(dynamic, 1) num_threads(threads) reduction(| : status) if (threads > 1)
   for (int i = 0; i < count; ++i) {
-    DecodeArgs args = *caches[i];
+    DecodeArgs args = *caches[number[i]];
     args.query = query + token[i] * query_stride;
     args.key = key + token[i] * key_stride;
     args.value = value + token[i] * value_stride;

@@ -30,6 +30,8 @@ class Rows:
         self._function = _library().kvdsl_decode_rows
         self._known: dict[int, tuple[SlotState, Step]] = {}
         """The states are held here, too: a step does not keep their tensors alive."""
+        self._addresses = torch.zeros(0, dtype=torch.int64)
+        """By number: where the step's arguments lie."""
 
     def know(self, number: int, state: SlotState, call: AttentionCall, longest: int) -> None:
         """Have this state be the cache of that number.
@@ -41,6 +43,10 @@ class Rows:
         step = Step(state, call)
         step.reach(longest)
         self._known[number] = state, step
+        if number >= len(self._addresses):
+            more = self._addresses.new_zeros(1 + 2 * number - len(self._addresses))
+            self._addresses = torch.cat([self._addresses, more])
+        self._addresses[number] = step.address
 
     def decode(
         self,
@@ -55,8 +61,8 @@ class Rows:
         """One token of each of these caches.
 
         Args:
-            numbers: int64 [requests], the caches.
-            tokens: int64 [requests], where in the others their tokens are.
+            numbers: int64 [requests], contiguous, the caches: known ones, for the kernel gets bare addresses.
+            tokens: int64 [requests], contiguous, where in the others their tokens are.
             query, key, value: [tokens, heads, dim], a token's heads one after the other.
             out: gets the attention, [tokens, query_heads, value_dim].
             sinks: [query_heads], see `AttentionCall`.
@@ -64,12 +70,13 @@ class Rows:
         vectors = (query, key, value, out)
         if any(x.stride(2) != 1 or x.stride(1) != x.shape[2] for x in vectors):
             raise ValueError("a token's heads must lie one after the other")
-        told = [self._known[number][1].address for number in numbers.tolist()]
-        caches = (ctypes.c_void_p * len(told))(*told)
         sinks = None if sinks is None else sinks.float().contiguous()
+        caches, which, where, *tokens_of = (
+            ctypes.c_void_p(x.data_ptr()) for x in (self._addresses, numbers, tokens, *vectors)
+        )
         check(self._function(
-            self._kernel, caches, ctypes.c_void_p(tokens.data_ptr()), len(told), *(ctypes.c_void_p(x.data_ptr()) for x in vectors),
-            ctypes.c_void_p(address(sinks)), *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
+            self._kernel, caches, which, where, len(numbers), *tokens_of, ctypes.c_void_p(address(sinks)),
+            *(ctypes.c_int64(x.stride(0) * x.element_size()) for x in vectors), torch.get_num_threads(),
         ))  # fmt: skip
 
 

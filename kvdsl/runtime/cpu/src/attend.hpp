@@ -28,12 +28,15 @@ struct Next {
   const void* row[block / rows_at_once];
 };
 
-// Those that many bytes ahead: of slots in one piece the bytes themselves, else as many slots.
-inline void find_next(const Layout& layout, int from, int slots, Next& next) {
+// Those that many bytes ahead. Of slots in one piece, what is behind the last that is held is the next head's first; of blocks, as many
+// slots further.
+inline void find_next(const Layout& layout, int from, int slots, int end, Next& next) {
   const int far = layout.table ? static_cast<int>(ahead / layout.row_bytes) : 0;
+  const int64_t held = end * layout.row_bytes, free = (slots - end) * layout.row_bytes;
   for (int i = 0; i < block / rows_at_once; ++i) {
     const int slot = from + i * rows_at_once + far;
-    next.row[i] = layout.table ? layout.row(slot < slots ? slot : slots - 1) : layout.base + slot * layout.row_bytes + ahead;
+    const int64_t at = slot * layout.row_bytes + ahead;
+    next.row[i] = layout.table ? layout.row(slot < end ? slot : end - 1) : layout.base + at + (at < held ? 0 : free);
   }
 }
 
@@ -107,8 +110,9 @@ template <class Body>
 inline void for_heads(int group, Body&& body) {
   int g = 0;
   for (; g + 4 <= group; g += 4) body(g, std::integral_constant<int, 4>{});
-  if (g + 2 <= group) body(g, std::integral_constant<int, 2>{}), g += 2;
-  if (g < group) body(g, std::integral_constant<int, 1>{});
+  if (group - g == 3) body(g, std::integral_constant<int, 3>{});
+  if (group - g == 2) body(g, std::integral_constant<int, 2>{});
+  if (group - g == 1) body(g, std::integral_constant<int, 1>{});
 }
 
 template <class T>

@@ -101,14 +101,6 @@ void add_lanes(const X* weights, int group, const X* values, int64_t stride, int
   }
 }
 
-// As many of the group's heads at a time as there are registers for. Calls body(first head, number of heads as a constant).
-template <class Body>
-void for_lanes(int group, Body&& body) {
-  const int rest = group % 4 == 3 ? 3 : 0;
-  for_heads(group - rest, body);
-  if (rest) body(group - rest, std::integral_constant<int, 3>{});
-}
-
 // Lane j of every run of 2 `Half` lanes: from the runs' first halves, b's behind a's, or from their second ones.
 template <int Half, bool Second, std::size_t... Lane>
 inline Bits swapped(Bits a, Bits b, std::index_sequence<Lane...>) {

@@ -137,7 +137,7 @@ class Round {
   [[gnu::noinline]] void dot_tiles(const X* queries, int dims, float* scores) const {
     const int64_t lanes = int64_t{args_.group} * width;
     for (int from = 0; from < slots_; from += slot_tile) {
-      for_lanes(args_.group, [&](int g, auto heads) {
+      for_heads(args_.group, [&](int g, auto heads) {
         constexpr int count = slots_at_once<heads()>;
         for (int s = from; s < from + slot_tile; s += count) {
           const X* keys[count];
@@ -167,7 +167,7 @@ class Round {
 
   template <class X>
   [[gnu::noinline]] void add_tiles(const X* weights, const X* values, int slots, float* out) const {
-    for_lanes(args_.group, [&](int g, auto heads) {
+    for_heads(args_.group, [&](int g, auto heads) {
       constexpr int count = values_at_once<heads()>;
       for (int64_t v = 0; v < value_stride_; v += count) {
         add_lanes<heads(), count>(weights + g * width, args_.group, values + v, value_stride_, slots,

@@ -195,12 +195,20 @@ inline void fold_all(Floats* v) {
   }
 }
 
-// totals[i] = sum(v[i]) for a power of two of vectors, which it uses up.
+// The largest power of two that is at most n, and at most a vector's width.
+constexpr int folded_at_once(int n) {
+  int count = 1;
+  while (2 * count <= n && 2 * count <= width) count *= 2;
+  return count;
+}
+
+// totals[i] = sum(v[i]) for vectors, which it uses up.
 template <int Count>
 inline void sums(Floats* v, float* totals) {
-  if constexpr (Count > width) {
-    sums<Count / 2>(v, totals);
-    sums<Count / 2>(v + Count / 2, totals + Count / 2);
+  constexpr int first = folded_at_once(Count);
+  if constexpr (Count > first) {
+    sums<first>(v, totals);
+    sums<Count - first>(v + first, totals + first);
   } else {
     fold_all<width, Count>(v);
     for (int i = 0; i < Count; ++i) totals[i] = v[0][i * (width / Count)];

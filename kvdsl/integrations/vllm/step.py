@@ -1,0 +1,133 @@
+"""What the requests of a step of vLLM are: prompts, or parts of them, and tokens behind prompts."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from kvdsl.integrations.vllm.evictions import Evictions
+
+SHORT = 256
+"""Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
+
+_LEAST = 64
+"""Prompts up to this are read together, whatever their lengths."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A request's prompt in a step, or a part of it.
+
+    Attributes:
+        first, last: its rows in the step's tokens, from `first` to before `last`.
+        page: the block that will hold what the policy keeps.
+        begins, ends: whether the part is the first, and the last.
+    """
+
+    first: int
+    last: int
+    page: int
+    begins: bool
+    ends: bool
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.last - self.first
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Prompts that are read in one call: several short ones that come whole, or one.
+
+    Attributes:
+        prompts: the batch's rows.
+        pages: theirs, int64 [prompts].
+        tokens: where in the step's tokens theirs are, and for padding the first's; int64 [prompts, tokens of the longest].
+        real: bool like `tokens`, False for padding; None where no token is.
+    """
+
+    prompts: list[Prompt]
+    pages: Tensor
+    tokens: Tensor
+    real: Tensor | None
+
+    @classmethod
+    def of(cls, prompts: list[Prompt]) -> Batch:
+        """Of these prompts."""
+        first, count = torch.tensor([(prompt.first, prompt.tokens) for prompt in prompts]).T[..., None]
+        place = torch.arange(int(count.max()))
+        real = place < count
+        pages = torch.tensor([prompt.page for prompt in prompts])
+        return cls(prompts, pages, first + place * real, None if bool(real.all()) else real)
+
+    def of_step(self, x: Tensor) -> Tensor:
+        """The prompts' tokens, [prompts, tokens, ...], of a step's, [tokens, ...]; one prompt's as they lie there."""
+        if len(self.prompts) == 1:
+            return x[self.prompts[0].first : self.prompts[0].last].unsqueeze(0)
+        return x[self.tokens]
+
+    def into_step(self, x: Tensor, step: Tensor) -> None:
+        """Write the prompts' tokens to where they are among a step's."""
+        if len(self.prompts) == 1:
+            step[self.prompts[0].first : self.prompts[0].last] = x[0]
+        elif self.real is None:
+            step[self.tokens] = x
+        else:
+            step[self.tokens[self.real]] = x[self.real]
+
+
+def batches(prompts: list[Prompt]) -> list[Batch]:
+    """How prompts are read: together those that are short and come whole, as far as padding makes them less than twice as long."""
+    found: dict[tuple[int, int], list[Prompt]] = defaultdict(list)
+    for number, prompt in enumerate(prompts):
+        together = prompt.begins and prompt.ends and prompt.tokens <= SHORT
+        found[(0, (max(_LEAST, prompt.tokens) - 1).bit_length()) if together else (1, number)].append(prompt)
+    return list(map(Batch.of, found.values()))
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """A token each of some requests, behind their prompts.
+
+    Attributes:
+        pages: theirs, no two the same; int64 [requests].
+        rows: where in the step's tokens these are; int64 [requests].
+    """
+
+    pages: Tensor
+    rows: Tensor
+
+    @classmethod
+    def of(cls, found: list[tuple[int, int]]) -> Decoded:
+        """From pairs of a page and a row."""
+        table = torch.tensor(found, dtype=torch.int64).view(-1, 2)
+        return cls(table[:, 0].contiguous(), table[:, 1].contiguous())
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a step's requests are.
+
+    Attributes:
+        batches: those whose prompts are being read.
+        decoded: first tokens behind prompts, then those behind these, and so on. A request has one but where vLLM guesses more, or has it
+            read once more what it was answered before it lost its page.
+        rejected: pages, and how many of the last tokens that they have read were wrong guesses.
+        evictions: counts who has left, once all layers have attended.
+    """
+
+    batches: list[Batch]
+    decoded: list[Decoded]
+    rejected: list[tuple[int, int]]
+    evictions: Evictions
+
+    def prompts(self) -> Iterator[Prompt]:
+        """Those of all batches."""
+        return (prompt for batch in self.batches for prompt in batch.prompts)
