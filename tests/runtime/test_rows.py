@@ -17,7 +17,8 @@ ROPE = Rope(1.0 / 10_000 ** (torch.arange(16, dtype=torch.float64) / 16), "half"
 
 
 @pytest.mark.parametrize(
-    ("policy", "sinks", "rope"), [("roco", None, None), ("roco", torch.linspace(-1, 1, 6), None), ("streaming_llm", None, ROPE)]
+    ("policy", "sinks", "rope"),
+    [("roco", None, None), ("roco", torch.linspace(-1, 1, 6), None), ("streaming_llm", None, ROPE)],
 )
 def test_many_caches_in_one_call_are_what_each_is_alone(policy: str, sinks: Tensor | None, rope: Rope | None) -> None:
     spec = kvdsl.load(policy).spec
