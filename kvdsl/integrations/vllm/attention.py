@@ -135,7 +135,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         state = self._state(states[0].layer) if first.begins else self.reading[first.page]
         for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
-        call = self._call(*map(batch.of_step, (query, key, value)), batch.real)
+        query, key, value = (batch.of_step(x) for x in (query, key, value))
+        call = self._call(query, key, value, batch.real)
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:
