@@ -13,7 +13,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvdsl.integrations.vllm.evictions import Evictions
 
-SHORT = 256
+SHORT = 1024
 """Tokens of a prompt that is worth reading with others: of a longer one padding costs more than a call does by itself."""
 
 _LEAST = 64
