@@ -99,11 +99,13 @@ class Recorded:
 
 
 def recorded(model: Any, ids: Tensor) -> Recorded:
-    """All layers of texts, int64 [texts, tokens]."""
+    """All layers of texts, int64 [texts, tokens], in float32 whatever the model's dtype: errors are sums of small squares."""
     from kvdsl_lab.eval.recording import record
 
     layers = record(model, ids)
-    query, key, value = (torch.cat([getattr(layer.call, name) for layer in layers]) for name in ("query", "key", "value"))
+    query, key, value = (
+        torch.cat([getattr(layer.call, name) for layer in layers]).float() for name in ("query", "key", "value")
+    )
     call = layers[0].call._replace(query=query, key=key, value=value, rope=None)
     with torch.no_grad():
         return Recorded(call, TorchBackend().prefill(_state(load("full").spec, None), call))
