@@ -28,15 +28,18 @@ struct Next {
   const void* row[block / rows_at_once];
 };
 
-// Those that many bytes ahead. Of slots in one piece, what is behind the last that is held is the next head's first; of blocks, as many
-// slots further.
-inline void find_next(const Layout& layout, int from, int slots, int end, Next& next) {
-  const int far = layout.table ? static_cast<int>(ahead / layout.row_bytes) : 0;
-  const int64_t held = end * layout.row_bytes, free = (slots - end) * layout.row_bytes;
+// Those that many bytes ahead, none of them of the `free` rows behind slot `end`, which nobody reads: what follows is the next head's. In
+// blocks, which lie anywhere, as many slots further, at most the last one.
+inline void find_next(const Layout& layout, int from, int end, int free, Next& next) {
+  const int far = static_cast<int>(ahead / layout.row_bytes);
   for (int i = 0; i < block / rows_at_once; ++i) {
-    const int slot = from + i * rows_at_once + far;
-    const int64_t at = slot * layout.row_bytes + ahead;
-    next.row[i] = layout.table ? layout.row(slot < end ? slot : end - 1) : layout.base + at + (at < held ? 0 : free);
+    const int slot = from + i * rows_at_once;
+    if (layout.table) {
+      next.row[i] = layout.row(slot + far < end ? slot + far : end - 1);
+    } else {
+      const int64_t at = slot * layout.row_bytes + ahead;
+      next.row[i] = layout.base + at + (at < end * layout.row_bytes ? 0 : free * layout.row_bytes);
+    }
   }
 }
 

@@ -316,7 +316,7 @@ class Choice {
         const void* rows[block];
         for (int r = 0; r < block; ++r) rows[r] = key(from + r < args_.slots ? from + r : from);
         Next next;
-        find_next(query_.keys, from, args_.slots, args_.slots, next);
+        find_next(query_.keys, from, args_.slots, 0, next);
         dtype_.dot(work_.query, work_.query_stride, heads, rows, &next, args_.key_dim, scores, block);
       }
       reduce(scores, heads);

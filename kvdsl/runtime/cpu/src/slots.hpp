@@ -21,6 +21,12 @@ inline Supplied supplied_of(const DecodeArgs& args, int row, int head, int t) {
   return {args.supplied ? args.supplied + at : nullptr, int64_t{args.batch} * args.kv_heads * args.tokens};
 }
 
+// Behind the last held slot, of which there is one.
+inline int end_of_held(const int32_t* position, int slots) {
+  while (position[slots - 1] < 0) --slots;
+  return slots;
+}
+
 // The lowest free slot, or INT_MAX; counts the held ones on the way.
 [[gnu::noinline]] inline int find_free_slot(const int32_t* position, int slots, int& held) {
   int live = 0, first = INT_MAX;

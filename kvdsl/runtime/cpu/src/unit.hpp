@@ -61,8 +61,8 @@ class Unit {
                         work_.plain_query + g * args_.key_dim, work_.query + g * work_.query_stride);
       if (args_.near) float32.pack(work_.plain_query + g * args_.key_dim, args_.key_dim, ordered_query(g));
     }
-    for (end_ = args_.slots; position_[end_ - 1] < 0; --end_) {
-    }
+    end_ = end_of_held(position_, args_.slots);
+    free_ = args_.first_rows ? 0 : args_.slots - end_;
     attend_to_all();
     if (steps_.selecting.selects()) begin_choice(slot);
     const int64_t choice = ((int64_t{t} * args_.batch + row_) * args_.kv_heads + head_) * args_.slots;
@@ -405,7 +405,7 @@ class Unit {
       rows.visible[i] = -static_cast<int32_t>(seen);
       any |= seen;
     }
-    find_next(layout, from, args_.slots, end_, rows.next);
+    find_next(layout, from, end_, free_, rows.next);
     rows.any = any != 0;
     return rows;
   }
@@ -440,7 +440,7 @@ class Unit {
       }
     });
     for (int i = end - from; i < block; ++i) rows.row[i] = work_.zeros, rows.visible[i] = 0;
-    find_next(layout, from, args_.slots, end_, rows.next);
+    find_next(layout, from, end_, free_, rows.next);
     rows.any = any != 0;
     return rows;
   }
@@ -519,7 +519,7 @@ class Unit {
   bool copied_ = true;  // what is kept beside the keys holds
   const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
   uint8_t* made_ = nullptr;          // gets what is chosen for the layers above; null: the query attends to it itself
-  int end_ = 0;  // behind the last slot that is held
+  int end_ = 0, free_ = 0;           // behind the last slot that is held, and rows from there to the next head's
   int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;
   int status_ = ok;
 };
