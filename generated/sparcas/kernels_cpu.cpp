@@ -62,7 +62,4 @@ int KVDSL_ENTRY(prefill_bf16)(const kvdsl::DecodeArgs* args, const kvdsl::Prompt
 int KVDSL_ENTRY(prefill_f16)(const kvdsl::DecodeArgs* args, const kvdsl::PromptArgs* prompt) {
   return kvdsl::prefill<kvdsl::f16, SparCasPolicy>(*args, *prompt);
 }
-int KVDSL_ENTRY(settle)(const kvdsl::DecodeArgs* args, const float* attn) {
-  return kvdsl::settle<SparCasPolicy>(*args, attn);
-}
 }

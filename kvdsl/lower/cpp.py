@@ -47,6 +47,7 @@ from kvdsl.passes.parts import in_parts
 
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
+_NOBODY_LEAVES: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int] = ((), (), (), 0)
 
 
 @dataclass(frozen=True)
@@ -79,8 +80,8 @@ class CppPlan:
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
         forgets: whether decoded queries are not observed.
-        settles: whether a decode step settles. `hard_cap`: before its token is placed, as well. `scratch`: how many work rows of
-            floats that uses.
+        settles: whether it is known who leaves. `prefill_only`: nobody does in a decode step. `hard_cap`: room is made before its token
+            is placed, as well. `scratch`: how many work rows of floats that uses.
     """
 
     place: tuple[str, ...]
@@ -94,6 +95,7 @@ class CppPlan:
     settle: tuple[str, ...]
     protect: tuple[str, ...]
     settles: bool
+    prefill_only: bool
     hard_cap: bool
     forgets: bool
     scratch: int
@@ -101,7 +103,7 @@ class CppPlan:
 
 
 def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
-    """The C++ of a decode step, for a policy whose state columns are known. Prompts are torch's.
+    """The C++ of a decode step, for a policy whose state columns are known. Of a prompt it finds who leaves, too.
 
     Raises:
         NotLowerable: if it has no C++ form; the torch backend serves such a policy.
@@ -114,7 +116,7 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
     row = SlotPrinter("row", hoisted)
     bodies = [row.body(column.body) for column in folded]
     uses = uses_of(*bodies, *before)
-    settle_before, settle, protect, scratch = _settle(policy)
+    settle_before, settle, protect, scratch = _settle_if_own(policy)
     return CppPlan(
         place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
         observe_before=(*_column_pointers("row", folded, uses), *texts(before)),
@@ -126,7 +128,8 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
         settle_before=settle_before,
         settle=settle,
         protect=protect,
-        settles=policy.budget is not None and policy.when != "prefill",
+        settles=bool(settle),
+        prefill_only=bool(settle) and policy.when == "prefill",
         hard_cap=policy.cap == "hard",
         forgets=policy.forgets,
         scratch=scratch,
@@ -215,9 +218,22 @@ def _overflow(numbers: tuple[str, ...]) -> str:
     )
 
 
+def _settle_if_own(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
+    """Nothing for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
+    if policy.when != "prefill":
+        return _settle(policy)
+    agrees = policy.victims != "own" or policy.heads_share or policy.across_layers is not None
+    if agrees or policy.measured is not None:
+        return _NOBODY_LEAVES
+    try:
+        return _settle(policy)
+    except NotLowerable:
+        return _NOBODY_LEAVES
+
+
 def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
-    if policy.budget is None or policy.score is None or policy.when == "prefill":
-        return (), (), (), 0
+    if policy.budget is None or policy.score is None:
+        return _NOBODY_LEAVES
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     scores = [policy.score, *(keep.by for keep in tops if keep.by is not None)]

@@ -17,6 +17,7 @@ import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import columns, dense
@@ -244,7 +245,7 @@ def attend_by(monkeypatch: pytest.MonkeyPatch, attention: str) -> None:
     if attention == "one pass":
         monkeypatch.setattr(dense, "attend", lambda prompt: pytest.fail("torch attends"))
         return
-    monkeypatch.setattr(dense, "is_tame", lambda prompt: False)
+    monkeypatch.setattr(CpuBackend, "_attend", lambda self, prompt: attend_and_observe(prompt, self._observe))
     if attention == "exact":
         monkeypatch.setattr(dense, "_fused", lambda prompt: None)
 

@@ -20,8 +20,9 @@ from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import choices, copies
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.torch import dense, replacing, statistics
+from kvdsl.runtime.torch import replacing, statistics
 from kvdsl.runtime.torch.attention import in_rows
+from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
 
@@ -33,7 +34,7 @@ TILE = 32
 STAGES = ("place", "renew", "look", "choose", "attend", "finish")
 """`Stage` of src/laps.hpp."""
 
-_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK = 1, 2, 4, 8
+_NO_FREE_SLOT, _OUT_OF_MEMORY, _NOT_LIVE, _NO_FREE_BLOCK, _NOT_TAME = 1, 2, 4, 8, 16
 
 
 class CpuBackend:
@@ -59,6 +60,7 @@ class CpuBackend:
         self._decode = getattr(library, f"kvdsl_decode_{_DTYPES[dtype]}")
         self._replace = getattr(library, f"kvdsl_replace_{_DTYPES[dtype]}")
         self._prefill = getattr(library, f"kvdsl_prefill_{_DTYPES[dtype]}")
+        self._settle = getattr(library, "kvdsl_settle", None)
 
     def __deepcopy__(self, memo: dict[int, object]) -> CpuBackend:
         """Itself: it holds nothing of a cache, so that copies of one share it."""
@@ -71,7 +73,7 @@ class CpuBackend:
 
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
-        out = prefill(state, call, self._attend)
+        out = prefill(state, call, self._attend, self._evict)
         copies.keep_halves(state, call.rope)
         if not state.grows:  # now, because a step in a graph could not leave what it allocates to the next
             copies.keep(state, TILE)
@@ -81,21 +83,44 @@ class CpuBackend:
         """See `kvdsl.runtime.torch.prefill.attend_and_observe`, which serves where attention sees turned keys, or distances count."""
         if prompt.turns or prompt.call.slopes is not None:
             return attend_and_observe(prompt)
-        if dense.is_tame(prompt):
-            query, value = prompt.call.query, prompt.call.value
-            out = query.new_empty(len(query), prompt.tokens, query.shape[1], value.shape[-1])
-            self._pass(prompt, out)
-            return out
-        return attend_and_observe(prompt, self._observe)
+        query, value = prompt.call.query, prompt.call.value
+        out = query.new_empty(len(query), prompt.tokens, query.shape[1], value.shape[-1])
+        return out if self._pass(prompt, out) else attend_and_observe(prompt, self._observe)
 
     def _observe(self, prompt: Prompt, _: Tensor) -> None:
         self._pass(prompt, None)
 
-    def _pass(self, prompt: Prompt, out: Tensor | None) -> None:
-        """Have the prompt's queries observed, and attend if there is an `out` to write to."""
+    def _pass(self, prompt: Prompt, out: Tensor | None) -> bool:
+        """Have the prompt's queries observed, and attend if there is an `out` to write to.
+
+        Returns:
+            False, and nothing is done, where what they attend with may not be finite.
+        """
         held, args, told = _prompt_args(prompt, out)
-        check(self._prefill(ctypes.byref(args), ctypes.byref(told)))
+        status = self._prefill(ctypes.byref(args), ctypes.byref(told))
         del held
+        if status == _NOT_TAME:
+            return False
+        check(status)
+        return True
+
+    def _evict(self, held: Held) -> bool:
+        """See `kvdsl.runtime.torch.eviction.Kernel`: there is none where what only a prompt loses is beyond C++."""
+        if self._settle is None:
+            return False
+        state, position, numbers = held.state, held.position, held.numbers.contiguous()
+        batch, heads, slots = position.shape
+        args = DecodeArgs(
+            batch=batch, kv_heads=heads, group=1, slots=slots, tokens=1, **strides_of(numbers), window=state.window or 0,
+            layer=state.layer, head_offset=state.head_offset, threads=torch.get_num_threads(), seed=state.seed & 0xFFFFFFFF,
+        )  # fmt: skip
+        tensors = {
+            "position": position, "state": held.kept["columns"], "ring_rows": state.ring_rows(), "params": numbers,
+            "seen": held.newest + 1, "real": held.rows, "constants": state.constants if state.spec.tensors is not None else None,
+        }  # fmt: skip
+        point(args, **tensors)
+        check(self._settle(ctypes.byref(args), None))
+        return True
 
     def decode(self, state: SlotState, call: AttentionCall) -> Tensor:
         """The new tokens one by one: place, attend, observe, settle; [batch, tokens, query_heads, value_dim]."""

@@ -49,19 +49,6 @@ def is_coarse(x: Tensor) -> bool:
     return x.device.type == "cpu" and x.dtype != torch.float32
 
 
-def is_tame(prompt: Prompt) -> bool:
-    """Whether no score and no sum of values can be anything but finite, however they are computed in float32. The host waits for it."""
-    query, key, value = (_norm(x) for x in (prompt.call.query, prompt.kept["keys"], prompt.kept["values"]))
-    # No product of two vectors is beyond that of their norms.
-    most = torch.maximum(query * key * abs(prompt.call.scaling), value * prompt.slots)
-    return bool(most < torch.finfo(torch.float32).max / 2)
-
-
-def _norm(x: Tensor) -> Tensor:
-    """Of all numbers together, float32, to 1 %. In bfloat16, whose range is float32's, torch is five times as fast at its own result."""
-    return torch.linalg.vector_norm(x, dtype=None if x.dtype == torch.bfloat16 else torch.float32).float()
-
-
 # -- by torch's fused kernels ------------------------------------------------------------------------------------------
 
 

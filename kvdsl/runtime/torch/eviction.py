@@ -87,8 +87,20 @@ def watched(watcher: Watcher) -> Iterator[None]:
         _watchers.remove(watcher)
 
 
-def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
+Kernel = Callable[[Held], bool]
+"""Evicts from a layer whose KV heads decide by themselves, as `evict` does; False, and nothing done, where it cannot."""
+
+
+def no_kernel(held: Held) -> bool:
+    """There is none."""
+    return False
+
+
+def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel = no_kernel) -> None:
     """Evict what exceeds the budget, once all layers that must agree are there; then do what remains to be done.
+
+    Args:
+        kernel: is asked first, unless somebody watches.
 
     Raises:
         KvdslError: if layers share a budget, and this one of several is asked alone.
@@ -98,7 +110,7 @@ def settle(held: Held, then: Callable[[], None] = lambda: None) -> None:
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
         raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
-    if held.evicts and (_watchers or not _fits(held)):
+    if held.evicts and (_watchers or not (_fits(held) or kernel(held))):
         evict([held], overflow)
     then()
 

@@ -39,8 +39,13 @@ def attend_and_observe(prompt: Prompt, observe: Callable[[Prompt, Tensor], None]
     return out
 
 
-def prefill(state: SlotState, call: AttentionCall, attend: Attend = attend_and_observe) -> Tensor:
+def prefill(
+    state: SlotState, call: AttentionCall, attend: Attend = attend_and_observe, kernel: eviction.Kernel = eviction.no_kernel
+) -> Tensor:
     """Attend over what is cached and the new tokens, causally; observe every query; settle once the prompt ends, or at every block's end.
+
+    Args:
+        kernel: settles, where it can.
 
     Returns:
         [batch, tokens, query_heads, value_dim].
@@ -57,13 +62,13 @@ def prefill(state: SlotState, call: AttentionCall, attend: Attend = attend_and_o
     numbers = state.resolve_after(seen)
     state.size_rings(numbers)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
-        return _in_blocks(state, call, position, seen, numbers, attend)
+        return _in_blocks(state, call, position, seen, numbers, attend, kernel)
     kept, out = _encode(state, call, _cached(state), position, numbers, attend)
     if call.goes_on:
         state.store(kept, seen, numbers)
         return out
     held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers), of_prompt=True)
-    eviction.settle(held, then=lambda: _settled(state, kept, seen, numbers))
+    eviction.settle(held, lambda: _settled(state, kept, seen, numbers), kernel)
     return out
 
 
@@ -75,8 +80,9 @@ def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> Non
 
 
 def _in_blocks(
-    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, attend: Attend
-) -> Tensor:
+    state: SlotState, call: AttentionCall, new_position: Tensor, seen: Tensor, numbers: Tensor, attend: Attend,
+    kernel: eviction.Kernel,
+) -> Tensor:  # fmt: skip
     """Every row settles where its text has a whole number of blocks, however the prompt is cut into forwards."""
     size = state.settings.of_rows(numbers, "prefill_block").long()
     batch, query_heads, tokens, _ = call.query.shape
@@ -86,7 +92,7 @@ def _in_blocks(
         kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, attend)
         newest = position.amax(1)
         whole = real.any(1) & ((newest + 1) % size == 0)
-        eviction.settle(Held(state, kept, numbers, newest, whole, evicts=True))
+        eviction.settle(Held(state, kept, numbers, newest, whole, evicts=True), kernel=kernel)
         kept = _survivors(kept)
         out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
     assert kept is not None

@@ -27,6 +27,20 @@ const float* as_floats(const void* row, int n, float* to) {
 }
 
 template <class T>
+float squares(const char* rows, int64_t apart, int count, int n) {
+  Floats even{}, odd{};
+  for (int i = 0; i < count; ++i) {
+    const T* const row = reinterpret_cast<const T*>(rows + i * apart);
+    for (int d = 0; d < n; d += pair) {
+      const Pair x = load_pair(row + d, n - d);
+      even += x.a * x.a;
+      odd += x.b * x.b;
+    }
+  }
+  return sum(even + odd);
+}
+
+template <class T>
 void from_floats(const float* plain, float scale, int n, void* row) {
   for (int d = 0; d < n; ++d) static_cast<T*>(row)[d] = from_float<T>(plain[d] * scale);
 }
@@ -37,6 +51,7 @@ constexpr Dtype of = {sizeof(T),
                       add_block<T>,
                       read_row<T>,
                       as_floats<T>,
+                      squares<T>,
                       from_floats<T>,
                       pack_row<T>,
                       turn_rows<T>,

@@ -28,7 +28,7 @@ constexpr float slack = 8.0f;
 struct LaneTile {
   int t, count;     // the first, and how many there are
   int begin, end;   // the slots that any of them sees, if there are any
-  void* queries;    // floats [group, key_dim, width], or bf16 [group, key_dim / 2, width, 2]
+  Two* queries;     // [group, words, width] floats, or two of bf16; the last head's whole vectors of words reach beyond
   float* tops;      // [group, width] the highest scores so far, or at most `slack` less
   float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
   float* out;       // [value_stride, group, width]
@@ -41,10 +41,10 @@ class LaneAttention {
   LaneAttention(const PromptHead& head, Arena& arena)
       : of_(head), args_(head.args), steps_(head.steps), attends_(head.prompt.out != nullptr),
         weighs_(attends_ || steps_.needs_attn), by_(products_by(args_, steps_)), lanes_(int64_t{args_.group} * width),
+        words_(by_ == Products::floats ? args_.key_dim : args_.key_dim / 2), word_stride_(round_up(words_, width)),
         size_(slots_of_round(by_)), room_(round_up(args_.slots, size_) + size_), round_(head, by_, attends_, arena) {
-    const int64_t numbers = lanes_ * args_.key_dim;
     for (LaneTile& tile : tiles_) {
-      tile.queries = by_ == Products::floats ? static_cast<void*>(arena.take<float>(numbers)) : arena.take<bf16>(numbers);
+      tile.queries = arena.take<Two>(lanes_ * words_ + width * width);
       tile.tops = arena.take<float>(lanes_);
       tile.totals = arena.take<float>(lanes_);
       tile.out = arena.take<float>(attends_ ? round_.value_stride() * lanes_ : 0);
@@ -56,6 +56,7 @@ class LaneAttention {
     logits_ = arena.take<float>(observes && steps_.needs_logit ? room_ * width : 0);
     factors_ = arena.take<float>(lanes_);
     query_ = arena.take<float>(round_up(args_.key_dim, pair));
+    queries_ = arena.take<Two>(word_stride_ * width);
     rows_ = arena.take<float>(attends_ ? round_.value_stride() * width : 0);
   }
 
@@ -127,30 +128,23 @@ class LaneAttention {
     if (attends_) std::memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(round_.value_stride() * lanes_));
   }
 
-  // The queries in order, for the policy; and in lanes.
+  // The queries in lanes; and in order, where the policy observes them.
   void read_queries(LaneTile& tile, float* queries) {
     const int dims = args_.key_dim;
-    const std::size_t size = by_ == Products::floats ? sizeof(float) : sizeof(bf16);
-    if (tile.count < width) std::memset(tile.queries, 0, size * static_cast<std::size_t>(lanes_ * dims));
-    for (int i = 0; i < tile.count; ++i) {
-      for (int g = 0; g < args_.group; ++g) {
+    const std::size_t bytes = sizeof(Two) * static_cast<std::size_t>(words_);
+    if (tile.count < width) std::memset(queries_, 0, sizeof(Two) * static_cast<std::size_t>(word_stride_ * width));
+    for (int g = 0; g < args_.group; ++g) {
+      for (int i = 0; i < tile.count; ++i) {
         const char* const row = of_.at(args_.query, args_.query_stride, of_.head * args_.group + g, tile.t + i);
-        float* const plain = queries + (int64_t{i} * args_.group + g) * dims;
-        const float* const query = steps_.dtype->as_floats(row, dims, query_);
-        std::memcpy(plain, query, sizeof(float) * static_cast<std::size_t>(dims));
-        const int64_t head = int64_t{g} * dims * width;
-        if (by_ == Products::floats) to_lane(plain, i, static_cast<float*>(tile.queries) + head);
-        else to_lane(reinterpret_cast<const bf16*>(row), i, static_cast<bf16*>(tile.queries) + head);
+        const bool floats = by_ == Products::floats;
+        const float* const plain = floats || observed_ ? steps_.dtype->as_floats(row, dims, query_) : nullptr;
+        std::memcpy(queries_ + i * word_stride_, floats ? static_cast<const void*>(plain) : row, bytes);
+        if (!observed_) continue;
+        std::memcpy(queries + (int64_t{i} * args_.group + g) * dims, plain, sizeof(float) * static_cast<std::size_t>(dims));
       }
+      Two* const lanes = tile.queries + int64_t{g} * words_ * width;
+      for (int w = 0; w < words_; w += width) turn(queries_ + w, word_stride_, lanes + w * width, width);
     }
-  }
-
-  void to_lane(const float* query, int lane, float* lanes) const {
-    for (int d = 0; d < args_.key_dim; ++d) lanes[d * width + lane] = query[d];
-  }
-
-  void to_lane(const bf16* query, int lane, bf16* lanes) const {
-    for (int d = 0; d < args_.key_dim; ++d) lanes[(d / 2 * width + lane) * 2 + d % 2] = query[d];
   }
 
   // The first slot that any of the queries sees: behind padding, and as far back as a window says; INT_MAX if all are padding. So a
@@ -261,6 +255,8 @@ class LaneAttention {
   bool weighs_;         // whether anybody asks for their probabilities
   Products by_;
   int64_t lanes_;       // of a slot's weights
+  int words_;           // of 32 bits: a query's floats, or its numbers two by two
+  int64_t word_stride_;
   int size_;            // slots of a round
   int64_t room_;
   Round round_;
@@ -273,6 +269,7 @@ class LaneAttention {
   Two* two_weights_;    // [size / 2, group, width] those of two slots side by side
   float* logits_;       // [slots, width]
   float* query_;        // [key_dim] where it is not floats already
+  Two* queries_;        // [width, word_stride] one after the other
   float* rows_;         // [width, value_stride] the outputs of a tile and query head
 };
 

@@ -7,6 +7,8 @@
 #include <kvdsl/prompt.hpp>
 
 #include <atomic>
+#include <cfloat>
+#include <cmath>
 #include <cstdint>
 #include <memory>
 #include <new>
@@ -152,9 +154,35 @@ class PromptBlock : PromptHead {
   int from_[query_block / width];  // of every `width` queries the first slot that any of them sees
 };
 
+// The length of all numbers of [batch, heads, count, dim] as one vector; NaN where one is.
+float length_of(const DecodeArgs& args, const Dtype& dtype, const void* x, const int64_t (&stride)[3], int heads, int count,
+                int dim) {
+  constexpr int part = 256;  // vectors of a head that a thread takes at once
+  const int parts = (count + part - 1) / part;
+  float total = 0;
+#pragma omp parallel for num_threads(args.threads > 1 ? args.threads : 1) reduction(+ : total)
+  for (int task = 0; task < args.batch * heads * parts; ++task) {
+    const int row = task / parts / heads, head = task / parts % heads, first = task % parts * part;
+    const int64_t at = row * stride[0] + head * stride[1] + first * stride[2];
+    total += dtype.squares(static_cast<const char*>(x) + at * dtype.size, stride[2] * dtype.size,
+                           count - first < part ? count - first : part, dim);
+  }
+  return std::sqrt(total);
+}
+
+// Whether no score and no sum of values can be anything but finite, however they are computed.
+bool is_tame(const DecodeArgs& args, const Dtype& dtype) {
+  const float query = length_of(args, dtype, args.query, args.query_stride, args.kv_heads * args.group, args.tokens, args.key_dim);
+  const float key = length_of(args, dtype, args.key, args.key_stride, args.kv_heads, args.slots, args.key_dim);
+  const float value = length_of(args, dtype, args.value, args.value_stride, args.kv_heads, args.slots, args.value_dim);
+  // No product of two vectors is beyond that of their lengths.
+  return query * key * std::fabs(args.scale) < FLT_MAX / 2 && value * static_cast<float>(args.slots) < FLT_MAX / 2;
+}
+
 }  // namespace
 
 int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps) {
+  if (prompt.out && !is_tame(args, *steps.dtype)) return not_tame;
   const int begin = prompt.out ? 0 : prompt.first;
   const int heads = args.batch * args.kv_heads, blocks = (args.tokens - begin + query_block - 1) / query_block;
   const int64_t workspace = PromptBlock(args, prompt, steps, 0, 0, 0, Arena(nullptr)).bytes();

@@ -171,6 +171,7 @@ class Unit {
 
   // For a call without a query: the newest token is the last one seen, attn [slots] what it attended to, or null.
   void settle_given(const float* attn) {
+    if (!real(0)) return;
     find_free_slot(position_, args_.slots, live_);
     newest_ = next_ - 1;
     oldest_ = args_.window > 0 && newest_ >= args_.window ? newest_ - args_.window + 1 : 0;

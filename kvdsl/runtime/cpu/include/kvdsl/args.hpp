@@ -12,7 +12,7 @@
 namespace kvdsl {
 
 // What every function returns; may be combined.
-enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4, no_free_block = 8 };
+enum Status : int { ok = 0, no_free_slot = 1, out_of_memory = 2, not_live = 4, no_free_block = 8, not_tame = 16 };
 
 // Letters: B rows, Hq query heads, H KV heads, G = Hq / H, T tokens in this call, N slots, D and Dv sizes, P numbers.
 // "Model dtype" is the T of decode<T, Policy>. Strides count elements and go over (row, head, token);

@@ -24,11 +24,12 @@ int replace(const DecodeArgs& args, const int32_t* slots) {
   return replace(args, slots, decode_steps<T, Policy>);
 }
 
-// Observe and settle without a query: attn [batch, kv_heads, slots] is given; or null, to settle only, as after a prompt
-// whose columns were computed elsewhere.
+// Observe and settle without a query: attn [batch, kv_heads, slots] is given; or null, to settle only, as at the end of a prompt,
+// whose queries were observed before. Of the tensors that hold slots only `position` and `state` are read. A row does neither if the
+// call's one token is padding there.
 template <class Policy>
 int settle(const DecodeArgs& args, const float* attn) {
-  return settle(args, attn, decode_steps<float, Policy>);
+  return settle(args, attn, steps<float, Policy>);
 }
 
 }  // namespace kvdsl

@@ -36,6 +36,8 @@ struct Dtype {
   void (*read)(const void* row, int n, float* plain, float* pairs);
   // A row of n as floats in order: itself, or converted into `to`.
   const float* (*as_floats)(const void* row, int n, float* to);
+  // The sum of the squares of rows of n, so many bytes apart.
+  float (*squares)(const char* rows, int64_t apart, int count, int n);
   // n floats in order, scaled, into a row.
   void (*from_floats)(const float* plain, float scale, int n, void* row);
   // n floats that are in order, in pairs with zeros behind.

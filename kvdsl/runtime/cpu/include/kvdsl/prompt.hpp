@@ -20,7 +20,8 @@ struct PromptArgs {
 
 int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps);
 
-// Lets every query of a prompt attend if there is an `out`, and observes those from prompt.first on, in the order of the text.
+// Lets every query of a prompt attend if there is an `out`, and observes those from prompt.first on, in the order of the text. Does
+// nothing, and returns `not_tame`, where a score to attend with may not be finite.
 template <class T, class Policy>
 int prefill(const DecodeArgs& args, const PromptArgs& prompt) {
   return prefill(args, prompt, steps<T, Policy>);

@@ -84,6 +84,7 @@ constexpr Steps decode_steps = [] {
     found.needs_attn = found.needs_logit = false;
     found.observe = kvdsl::Policy::observe;
   }
+  if (Policy::prefill_only) found.settle = kvdsl::Policy::settle;
   return found;
 }();
 

@@ -35,13 +35,14 @@ struct Slots;
 struct Query;
 class Head;
 struct Policy {
-  static constexpr int columns = 0;          // float32 state columns
-  static constexpr int scratch_columns = 0;  // work rows of `slots` floats
+  static constexpr int columns = 0;            // float32 state columns
+  static constexpr int scratch_columns = 0;    // work rows of `slots` floats
   static constexpr Group group = Group::mean;
   static constexpr bool needs_attn = false;
   static constexpr bool needs_logit = false;
-  static constexpr bool forgets = false;     // whether only a prompt's queries are observed
-  static constexpr bool hard_cap = false;    // whether room is made before a token is placed
+  static constexpr bool forgets = false;       // whether only a prompt's queries are observed
+  static constexpr bool prefill_only = false;  // whether tokens leave at the end of a prompt only
+  static constexpr bool hard_cap = false;      // whether room is made before a token is placed
   static void place(const Slot&) {}
   static void observe(const Query&) {}
   static void settle(Head&) {}
