@@ -38,7 +38,8 @@ class Given:
 
     Attributes:
         prompt: the rows' prompt lengths.
-        layer, layers, everything: one number for all, as such tensors, so that expressions of them are torch expressions.
+        layers, everything: one number for all, as such tensors, so that expressions of them are torch expressions; so is `layer`.
+        layer_was_read: whether anybody has asked for the layer's number, on which what was found depends then.
     """
 
     def __init__(
@@ -54,9 +55,16 @@ class Given:
         self._tensors = tensors
         self._values = values
         self.prompt = prompt.double()
-        self.layer = torch.full_like(self.prompt, layer)
+        self._layer = layer
+        self.layer_was_read = False
         self.layers = torch.full_like(self.prompt, layers)
         self.everything = torch.full_like(self.prompt, torch.inf)
+
+    @property
+    def layer(self) -> Tensor:
+        """The layer's number."""
+        self.layer_was_read = True
+        return torch.full_like(self.prompt, self._layer)
 
     def tensor(self, name: str) -> Tensor:
         """What a tensor of the policy has for the KV heads."""

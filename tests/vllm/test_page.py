@@ -84,3 +84,24 @@ def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
         generator.set_state(tokens)
         got = answers(settings, state, generator)
         assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize(("policy", "budget"), [("h2o", 12), ("h2o", 400), ("streaming_llm", 12), ("equip_h2o", 12), ("snapkv", 36)])
+def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
+    """Where nothing else lies there than what the prompt's end writes anew; of what was there before nothing is seen."""
+    settings = Settings(policy, (("budget", budget),))
+    found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
+    blocks, state = torch.full((3, found.bytes), 255, dtype=torch.uint8), settings.state(0, 1)  # numbers that are none
+    found.adopt(state, blocks[1])
+    alone, generator = read(settings, 5)
+    lent = settings.state(0, 1)
+    found.lend(lent, blocks[1])
+    backend = choose(settings.spec, "auto", torch.device("cpu"), torch.float32)
+    backend.prefill(lent, call(40, torch.Generator().manual_seed(5)))
+    assert (lent.layout.key_pool.data_ptr() == state.layout.key_pool.data_ptr()) == (policy != "snapkv")
+    found.fill(blocks, torch.tensor([1]), [state], lent)
+    tokens = generator.get_state()
+    expected = answers(settings, alone, generator)
+    generator.set_state(tokens)
+    got = answers(settings, state, generator)
+    assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))

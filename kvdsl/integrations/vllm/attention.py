@@ -133,6 +133,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         states = [self.states[prompt.page] for prompt in batch.prompts]
         first = batch.prompts[0]
         state = self._state(states[0].layer) if first.begins else self.reading[first.page]
+        if len(states) == 1 and first.begins and first.ends:
+            self._page.lend(state, blocks[first.page])
         for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
         query, key, value = (batch.of_step(x) for x in (query, key, value))

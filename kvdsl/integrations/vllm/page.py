@@ -20,6 +20,9 @@ from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
+_LENT = frozenset({"key_pool", "value_pool", "position", "columns", "seen", "numbers", "rank"})
+"""The tensors of which a prompt reads nothing that was there before it."""
+
 ALIGNMENT = 64
 """Bytes: a cache line, and as much as any vector instruction wants."""
 
@@ -58,11 +61,17 @@ class Page:
             even=True,
         )
 
+    def lend(self, state: SlotState, block: Tensor) -> None:
+        """Have what is kept of a prompt be laid into the block at once, where it comes to have the shapes of what is there."""
+        if self.parts.keys() <= _LENT:
+            state.reserve()
+            state.lay_into(self.views(block))
+
     def fill(self, blocks: Tensor, numbers: Tensor, states: list[SlotState], left: SlotState) -> None:
         """Copy what prompts have left, the rows of a state, each into its block.
 
         Every byte that a kernel reads is written, and what was kept beside the blocks is forgotten: nothing of the requests that had
-        the blocks before can be seen.
+        the blocks before can be seen. Nothing is to be copied where the block was lent to the prompt.
 
         Args:
             blocks: uint8 [blocks, at least `bytes`], a layer's.
@@ -75,7 +84,8 @@ class Page:
         if left.filled > self.slots:
             raise KvdslError(f"{left.spec.name} has kept {left.filled} tokens of a prompt, and a page holds {self.slots}")
         views, found = self.views(blocks), left.tensors()
-        for name in self.parts.keys() - copies.NAMES:
+        lent = len(numbers) == 1 and all(found[name].data_ptr() == views[name][numbers[0]].data_ptr() for name in self.parts)
+        for name in () if lent else self.parts.keys() - copies.NAMES:
             view, tensor, declared = views[name], found[name].unsqueeze(0), left.declared[name]
             slots = declared.slots
             if declared.batch is not None:  # a row goes to where its block has its only one

@@ -190,10 +190,15 @@ def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...]
     point(args, **tensors)
     for name, tensor in (("query_stride", query), ("key_stride", key), ("value_stride", value)):
         setattr(args, name, (ctypes.c_int64 * 3)(*tensor.stride()[:3]))
-    adds_up = torch.tensor([rule in ("sum", "squares") for rule in state.spec.column_rules], dtype=torch.uint8)
+    adds_up = _adding_up(state.spec.column_rules)
     first = statistics.first_query(prompt) if state.spec.reads_attention else prompt.tokens
     told = PromptArgs(address(out), newest.data_ptr(), adds_up.data_ptr(), first)
     return (tuple(tensors.values()), newest, adds_up), args, told
+
+
+@lru_cache
+def _adding_up(rules: tuple[str, ...]) -> Tensor:
+    return torch.tensor([rule in ("sum", "squares") for rule in rules], dtype=torch.uint8)
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -12,6 +13,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given, TooManyKeptError
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.spec import PolicySpec
+from kvdsl.runtime.state.table import Table, most_while_attending, named
 
 _MOST_TOKENS = 2**24
 """Budgets that are tried out, to say which would do."""
@@ -30,7 +32,10 @@ class Settings(Linked):
         heads: which of the layer's KV heads it is for: all that there are, until keys tell.
     """
 
-    LINKS = ("spec",)
+    LINKS = ("spec", "_resolved")
+
+    _latest: ClassVar[tuple[PolicySpec, Any, Table] | None] = None
+    """What was found last, and asked; layers of one model ask the same, one after the other."""
 
     def __init__(self, spec: PolicySpec, given: Mapping[str, float | None], layer: int = 0, layers: int = 1) -> None:
         self.spec = spec
@@ -38,7 +43,7 @@ class Settings(Linked):
         self.layer = layer
         self.layers = layers
         self.heads = slice(None)
-        self._resolved: tuple[Tensor, Tensor] | None = None
+        self._resolved: tuple[Tensor, Table] | None = None
 
     def resolve(self, prompt: Tensor) -> Tensor:
         """The table for rows with prompts of these lengths, [batch]. The host finds it, and waits for the device to learn them.
@@ -47,25 +52,32 @@ class Settings(Linked):
             KvdslError: if the static keeps protect more tokens than the budget holds.
         """
         found = self._found(prompt.cpu())
-        numbers = found.to(prompt.device, non_blocking=True)
+        numbers = found.numbers.to(prompt.device, non_blocking=True)
         self._resolved = numbers, found
         return numbers
 
-    def at_hand(self, numbers: Tensor) -> Tensor:
+    def table(self, numbers: Tensor) -> Table:
         """The table where the host can read it: without waiting for the device, if it is the one that was resolved last."""
         if self._resolved is not None and self._resolved[0] is numbers:
             return self._resolved[1]
-        return numbers.cpu()
+        return Table(self.spec, numbers.cpu())
 
-    def _found(self, prompt: Tensor) -> Tensor:
+    def _found(self, prompt: Tensor) -> Table:
+        """What the layer before has found for the same prompts, if no number depends on the layer."""
+        asked = tuple(self.given.items()), self.layers, prompt.tolist()
+        if Settings._latest is not None and Settings._latest[0] is self.spec and Settings._latest[1] == asked:
+            return Settings._latest[2]
         given = self._given(prompt, self.layer, self.given)
         try:
             named = self.spec.resolve(given)
         except TooManyKeptError as error:
             raise self._where_and_how_many(error, prompt) from None
         if not self.spec.numbers:
-            return given.prompt.new_zeros(*given.prompt.shape, 0)
-        return torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1)
+            return Table(self.spec, given.prompt.new_zeros(*given.prompt.shape, 0))
+        found = Table(self.spec, torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1))
+        if self.spec.tensors is None and not given.layer_was_read:
+            Settings._latest = self.spec, asked, found
+        return found
 
     def tried(self, prompt: float) -> Tensor | None:
         """The numbers for one prompt of this length, None if the policy does not serve it."""
@@ -77,7 +89,7 @@ class Settings(Linked):
     def served(self) -> list[Tensor]:
         """The numbers for the shortest prompt and for a very long one, as far as the policy serves them."""
         try:
-            return list(self._found(torch.tensor([1.0, _LONG])).split(1))
+            return list(self._found(torch.tensor([1.0, _LONG])).numbers.split(1))
         except KvdslError:
             return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
 
@@ -87,8 +99,8 @@ class Settings(Linked):
             self.resolve(torch.full((1,), _LONG))
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
-        """The columns of a table of numbers by name, [batch] each, or [batch, kv_heads]."""
-        return dict(zip(self.spec.numbers, numbers.unbind(-1), strict=True))
+        """See `kvdsl.runtime.state.table.named`."""
+        return named(self.spec, numbers)
 
     def per_head(self, numbers: Tensor) -> dict[str, Tensor]:
         """The same, [batch, kv_heads or 1, 1] each: with room for heads and slots."""
@@ -98,14 +110,6 @@ class Settings(Linked):
         """A number that all KV heads have in common: [batch]."""
         return self.named(numbers if numbers.dim() == 2 else numbers[:, 0])[name]
 
-    def evicts(self, numbers: Tensor) -> bool:
-        """Whether tokens may leave some KV head of a policy that evicts: a budget that reads the data is not known before."""
-        return self.spec.measures or bool(self.named(self.at_hand(numbers))["capacity"].isfinite().any())
-
-    def selects(self, numbers: Tensor) -> bool:
-        """Whether a query of a policy that selects may skip tokens."""
-        return self.spec.counts or bool(self.named(self.at_hand(numbers))["select"].isfinite().any())
-
     def chooser(self) -> int:
         """The layer whose queries choose what this one attends to, itself where it chooses for those above; -1 where there is none."""
         numbers = self.served() if self.spec.reuses else []
@@ -114,20 +118,8 @@ class Settings(Linked):
     # -- how many slots that takes -------------------------------------------------------------------------------------
 
     def most_while_attending(self, numbers: Tensor) -> Tensor:
-        """Tokens that a KV head of a policy that evicts holds at most, once it has settled after its prompt: [batch(, kv_heads)]."""
-        named = self.named(numbers)
-        capacity = named["capacity"]
-        none = torch.zeros_like(capacity)
-        slack = named.get("slack", none)
-        if self.spec.hard_cap:
-            return capacity + slack
-        slack = torch.where(named.get("max_drop", none) > 0, slack, none)
-        return capacity + torch.maximum(named.get("trigger", none), slack + 1)
-
-    def never_settles(self, numbers: Tensor) -> bool:
-        """Whether some row has a trigger that nothing reaches."""
-        trigger = self.named(self.at_hand(numbers)).get("trigger")
-        return trigger is not None and bool((trigger == 0).any())
+        """See `kvdsl.runtime.state.table.most_while_attending`."""
+        return most_while_attending(self.spec, self.named(numbers))
 
     def bounded_by(self) -> Tensor | None:
         """Tokens that a KV head holds at most while decoding after the shortest prompt that is served, [1] or [1, kv_heads].
@@ -137,7 +129,7 @@ class Settings(Linked):
         if not self.spec.bounded or self.spec.when == "prefill":
             return None
         served = self.served()
-        if not served or not self.named(served[-1])["capacity"].isfinite().all() or self.never_settles(served[-1]):
+        if not served or not self.named(served[-1])["capacity"].isfinite().all() or self.table(served[-1]).never_settles:
             return None
         return self.most_while_attending(served[0])
 

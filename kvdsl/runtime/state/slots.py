@@ -152,6 +152,11 @@ class SlotState(Linked):
         """Serve this policy, the one that it served before it was pickled."""
         self.spec = self.settings.spec = spec
 
+    def lay_into(self, tensors: Mapping[str, Tensor]) -> None:
+        """Have the end of the first prompt be written into these, by name, as far as they have the shapes that it takes."""
+        for name, tensor in tensors.items():
+            setattr(self if name in self._own else self.layout, name, tensor)
+
     def adopt(
         self,
         tensors: Mapping[str, Tensor],
@@ -167,8 +172,7 @@ class SlotState(Linked):
         Args:
             tensors: its tensors by name.
         """
-        for name, tensor in tensors.items():
-            setattr(self if name in self._own else self.layout, name, tensor)
+        self.lay_into(tensors)
         self.window, self.ring_sizes, self.evicts, self.selects, self.even = window, ring_sizes, evicts, selects, even
         self.allocated = True
         self.paged = self.slots
@@ -267,7 +271,7 @@ class SlotState(Linked):
         Raises:
             KvdslError: if a history that is cached already has another size.
         """
-        sizes = [self.settings.named(self.settings.at_hand(numbers))[size] for _, size in self.spec.rings]
+        sizes = [self.settings.table(numbers).named[size] for _, size in self.spec.rings]
         if self.allocated:
             known = [self.settings.named(self.numbers.cpu())[size] for _, size in self.spec.rings]
             if any(bool((old != new).any()) for old, new in zip(known, sizes, strict=True)):
@@ -327,12 +331,12 @@ class SlotState(Linked):
 
     def _after_prompt(self, numbers: Tensor) -> Tensor:
         """The numbers from here on: a policy that evicts in the prompt only has no bound any more."""
-        self.evicts = self.bounded and self.settings.evicts(numbers)
+        self.evicts = self.bounded and self.settings.table(numbers).evicts
         if self.bounded and self.spec.when == "prefill":
             self.evicts, numbers = False, numbers.clone()
             numbers[..., self.spec.numbers.index("capacity")] = torch.inf
         chooses = not self.spec.reuses or (self.choices is not None and self.choices.chooser == self.layer)
-        self.selects = self.spec.selects and chooses and self.settings.selects(numbers)
+        self.selects = self.spec.selects and chooses and self.settings.table(numbers).selects
         return numbers
 
     def _limit(self, numbers: Tensor, device: torch.device) -> int | None:
@@ -340,9 +344,9 @@ class SlotState(Linked):
 
         A prompt may leave more than that, of which the first settle rids the cache: that must fit as well.
         """
-        if not self.evicts or (not self.spec.hard_cap and self.settings.never_settles(numbers)):
+        if not self.evicts or (not self.spec.hard_cap and self.settings.table(numbers).never_settles):
             return self.longest
-        most = float(self.settings.most_while_attending(self.settings.at_hand(numbers)).max())
+        _, most = self.settings.table(numbers).most
         if most == torch.inf:  # some heads keep everything
             return self.longest
         most = _whole(most if self.longest is None else min(most, self.longest))
@@ -355,12 +359,12 @@ class SlotState(Linked):
             return False
         if self.limit is None:
             return True
-        most = self.settings.most_while_attending(self.settings.at_hand(numbers))
-        return _whole(float(most.min())) >= self.limit - _ALIGNED
+        least, _ = self.settings.table(numbers).most
+        return _whole(least) >= self.limit - _ALIGNED
 
     def most_by_head(self) -> Tensor:
         """Tokens that each KV head holds at most while decoding, once what a prompt left has settled: [batch, kv_heads or 1], or inf."""
-        bounded = self.evicts and (self.spec.hard_cap or not self.settings.never_settles(self.numbers))
+        bounded = self.evicts and (self.spec.hard_cap or not self.settings.table(self.numbers).never_settles)
         most = (
             self.settings.most_while_attending(self.numbers)
             if bounded

@@ -117,11 +117,10 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
 
 def _fits(held: Held) -> bool:
     """Whether a prompt has so few slots that none is in excess, as far as the host knows: most chats begin with such."""
-    spec, settings = held.state.spec, held.state.settings
+    spec = held.state.spec
     if not held.of_prompt or spec.measures or spec.across or spec.across_layers:
         return False
-    capacity = settings.named(settings.at_hand(held.numbers))["capacity"]
-    return held.position.shape[-1] <= float(capacity.min())
+    return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
 
 
 def make_room(held: Held) -> None:

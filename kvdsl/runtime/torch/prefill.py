@@ -102,7 +102,7 @@ def _in_blocks(
 
 def _evicts(state: SlotState, numbers: Tensor) -> bool:
     """Whether a prompt of this layer loses anything."""
-    return state.bounded and state.spec.when != "decode" and state.settings.evicts(numbers)
+    return state.bounded and state.spec.when != "decode" and state.settings.table(numbers).evicts
 
 
 def _cached(state: SlotState) -> Kept | None:

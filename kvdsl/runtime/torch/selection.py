@@ -77,7 +77,7 @@ def sketch_width(state: SlotState, numbers: Tensor, key_dim: int) -> int:
     Raises:
         KvdslError: if a key has not so many.
     """
-    width = float(state.settings.named(state.settings.at_hand(numbers))["sketch_dims"].max())
+    width = float(state.settings.table(numbers).named["sketch_dims"].max())
     if width > key_dim:
         raise KvdslError(f"{state.spec.name} sketches {width:g} dims, but keys have {key_dim}; sketch fewer")
     return int(width)

@@ -26,11 +26,11 @@ def seen_before(state: SlotState, call: AttentionCall) -> Tensor:
 
 def new_positions(state: SlotState, call: AttentionCall) -> Tensor:
     """Positions of the new tokens in their rows' texts, int32 [batch, tokens], FREE for padding."""
-    real = call.real
-    if real is None:
-        real = call.key.new_ones(call.key.shape[0], call.key.shape[2]).bool()
-    position = seen_before(state, call)[:, None] + real.cumsum(1).int() - 1
-    return position.masked_fill(~real, FREE).int()
+    batch, tokens, before = call.key.shape[0], call.key.shape[2], seen_before(state, call)
+    if call.real is None:
+        return (before[:, None] + torch.arange(tokens, dtype=torch.int32, device=before.device)).expand(batch, tokens)
+    position = before[:, None] + call.real.cumsum(1).int() - 1
+    return position.masked_fill(~call.real, FREE).int()
 
 
 def place(state: SlotState, call: AttentionCall, columns: Tensor) -> None:
