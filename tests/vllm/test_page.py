@@ -86,7 +86,9 @@ def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
         assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))
 
 
-@pytest.mark.parametrize(("policy", "budget"), [("h2o", 12), ("h2o", 400), ("streaming_llm", 12), ("equip_h2o", 12), ("snapkv", 36)])
+@pytest.mark.parametrize(
+    ("policy", "budget"), [("h2o", 12), ("h2o", 400), ("streaming_llm", 12), ("equip_h2o", 12), ("snapkv", 36)]
+)
 def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
     """Where nothing else lies there than what the prompt's end writes anew; of what was there before nothing is seen."""
     settings = Settings(policy, (("budget", budget),))
