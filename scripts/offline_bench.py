@@ -36,7 +36,7 @@ class Engine:
     def __init__(self, process: subprocess.Popen[str], log: Path) -> None:
         self._process, self._log = process, log
 
-    def ask(self, load: dict[str, int]) -> dict[str, float]:
+    def ask(self, load: dict[str, int]) -> dict[str, Any]:
         """What a load has taken.
 
         Raises:
@@ -48,7 +48,7 @@ class Engine:
         self._process.stdin.flush()
         for line in self._process.stdout:
             if line.startswith("@"):
-                found: dict[str, float] = json.loads(line[1:])
+                found: dict[str, Any] = json.loads(line[1:])
                 return found
         raise click.ClickException(f"an engine has ended: see {self._log}")
 
@@ -94,7 +94,7 @@ def main(
     with ExitStack() as running:
         engines = {name: running.enter_context(_started(told)) for name, told in asked.items()}
         for prompt, new in sizes:
-            found: dict[str, list[dict[str, float]]] = {name: [] for name in engines}
+            found: dict[str, list[dict[str, Any]]] = {name: [] for name in engines}
             for turn in range(rounds + 1):
                 for name, engine in engines.items():
                     load = {"prompt": prompt, "new": new if turn else 4, "requests": requests, "seed": turn}
@@ -141,15 +141,16 @@ def _versions() -> dict[str, str]:
     }  # fmt: skip
 
 
-def _row(name: str, prompt: int, new: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
+def _row(name: str, prompt: int, new: int, rounds: list[dict[str, Any]]) -> dict[str, Any]:
     """Medians over rounds, and all of them."""
-    rounds = [{key: round(value, 2) for key, value in one.items()} for one in rounds]
-    medians = {key: median(one[key] for one in rounds) for key in rounds[0]}
+    rounds = [{key: value and round(value, 2) for key, value in one.items()} for one in rounds]
+    medians = {key: None if rounds[0][key] is None else median(one[key] for one in rounds) for key in rounds[0]}
     return {"contestant": name, "prompt": prompt, "new": new, **medians, "rounds": rounds}
 
 
 def _line(row: dict[str, Any]) -> str:
-    return f"{row['prompt']}/{row['new']}, {row['contestant']}: {row['tokens_per_second']:.0f} tokens a second, {row['ttft_ms']:.0f} ms"
+    first = "" if row["ttft_ms"] is None else f", the first after {row['ttft_ms']:.0f} ms"
+    return f"{row['prompt']}/{row['new']}, {row['contestant']}: {row['tokens_per_second']:.0f} tokens a second{first}"
 
 
 if __name__ == "__main__":

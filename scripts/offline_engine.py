@@ -2,8 +2,8 @@
 """An engine that scripts/offline_bench.py talks to, line by line: vLLM, perhaps under a policy, or OpenVINO GenAI.
 
 It is told as JSON what it is, then load after load `{"prompt": 100, "new": 400, "requests": 24, "seed": 1}`, and answers each with
-`{"seconds": 3.5, "ttft_ms": 120.0}`, the median of its requests, which all come at once. Of kvdsl it imports nothing itself, so that it
-runs where an engine is.
+`{"seconds": 3.5, "ttft_ms": 120.0}`, the median of its requests, which all come at once; null where an engine does not count from when
+a request came. Of kvdsl it imports nothing itself, so that it runs where an engine is.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from collections.abc import Callable
 from statistics import median
 from typing import Any
 
-Answer = Callable[[list[list[int]], int], list[float]]
-"""Goes on from prompts by so many tokens each; when the first came, in milliseconds."""
+Answer = Callable[[list[list[int]], int], "float | None"]
+"""Goes on from prompts by so many tokens each; when a request had its first, in milliseconds, the median."""
 
 
 def vllm(told: dict[str, Any]) -> Answer:
@@ -32,11 +32,11 @@ def vllm(told: dict[str, Any]) -> Answer:
         enable_prefix_caching=False, kv_cache_memory_bytes=told["cache_bytes"], disable_log_stats=False, **more,
     )  # fmt: skip
 
-    def answer(prompts: list[list[int]], new: int) -> list[float]:
+    def answer(prompts: list[list[int]], new: int) -> float:
         params = SamplingParams(max_tokens=new, min_tokens=new, ignore_eos=True, temperature=0)
         outs = llm.generate([{"prompt_token_ids": ids} for ids in prompts], params, use_tqdm=False)
         assert all(len(out.outputs[0].token_ids) == new for out in outs)
-        return [out.metrics.first_token_latency * 1e3 for out in outs]
+        return float(median(out.metrics.first_token_latency for out in outs)) * 1e3
 
     return answer
 
@@ -58,14 +58,13 @@ def openvino(told: dict[str, Any]) -> Answer:
     precisions = {"INFERENCE_PRECISION_HINT": told["precision"], "KV_CACHE_PRECISION": told["kv_precision"]}
     pipeline = genai.ContinuousBatchingPipeline(told["model"], scheduler, "CPU", precisions)
 
-    def answer(prompts: list[list[int]], new: int) -> list[float]:
+    def answer(prompts: list[list[int]], new: int) -> None:
         config = genai.GenerationConfig()
         config.max_new_tokens = config.min_new_tokens = new
         config.ignore_eos, config.do_sample = True, False
         ids = [openvino.Tensor(np.array([one], dtype=np.int64)) for one in prompts]
         outs = pipeline.generate(ids, [config] * len(ids))
         assert all(len(out.m_generation_ids[0]) == new for out in outs)
-        return [out.perf_metrics.get_ttft().mean for out in outs]
 
     return answer
 
@@ -82,7 +81,7 @@ def main() -> None:
         ]
         begun = time.perf_counter()
         first = answer(prompts, load["new"])
-        found = {"seconds": time.perf_counter() - begun, "ttft_ms": median(first)}
+        found = {"seconds": time.perf_counter() - begun, "ttft_ms": first}
         print(f"@{json.dumps(found)}", flush=True)  # engines print, too
 
 

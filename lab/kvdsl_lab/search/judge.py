@@ -193,18 +193,19 @@ class NextToken:
         rows, total = len(self._ids), torch.zeros(len(caches), dtype=torch.float64)
         together, behind = Abreast(caches, rows), torch.split(self._ids[:, case.prompt : case.tokens], 1, dim=1)
         with torch.inference_mode():
-            for ids, wanted in zip(behind, self._read[case].wanted.unbind(1), strict=True):
+            for step, ids in enumerate(behind):
                 logits = self._model(input_ids=ids.repeat(len(caches), 1), **with_cache(together), use_cache=True).logits
-                found = logits[:, 0].float().log_softmax(-1).unflatten(0, (-1, rows))
-                total += (wanted.exp() * (wanted - found)).sum(-1).mean(1).double().cpu()
-        return [float(one) / len(behind) for one in total]
+                for text, found in enumerate(logits[:, 0].unflatten(0, (-1, rows)).unbind(1)):
+                    total += self._read[case].divergence(text, step, found).double().cpu()
+        return [float(one) / len(behind) / rows for one in total]
 
 
 class _Read:
     """What a case has of texts: a prompt that was read once, and what the full cache makes of the tokens behind it.
 
     Attributes:
-        wanted: logarithms of probabilities, float32 [texts, tokens behind, vocabulary].
+        wanted: probabilities, float32 [texts, tokens behind, vocabulary].
+        certainty: the sums of probabilities times their logarithms, float32 [texts, tokens behind].
     """
 
     def __init__(self, model: Any, ids: Tensor, case: Case) -> None:
@@ -212,7 +213,15 @@ class _Read:
         ids = ids[:, : case.tokens]
         with torch.inference_mode():
             logits = model(input_ids=ids, logits_to_keep=ids.shape[1] - case.prompt, use_cache=False).logits
-            self.wanted = logits.float().log_softmax(-1)
+            logarithms = logits.float().log_softmax(-1)
+            self.wanted = logarithms.exp()
+            self.certainty = (self.wanted * logarithms).sum(-1)
+
+    def divergence(self, text: int, step: int, logits: Tensor) -> Tensor:
+        """From what is wanted of a token to other logits, [any, vocabulary]: [any]. A text at a time stays in a CPU's cache."""
+        logits = logits.float()
+        crossed: Tensor = logits.logsumexp(-1) - logits @ self.wanted[text, step]
+        return crossed + self.certainty[text, step]
 
 
 class Judge:
