@@ -214,14 +214,13 @@ class _Read:
         with torch.inference_mode():
             logits = model(input_ids=ids, logits_to_keep=ids.shape[1] - case.prompt, use_cache=False).logits
             logarithms = logits.float().log_softmax(-1)
-            self.wanted = logarithms.exp()
-            self.certainty = (self.wanted * logarithms).sum(-1)
+            self.wanted: Tensor = logarithms.exp()
+            self.certainty: Tensor = (self.wanted * logarithms).sum(-1)
 
     def divergence(self, text: int, step: int, logits: Tensor) -> Tensor:
         """From what is wanted of a token to other logits, [any, vocabulary]: [any]. A text at a time stays in a CPU's cache."""
         logits = logits.float()
-        crossed: Tensor = logits.logsumexp(-1) - logits @ self.wanted[text, step]
-        return crossed + self.certainty[text, step]
+        return self.certainty[text, step] + logits.logsumexp(-1) - logits @ self.wanted[text, step]
 
 
 class Judge:
