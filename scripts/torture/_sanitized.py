@@ -119,10 +119,12 @@ class Run:
         self.backend.replace(self.state, slots, self.call(tokens, real))
 
     def settle(self) -> None:
-        """Settle with given attention, and without any."""
-        position = self.state.position
+        """Settle with given attention, and without any, where C++ finds who leaves."""
+        library, position = _library(self.spec.cpu_source, self.spec.stem), self.state.position
+        if not hasattr(library, "kvdsl_settle"):
+            return
         attn = torch.rand(position.shape, generator=self.make).masked_fill(position < 0, 0)
-        kernel, step = _library(self.spec.cpu_source, self.spec.stem).kvdsl_settle, CpuBackend.step(self.state, self.call(1))
+        kernel, step = library.kvdsl_settle, CpuBackend.step(self.state, self.call(1))
         for given in (attn, None):
             assert step.run(kernel, self.call(1), None, ctypes.c_void_p(None if given is None else given.data_ptr())) == 0
 

@@ -197,8 +197,10 @@ class Unit {
         head_(number % args.kv_heads), choice_(args, steps, work_.choice, work_.ones, number) {
     if (args.copied) copied_ = args.copied[row_] != 0;
     const int64_t first = int64_t{number} * args.slots;
-    keys_ = layout(args.keys, args.key_dim, number);
-    values_ = layout(args.values, args.value_dim, number);
+    if (args.keys) {  // none of a prompt, of which only settles are asked
+      keys_ = layout(args.keys, args.key_dim, number);
+      values_ = layout(args.values, args.value_dim, number);
+    }
     if (args.half_keys) half_keys_ = in_one_piece(args.half_keys, 2 * args.rope_pairs, number);
     position_ = args.position + first;
     state_ = args.state ? args.state + first : nullptr;
@@ -509,7 +511,7 @@ class Unit {
   Workspace work_;
   int row_, head_;
   Choice choice_;
-  Layout keys_, values_, half_keys_{};
+  Layout keys_{}, values_{}, half_keys_{};
   int32_t* position_;
   float* state_;
   int32_t* rank_;

@@ -29,7 +29,7 @@ int replace(const DecodeArgs& args, const int32_t* slots) {
 // call's one token is padding there.
 template <class Policy>
 int settle(const DecodeArgs& args, const float* attn) {
-  return settle(args, attn, steps<float, Policy>);
+  return settle(args, attn, attn ? decode_steps<float, Policy> : steps<float, Policy>);
 }
 
 }  // namespace kvdsl
