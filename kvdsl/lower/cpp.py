@@ -47,7 +47,11 @@ from kvdsl.passes.parts import in_parts
 
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
-_NOBODY_LEAVES: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int] = ((), (), (), 0)
+
+_Settle = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]
+"""`settle_before`, `settle`, `protect` and `scratch` of a plan."""
+
+_NOBODY_LEAVES: _Settle = ((), (), (), 0)
 
 
 @dataclass(frozen=True)
@@ -218,7 +222,7 @@ def _overflow(numbers: tuple[str, ...]) -> str:
     )
 
 
-def _settle_if_own(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
+def _settle_if_own(policy: Policy) -> _Settle:
     """Nothing for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
     if policy.when != "prefill":
         return _settle(policy)
@@ -231,7 +235,7 @@ def _settle_if_own(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tu
         return _NOBODY_LEAVES
 
 
-def _settle(policy: Policy) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]:
+def _settle(policy: Policy) -> _Settle:
     if policy.budget is None or policy.score is None:
         return _NOBODY_LEAVES
     tops = [keep for keep in policy.keeps if keep.scope == "top"]

@@ -65,8 +65,9 @@ class Settings(Linked):
     def _found(self, prompt: Tensor) -> Table:
         """What the layer before has found for the same prompts, if no number depends on the layer."""
         asked = repr(self.given), self.layers, prompt.tolist()  # 1.0, a rate, equals 1, a token: their texts do not
-        if Settings._latest is not None and Settings._latest[0] is self.spec and Settings._latest[1] == asked:
-            return Settings._latest[2]
+        latest = Settings._latest  # read once: another thread may serve another model
+        if latest is not None and latest[0] is self.spec and latest[1] == asked:
+            return latest[2]
         given = self._given(prompt, self.layer, self.given)
         try:
             named = self.spec.resolve(given)
