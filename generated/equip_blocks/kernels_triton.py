@@ -14,6 +14,7 @@ Legend:
     One program combines what `attend` found for one KV head of one row. Beside it
     PIECES others share its slots: the one that has the first free slot puts the new token there, each lets the query be observed, and the last to arrive frees the slots of those that must leave.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one.
     rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
@@ -31,6 +32,7 @@ SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     out,  # [B, H * G, E]: gets the attention's output
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
@@ -44,14 +46,15 @@ def settle(
     new_value,  # [B, H, E]
     keys,  # [H, blocks, SIZE, D]
     values,  # [H, blocks, SIZE, E]
-    first_rows,  # [B, H] int64: rows of the pool before the head's
-    table,  # [B, blocks of a row] int64: where each block of a row's slots lies behind those
-    position,  # [B, H, N] int32
-    rank,  # [B, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
-    length,  # [B, H] int32: gets how many tokens the head holds
+    first_rows,  # [R, H] int64: rows of the pool before the head's
+    table,  # [R, blocks of a row] int64: where each block of a row's slots lies behind those
+    position,  # [R, H, N] int32
+    rank,  # [R, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
+    length,  # [R, H] int32: gets how many tokens the head holds
     gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
-    half_keys,  # [B, H, N, 2 * PAIRS]: the keys' rotated halves
-    columns,  # [1, B, H, N] float32: the state columns
+    half_keys,  # [R, H, N, 2 * PAIRS]: the keys' rotated halves
+    columns,  # [1, R, H, N] float32: the state columns
+    cache_rows,  # R
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets what is protected
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
@@ -59,13 +62,14 @@ def settle(
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
-    seen,  # [B] int32: gets the next token's
+    seen,  # [R] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
-    numbers,  # [B, 3] float64
+    numbers,  # [R, 3] float64
     slots,
     splits,
     per_piece,  # slots of a program
     window,  # queries see this many tokens; 2**30: all
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     SIZE: tl.constexpr,  # slots of a block
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
@@ -94,19 +98,21 @@ def settle(
         return
     if tl.load(real + row) == 0:
         return
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
     now = tl.load(newest + row)
     if (piece == 0) & (head == 0):
-        tl.store(seen + row, now + 1)
-    position += pair * slots
+        tl.store(seen + own_row, now + 1)
+    position += own_pair * slots
     logits += pair * G * slots
-    rank += pair * slots
+    rank += own_pair * slots
     gaps += pair * slots
     work += pair * slots
     kept += pair * slots
-    column_stride = tl.num_programs(2).to(tl.int64) * heads * slots
-    sum_attn_at = columns + pair * slots
-    number_recent = tl.load(numbers + row * 3)
-    number_capacity = tl.load(numbers + row * 3 + 1)
+    column_stride = heads.to(tl.int64) * slots * cache_rows
+    sum_attn_at = columns + own_pair * slots
+    number_recent = tl.load(numbers + own_row * 3)
+    number_capacity = tl.load(numbers + own_row * 3 + 1)
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
     leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
@@ -119,14 +125,14 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = tl.load(first_rows + pair) + layout.rows(slot, True, layout.table_of(table, row, slots, SIZE), SIZE)
+        at = tl.load(first_rows + own_pair) + layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)
         tl.store(rank + slot, live - 1)
-        tl.store(length + pair, live - leaving)
+        tl.store(length + own_pair, live - leaving)
         if PAIRS > 0:
-            rotate.place_half(half_keys + (pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
+            rotate.place_half(half_keys + (own_pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
         ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
         tl.store(sum_attn_at + slot, 0.0)
     tl.debug_barrier()

@@ -18,6 +18,7 @@ Legend:
     One program combines what `attend` found for one KV head of one row. Beside it
     PIECES others share its slots: the one that has the first free slot puts the new token there, each lets the query be observed, and the last to arrive frees the slots of those that must leave.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     sum_attn: sum of attn
     sum_attn_squared: squares of attn
@@ -34,6 +35,7 @@ SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     out,  # [B, H * G, E]: gets the attention's output
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
@@ -45,10 +47,11 @@ def settle(
     new_logits,  # [B, H, G] float32: the new token's
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D]
-    values,  # [B, H, N, E]
-    position,  # [B, H, N] int32
-    columns,  # [2, B, H, N] float32: the state columns
+    keys,  # [R, H, N, D]
+    values,  # [R, H, N, E]
+    position,  # [R, H, N] int32
+    columns,  # [2, R, H, N] float32: the state columns
+    cache_rows,  # R
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets what is protected
     arrived,  # [B, H] int32: how many programs of the head have ranked their slots; 0 before the launch, and after it
@@ -56,13 +59,14 @@ def settle(
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
-    seen,  # [B] int32: gets the next token's
+    seen,  # [R] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
-    numbers,  # [B, 2] float64
+    numbers,  # [R, 2] float64
     slots,
     splits,
     per_piece,  # slots of a program
     window,  # queries see this many tokens; 2**30: all
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -86,18 +90,20 @@ def settle(
         return
     if tl.load(real + row) == 0:
         return
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
     now = tl.load(newest + row)
     if (piece == 0) & (head == 0):
-        tl.store(seen + row, now + 1)
-    position += pair * slots
+        tl.store(seen + own_row, now + 1)
+    position += own_pair * slots
     logits += pair * G * slots
     work += pair * 2 * slots
     kept += pair * slots
-    column_stride = tl.num_programs(2).to(tl.int64) * heads * slots
-    sum_attn_at = columns + pair * slots
-    sum_attn_squared_at = columns + column_stride + pair * slots
-    number_protect = tl.load(numbers + row * 2)
-    number_capacity = tl.load(numbers + row * 2 + 1)
+    column_stride = heads.to(tl.int64) * slots * cache_rows
+    sum_attn_at = columns + own_pair * slots
+    sum_attn_squared_at = columns + column_stride + own_pair * slots
+    number_protect = tl.load(numbers + own_row * 2)
+    number_capacity = tl.load(numbers + own_row * 2 + 1)
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
     leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
@@ -110,7 +116,7 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = pair * slots + slot
+        at = own_pair * slots + slot
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)

@@ -21,6 +21,7 @@ Legend:
     `settle`, the last: one program combines what `attend` found for one KV head of one row. Beside it
     another puts the new token into a free slot.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     W: dims of the sketch. dims: which those are, -1 behind them.
 """
@@ -40,8 +41,8 @@ def find_sketch(
     sketch,
     prompt,
     numbers,
-    pair,
-    row,
+    own_pair,
+    own_row,
     now,
     width,
     G: tl.constexpr,
@@ -51,11 +52,11 @@ def find_sketch(
     W_PAD: tl.constexpr,
 ):
     """The sketch's dims, [W_PAD], and whether they are found anew at this query."""
-    number_sketch_dims = tl.load(numbers + row * 3 + 1)
-    number_sketch_every = tl.load(numbers + row * 3 + 2)
+    number_sketch_dims = tl.load(numbers + own_row * 3 + 1)
+    number_sketch_every = tl.load(numbers + own_row * 3 + 2)
     j = tl.arange(0, W_PAD)
-    dims = tl.load(sketch + pair * width + j, mask=j < width, other=-1)
-    due = select.is_due(prompt, row, now, ops.count(number_sketch_every))
+    dims = tl.load(sketch + own_pair * width + j, mask=j < width, other=-1)
+    due = select.is_due(prompt, own_row, now, ops.count(number_sketch_every))
     if due:
         g, d = tl.arange(0, G_PAD), tl.arange(0, D_PAD)
         q = tl.load(query + g[:, None] * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
@@ -67,25 +68,27 @@ def find_sketch(
 
 @triton.jit
 def look(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
-    keys,  # [B, H, N, D]
-    position,  # [B, H, N] int32
-    sketch,  # [B, H, W] int32: dims, ascending, -1 behind them
-    sketch_keys,  # [B, H, N, W]: the keys over these dims
-    prompt,  # [B] int32: tokens of the prompt
+    keys,  # [R, H, N, D]
+    position,  # [R, H, N] int32
+    sketch,  # [R, H, W] int32: dims, ascending, -1 behind them
+    sketch_keys,  # [R, H, N, W]: the keys over these dims
+    prompt,  # [R] int32: tokens of the prompt
     grades,  # [B, H, N + 16] int32: gets those of the slots and, behind them, of the new token
     levels,  # [B, H, S, LEVELS] int32: gets how many of the split's slots have which level
     first_free,  # [B, H, S] int32: gets the split's first free slot; N or more: none
     held,  # [B, H, S] int32: gets how many tokens it holds
-    seen,  # [B] int32: the new token's position
+    seen,  # [R] int32: the new token's position
     real,  # [B] bool
-    numbers,  # [B, 3] float64
-    copied,  # [B] int32: whether what is kept beside the keys holds; else it is to be made from them
+    numbers,  # [R, 3] float64
+    copied,  # [R] int32: whether what is kept beside the keys holds; else it is to be made from them
     slots,
     per_split,  # slots per split
     width,  # W
     window,  # queries see this many tokens; 2**30: all
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -100,18 +103,20 @@ def look(
     pair = (row * heads + head).to(tl.int64)
     if tl.load(real + row) == 0:
         return
-    now = tl.load(seen + row)
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
+    now = tl.load(seen + own_row)
     query += pair * G * D
     new_key += pair * D
-    keys += pair * slots * D
+    keys += own_pair * slots * D
     grades += pair * (slots + 16)
     mine = pair * splits + split
-    position += pair * slots
+    position += own_pair * slots
     g, j = tl.arange(0, G_PAD), tl.arange(0, W_PAD)
-    sketch_keys += pair * slots * width
-    dims, due = find_sketch(query, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
-    tl.store(sketch + pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
-    gather = (tl.load(copied + row) == 0) | due
+    sketch_keys += own_pair * slots * width
+    dims, due = find_sketch(query, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
+    tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
+    gather = (tl.load(copied + own_row) == 0) | due
     q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
 
     gap = tl.full([BLOCK], ops.INT_MAX, tl.int32)
@@ -136,7 +141,8 @@ def look(
 
 @triton.jit
 def choose(
-    position,  # [B, H, N] int32
+    which,  # [B] int32: if SOME, the row of the cache that each row is
+    position,  # [R, H, N] int32
     grades,  # [B, H, N + 16] int32
     levels,  # [B, H, S, LEVELS] int32
     candidates,  # [B, H, N + 16] int32: gets what may be chosen of each program's share, in order
@@ -147,11 +153,12 @@ def choose(
     joins,  # [B, H] int32: gets whether the new token is attended to
     taken,  # [B, H, N] int8: gets 1 for the slots that are, if anybody asked
     held,  # [B, H, S] int32
-    seen,  # [B] int32: the new token's position
+    seen,  # [R] int32: the new token's position
     real,  # [B] bool
-    numbers,  # [B, 3] float64
+    numbers,  # [R, 3] float64
     slots,
     splits,
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -166,9 +173,11 @@ def choose(
         tl.store(found, 0)
         tl.store(joins, 0)
         return
-    now = tl.load(seen + row)
-    number_select = tl.load(numbers + row * 3)
-    position += pair * slots
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
+    now = tl.load(seen + own_row)
+    number_select = tl.load(numbers + own_row * 3)
+    position += own_pair * slots
     grades += pair * (slots + 16)
     candidates += pair * (slots + 16)
     chosen += pair * slots
@@ -193,6 +202,7 @@ def choose(
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     out,  # [B, H * G, E]: gets the attention's output
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
@@ -202,22 +212,23 @@ def settle(
     held,  # [B, H, S] int32: how many tokens it holds
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D]
-    values,  # [B, H, N, E]
-    position,  # [B, H, N] int32
+    keys,  # [R, H, N, D]
+    values,  # [R, H, N, E]
+    position,  # [R, H, N] int32
     query,  # [B, H * G, D]
-    sketch,  # [B, H, W] int32, with all that follows as for `look`
-    sketch_keys,  # [B, H, N, W]
-    prompt,  # [B] int32
-    copied,  # [B] int32
+    sketch,  # [R, H, W] int32, with all that follows as for `look`
+    sketch_keys,  # [R, H, N, W]
+    prompt,  # [R] int32
+    copied,  # [R] int32
     width,
     newest,  # [B] int32: the new token's position
-    seen,  # [B] int32: gets the next token's
+    seen,  # [R] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
-    numbers,  # [B, 3] float64
+    numbers,  # [R, 3] float64
     slots,
     splits,
     per_piece,  # slots of a program
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -242,10 +253,12 @@ def settle(
         return
     if tl.load(real + row) == 0:
         return
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
     now = tl.load(newest + row)
     if (piece == 0) & (head == 0):
-        tl.store(seen + row, now + 1)
-    position += pair * slots
+        tl.store(seen + own_row, now + 1)
+    position += own_pair * slots
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
     begin = piece * per_piece
@@ -256,14 +269,14 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = pair * slots + slot
+        at = own_pair * slots + slot
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)
         if SELECTS:
-            select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, pair, slot, slots, width, W_PAD)
-            tl.store(copied + row, 1)
+            select.place_in_sketch(sketch, sketch_keys, new_key + pair * D, own_pair, slot, slots, width, W_PAD)
+            tl.store(copied + own_row, 1)
         else:  # it is kept up to date where it is not looked at, too
-            dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, pair, row, now, width, G, G_PAD, D, D_PAD, W_PAD)
+            dims, due = find_sketch(query + pair * G * D, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
             j = tl.arange(0, W_PAD)
-            tl.store(sketch + pair * width + j, dims, mask=j < tl.where(due, width, 0))
+            tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where(due, width, 0))

@@ -19,6 +19,7 @@ Legend:
     One program combines what `attend` found for one KV head of one row. Beside it
     PIECES others share its slots: the one that has the first free slot puts the new token there, and the last to arrive frees the slots of those that must leave.
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
+    R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
 """
@@ -34,6 +35,7 @@ SPREADS = True  # whether several programs of `settle` share a KV head's slots
 
 @triton.jit(do_not_specialize=["layer", "first_head", "seed"])
 def settle(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     out,  # [B, H * G, E]: gets the attention's output
     part,  # [B, H, S, G, E] float32, with `top` and `total`: what each split of `attend` found
     top,  # [B, H, S, G] float32
@@ -43,11 +45,11 @@ def settle(
     held,  # [B, H, S] int32: how many tokens it holds
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D]
-    values,  # [B, H, N, E]
-    position,  # [B, H, N] int32
-    rank,  # [B, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
-    length,  # [B, H] int32: gets how many tokens the head holds
+    keys,  # [R, H, N, D]
+    values,  # [R, H, N, E]
+    position,  # [R, H, N] int32
+    rank,  # [R, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
+    length,  # [R, H] int32: gets how many tokens the head holds
     gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
     kept,  # [B, H, N] int8: gets what is protected
@@ -56,12 +58,13 @@ def settle(
     victims,  # [B, H, PIECES] int32: gets its slot
     at_ends,  # [B, H, PIECES] int32: gets how many of its tokens are protected as first or last ones
     newest,  # [B] int32: the new token's position
-    seen,  # [B] int32: gets the next token's
+    seen,  # [R] int32: gets the next token's
     real,  # [B] bool: False for padding, of which nothing comes but zeros
-    numbers,  # [B, 2] float64
+    numbers,  # [R, 2] float64
     slots,
     splits,
     per_piece,  # slots of a program
+    SOME: tl.constexpr,  # whether the step is of some rows of the cache
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -85,16 +88,18 @@ def settle(
         return
     if tl.load(real + row) == 0:
         return
+    own_row = ops.row_of(which, row, SOME)
+    own_pair = (own_row * heads + head).to(tl.int64)
     now = tl.load(newest + row)
     if (piece == 0) & (head == 0):
-        tl.store(seen + row, now + 1)
-    position += pair * slots
-    rank += pair * slots
+        tl.store(seen + own_row, now + 1)
+    position += own_pair * slots
+    rank += own_pair * slots
     gaps += pair * slots
     work += pair * slots
     kept += pair * slots
-    number_sinks = tl.load(numbers + row * 2)
-    number_capacity = tl.load(numbers + row * 2 + 1)
+    number_sinks = tl.load(numbers + own_row * 2)
+    number_capacity = tl.load(numbers + own_row * 2 + 1)
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
     leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
@@ -106,12 +111,12 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = pair * slots + slot
+        at = own_pair * slots + slot
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)
         tl.store(rank + slot, live - 1)
-        tl.store(length + pair, live - leaving)
+        tl.store(length + own_pair, live - leaving)
     tl.debug_barrier()
 
     # Who leaves.

@@ -85,6 +85,7 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         "B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. "
         "S: splits of `attend`."
     )
+    yield "R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there."
     yield "now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free."
     if choosing and choosing.sketch_by:
         yield "W: dims of the sketch. dims: which those are, -1 behind them."

@@ -10,6 +10,7 @@ import torch
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.gpu.build import Shape, build, parse_target
 from tests.cli.harness import run
 from tests.differential.test_random import POLICIES
 
@@ -120,3 +121,12 @@ def test_a_policy_without_kernels(capsys: pytest.CaptureFixture[str], tmp_path: 
 def test_without_a_gpu_triton_serves_nothing() -> None:
     with pytest.raises(KvdslError, match="on a GPU, not on cpu"):
         choose(kvdsl.load("roco").spec, "triton", torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["roco", "equip_h2o", "sparcas"])
+def test_a_step_of_some_rows_spills_nothing(policy: str) -> None:
+    source, targets = kvdsl.load(policy).spec.triton_source, {name: parse_target(name) for name in NEWEST.split(",")}
+    rows = list(build(policy, source, targets, Shape(some_rows=True)))
+    assert {row.kernel for row in rows} == set(kernels_for(policy))
+    assert {row.spills for row in rows} == {0}

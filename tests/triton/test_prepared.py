@@ -40,10 +40,10 @@ def but_for_outputs(launches: list[list[Any]], outputs: list[Tensor]) -> list[li
 def test_launchers_are_given_the_same(policy: str, given: list[list[Any]]) -> None:
     server, state, calls = served(policy, SHAPE)
     outputs = [server.decode(state, calls[0])]
-    first = triton_backend._prepared[state]
+    first = triton_backend._prepared[state.workspace]
     given.clear()
     outputs.append(server.decode(state, calls[1]))
-    assert triton_backend._prepared[state] is first
+    assert triton_backend._prepared[state.workspace] is first
     ours = but_for_outputs(given, outputs)
     given.clear()
     triton_backend._prepared.clear()
@@ -56,7 +56,7 @@ def test_launchers_are_given_the_same(policy: str, given: list[list[Any]]) -> No
 def test_what_was_prepared_holds_for_its_kind(changed: str, given: list[list[Any]]) -> None:
     server, state, calls = served("roco", SHAPE)
     server.decode(state, calls[0])
-    first, call = triton_backend._prepared[state], calls[1]
+    first, call = triton_backend._prepared[state.workspace], calls[1]
     if changed == "tensor":
         state.columns = state.columns.clone()
     elif changed == "scaling":
@@ -67,4 +67,4 @@ def test_what_was_prepared_holds_for_its_kind(changed: str, given: list[list[Any
     elif changed == "padding":
         call = AttentionCall(call.query, call.key, call.value, torch.ones(1, 1, dtype=torch.bool), 0.125)
     server.decode(state, call)
-    assert (triton_backend._prepared[state] is first) == (changed in ("nothing", "padding"))
+    assert (triton_backend._prepared[state.workspace] is first) == (changed in ("nothing", "padding"))

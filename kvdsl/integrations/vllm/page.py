@@ -10,13 +10,12 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_policy
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import TILE
 from kvdsl.runtime.state import copies
-from kvdsl.runtime.state.order import FREE
+from kvdsl.runtime.state.rows import put
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend
 
@@ -81,21 +80,10 @@ class Page:
         Raises:
             KvdslError: if a prompt has left more than a page holds.
         """
-        if left.filled > self.slots:
-            raise KvdslError(f"{left.spec.name} has kept {left.filled} tokens of a prompt, and a page holds {self.slots}")
         views, found = self.views(blocks), left.tensors()
         lent = len(numbers) == 1 and all(found[name].data_ptr() == views[name][numbers[0]].data_ptr() for name in self.parts)
-        for name in () if lent else self.parts.keys() - copies.NAMES:
-            view, tensor, declared = views[name], found[name].unsqueeze(0), left.declared[name]
-            slots = declared.slots
-            if declared.batch is not None:  # a row goes to where its block has its only one
-                tensor = tensor.transpose(0, declared.batch + 1)
-            if slots is None:
-                view[numbers] = tensor
-                continue
-            held = min(left.slots, self.slots)  # those who stayed lie in front
-            view.narrow(slots + 1, 0, held)[numbers] = tensor.narrow(slots + 1, 0, held)
-            view.narrow(slots + 1, held, self.slots - held)[numbers] = FREE if name in ("position", "rank") else 0
+        if not lent:
+            put(left, numbers, views, self.slots)
         for state in states:
             state.evicts, state.selects = left.evicts, left.selects
             copies.forget(state)

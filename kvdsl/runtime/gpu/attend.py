@@ -3,6 +3,7 @@ more where the query attends to a selection or a hard cap asks for room.
 
 Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value.
+    R: rows of the cache; B, unless the step is of some of them.
     S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
 
 Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the launch that
@@ -25,15 +26,16 @@ from kvdsl.runtime.gpu import layout, ops, rotate
 
 @triton.jit
 def attend(
+    which,  # [B] int32: if SOME, the row of the cache that each row is
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [B, H, N, D], or heads of other lengths one behind the other, or blocks of a pool
-    values,  # [B, H, N, E], likewise
-    first_rows,  # [B, H] int64: rows of `keys` and `values` before the head's
+    keys,  # [R, H, N, D], or heads of other lengths one behind the other, or blocks of a pool
+    values,  # [R, H, N, E], likewise
+    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
     table,  # [B, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind the head's first row
-    position,  # [B, H, N] int32, below 0: free
-    seen,  # [B] int32: the new token's position
+    position,  # [R, H, N] int32, below 0: free
+    seen,  # [R] int32: the new token's position
     newest,  # [B] int32: gets `seen`, for the second launch
     part,  # [B, H, S, G, E] float32: gets each split's sum of exp(logit - top) * value
     top,  # [B, H, S, G] float32: gets the largest logit
@@ -45,15 +47,16 @@ def attend(
     joins,  # [B, H] int32: whether the new token is one
     logits,  # [B, H, G, N] float32: gets the logits; not written unless LOGITS
     new_logits,  # [B, H, G] float32: gets the new token's
-    rank,  # [B, H, N] int32: if TURNS, how many live slots hold an earlier token
-    length,  # [B, H] int32: how many tokens the head holds
-    half_keys,  # [B, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
+    rank,  # [R, H, N] int32: if TURNS, how many live slots hold an earlier token
+    length,  # [R, H] int32: how many tokens the head holds
+    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
     slopes,  # [H * G] float32: if BIASED, what each place that a token stands behind the query takes from its logit
     angles,  # float32: cosines and sines of turns, see `kvdsl.runtime.angles.digits`
     slots,
     scaling,
     softcap,  # 0: none
     window,  # queries see this many tokens; 2**30: all
+    SOME: tl.constexpr,
     SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,
@@ -79,20 +82,21 @@ def attend(
     """One split of one KV head of one row; the grid is (S, H, B)."""
     split, head, row = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     splits, heads = tl.num_programs(0), tl.num_programs(1)
-    pair = (row * heads + head).to(tl.int64)
-    begin = tl.load(first_rows + pair)
+    own_row = ops.row_of(which, row, SOME)
+    pair, own_pair = (row * heads + head).to(tl.int64), (own_row * heads + head).to(tl.int64)
+    begin = tl.load(first_rows + own_pair)
     keys += begin * D
     values += begin * E
     if SIZE > 0:
         table = layout.table_of(table, row, slots, SIZE)
     lane, g, d, e = tl.arange(0, BLOCK), tl.arange(0, G_PAD), tl.arange(0, D_PAD), tl.arange(0, E_PAD)
     q = tl.load(query + (pair * G + g[:, None]) * D + d[None, :], mask=(g[:, None] < G) & (d[None, :] < D), other=0.0)
-    now = tl.load(seen + row)
+    now = tl.load(seen + own_row)
     if (split == 0) & (head == 0):
         tl.store(newest + row, now)
     if TURNS:
         q_first, q_second, q_other = rotate.parts(query, pair * G + g, g < G, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
-        evicted = now - tl.load(length + pair)  # from before the new token
+        evicted = now - tl.load(length + own_pair)  # from before the new token
 
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
@@ -102,18 +106,18 @@ def attend(
     acc = tl.zeros([G_PAD, E_PAD], tl.float32)
     gap = tl.full([BLOCK], 2**31 - 1, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
-    rows = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot is never above its position
-    per_split = tl.cdiv(tl.cdiv(rows, splits), BLOCK) * BLOCK
+    reach = tl.load(found + pair) if SELECTS else tl.minimum(slots, now)  # a token's slot is never above its position
+    per_split = tl.cdiv(tl.cdiv(reach, splits), BLOCK) * BLOCK
     first = split * per_split
-    for start in range(first, tl.minimum(first + per_split, rows), BLOCK):
+    for start in range(first, tl.minimum(first + per_split, reach), BLOCK):
         i = start + lane
-        inside = i < rows
+        inside = i < reach
         if SELECTS:
             i = tl.load(chosen + pair * slots + i, mask=inside, other=0)
-            pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
+            pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
             visible = inside
         else:
-            pos = tl.load(position + pair * slots + i, mask=inside, other=-1)
+            pos = tl.load(position + own_pair * slots + i, mask=inside, other=-1)
             visible = (pos >= 0) & (now - pos < window)
             gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
             live += (pos >= 0).to(tl.int32)
@@ -121,11 +125,11 @@ def attend(
         there = inside if DENSE else visible
         at = layout.rows(i, there, table, SIZE)
         if TURNS:
-            by = rotate.turns(pos, tl.load(rank + pair * slots + i, mask=there, other=0), visible, evicted)
+            by = rotate.turns(pos, tl.load(rank + own_pair * slots + i, mask=there, other=0), visible, evicted)
             k_first, k_second, k_other = rotate.parts(keys, at, there, D, PAIRS, P_PAD, R_PAD, OFFSET, INTERLEAVED)
             halves = half_keys
             if HALVES:
-                halves += (pair * slots + i) * (2 * PAIRS)
+                halves += (own_pair * slots + i) * (2 * PAIRS)
             score = rotate.scores(
                 q_first,
                 q_second,
@@ -150,7 +154,7 @@ def attend(
         if BIASED:  # the new token's own distance is 0
             behind = now - pos
             if RANKED:
-                behind = tl.load(length + pair) - tl.load(rank + pair * slots + i, mask=there, other=0)
+                behind = tl.load(length + own_pair) - tl.load(rank + own_pair * slots + i, mask=there, other=0)
             logit -= slope[:, None] * behind[None, :].to(tl.float32)
         logit = tl.where(visible[None, :], logit, float("-inf"))
         if LOGITS:

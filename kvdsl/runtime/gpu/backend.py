@@ -94,7 +94,7 @@ class TritonBackend:
         # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
         # still wait for each other: their caches grow.
         if state.allocated and not state.grows:
-            stays_where_it_is(*workspace(state, self.kernels, _sizes(call)).tensors.values())
+            stays_where_it_is(*workspace(state, self.kernels, sizes_of(call)).tensors.values())
             if state.spec.compact:
                 stays_where_it_is(copies.keep_length(state))
             copies.keep(state, 1)
@@ -105,7 +105,7 @@ class TritonBackend:
 
     def work_in(self, state: SlotState, call: AttentionCall, tensors: dict[str, Tensor]) -> None:
         """Have the state work in the tensors of another one's workspace, whose slots are alike."""
-        workspace(state, self.kernels, _sizes(call), tensors)
+        workspace(state, self.kernels, sizes_of(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
         """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count."""
@@ -132,33 +132,46 @@ class TritonBackend:
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
     def _decode_one(self, state: SlotState, call: AttentionCall, t: int) -> Tensor:
-        query, key, value = (x[:, :, t].contiguous() for x in (call.query, call.key, call.value))
-        work = workspace(state, self.kernels, _sizes(call))
+        work = workspace(state, self.kernels, sizes_of(call))
         copies.keep(state, 1)
+        return self.one(state, call, t, work)
+
+    def one(self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None) -> Tensor:
+        """One new token of every row, or of some rows of a state that has all that its kernels read.
+
+        Args:
+            t: which of the call's tokens.
+            work: for as many rows as the call has.
+            which: int32 [batch], the rows of the state that the call's are, no two the same; None: all, in order.
+
+        Returns:
+            [batch, 1, query_heads, value_dim].
+        """
+        query, key, value = (x[:, :, t].contiguous() for x in (call.query, call.key, call.value))
         out = query.new_empty(len(query), 1, query.shape[1], value.shape[-1])
         fresh = {
-            "query": query, "new_key": key, "new_value": value, "out": out,
+            "which": which, "query": query, "new_key": key, "new_value": value, "out": out,
             "real": work.tensors["every_row"] if call.real is None else call.real[:, t].contiguous(),
             "sinks": None if call.sinks is None else call.sinks.contiguous(),
             "slopes": None if call.slopes is None else call.slopes.float().contiguous(),
             "supplied": supplied_of(state.spec, call.part(slice(t, t + 1))) if state.spec.supplied else None,
         }  # fmt: skip
-        known = _prepared.get(state)
+        known = _prepared.get(work)
         if known is not None and known.serves(state, call, fresh):
             known.run(fresh)
         elif interpreted():
             for one in self._launches(state, call, work, fresh):
                 launch(one.kernel, one.grid, one.arguments, one.options)
         else:
-            _prepared[state] = Prepared(self._launches(state, call, work, fresh), state, call, fresh)
+            _prepared[work] = Prepared(self._launches(state, call, work, fresh), state, call, fresh)
         return out
 
     def _launches(
         self, state: SlotState, call: AttentionCall, work: Workspace, fresh: Mapping[str, Tensor | None]
     ) -> Iterator[Launch]:
         """What one token launches, in order."""
-        batch, heads, _ = state.position.shape
-        sizes, rope, layout = _sizes(call), _turns(state, call), state.layout
+        batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
+        sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
         settle = sizes.settle(work.splits, work.pieces, work.width, rope)
         arguments = work.tensors | {
@@ -166,7 +179,8 @@ class TritonBackend:
             "angles": None if rope is None else digits(rope, state.position.device),
             **dict.fromkeys(("rank", "length", "half_keys", "table")),  # of states that turn keys, keep halves, lie in blocks
             **state.tensors(), "keys": layout.key_pool, "values": layout.value_pool,
-            "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "heads": heads,
+            "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "cache_rows": cache_rows, "heads": heads,
+            "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
             "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
@@ -199,8 +213,8 @@ class TritonBackend:
             yield Launch(give_back, (arguments["table"].shape[1], batch), gives, GIVE_BACK_OPTIONS)
 
 
-_prepared: weakref.WeakKeyDictionary[SlotState, Prepared] = weakref.WeakKeyDictionary()
-"""Every state's launches, from its last token that was of another kind than the one before."""
+_prepared: weakref.WeakKeyDictionary[Workspace, Prepared] = weakref.WeakKeyDictionary()
+"""The launches in every workspace, from its last token that was of another kind than the one before."""
 
 
 def _turns(state: SlotState, call: AttentionCall) -> Rope | None:
@@ -215,7 +229,8 @@ def _first_rows(state: SlotState) -> Tensor:
     return pair % heads * (state.layout.blocks * state.layout.size) if isinstance(state.layout, Blocks) else pair * slots
 
 
-def _sizes(call: AttentionCall) -> Sizes:
+def sizes_of(call: AttentionCall) -> Sizes:
+    """What the kernels are cut by."""
     return Sizes(call.query.shape[1] // call.key.shape[1], call.key.shape[-1], call.value.shape[-1], call.key.element_size())
 
 
@@ -237,7 +252,7 @@ def kernels_of(source: Path) -> Any:
 # -- what the kernels work in ------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Workspace:
     """Tensors of one layer that live from one launch to the next; nothing in them outlives a token.
 
@@ -261,22 +276,39 @@ class Workspace:
 
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
-    width = state.sketch.shape[-1] if state.spec.sketches else 0
     shapes = (state.position.shape, state.layout.key_pool.shape)
-    fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, width, state.selects)
+    fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, _width(state), state.selects)
     if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
-        batch, heads, slots = state.position.shape
-        cut = slots, batch * heads, _processors(state.position.device)
-        splits, per_split = sizes.splits(*cut)
-        pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
-        choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
-        tensors = tensors or _allocate(state, kernels, sizes, splits, pieces, choose)
-        state.workspace = Workspace(fits, tensors, splits, per_split, pieces, per_piece, choose, width)
+        state.workspace = workspace_of(state, kernels, sizes, len(state.position), fits, tensors)
     return state.workspace
 
 
-def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces: int, choose: int) -> dict[str, Tensor]:
-    batch, heads, slots = state.position.shape
+def workspace_of(
+    state: SlotState,
+    kernels: Any,
+    sizes: Sizes,
+    batch: int,
+    fits: tuple[Any, ...] = (),
+    tensors: dict[str, Tensor] | None = None,
+) -> Workspace:
+    """A workspace for steps of so many rows."""
+    _, heads, slots = state.position.shape
+    cut = slots, batch * heads, _processors(state.position.device)
+    splits, per_split = sizes.splits(*cut)
+    pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
+    choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
+    tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
+    return Workspace(fits, tensors, splits, per_split, pieces, per_piece, choose, _width(state))
+
+
+def _width(state: SlotState) -> int:
+    return state.sketch.shape[-1] if state.spec.sketches else 0
+
+
+def _allocate(
+    state: SlotState, kernels: Any, sizes: Sizes, batch: int, splits: int, pieces: int, choose: int
+) -> dict[str, Tensor]:
+    _, heads, slots = state.position.shape
     logits = slots if "logits" in kernels.settle.arg_names else 0
     choices = slots if state.selects else 0
     taken = choices if "taken" in kernels.settle.arg_names else 0
@@ -310,7 +342,7 @@ def _allocate(state: SlotState, kernels: Any, sizes: Sizes, splits: int, pieces:
         "found": ints(),
         "joins": ints(),
         "taken": ints(taken).to(torch.int8),
-        "newest": torch.empty_like(state.seen),
+        "newest": state.seen.new_empty(batch),
         "gaps": ints(slots if state.spec.compact else 0),
         "ring_rows": state.ring_rows().to(state.seen.device),
         "every_row": torch.ones(batch, dtype=torch.bool, device=state.seen.device),

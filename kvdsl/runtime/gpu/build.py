@@ -90,7 +90,9 @@ _TYPES = {
         ),
         "*fp32",
     ),
-    **dict.fromkeys(("position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"),
+    **dict.fromkeys(
+        ("which", "position", "seen", "newest", "first_free", "held", "ring_rows", "sketch", "prompt", "copied"), "*i32"
+    ),
     **dict.fromkeys(("grades", "levels", "candidates", "listed", "chosen", "found", "joins"), "*i32"),
     **dict.fromkeys(("arrived", "victims", "at_ends"), "*i32"),
     **dict.fromkeys(("rank", "length", "gaps", "wanted", "owned", "free"), "*i32"),
@@ -99,7 +101,7 @@ _TYPES = {
         ("slots", "heads", "per_split", "splits", "per_piece", "window", "seed", "layer", "first_head", "width", "pages"),
         "i32",
     ),
-    **dict.fromkeys(("tokens", "batch", "blocks", *STRIDES), "i32"),
+    **dict.fromkeys(("tokens", "batch", "cache_rows", "blocks", *STRIDES), "i32"),
     **dict.fromkeys(("scaling", "softcap"), "fp32"),
     **dict.fromkeys(("first_rows", "table"), "*i64"),
     "lowest_found": "*i64",
@@ -117,11 +119,13 @@ class Shape:
 
     Attributes:
         group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
+        some_rows: whether a step is of some rows of the cache, as in a serving engine (`kvdsl.runtime.gpu.rows`).
     """
 
     group: int = 4
     head_dim: int = 128
     dtype: str = "bf16"
+    some_rows: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -231,8 +235,19 @@ def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -
         "SELECTS": "SELECTS" in arguments,
         "DENSE": block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
     }
-    constants |= {"PADDED": False, "CAPPED": False, "BEFORE": False, "SIZE": block, "HALVES": "half_keys" in arguments}
-    absent = {"sinks", "slopes", "order"} | ({"rank", "length", "angles"} if rope is None else set())
+    constants |= {
+        "SOME": shape.some_rows,
+        "PADDED": False,
+        "CAPPED": False,
+        "BEFORE": False,
+        "SIZE": block,
+        "HALVES": "half_keys" in arguments,
+    }
+    absent = (
+        {"sinks", "slopes", "order"}
+        | (set() if shape.some_rows else {"which"})
+        | ({"rank", "length", "angles"} if rope is None else set())
+    )
     absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     return constants | dict.fromkeys(absent)
 

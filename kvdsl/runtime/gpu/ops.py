@@ -21,6 +21,14 @@ COMBINED = tl.constexpr(4096)
 
 
 @triton.jit
+def row_of(which, row, SOME: tl.constexpr):
+    """The row of the cache that a row of the step is."""
+    if SOME:
+        row = tl.load(which + row)
+    return row
+
+
+@triton.jit
 def log_sum_exp(
     top,  # [B, H, S, G], with `total`: what each split of `attend` found
     total,  # [B, H, S, G]

@@ -35,7 +35,7 @@ class Launch:
 class Prepared:
     """The launches of one token, made once and to be made again for others.
 
-    It holds while the state's tensors and its workspace are the same objects, and calls are of one kind. They are known weakly, so that
+    It holds while the state's tensors are the same objects, and calls are of one kind, in one workspace. They are known weakly, so that
     none lives longer for having been pointed to.
 
     Args:
@@ -46,9 +46,7 @@ class Prepared:
         self, launches: Iterable[Launch], state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]
     ) -> None:
         in_layout = [one.name for one in state.layout.DECLARED]
-        self._objects_of = attrgetter(
-            "workspace", *(f"layout.{name}" if name in in_layout else name for name in state.declared)
-        )
+        self._objects_of = attrgetter(*(f"layout.{name}" if name in in_layout else name for name in state.declared))
         self._kind = _kind(state, call, fresh)
         self._runs = [_Run(one, fresh) for one in launches]
         self._objects = [weakref.ref(one) for one in self._objects_of(state)]

@@ -467,11 +467,16 @@ class SlotState(Linked):
 
     # -- what is in the slots ------------------------------------------------------------------------------------------
 
-    def check_fits(self, key: Tensor, value: Tensor) -> None:
-        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers."""
-        found = [(x.dtype, x.shape[:2], x.shape[-1]) for x in (key, value)]
+    def check_fits(self, key: Tensor, value: Tensor, rows: int | None = None) -> None:
+        """Raise KvdslError for new keys and values of another dtype or size than the cached ones: kernels get bare pointers.
+
+        Args:
+            rows: how many rows are served; None: all.
+        """
+        batch, heads, _ = self.position.shape
+        found = [(x.dtype, tuple(x.shape[:2]), x.shape[-1]) for x in (key, value)]
         held = (self.layout.key_pool, self.layout.value_pool)
-        if found != [(x.dtype, self.position.shape[:2], x.shape[-1]) for x in held]:
+        if found != [(x.dtype, (batch if rows is None else rows, heads), x.shape[-1]) for x in held]:
             raise KvdslError("the new keys and values have another dtype or size than the cached ones; call `reset()`")
 
     def settled(self) -> None:

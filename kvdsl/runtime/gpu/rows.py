@@ -1,0 +1,75 @@
+"""One decoded token of some caches of one layer: what a serving engine's step is. The caches are the rows of one state."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, sizes_of, workspace_of
+from kvdsl.runtime.gpu.launch import on
+from kvdsl.runtime.plain import plain_tensors
+from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state import copies
+from kvdsl.runtime.state.layout import SlotAfterSlot
+from kvdsl.runtime.state.rows import places_of, put
+from kvdsl.runtime.state.slots import SlotState
+
+
+class Rows:
+    """The caches of one layer, by number. Nothing here waits for the device, but `put`.
+
+    Args:
+        backend: serves them all.
+        state: their tensors: allocated, with all slots that a cache may ever have.
+        rope: how the model turns keys, for policies that keep what follows from it.
+
+    Raises:
+        KvdslError: for slots that lie otherwise than one after the other.
+    """
+
+    def __init__(self, backend: TritonBackend, state: SlotState, rope: Rope | None = None) -> None:
+        if type(state.layout) is not SlotAfterSlot or state.grows:
+            raise KvdslError(f"the slots of {state.spec.name} have no places that are known before a request is")
+        self._backend, self._state, self._rope = backend, state, rope
+        copies.keep(state, 1)
+        copies.keep_halves(state, rope)
+        if state.spec.compact:
+            copies.keep_length(state)
+        self._places = places_of(state)
+        self._works: dict[tuple[object, ...], Workspace] = {}
+        """By the rows of a step, and the sizes of its vectors."""
+
+    def put(self, numbers: Tensor, left: SlotState) -> None:
+        """Have these caches, int64 [batch of `left`], be what prompts have left in the rows of a state.
+
+        Raises:
+            KvdslError: if a prompt has left more than a cache holds.
+        """
+        state = self._state
+        put(left, numbers, self._places, state.slots)
+        if "copied" in state.declared:
+            state.copied[numbers] = 0
+        if state.spec.compact:
+            state.length[numbers] = (state.position[numbers] >= 0).sum(-1, keepdim=True, dtype=torch.int32)
+        if state.spec.rope_cached and self._rope is not None:
+            state.half_keys[numbers] = self._rope.rotate_half(state.keys[numbers])
+
+    @plain_tensors()
+    def decode(self, numbers: Tensor, call: AttentionCall) -> Tensor:
+        """One token of each of these caches; [batch, 1, query_heads, value_dim].
+
+        Args:
+            numbers: int32 [batch], on the device; no two the same but where the call says that its rows are not `real`.
+            call: [batch, heads, 1, dim].
+
+        Raises:
+            KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
+        """
+        sizes, batch = sizes_of(call), len(call.query)
+        self._state.check_fits(call.key, call.value, rows=batch)
+        if (batch, sizes) not in self._works:
+            self._works[batch, sizes] = workspace_of(self._state, self._backend.kernels, sizes, batch)
+        with on(call.query.device):
+            return self._backend.one(self._state, call, 0, self._works[batch, sizes], numbers)
