@@ -204,23 +204,26 @@ class _Read:
     """What a case has of texts: a prompt that was read once, and what the full cache makes of the tokens behind it.
 
     Attributes:
-        wanted: probabilities, float32 [texts, tokens behind, vocabulary].
-        certainty: the sums of probabilities times their logarithms, float32 [texts, tokens behind].
+        wanted: of every text probabilities, float32 [tokens behind, vocabulary].
+        certainty: of every text the sums of probabilities times their logarithms, float32 [tokens behind].
     """
 
     def __init__(self, model: Any, ids: Tensor, case: Case) -> None:
         self.prompt = Reading(model, ids[:, : case.prompt])
+        self.wanted: list[Tensor] = []
+        self.certainty: list[Tensor] = []
         ids = ids[:, : case.tokens]
         with torch.inference_mode():
             logits = model(input_ids=ids, logits_to_keep=ids.shape[1] - case.prompt, use_cache=False).logits
-            logarithms = logits.float().log_softmax(-1)
-            self.wanted: Tensor = logarithms.exp()
-            self.certainty: Tensor = (self.wanted * logarithms).sum(-1)
+            for text in logits:  # one by one: what is on the way would take twice the memory of what is kept
+                logarithms = text.float().log_softmax(-1)
+                self.wanted.append(logarithms.exp())
+                self.certainty.append((self.wanted[-1] * logarithms).sum(-1))
 
     def divergence(self, text: int, step: int, logits: Tensor) -> Tensor:
         """From what is wanted of a token to other logits, [any, vocabulary]: [any]. A text at a time stays in a CPU's cache."""
         logits = logits.float()
-        return self.certainty[text, step] + logits.logsumexp(-1) - logits @ self.wanted[text, step]
+        return self.certainty[text][step] + logits.logsumexp(-1) - logits @ self.wanted[text][step]
 
 
 class Judge:
