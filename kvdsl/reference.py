@@ -37,7 +37,7 @@ STATEMENTS = {
     "trigger": ("prune only once live - budget reaches this; 0 never", "1"),
     "slack": ("with `max_drop`, how many tokens above the budget a prune may leave", "0"),
     "max_drop": ("how many tokens leave at a time; 0: as many as are too many", "0"),
-    "cap": ("`hard`: never more than budget + slack, not even while attending", ""),
+    "cap": ("`hard`: behind a prompt never more than budget + slack, not even while attending", ""),
     "select": ("attend to these tokens only, and keep all; `reused above`: these layers choose for those above", "all"),
     "sketch": ("the dims that `over sketch` reads, found anew at every so many queries", ""),
     "pages": (

@@ -21,11 +21,18 @@ from kvdsl.errors import KvdslError
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
 @set_option
 @click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: what the model was made for].")
+@click.option(
+    "--kvdsl-trace",
+    "trace",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the page of `kvdsl trace` of the next request into this file; of a later one when it is removed.",
+)
 @click.option("--dry-run", is_flag=True, help="Check everything, and print the command in place of running it.")
 @click.argument("more", nargs=-1, type=click.UNPROCESSED, metavar="[VLLM'S OPTIONS]...")
 def command(
-    model: str, policy: str, settings: dict[str, str], max_model_len: int | None, dry_run: bool, more: tuple[str, ...]
-) -> None:
+    model: str, policy: str, settings: dict[str, str], max_model_len: int | None, trace: Path | None, dry_run: bool,
+    more: tuple[str, ...],
+) -> None:  # fmt: skip
     """Serve a model by vLLM's OpenAI-compatible server, with the cache of a policy.
 
     MODEL is a name of `kvdsl models`, a folder, or an id on the Hugging Face hub. Whatever can be refused is refused before the server
@@ -40,7 +47,7 @@ def command(
         raise click.UsageError(
             "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
         )
-    words = served(model, policy, settings, max_model_len, more)
+    words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:
         click.echo(shlex.join(words))
         return
@@ -48,15 +55,25 @@ def command(
     os.execv(words[0], words)
 
 
-def served(model: str, policy: str, settings: dict[str, str], max_model_len: int | None, more: tuple[str, ...]) -> list[str]:
+def served(
+    model: str,
+    policy: str,
+    settings: dict[str, str],
+    max_model_len: int | None,
+    more: tuple[str, ...],
+    trace: Path | None = None,
+) -> list[str]:
     """The command that serves, once all is there that it needs.
+
+    Args:
+        trace: the file for the page of a request.
 
     Raises:
         KvdslError: for what cannot be served, or is not installed.
     """
     from kvdsl.integrations.vllm import RELEASES
     from kvdsl.integrations.vllm.launch import installed
-    from kvdsl.integrations.vllm.refusals import refuse_policy, refuse_release
+    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_policy, refuse_release, refuse_trace_file
     from kvdsl.integrations.vllm.settings import Settings
 
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
@@ -72,9 +89,13 @@ def served(model: str, policy: str, settings: dict[str, str], max_model_len: int
         refuse_policy(asked.state(layer, layers))
     longest = max_model_len or _longest(place, config)
     _build(asked)
-    told = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
+    told: dict[str, Any] = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
     ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--max-num-batched-tokens": longest,
             "--served-model-name": model}  # fmt: skip
+    if trace is not None:
+        refuse_trace_file(trace)
+        told["kvdsl_trace"] = str(trace.resolve())
+        ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}
     given = {word.partition("=")[0] for word in more}
     options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
     return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]

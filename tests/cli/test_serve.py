@@ -12,6 +12,7 @@ from click.testing import CliRunner
 
 from kvdsl.cli import main
 from kvdsl.cli.serve import command
+from kvdsl.integrations.vllm.refusals import TEXTS
 from kvdsl_lab.assets import reference_model_path
 
 MODEL = str(reference_model_path())
@@ -40,6 +41,14 @@ def test_a_users_own_options_stay(vllm: None) -> None:
     assert "--max-model-len 512" in done.stdout and "--max-num-batched-tokens 512" not in done.stdout
 
 
+def test_a_trace_is_asked_for(vllm: None, tmp_path: Path) -> None:
+    words = [MODEL, "--policy", "h2o", "--kvdsl-trace", str(tmp_path / "one.html"), "--dry-run"]
+    words = shlex.split(CliRunner().invoke(command, words).stdout)
+    options = dict(zip(words[5::2], words[6::2], strict=True))
+    assert json.loads(options["--additional-config"])["kvdsl_trace"] == str(tmp_path / "one.html")
+    assert options["--logits-processors"] == TEXTS
+
+
 def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
     text = (Path(__file__).parents[2] / "docs/assets/serving.yaml").read_text()
     deployment, service = yaml.safe_load_all(text)
@@ -57,6 +66,7 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
     ("words", "said"),
     [
         (["--policy", "adakv"], "shares a budget"),
+        (["--policy", "h2o", "--kvdsl-trace", "no/such/folder.html"], "there is no folder for the trace"),
         (["--policy", "h2o", "--set", "budget=0.5"], "a rate of each prompt"),
         (["--policy", "h2o", "--set", "budget=many"], "which is no number"),
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),

@@ -17,6 +17,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.tracing import Texts
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
@@ -93,6 +94,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                 self._note(decoded, first=place == 0)
             self._decode(decoded, query, key, value, output)
         attn_metadata.evictions.layer_is_done(kv_cache, self._page_of_policy, attn_metadata)
+        if Texts.here is not None and self._page_of_policy is not None:
+            Texts.here.layer_is_done(extract_layer_index(layer.layer_name), self._state_in, attn_metadata)
         return output
 
     def _note(self, decoded: Decoded, first: bool) -> None:
@@ -115,6 +118,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """Of vectors [requests, tokens, heads, dim]."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return AttentionCall(query, key, value, real, self.scale, *self._more, self._rope)
+
+    def _state_in(self, page: int) -> SlotState:
+        """What a layer holds of the request that has this page."""
+        return self.reading.get(page, self.states[page])
 
     def _state(self, layer: int) -> SlotState:
         return self._settings.state(layer, self._layers, self._head_offset)

@@ -15,7 +15,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, Sliding
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.page import page
-from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
+from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
 from kvdsl.integrations.vllm.step import Decoded, Prompt, Step, batches
@@ -82,6 +82,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         assert PolicyAttention.plan is not None
         refuse_configuration(vllm_config, PolicyAttention.plan.settings.spec)
+        refuse_trace(vllm_config)
         # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
         # window in which it sees what follows, and asks of this number only whether it is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
@@ -109,4 +110,4 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
                 prompts.append(Prompt(first, behind, block, begins=before == 0, ends=before + behind - first == end))
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row))
-        return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions)
+        return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)

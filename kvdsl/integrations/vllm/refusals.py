@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
+
+import torch
 
 from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm import RELEASES, tested
+from kvdsl.integrations.vllm.settings import traced
+from kvdsl.lab import lab
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.table import Table
+
+TEXTS = "kvdsl.integrations.vllm.tracing:Texts"
+"""What vLLM tells the requests' tokens to, among its logits processors."""
 
 
 def refuse_policy(state: SlotState) -> None:
@@ -56,6 +65,18 @@ def refuse_policy(state: SlotState) -> None:
         raise KvdslError(
             f"numbers of {spec.name} depend on the prompt, so that no page of one size holds every request; state them in tokens"
         )
+    if spec.hard_cap and _may_leave_more(state):
+        raise KvdslError(
+            f"under `cap hard` a prompt of {spec.name} may leave more than a page holds, since `trigger` waits for it: leave the trigger "
+            f"or the cap out"
+        )
+
+
+def _may_leave_more(state: SlotState) -> bool:
+    """Whether the trigger lets a prompt leave more than the cap, which is for what comes behind it."""
+    numbers = Table(state.spec, state.settings.served()[0])
+    trigger, slack = (numbers.named.get(name, torch.tensor(default)) for name, default in (("trigger", 1.0), ("slack", 0.0)))
+    return numbers.never_settles or bool((trigger - 1 > slack).any())
 
 
 def _same_for_all_prompts(state: SlotState) -> bool:
@@ -104,6 +125,29 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
             f"the KV heads of {spec.name} {spec.agreement}, but tensor parallelism spreads them over {processes} processes: leave "
             f"--tensor-parallel-size out, or serve a policy whose heads decide by themselves (h2o, roco)"
         )
+
+
+def refuse_trace(config: Any) -> None:
+    """Raise KvdslError for a trace that a `VllmConfig` asks for and that could not be made."""
+    out = traced(config)
+    if out is None:
+        return
+    if TEXTS not in (config.model_config.logits_processors or []):
+        raise KvdslError(f"`kvdsl_trace` needs the requests' texts: say --logits-processors {TEXTS}")
+    if config.parallel_config.tensor_parallel_size > 1:
+        raise KvdslError(
+            "a trace is of all KV heads, which are spread over processes here: leave --tensor-parallel-size out"
+        )
+    if config.speculative_config is not None:
+        raise KvdslError("a request whose tokens are guessed is not traced: leave --speculative-config out")
+    refuse_trace_file(Path(out))
+
+
+def refuse_trace_file(out: Path) -> None:
+    """Raise KvdslError if no trace could be written there."""
+    if not out.resolve().parent.is_dir():
+        raise KvdslError(f"there is no folder for the trace {out}: make it, or name another file")
+    lab("eval.trace", "a trace")
 
 
 def refuse_layer(spec: Any, *served: type) -> None:

@@ -68,6 +68,12 @@ def asked(config: Any) -> Settings | None:
     return None if found is None else parsed(found)
 
 
+def traced(config: Any) -> str | None:
+    """The file into which a `VllmConfig` wants a request traced."""
+    found = (config.additional_config or {}).get("kvdsl_trace")
+    return None if found is None else str(found)
+
+
 def parsed(found: Any) -> Settings:
     """Settings from `{"policy": "h2o", "budget": 1024}`.
 

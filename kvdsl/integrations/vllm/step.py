@@ -121,12 +121,14 @@ class Step:
             read once more what it was answered before it lost its page.
         rejected: pages, and how many of the last tokens that they have read were wrong guesses.
         evictions: counts who has left, once all layers have attended.
+        pages: of all requests of vLLM's batch, in its order.
     """
 
     batches: list[Batch]
     decoded: list[Decoded]
     rejected: list[tuple[int, int]]
     evictions: Evictions
+    pages: list[int]
 
     def prompts(self) -> Iterator[Prompt]:
         """Those of all batches."""

@@ -149,11 +149,20 @@ def _note(made: Trace, cache: Any, tokens: int, longest: int) -> None:
         position = cache.positions(layer)[0].cpu()
         if not made.gone.numel():
             made.gone = torch.full((len(made.layers), len(position), longest), -1, dtype=torch.int32)
-        # Free slots all write to a place behind the text.
-        slot = torch.where(position >= 0, position, longest).long()
-        held = torch.zeros(len(position), longest + 1, dtype=torch.bool).scatter_(1, slot, value=True)[:, :seen]
-        left = made.gone[index, :, :seen]
-        left[~held & (left < 0)] = step
+        note_left(made.gone[index, :, :seen], position, step)
+
+
+def note_left(gone: Tensor, position: Tensor, step: int) -> None:
+    """Note who is no longer among the tokens that a layer holds after a step.
+
+    Args:
+        gone: int32 [kv_heads, tokens seen by then], as in `Trace`; it is changed.
+        position: int32 [kv_heads, slots]: the tokens' places in the text, below 0 where a slot is free.
+    """
+    heads, seen = gone.shape
+    slot = torch.where(position >= 0, position, seen).long()  # free slots all write to a place behind the text
+    held = torch.zeros(heads, seen + 1, dtype=torch.bool).scatter_(1, slot, value=True)[:, :seen]
+    gone[~held & (gone < 0)] = step
 
 
 # -- the page ----------------------------------------------------------------------------------------------------------

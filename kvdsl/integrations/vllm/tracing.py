@@ -1,0 +1,162 @@
+"""One request of a server as a page of `kvdsl trace`: `kvdsl serve … --kvdsl-trace FILE`.
+
+Who evicts knows no texts. vLLM tells those to what may change logits, in the same process: so that is what `Texts` is, and it changes
+none. It is asked for by vLLM's `--logits-processors`, and `additional_config["kvdsl_trace"]` names the file. While there is no such
+file, the next request that begins is followed; when it has ended the file is written.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import Tensor
+from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
+
+from kvdsl.integrations.vllm.settings import Settings, asked, traced
+from kvdsl.lab import lab
+from kvdsl.runtime.state.slots import SlotState
+
+if TYPE_CHECKING:
+    from kvdsl.integrations.vllm.step import Step
+
+
+@dataclass(frozen=True)
+class Text:
+    """A request's tokens, in lists of vLLM's: the answer grows."""
+
+    prompt: list[int]
+    answer: list[int]
+
+
+class Texts(LogitsProcessor):  # type: ignore[misc]
+    """Which request each row of vLLM's batch is, and what one of them keeps."""
+
+    here: ClassVar[Texts | None] = None
+    """This process's, if it is to trace."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, is_pin_memory: bool) -> None:
+        self._config, out = vllm_config, traced(vllm_config)
+        self._out = Path(out or "")
+        self._rows: dict[int, Text] = {}
+        self._followed: Followed | None = None
+        Texts.here = None if out is None else self
+
+    def is_argmax_invariant(self) -> bool:
+        """Nothing is changed."""
+        return True
+
+    def apply(self, logits: Tensor) -> Tensor:
+        """The same."""
+        return logits
+
+    def update_state(self, batch_update: Any) -> None:
+        """Requests have come, gone, or moved in the batch: in this order, as vLLM has it."""
+        if batch_update is None or Texts.here is not self:
+            return
+        for row in batch_update.removed:
+            self._rows.pop(row, None)
+        for row, _, prompt, answer in batch_update.added:
+            self._rows[row] = Text(prompt or [], answer)
+        for one, other, direction in batch_update.moved:
+            texts = self._rows.pop(one, None), self._rows.pop(other, None)
+            kept = zip((other, one), texts if direction is MoveDirectionality.SWAP else texts[:1], strict=False)
+            self._rows |= {row: text for row, text in kept if text is not None}
+        if self._row() is not None:
+            return
+        if self._followed is not None and self._followed.is_new:
+            self._write(self._followed)
+        elif not self._out.exists():
+            begun = [text for text in self._rows.values() if not text.answer]
+            self._followed = Followed(begun[0]) if begun else None
+
+    def _row(self) -> int | None:
+        """Where in the batch the request is that is followed."""
+        rows = (row for row, text in self._rows.items() if self._followed and text.answer is self._followed.text.answer)
+        return next(rows, None)
+
+    def layer_is_done(self, layer: int, state_of: Callable[[int], SlotState], step: Step) -> None:
+        """A layer has attended, and evicted.
+
+        Args:
+            state_of: the state that is in a page.
+        """
+        row = self._row()
+        if self._followed is not None and row is not None:
+            state = state_of(step.pages[row])
+            self._followed.note(layer, int(state.seen[0]), state.position[0], self._config.model_config.max_model_len)
+
+    def _write(self, followed: Followed) -> None:
+        """Have the file say what there is; where that cannot be, the log says why, and requests are answered all the same."""
+        followed.is_new = False
+        try:
+            followed.write(self._out, self._config)
+        except Exception as error:
+            logging.getLogger("vllm.kvdsl").error("no trace was written to %s: %s", self._out, error)
+
+
+@dataclass
+class Followed:
+    """What a request's layers hold, step by step.
+
+    Attributes:
+        seen: tokens that were read, by step.
+        is_new: whether there is more than was written. A request may come back that was put aside.
+        gone: by layer, int32 [kv_heads, tokens of the longest text], see `kvdsl_lab.eval.trace.Trace`.
+    """
+
+    text: Text
+    seen: list[int] = field(default_factory=list)
+    is_new: bool = False
+    gone: dict[int, Tensor] = field(default_factory=dict)
+
+    def note(self, layer: int, seen: int, position: Tensor, longest: int) -> None:
+        """What a layer holds, [kv_heads, slots], once it has seen so many tokens."""
+        if not self.seen or seen > self.seen[-1]:
+            self.seen.append(seen)
+            self.is_new = True
+        if layer not in self.gone:
+            self.gone[layer] = torch.full((len(position), longest), -1, dtype=torch.int32)
+        lab("eval.trace", "a trace").note_left(self.gone[layer][:, :seen], position, len(self.seen) - 1)
+
+    def write(self, out: Path, config: Any) -> None:
+        """Write the page.
+
+        Args:
+            config: a `VllmConfig`.
+        """
+        from kvdsl.files import write_whole
+
+        write_whole(out, lab("eval.trace", "a trace").page(self._data(config)))
+
+    def _data(self, config: Any) -> dict[str, Any]:
+        from transformers import AutoTokenizer
+
+        from kvdsl.cli.common import FORMAT_VERSION
+        from kvdsl.compiler import analyse, find_policy
+        from kvdsl.environment import environment
+        from kvdsl.ir.printer import print_expression
+
+        tracing, settings, model = lab("eval.trace", "a trace"), asked(config), config.model_config
+        assert isinstance(settings, Settings)
+        ids = [*self.text.prompt, *(one for one in self.text.answer if one >= 0)][
+            : self.seen[-1] + 1
+        ]  # below 0: not known yet
+        layers = sorted(self.gone)
+        gone = torch.stack([self.gone[layer][:, : len(ids)] for layer in layers])
+        found = tracing.Trace(ids, len(self.text.prompt), layers, self.seen, gone)
+        given = {name: str(value) for name, value in settings.given}
+        score = analyse(find_policy(settings.policy), settings=given).policy.score
+        return {
+            "format_version": FORMAT_VERSION,
+            "environment": environment(dtype=str(model.dtype).removeprefix("torch.")),
+            "policy": settings.spec.name,
+            "expression": "" if score is None else print_expression(score),
+            "settings": ", ".join(f"{name}={value}" for name, value in given.items()) or "its own settings",
+            "model": str(model.served_model_name or model.model),
+            **tracing.as_data(found, AutoTokenizer.from_pretrained(model.tokenizer)),
+        }
