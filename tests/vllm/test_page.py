@@ -75,7 +75,7 @@ def test_no_page_has_more_slots_than_the_longest_text() -> None:
 def test_a_page_is_of_the_request_that_has_it(settings: Settings) -> None:
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
-    found.adopt(state, blocks[1])
+    found.adopt(state, found.views(blocks[1]))
     for seed in (1, 2, 3):
         alone, generator = read(settings, seed)
         found.fill(blocks, torch.tensor([1]), [state], alone)
@@ -94,7 +94,7 @@ def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
     settings = Settings(policy, (("budget", budget),))
     found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST)
     blocks, state = torch.full((3, found.bytes), 255, dtype=torch.uint8), settings.state(0, 1)  # numbers that are none
-    found.adopt(state, blocks[1])
+    found.adopt(state, found.views(blocks[1]))
     alone, generator = read(settings, 5)
     lent = settings.state(0, 1)
     found.lend(lent, blocks[1])

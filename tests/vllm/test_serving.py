@@ -138,7 +138,7 @@ def kept_in_pages(llm: LLM) -> list[list[torch.Tensor]]:
         part.impl for part in parts if isinstance(part, AttentionLayerBase)
     ]  # there are mixtures of experts among them, too
     assert all(isinstance(impl, PolicyAttention) for impl in layers)
-    return [[state.position[0] for state in impl.states.values()] for impl in layers]
+    return [[state.position[0] for state in impl.caches.states.values()] for impl in layers]
 
 
 def sets(position: torch.Tensor) -> list[list[int]]:

@@ -40,7 +40,7 @@ policy Agreed {
 def kept_by_worker(worker: Any) -> list[list[Any]]:
     """The positions in every page of a worker's heads that was ever used, layer by layer."""
     layers = worker.model_runner.compilation_config.static_forward_context.values()
-    return [[state.position[0] for state in layer.impl.states.values()] for layer in layers]
+    return [[state.position[0] for state in layer.impl.caches.states.values()] for layer in layers]
 
 
 @pytest.fixture(scope="module", params=["h2o", "drawn"])

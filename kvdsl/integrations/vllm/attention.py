@@ -4,29 +4,28 @@ decoded tokens in one call of C++.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.model_executor.models.utils import extract_layer_index
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionImpl, AttentionType
 
 from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm.caches import Caches, InBlocks, InRows, Vectors
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.tracing import Texts
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.cpu.backend import CpuBackend
-from kvdsl.runtime.cpu.rows import Rows
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.step import Batch, Decoded, Step
+    from kvdsl.integrations.vllm.step import Batch, Step
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -65,14 +64,17 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
         self._page_of_policy = self._page if settings is plan.settings else None
-        self._backend = choose(settings.spec, "auto", torch.device("cpu"), dtype)
-        self._together = Rows(self._backend) if isinstance(self._backend, CpuBackend) else None
-        self.states: dict[int, SlotState] = {}
+        self._backend = choose(settings.spec, "auto", torch.device(current_platform.device_type), dtype)
+        self.caches = self._make_caches(config)
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
-        self._guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
-        self._logs: dict[int, UndoLog] = {}
-        """By page, where vLLM guesses: what the tokens behind the first of a step have changed."""
+        self._layer = 0
+
+    def _make_caches(self, config: Any) -> Caches:
+        if self._backend.name == "triton":
+            return InRows(cast("Any", self._backend), self._page, self._state, self._call)
+        guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        return InBlocks(self._backend, self._page, self._state, self._call, self._longest, guesses)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
@@ -81,74 +83,52 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
-        blocks = kv_cache.view(len(kv_cache), -1).view(torch.uint8)
+        self._layer = extract_layer_index(layer.layer_name)
+        blocks, vectors = kv_cache.view(len(kv_cache), -1).view(torch.uint8), (query, key, value)
         for prompt in attn_metadata.prompts():
-            if prompt.page not in self.states:
-                self._know(extract_layer_index(layer.layer_name), blocks, prompt.page, query, key, value)
+            self.caches.meet(prompt, blocks, vectors)
         for batch in attn_metadata.batches:
-            self._read(batch, query, key, value, output, blocks)
-        for number, steps in attn_metadata.rejected:
-            self._logs[number].take_back(self.states[number], steps)
+            self._read(batch, vectors, output, blocks)
+        for number, tokens in attn_metadata.rejected:
+            self.caches.take_back(number, tokens)
         for place, decoded in enumerate(attn_metadata.decoded):
-            if self._guesses:
-                self._note(decoded, first=place == 0)
-            self._decode(decoded, query, key, value, output)
-        attn_metadata.evictions.layer_is_done(kv_cache, self._page_of_policy, attn_metadata)
+            self.caches.decode(decoded, place, vectors, output, self._sinks)
+        counted = (
+            self._page_of_policy if isinstance(self.caches, InBlocks) else None
+        )  # on GPUs that would wait for the device
+        attn_metadata.evictions.layer_is_done(kv_cache, counted, attn_metadata)
         if Texts.here is not None and self._page_of_policy is not None:
-            Texts.here.layer_is_done(extract_layer_index(layer.layer_name), self._state_in, attn_metadata)
+            Texts.here.layer_is_done(self._layer, self._held, attn_metadata)
         return output
 
-    def _note(self, decoded: Decoded, first: bool) -> None:
-        """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
-        for number in decoded.pages.tolist():
-            if first:
-                self._logs[number] = UndoLog(self._guesses)
-            else:
-                self._logs[number].note(self.states[number])
-
-    def _decode(self, decoded: Decoded, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
-        if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, query, key, value, output, self._sinks)
-            return
-        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
-            token = (x[None, row : row + 1] for x in (query, key, value))
-            output[row] = self._backend.decode(self.states[number], self._call(*token))[0, 0]
+    def _held(self, page: int) -> tuple[int, Tensor]:
+        """See `Caches.held`; of a prompt that is still read, too."""
+        if page not in self.reading:
+            return self.caches.held(page)
+        state = self.reading[page]
+        return int(state.seen[0]), state.position[0]
 
     def _call(self, query: Tensor, key: Tensor, value: Tensor, real: Tensor | None = None) -> AttentionCall:
         """Of vectors [requests, tokens, heads, dim]."""
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         return AttentionCall(query, key, value, real, self.scale, *self._more, self._rope)
 
-    def _state_in(self, page: int) -> SlotState:
-        """What a layer holds of the request that has this page."""
-        return self.reading.get(page, self.states[page])
+    def _state(self) -> SlotState:
+        return self._settings.state(self._layer, self._layers, self._head_offset)
 
-    def _state(self, layer: int) -> SlotState:
-        return self._settings.state(layer, self._layers, self._head_offset)
-
-    def _know(self, layer: int, blocks: Tensor, number: int, query: Tensor, key: Tensor, value: Tensor) -> None:
-        """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
-        call = self._call(query[None, :1], key[None, :1], value[None, :1])
-        state = self.states[number] = self._state(layer)
-        state.window = call.window
-        self._page.adopt(state, blocks[number])
-        if self._together is not None:
-            self._together.know(number, state, call, self._longest)
-
-    def _read(self, batch: Batch, query: Tensor, key: Tensor, value: Tensor, output: Tensor, blocks: Tensor) -> None:
+    def _read(self, batch: Batch, vectors: Vectors, output: Tensor, blocks: Tensor) -> None:
         """Prompts, or a part of one: a state of their own reads them, whose tensors move into the pages in the end."""
-        states = [self.states[prompt.page] for prompt in batch.prompts]
         first = batch.prompts[0]
-        state = self._state(states[0].layer) if first.begins else self.reading[first.page]
-        if len(states) == 1 and first.begins and first.ends:
-            self._page.lend(state, blocks[first.page])
+        state = self._state() if first.begins else self.reading[first.page]
+        if len(batch.prompts) == 1 and first.begins and first.ends:
+            self.caches.lend(state, first, blocks)
         for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
-        query, key, value = (batch.of_step(x) for x in (query, key, value))
+        query, key, value = map(batch.of_step, vectors)
         call = self._call(query, key, value, batch.real)
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:
-            self._page.fill(blocks, batch.pages, states, state)
+            self.caches.put(batch.pages, blocks, state)
         else:
             self.reading[first.page] = state

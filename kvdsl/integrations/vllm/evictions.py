@@ -59,7 +59,7 @@ class Evictions:
 
         Args:
             kv_cache: the layer's blocks.
-            page: how they lie there; None for a layer that the policy does not serve.
+            page: how they lie there; None for a layer that the policy does not serve, or whose pages do not lie in blocks.
         """
         self._done.append((kv_cache, page))
         if len(self._done) == self.layers:

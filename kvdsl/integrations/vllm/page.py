@@ -49,10 +49,25 @@ class Page:
             for name, (at, shape, dtype) in self.parts.items()
         }
 
-    def adopt(self, state: SlotState, block: Tensor) -> None:
-        """Have the state's tensors be those in the block, which a prompt will fill."""
+    def spread(self, blocks: Tensor, state: SlotState) -> dict[str, Tensor]:
+        """The tensors of one state of which every row is a page, by name: each lies in one piece, whatever the blocks.
+
+        Args:
+            blocks: uint8 [blocks, at least `bytes`], in one piece.
+            state: of the policy; what it has declared is looked at.
+        """
+        flat, count, found = blocks.flatten(), len(blocks), {}
+        for name, (at, shape, dtype) in self.parts.items():
+            batch = state.declared[name].batch
+            assert batch is not None and shape[batch] == 1, name
+            of_all = (*shape[:batch], count, *shape[batch + 1 :])
+            found[name] = flat[count * at : count * (at + math.prod(shape) * dtype.itemsize)].view(dtype).view(of_all)
+        return found
+
+    def adopt(self, state: SlotState, tensors: Mapping[str, Tensor]) -> None:
+        """Have the state's tensors be these, which prompts will fill: a block's, or those of all blocks."""
         state.adopt(
-            self.views(block),
+            tensors,
             window=state.window,
             ring_sizes=self.ring_sizes,
             evicts=True,

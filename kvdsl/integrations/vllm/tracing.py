@@ -19,7 +19,6 @@ from vllm.v1.sample.logits_processor import LogitsProcessor, MoveDirectionality
 
 from kvdsl.integrations.vllm.settings import Settings, asked, traced
 from kvdsl.lab import lab
-from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
     from kvdsl.integrations.vllm.step import Step
@@ -79,16 +78,16 @@ class Texts(LogitsProcessor):  # type: ignore[misc]
         rows = (row for row, text in self._rows.items() if self._followed and text.answer is self._followed.text.answer)
         return next(rows, None)
 
-    def layer_is_done(self, layer: int, state_of: Callable[[int], SlotState], step: Step) -> None:
+    def layer_is_done(self, layer: int, held: Callable[[int], tuple[int, Tensor]], step: Step) -> None:
         """A layer has attended, and evicted.
 
         Args:
-            state_of: the state that is in a page.
+            held: of a page, what `Caches.held` says.
         """
         row = self._row()
         if self._followed is not None and row is not None:
-            state = state_of(step.pages[row])
-            self._followed.note(layer, int(state.seen[0]), state.position[0], self._config.model_config.max_model_len)
+            seen, position = held(step.pages[row])
+            self._followed.note(layer, seen, position.cpu(), self._config.model_config.max_model_len)
 
     def _write(self, followed: Followed) -> None:
         """Have the file say what there is; where that cannot be, the log says why, and requests are answered all the same."""

@@ -1,0 +1,159 @@
+"""What a layer remembers of its requests, by page. On CPUs every block of vLLM's cache is a state of its own, which C++ is told of; on GPUs
+all blocks together are one state, and a request has a row of it (`kvdsl.runtime.gpu.rows`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from kvdsl.integrations.vllm.page import Page
+from kvdsl.runtime.backend import Backend
+from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.cpu.backend import CpuBackend
+from kvdsl.runtime.cpu.rows import Rows
+from kvdsl.runtime.state.slots import SlotState
+from kvdsl.runtime.state.undo import UndoLog
+
+if TYPE_CHECKING:
+    from kvdsl.integrations.vllm.step import Decoded, Prompt
+    from kvdsl.runtime.gpu.backend import TritonBackend
+
+Vectors = tuple[Tensor, Tensor, Tensor]
+"""Query, key and value of a step's tokens, [tokens, heads, dim] each."""
+
+Calls = Callable[[Tensor, Tensor, Tensor], AttentionCall]
+"""A layer's call for query, key and value of [requests, tokens, heads, dim]."""
+
+
+class Caches(Protocol):
+    """A layer's. `blocks`: uint8 [blocks, at least a page's bytes], vLLM's cache of the layer, always the same."""
+
+    def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
+        """A prompt of a step begins or goes on."""
+
+    def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
+        """Have what this prompt leaves be laid where it will be, if that can be."""
+
+    def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
+        """Prompts have ended, and left the rows of a state: int64 [rows], their pages."""
+
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+        """A token of each of some requests, the `place`-th of theirs in this step; `output` gets their attention."""
+
+    def take_back(self, page: int, tokens: int) -> None:
+        """The last tokens of a request were wrong guesses."""
+
+    def held(self, page: int) -> tuple[int, Tensor]:
+        """How many tokens a request has read, and the positions that it holds, int32 [kv_heads, slots]."""
+
+
+class InBlocks:
+    """See `Caches`: on CPUs."""
+
+    def __init__(
+        self, backend: Backend, page: Page, new: Callable[[], SlotState], call: Calls, longest: int, guesses: int
+    ) -> None:
+        self._backend, self._page, self._new, self._call, self._longest = backend, page, new, call, longest
+        self._together = Rows(backend) if isinstance(backend, CpuBackend) else None
+        self.states: dict[int, SlotState] = {}
+        self._guesses = guesses
+        self._logs: dict[int, UndoLog] = {}
+        """By page, where vLLM guesses: what the tokens behind the first of a step have changed."""
+
+    def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
+        """A page that is used for the first time: its state's tensors are those in the block, whoever has it."""
+        if prompt.page in self.states:
+            return
+        call = self._call(*(x[None, :1] for x in vectors))
+        state = self.states[prompt.page] = self._new()
+        state.window = call.window
+        self._page.adopt(state, self._page.views(blocks[prompt.page]))
+        if self._together is not None:
+            self._together.know(prompt.page, state, call, self._longest)
+
+    def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
+        """See `Caches`."""
+        self._page.lend(state, blocks[prompt.page])
+
+    def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
+        """See `Caches`."""
+        self._page.fill(blocks, pages, [self.states[page] for page in pages.tolist()], left)
+
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+        """See `Caches`; in one call of C++."""
+        if self._guesses:
+            self._note(decoded, first=place == 0)
+        if self._together is not None:
+            self._together.decode(decoded.pages, decoded.rows, *vectors, output, sinks)
+            return
+        for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
+            token = self._call(*(x[None, row : row + 1] for x in vectors))
+            output[row] = self._backend.decode(self.states[number], token)[0, 0]
+
+    def _note(self, decoded: Decoded, first: bool) -> None:
+        """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
+        for number in decoded.pages.tolist():
+            if first:
+                self._logs[number] = UndoLog(self._guesses)
+            else:
+                self._logs[number].note(self.states[number])
+
+    def take_back(self, page: int, tokens: int) -> None:
+        """See `Caches`."""
+        self._logs[page].take_back(self.states[page], tokens)
+
+    def held(self, page: int) -> tuple[int, Tensor]:
+        """See `Caches`."""
+        state = self.states[page]
+        return int(state.seen[0]), state.position[0]
+
+
+class InRows:
+    """See `Caches`: on GPUs. There vLLM guesses nothing."""
+
+    def __init__(self, backend: TritonBackend, page: Page, new: Callable[[], SlotState], call: Calls) -> None:
+        from kvdsl.runtime.gpu.rows import Rows as DeviceRows
+
+        self._make = DeviceRows
+        self._backend, self._page, self._new, self._call = backend, page, new, call
+        self._rows: DeviceRows | None = None
+        self._state: SlotState | None = None
+
+    def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
+        """The first prompt of all: the state's tensors are those in the blocks."""
+        if self._rows is not None:
+            return
+        call = self._call(*(x[None, :1] for x in vectors))
+        self._state = self._new()
+        self._state.window = call.window
+        self._page.adopt(self._state, self._page.spread(blocks, self._state))
+        self._state.position.fill_(-1)  # until a page is used, what is in it is nobody's
+        self._rows = self._make(self._backend, self._state, call.rope)
+
+    def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
+        """It cannot be: a row has no tensors of its own."""
+
+    def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
+        """See `Caches`."""
+        assert self._rows is not None
+        self._rows.put(pages.to(blocks.device), left)
+
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+        """See `Caches`."""
+        assert self._rows is not None
+        rows = decoded.rows.to(output.device)
+        call = self._call(*(x[rows].unsqueeze(1) for x in vectors))
+        output[rows] = self._rows.decode(decoded.pages.to(output.device, torch.int32), call)[:, 0]
+
+    def take_back(self, page: int, tokens: int) -> None:
+        """It is refused before."""
+        raise NotImplementedError
+
+    def held(self, page: int) -> tuple[int, Tensor]:
+        """See `Caches`."""
+        assert self._state is not None
+        return int(self._state.seen[page]), self._state.position[page]

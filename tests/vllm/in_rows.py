@@ -1,0 +1,49 @@
+"""An engine whose pages are the rows of one state, as on a GPU, with the kernels in Triton's interpreter: what it says, and what it keeps.
+
+TRITON_INTERPRET=1 python -m tests.vllm.in_rows triton POLICY    (or cpu, where pages are blocks)
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from torch import Tensor
+
+from tests.vllm import conftest  # noqa: F401 - how the engine runs
+
+PROMPTS = [list(range(300, 420)), list(range(700, 707)), list(range(100, 290)), list(range(50, 95))]
+ANSWERS = [9, 14, 5, 12]
+
+
+def serve(backend: str, policy: str) -> dict[str, Any]:
+    """Tokens and log-probabilities of every request, and the positions that a layer's pages hold, by page and KV head."""
+    from vllm import LLM, SamplingParams
+
+    import kvdsl.integrations.vllm.attention as attention
+    from kvdsl.runtime import backends
+    from kvdsl_lab.assets import reference_model_path
+
+    attention.choose = lambda spec, _, device, dtype: backends.choose(spec, backend, device, dtype)  # type: ignore[attr-defined]
+    served = LLM(
+        str(reference_model_path()), dtype="float32", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True,
+        num_gpu_blocks_override=9, additional_config={"kvdsl": {"policy": policy, "budget": 48}},
+    )  # fmt: skip
+    params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=1) for n in ANSWERS]
+    found = served.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    layers = served.llm_engine.vllm_config.compilation_config.static_forward_context.values()
+    pages = range(1, 1 + len(PROMPTS))
+    return {
+        "tokens": [list(one.outputs[0].token_ids) for one in found],
+        "logprobs": [[next(iter(each.values())).logprob for each in one.outputs[0].logprobs or ()] for one in found],
+        "held": [[_live(layer.impl.caches.held(page)[1]) for page in pages] for layer in layers],
+    }
+
+
+def _live(position: Tensor) -> list[list[int]]:
+    return [sorted(one for one in head if one >= 0) for head in position.tolist()]
+
+
+if __name__ == "__main__":
+    print("told:", json.dumps(serve(*sys.argv[1:])))

@@ -1,0 +1,31 @@
+"""Pages that are the rows of one state, as on a GPU, with the kernels in Triton's interpreter: the same as pages that are blocks."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
+
+
+def told(backend: str, policy: str) -> dict[str, Any]:
+    words = [sys.executable, "-m", "tests.vllm.in_rows", backend, policy]
+    done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.rpartition("told: ")[2])
+    return found
+
+
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
+def test_pages_that_are_rows_say_and_keep_the_same(policy: str) -> None:
+    blocks, rows = told("cpu", policy), told("triton", policy)
+    assert rows["tokens"] == blocks["tokens"]
+    assert rows["held"] == blocks["held"]
+    for found, wanted in zip(rows["logprobs"], blocks["logprobs"], strict=True):
+        assert found == pytest.approx(wanted, abs=2e-5)
+    assert max(len(head) for layer in rows["held"] for page in layer for head in page) <= 49
