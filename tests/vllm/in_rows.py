@@ -22,9 +22,19 @@ def serve(backend: str, policy: str) -> dict[str, Any]:
     from vllm import LLM, SamplingParams
 
     import kvdsl.integrations.vllm.attention as attention
+    from kvdsl.integrations.vllm.backend import StepBuilder
+    from kvdsl.integrations.vllm.step import EveryOne
     from kvdsl.runtime import backends
     from kvdsl_lab.assets import reference_model_path
 
+    whole, build = [False], StepBuilder.build
+
+    def noting(*given: Any, **named: Any) -> Any:
+        found = build(*given, **named)
+        whole[0] |= isinstance(found, EveryOne)
+        return found
+
+    StepBuilder.build = noting
     attention.choose = lambda spec, _, device, dtype: backends.choose(spec, backend, device, dtype)  # type: ignore[attr-defined]
     served = LLM(
         str(reference_model_path()), dtype="float32", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True,
@@ -32,6 +42,7 @@ def serve(backend: str, policy: str) -> dict[str, Any]:
     )  # fmt: skip
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=1) for n in ANSWERS]
     found = served.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
+    assert whole[0] == (backend == "triton")
     layers = served.llm_engine.vllm_config.compilation_config.static_forward_context.values()
     pages = range(1, 1 + len(PROMPTS))
     return {

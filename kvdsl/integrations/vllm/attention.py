@@ -18,14 +18,15 @@ from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.caches import Caches, InBlocks, InRows, Vectors
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.rotation import rotation
-from kvdsl.integrations.vllm.settings import Plan
+from kvdsl.integrations.vllm.settings import Plan, traced
+from kvdsl.integrations.vllm.step import EveryOne, Step
 from kvdsl.integrations.vllm.tracing import Texts
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.step import Batch, Step
+    from kvdsl.integrations.vllm.step import Batch
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -65,24 +66,36 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
         self._page_of_policy = self._page if settings is plan.settings else None
         self._backend = choose(settings.spec, "auto", torch.device(current_platform.device_type), dtype)
-        self.caches = self._make_caches(config)
+        self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
         self._layer = 0
 
-    def _make_caches(self, config: Any) -> Caches:
-        if self._backend.name == "triton":
-            return InRows(cast("Any", self._backend), self._page, self._state, self._call)
+    def _make_caches(self, config: Any, *, of_one_kind: bool) -> Caches:
+        """What remembers requests.
+
+        Args:
+            of_one_kind: whether no layer but those that the policy serves has pages: the others would lie in the same blocks.
+        """
         guesses = config.speculative_config.num_speculative_tokens if config.speculative_config is not None else 0
+        if self._backend.name == "triton":
+            if guesses or not of_one_kind or traced(config) is not None:
+                raise KvdslError(
+                    "guesses, traces, and layers with windows beside others are not served in vLLM on GPUs yet: serve on CPUs"
+                )
+            return InRows(cast("Any", self._backend), self._page, self._state, self._call)
         return InBlocks(self._backend, self._page, self._state, self._call, self._longest, guesses)
 
     def forward(
-        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | None, output: Tensor,
-        output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
+        self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | EveryOne | None,
+        output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
+        if isinstance(attn_metadata, EveryOne):
+            self.caches.decode_every_one(attn_metadata, (query, key, value), output)
+            return output
         self._layer = extract_layer_index(layer.layer_name)
         blocks, vectors = kv_cache.view(len(kv_cache), -1).view(torch.uint8), (query, key, value)
         for prompt in attn_metadata.prompts():

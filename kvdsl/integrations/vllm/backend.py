@@ -7,18 +7,20 @@ from dataclasses import fields
 from typing import Any, ClassVar
 
 import torch
+from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
 from kvdsl.integrations.vllm.attention import PolicyAttention
+from kvdsl.integrations.vllm.caches import InRows
 from kvdsl.integrations.vllm.evictions import Evictions
 from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer, refuse_trace
 from kvdsl.integrations.vllm.settings import Plan
 from kvdsl.integrations.vllm.spec import PageSpec
-from kvdsl.integrations.vllm.step import Decoded, Prompt, Step, batches
+from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt, Step, batches
 
 
 class PolicyBackend(AttentionBackend):  # type: ignore[misc]
@@ -73,7 +75,7 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
         )  # fmt: skip
 
 
-class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
+class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[misc]
     """Sorts a step's requests, for the layers that have pages of one kind."""
 
     _cudagraph_support = AttentionCGSupport.NEVER
@@ -86,13 +88,22 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
         # Prompts' lengths are told to attention that sees a prompt otherwise than what follows. vLLM has one kind of that, known by the
         # window in which it sees what follows, and asks of this number only whether it is there.
         vllm_config.model_config.model_arch_config.rswa_window = vllm_config.model_config.max_model_len
+        layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
+        self._in_rows = isinstance(layer.impl.caches, InRows)
+        requests = vllm_config.scheduler_config.max_num_seqs
+        self._every = EveryOne(
+            torch.zeros(requests, dtype=torch.int32, device=device),
+            torch.zeros(requests, 1, dtype=torch.bool, device=device),
+        )
         self._evictions = Evictions.of_engine(vllm_config, get_tensor_model_parallel_rank(), len(layer_names))
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step:
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step | EveryOne:
         """A request has some tokens of its prompt, some behind it, or both."""
         known = common_attn_metadata
+        if self._in_rows and known.max_query_len == 1 and not bool(known.is_prefilling.any()):
+            return self._every_one(known.block_table_tensor[:, 0])
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()
         pages, ends = known.block_table_tensor[:, 0].tolist(), known.rswa_prefix_lens.tolist()
         prompts: list[Prompt] = []
@@ -111,3 +122,11 @@ class StepBuilder(AttentionMetadataBuilder[Step]):  # type: ignore[misc]
             for number, row in enumerate(range(behind, last)):
                 decoded[number].append((block, row))
         return Step(batches(prompts), [Decoded.of(found) for found in decoded.values()], rejected, self._evictions, pages)
+
+    def _every_one(self, pages: Tensor) -> EveryOne:
+        """Nothing waits for the device, and what the kernels are told lies where it always did. Block 0 is nobody's."""
+        count = len(pages)
+        found = EveryOne(self._every.pages[:count], self._every.real[:count])
+        found.pages.copy_(pages)
+        torch.ne(pages[:, None], 0, out=found.real)
+        return found

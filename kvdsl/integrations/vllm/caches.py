@@ -5,7 +5,7 @@ all blocks together are one state, and a request has a row of it (`kvdsl.runtime
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -15,11 +15,12 @@ from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import CpuBackend
 from kvdsl.runtime.cpu.rows import Rows
+from kvdsl.runtime.state.order import FREE
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
 if TYPE_CHECKING:
-    from kvdsl.integrations.vllm.step import Decoded, Prompt
+    from kvdsl.integrations.vllm.step import Decoded, EveryOne, Prompt
     from kvdsl.runtime.gpu.backend import TritonBackend
 
 Vectors = tuple[Tensor, Tensor, Tensor]
@@ -43,6 +44,9 @@ class Caches(Protocol):
 
     def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
         """A token of each of some requests, the `place`-th of theirs in this step; `output` gets their attention."""
+
+    def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
+        """The step's tokens, in order, where steps are such."""
 
     def take_back(self, page: int, tokens: int) -> None:
         """The last tokens of a request were wrong guesses."""
@@ -94,6 +98,10 @@ class InBlocks:
             token = self._call(*(x[None, row : row + 1] for x in vectors))
             output[row] = self._backend.decode(self.states[number], token)[0, 0]
 
+    def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
+        """No step is such: C++ is told by the host."""
+        raise NotImplementedError
+
     def _note(self, decoded: Decoded, first: bool) -> None:
         """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
         for number in decoded.pages.tolist():
@@ -113,44 +121,48 @@ class InBlocks:
 
 
 class InRows:
-    """See `Caches`: on GPUs. There vLLM guesses nothing."""
+    """See `Caches`: on GPUs. Nothing is guessed there, and all layers have pages of one kind: `PolicyAttention` refuses the rest."""
 
     def __init__(self, backend: TritonBackend, page: Page, new: Callable[[], SlotState], call: Calls) -> None:
-        from kvdsl.runtime.gpu.rows import Rows as DeviceRows
-
-        self._make = DeviceRows
         self._backend, self._page, self._new, self._call = backend, page, new, call
-        self._rows: DeviceRows | None = None
         self._state: SlotState | None = None
+        self._rows: Any = None
+        """The state's, a `kvdsl.runtime.gpu.rows.Rows`: importing it needs Triton."""
 
     def meet(self, prompt: Prompt, blocks: Tensor, vectors: Vectors) -> None:
         """The first prompt of all: the state's tensors are those in the blocks."""
         if self._rows is not None:
             return
+        from kvdsl.runtime.gpu import rows
+
         call = self._call(*(x[None, :1] for x in vectors))
         self._state = self._new()
         self._state.window = call.window
         self._page.adopt(self._state, self._page.spread(blocks, self._state))
-        self._state.position.fill_(-1)  # until a page is used, what is in it is nobody's
-        self._rows = self._make(self._backend, self._state, call.rope)
+        self._state.position.fill_(FREE)
+        self._rows = rows.Rows(self._backend, self._state, call.rope)
 
     def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
         """It cannot be: a row has no tensors of its own."""
 
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
         """See `Caches`."""
-        assert self._rows is not None
         self._rows.put(pages.to(blocks.device), left)
 
     def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
         """See `Caches`."""
-        assert self._rows is not None
         rows = decoded.rows.to(output.device)
         call = self._call(*(x[rows].unsqueeze(1) for x in vectors))
         output[rows] = self._rows.decode(decoded.pages.to(output.device, torch.int32), call)[:, 0]
 
+    def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
+        """See `Caches`; nothing waits for the device."""
+        count = len(step.pages)
+        call = self._call(*(x[:count].unsqueeze(1) for x in vectors))._replace(real=step.real)
+        output[:count] = self._rows.decode(step.pages, call)[:, 0]
+
     def take_back(self, page: int, tokens: int) -> None:
-        """It is refused before."""
+        """There are no guesses."""
         raise NotImplementedError
 
     def held(self, page: int) -> tuple[int, Tensor]:

@@ -112,8 +112,21 @@ class Decoded:
 
 
 @dataclass(frozen=True)
+class EveryOne:
+    """A step in which every request has one token, behind its prompt: all that there is to know is on the device.
+
+    Attributes:
+        pages: the requests', in the order of the tokens; int32 [requests]. Behind them vLLM may have put some that are nobody's.
+        real: which are somebody's, bool [requests, 1].
+    """
+
+    pages: Tensor
+    real: Tensor
+
+
+@dataclass(frozen=True)
 class Step:
-    """What a step's requests are.
+    """What a step's requests are, in steps of which the host knows that.
 
     Attributes:
         batches: those whose prompts are being read.
