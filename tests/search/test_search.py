@@ -23,7 +23,7 @@ def text() -> Recorded:
     from kvdsl.generation.models import read_text, windows
 
     model, tokenizer = load_model()
-    return recorded(model, windows(tokenizer, read_text(None), 80, 2))
+    return recorded(model, windows(tokenizer, read_text(None), 80, 2), 99)
 
 
 def texts(*budgets: int) -> list[Case]:
@@ -31,7 +31,7 @@ def texts(*budgets: int) -> list[Case]:
 
 
 def test_a_judge(text: Recorded) -> None:
-    judge = Judge(texts(12, 24, 79), (Attention(text.part(99)),))
+    judge = Judge(texts(12, 24, 79), (Attention(text),))
     errors = dict(zip(("h2o", "random"), judge.errors([seeds()[name] for name in ("h2o", "random")], 0), strict=True))
     for found in errors.values():
         assert found == sorted(found, reverse=True), "more tokens, less error"

@@ -90,21 +90,20 @@ class Recorded:
     call: AttentionCall
     out: Tensor
 
-    def part(self, rows: int) -> Recorded:
-        """At most so many rows, spread evenly over layers and texts."""
-        there = len(self.out)
-        chosen = torch.linspace(0, there - 1, min(rows, there)).round().long()
-        query, key, value = (x[chosen] for x in self.call[:3])
-        return Recorded(self.call._replace(query=query, key=key, value=value), self.out[chosen])
 
+def recorded(model: Any, ids: Tensor, rows: int) -> Recorded:
+    """Layers of texts, int64 [texts, tokens], in float32 whatever the model's dtype: errors are sums of small squares.
 
-def recorded(model: Any, ids: Tensor) -> Recorded:
-    """All layers of texts, int64 [texts, tokens], in float32 whatever the model's dtype: errors are sums of small squares."""
+    Args:
+        rows: of all layers and texts so many, spread evenly; all if they are fewer.
+    """
     from kvdsl_lab.eval.recording import record
 
     layers = record(model, ids)
+    there = len(layers) * len(ids)
+    chosen = torch.linspace(0, there - 1, min(rows, there)).round().long()
     query, key, value = (
-        torch.cat([getattr(layer.call, name) for layer in layers]).float() for name in ("query", "key", "value")
+        torch.cat([getattr(layer.call, name) for layer in layers])[chosen].float() for name in ("query", "key", "value")
     )
     call = layers[0].call._replace(query=query, key=key, value=value, rope=None)
     with torch.no_grad():

@@ -119,7 +119,7 @@ class Material:
 def judge_of(plan: Plan, material: Material) -> Judge:
     """Attention in a few layers, and then what the model makes of it."""
     ids = material.ids[: plan.texts]
-    attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)]).part(ROWS))
+    attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)], ROWS))
     return Judge(plan.cases, (attention, NextToken(material.model, ids)))
 
 
