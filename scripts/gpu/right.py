@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.backend import TorchBackend
 from scripts.gpu.setting import (
@@ -38,6 +40,8 @@ COLUMN_TOLERANCE = {"fp32": 1e-5, "fp16": 1e-4, "bf16": 1e-4}
 SCRATCH = ("part", "top", "total", "logits", "new_logits", "work")
 """Tensors of a workspace that a step writes before it reads them: poisoned before every step."""
 SANITIZER_SECONDS = 150
+_REORDERED = 50
+"""Steps of rows in an order of their own."""
 
 
 def run(setting: Setting, lines: Lines) -> int:
@@ -49,6 +53,7 @@ def run(setting: Setting, lines: Lines) -> int:
             ("numerics", numerics(spec, setting)),
             ("prompts", prompted(spec, setting)),
             ("graph", replayed(spec, setting)),
+            ("rows", of_some_rows(spec, setting)),
         ):
             wrong += _report(lines, f"{what}: {spec.stem}", found)
     if HAS_TRANSFORMERS:
@@ -169,6 +174,46 @@ def replayed(spec: PolicySpec, setting: Setting) -> Iterator[str]:
             return
     if not torch.equal(state.position, twin.position) or not torch.equal(state.seen, twin.seen):
         yield "what is kept differs"
+
+
+def of_some_rows(spec: PolicySpec, setting: Setting) -> Iterator[str]:
+    """Steps of rows in any order, in one CUDA graph that is told which, give what they give in order, bit for bit, and a row that is
+    not real is left alone. As many rows as there are: of fewer the programs would be cut otherwise.
+    """
+    shape: Shape = max(setting.sizes.checked, key=lambda one: one.batch)
+    backend, state, tokens = prepared(setting, spec, shape, **half(spec, shape))
+    if backend.name != "triton" or type(state.layout) is not SlotAfterSlot:
+        return
+    from kvdsl.runtime.gpu.rows import Rows
+
+    rows, static = Rows(cast("Any", backend), state, as_call(state, tokens[0]).rope), tuple(x.clone() for x in tokens[0])
+    twin, draw = clone_of(state), torch.Generator().manual_seed(0)
+    which = torch.arange(shape.batch, dtype=torch.int32, device=setting.device)
+    real = torch.ones(shape.batch, 1, dtype=torch.bool, device=setting.device)
+
+    def step() -> Tensor:
+        return rows.decode(which, as_call(state, static)._replace(real=real))  # type: ignore[arg-type]
+
+    graph, out = captured(step) if setting.real else (None, step())
+    for tensor, before in zip(state.tensors().values(), twin.tensors().values(), strict=True):
+        tensor.copy_(before)
+    for number in range(min(setting.sizes.replays, _REORDERED)):
+        token, order = tokens[number % len(tokens)], torch.randperm(shape.batch, generator=draw).to(setting.device)
+        which.copy_(order)
+        real[0] = number % 3 > 0
+        for to, x in zip(static, token, strict=True):
+            to.copy_(x[order])
+        if graph is None:
+            out = step()
+        else:
+            graph.replay()
+        in_order = torch.ones_like(real).index_put_((order,), real)
+        expected = backend.decode(twin, as_call(twin, token)._replace(real=in_order))[order]
+        if not torch.equal(out, expected):
+            yield f"{shape}: step {number}: outputs differ by {float((out - expected).abs().max()):.2g}"
+            return
+    if not torch.equal(state.position, twin.position) or not torch.equal(state.seen, twin.seen):
+        yield f"{shape}: what is kept differs"
 
 
 # -- prompts -----------------------------------------------------------------------------------------------------------

@@ -60,7 +60,9 @@ def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert {lines(tmp_path, stage)[0]["gpu"] for stage in ("compile", "right", "kernels", "model")} == {"a stub"}
     checks = lines(tmp_path, "right")[1:]
-    assert {"numerics: roco", "graph: roco", "generate: roco", "compute-sanitizer"} <= {line["check"] for line in checks}
+    assert {"numerics: roco", "graph: roco", "rows: roco", "generate: roco", "compute-sanitizer"} <= {
+        line["check"] for line in checks
+    }
     assert not any(line["wrong"] for line in checks)
     timed = lines(tmp_path, "kernels")[1:]
     assert {"sdpa", "flash", "cudnn", "flex", "roco"} <= {line["policy"] for line in timed if line["kind"] == "decode"}
@@ -90,7 +92,7 @@ def test_what_is_raced_in_place_as_on_a_gpu(tmp_path: Path) -> None:
 def test_a_graph_that_does_nothing_is_found(tmp_path: Path) -> None:
     done = dry(tmp_path, "right", "--policies", "roco", IDLE_GRAPHS="1")
     assert done.returncode == 1 and "not well: right" in done.stdout
-    assert [line["check"] for line in lines(tmp_path, "right")[1:] if line["wrong"]] == ["graph: roco"]
+    assert [line["check"] for line in lines(tmp_path, "right")[1:] if line["wrong"]] == ["graph: roco", "rows: roco"]
 
 
 @pytest.mark.parametrize("variant", variants.STEPS + variants.PROMPTS, ids=lambda variant: variant.name)
@@ -112,7 +114,9 @@ def test_kernels_without_transformers(tmp_path: Path) -> None:
     assert {"roco", "streaming_llm", "equip_blocks", "sparcas"} <= {line["policy"] for line in compiled} <= made
     assert not any(line.get("error") for line in compiled)
     checks = lines(tmp_path, "right")[1:]
-    assert {"numerics: roco", "prompts: roco", "graph: roco", "numerics: sparcas"} <= {line["check"] for line in checks}
+    assert {"numerics: roco", "prompts: roco", "graph: roco", "numerics: sparcas", "rows: sparcas"} <= {
+        line["check"] for line in checks
+    }
     assert not any(line["wrong"] for line in checks)
     timed = lines(tmp_path, "kernels")[1:]
     assert {line["kind"] for line in timed} == {"decode", "select", "prompt", "variant"}
