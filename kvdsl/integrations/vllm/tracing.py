@@ -105,7 +105,7 @@ class Followed:
     Attributes:
         seen: tokens that were read, by step.
         is_new: whether there is more than was written. A request may come back that was put aside.
-        gone: by layer, int32 [kv_heads, tokens of the longest text], see `kvdsl_lab.eval.trace.Trace`.
+        gone: by layer, int32 [kv_heads, tokens of the longest text], as the `Trace` of `kvdsl trace` has it.
     """
 
     text: Text
