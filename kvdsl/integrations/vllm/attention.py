@@ -1,5 +1,5 @@
 """One layer's attention in vLLM: short prompts together, others one by one, whole or in parts, until what they left lies in their pages;
-decoded tokens in one call of C++.
+decoded tokens together, as `caches` does it.
 """
 
 from __future__ import annotations
@@ -64,12 +64,16 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
-        self._page_of_policy = self._page if settings is plan.settings else None
+        self._serves_policy = settings is plan.settings
         self._backend = choose(settings.spec, "auto", torch.device(current_platform.device_type), dtype)
         self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
-        self._layer = 0
+        # On GPUs counting would wait for the device.
+        self._counted = self._page if self._serves_policy and isinstance(self.caches, InBlocks) else None
+        self._texts = Texts.here if self._serves_policy and traced(config) is not None else None
+        self._layer: int | None = None
+        """The layer's number, which its name tells with the first step."""
 
     def _make_caches(self, config: Any, *, of_one_kind: bool) -> Caches:
         """What remembers requests.
@@ -84,7 +88,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                     "guesses, traces, and layers with windows beside others are not served in vLLM on GPUs yet: serve on CPUs"
                 )
             return InRows(cast("Any", self._backend), self._page, self._state, self._call)
-        return InBlocks(self._backend, self._page, self._state, self._call, self._longest, guesses)
+        return InBlocks(self._backend, self._page, self._state, self._call, self._sinks, self._longest, guesses)
 
     def forward(
         self, layer: Any, query: Tensor, key: Tensor, value: Tensor, kv_cache: Tensor, attn_metadata: Step | EveryOne | None,
@@ -94,9 +98,11 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if attn_metadata is None:  # vLLM tries out how much memory a step takes
             return output.zero_()
         if isinstance(attn_metadata, EveryOne):
+            assert isinstance(self.caches, InRows)  # for whom alone such steps are built
             self.caches.decode_every_one(attn_metadata, (query, key, value), output)
             return output
-        self._layer = extract_layer_index(layer.layer_name)
+        if self._layer is None:
+            self._layer = extract_layer_index(layer.layer_name)
         blocks, vectors = kv_cache.view(len(kv_cache), -1).view(torch.uint8), (query, key, value)
         for prompt in attn_metadata.prompts():
             self.caches.meet(prompt, blocks, vectors)
@@ -105,13 +111,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         for number, tokens in attn_metadata.rejected:
             self.caches.take_back(number, tokens)
         for place, decoded in enumerate(attn_metadata.decoded):
-            self.caches.decode(decoded, place, vectors, output, self._sinks)
-        counted = (
-            self._page_of_policy if isinstance(self.caches, InBlocks) else None
-        )  # on GPUs that would wait for the device
-        attn_metadata.evictions.layer_is_done(kv_cache, counted, attn_metadata)
-        if Texts.here is not None and self._page_of_policy is not None:
-            Texts.here.layer_is_done(self._layer, self._held, attn_metadata)
+            self.caches.decode(decoded, place, vectors, output)
+        attn_metadata.evictions.layer_is_done(kv_cache, self._counted, attn_metadata)
+        if self._texts is not None:
+            self._texts.layer_is_done(self._layer, self._held, attn_metadata)
         return output
 
     def _held(self, page: int) -> tuple[int, Tensor]:
@@ -127,6 +130,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         return AttentionCall(query, key, value, real, self.scale, *self._more, self._rope)
 
     def _state(self) -> SlotState:
+        assert self._layer is not None
         return self._settings.state(self._layer, self._layers, self._head_offset)
 
     def _read(self, batch: Batch, vectors: Vectors, output: Tensor, blocks: Tensor) -> None:

@@ -42,11 +42,8 @@ class Caches(Protocol):
     def put(self, pages: Tensor, blocks: Tensor, left: SlotState) -> None:
         """Prompts have ended, and left the rows of a state: int64 [rows], their pages."""
 
-    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
         """A token of each of some requests, the `place`-th of theirs in this step; `output` gets their attention."""
-
-    def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
-        """The step's tokens, in order, where steps are such."""
 
     def take_back(self, page: int, tokens: int) -> None:
         """The last tokens of a request were wrong guesses."""
@@ -59,9 +56,10 @@ class InBlocks:
     """See `Caches`: on CPUs."""
 
     def __init__(
-        self, backend: Backend, page: Page, new: Callable[[], SlotState], call: Calls, longest: int, guesses: int
-    ) -> None:
-        self._backend, self._page, self._new, self._call, self._longest = backend, page, new, call, longest
+        self, backend: Backend, page: Page, new: Callable[[], SlotState], call: Calls, sinks: Tensor | None, longest: int, guesses: int
+    ) -> None:  # fmt: skip
+        self._backend, self._page, self._new, self._call = backend, page, new, call
+        self._sinks, self._longest = sinks, longest
         self._together = Rows(backend) if isinstance(backend, CpuBackend) else None
         self.states: dict[int, SlotState] = {}
         self._guesses = guesses
@@ -87,20 +85,16 @@ class InBlocks:
         """See `Caches`."""
         self._page.fill(blocks, pages, [self.states[page] for page in pages.tolist()], left)
 
-    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
         """See `Caches`; in one call of C++."""
         if self._guesses:
             self._note(decoded, first=place == 0)
         if self._together is not None:
-            self._together.decode(decoded.pages, decoded.rows, *vectors, output, sinks)
+            self._together.decode(decoded.pages, decoded.rows, *vectors, output, self._sinks)
             return
         for number, row in zip(decoded.pages.tolist(), decoded.rows.tolist(), strict=True):
             token = self._call(*(x[None, row : row + 1] for x in vectors))
             output[row] = self._backend.decode(self.states[number], token)[0, 0]
-
-    def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
-        """No step is such: C++ is told by the host."""
-        raise NotImplementedError
 
     def _note(self, decoded: Decoded, first: bool) -> None:
         """Note what tokens may change that are taken back if they were guessed wrong; the first of a step is none of these."""
@@ -149,14 +143,14 @@ class InRows:
         """See `Caches`."""
         self._rows.put(pages.to(blocks.device), left)
 
-    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor, sinks: Tensor | None) -> None:
+    def decode(self, decoded: Decoded, place: int, vectors: Vectors, output: Tensor) -> None:
         """See `Caches`."""
         rows = decoded.rows.to(output.device)
         call = self._call(*(x[rows].unsqueeze(1) for x in vectors))
         output[rows] = self._rows.decode(decoded.pages.to(output.device, torch.int32), call)[:, 0]
 
     def decode_every_one(self, step: EveryOne, vectors: Vectors, output: Tensor) -> None:
-        """See `Caches`; nothing waits for the device."""
+        """A step of one token behind every prompt, in order; nothing waits for the device."""
         count = len(step.pages)
         call = self._call(*(x[:count].unsqueeze(1) for x in vectors))._replace(real=step.real)
         output[:count] = self._rows.decode(step.pages, call)[:, 0]

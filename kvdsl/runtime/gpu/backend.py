@@ -128,20 +128,19 @@ class TritonBackend:
         if state.spec.compact:
             copies.keep_length(state)
         with on(call.query.device):
-            steps = [self._decode_one(state, call, t) for t in range(tokens)]
+            work = workspace(state, self.kernels, sizes_of(call))
+            copies.keep(state, 1)
+            steps = [self.decode_token(state, call, t, work) for t in range(tokens)]
         return steps[0] if tokens == 1 else torch.cat(steps, dim=1)
 
-    def _decode_one(self, state: SlotState, call: AttentionCall, t: int) -> Tensor:
-        work = workspace(state, self.kernels, sizes_of(call))
-        copies.keep(state, 1)
-        return self.one(state, call, t, work)
-
-    def one(self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None) -> Tensor:
+    def decode_token(
+        self, state: SlotState, call: AttentionCall, t: int, work: Workspace, which: Tensor | None = None
+    ) -> Tensor:
         """One new token of every row, or of some rows of a state that has all that its kernels read.
 
         Args:
             t: which of the call's tokens.
-            work: for as many rows as the call has.
+            work: for at least as many rows as the call has.
             which: int32 [batch], the rows of the state that the call's are, no two the same; None: all, in order.
 
         Returns:
@@ -276,20 +275,14 @@ class Workspace:
 
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
-    shapes = (state.position.shape, state.layout.key_pool.shape)
-    fits = (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, _width(state), state.selects)
-    if not isinstance(state.workspace, Workspace) or state.workspace.fits != fits:
-        state.workspace = workspace_of(state, kernels, sizes, len(state.position), fits, tensors)
-    return state.workspace
+    known = state.workspace
+    if not isinstance(known, Workspace) or known.fits != _fits(state, kernels, sizes):
+        state.workspace = workspace_of(state, kernels, sizes, len(state.position), tensors)
+    return state.workspace  # type: ignore[no-any-return]
 
 
 def workspace_of(
-    state: SlotState,
-    kernels: Any,
-    sizes: Sizes,
-    batch: int,
-    fits: tuple[Any, ...] = (),
-    tensors: dict[str, Tensor] | None = None,
+    state: SlotState, kernels: Any, sizes: Sizes, batch: int, tensors: dict[str, Tensor] | None = None
 ) -> Workspace:
     """A workspace for steps of so many rows."""
     _, heads, slots = state.position.shape
@@ -298,7 +291,13 @@ def workspace_of(
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
+    fits = _fits(state, kernels, sizes)
     return Workspace(fits, tensors, splits, per_split, pieces, per_piece, choose, _width(state))
+
+
+def _fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
+    shapes = (state.position.shape, state.layout.key_pool.shape)
+    return (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, _width(state), state.selects)
 
 
 def _width(state: SlotState) -> int:

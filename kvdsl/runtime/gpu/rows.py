@@ -9,6 +9,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, sizes_of, workspace_of
 from kvdsl.runtime.gpu.launch import on
+from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state import copies
@@ -38,8 +39,8 @@ class Rows:
         if state.spec.compact:
             copies.keep_length(state)
         self._places = places_of(state)
-        self._works: dict[tuple[object, ...], Workspace] = {}
-        """By the rows of a step, and the sizes of its vectors."""
+        self._works: dict[tuple[int, Sizes], Workspace] = {}
+        """By the rows that they are for, a power of two, so that they are few; and by the sizes of the step's vectors."""
 
     def put(self, numbers: Tensor, left: SlotState) -> None:
         """Have these caches, int64 [batch of `left`], be what prompts have left in the rows of a state.
@@ -67,9 +68,9 @@ class Rows:
         Raises:
             KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
         """
-        sizes, batch = sizes_of(call), len(call.query)
-        self._state.check_fits(call.key, call.value, rows=batch)
-        if (batch, sizes) not in self._works:
-            self._works[batch, sizes] = workspace_of(self._state, self._backend.kernels, sizes, batch)
+        self._state.check_fits(call.key, call.value, rows=len(call.query))
+        kind = rows, sizes = 1 << (len(call.query) - 1).bit_length(), sizes_of(call)
+        if kind not in self._works:
+            self._works[kind] = workspace_of(self._state, self._backend.kernels, sizes, rows)
         with on(call.query.device):
-            return self._backend.one(self._state, call, 0, self._works[batch, sizes], numbers)
+            return self._backend.decode_token(self._state, call, 0, self._works[kind], numbers)
