@@ -25,7 +25,7 @@ from kvdsl_lab.bench.baselines import Token
 from kvdsl_lab.bench.decode import SETTLING, Shape, decode_step, new_tokens, rotation, steady_state
 from scripts.gpu import HAS_TRANSFORMERS, ROOT
 
-STAGES = {"compile": 240, "right": 420, "kernels": 540, "model": 480, "in_place": 110}
+STAGES = {"compile": 240, "right": 420, "kernels": 540, "model": 480, "in_place": 110, "language": 200}
 """Their deadlines, in seconds: less than 30 minutes in all."""
 
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "scissorhands", "equip_blocks", "sparcas")
@@ -69,6 +69,8 @@ class Sizes:
     replays: int
     repeats: int
     copied: int
+    random_jobs: int
+    language_s: float
 
 
 REAL = Sizes(
@@ -100,6 +102,8 @@ REAL = Sizes(
     replays=2000,
     repeats=15,
     copied=1 << 30,
+    random_jobs=2000,
+    language_s=150,
 )
 TOY = Sizes(
     checked=(Shape(2, 1, 2, 32, 20, "fp16"),),
@@ -116,6 +120,8 @@ TOY = Sizes(
     replays=4,
     repeats=3,
     copied=1 << 20,
+    random_jobs=2,
+    language_s=1e9,
 )
 
 

@@ -17,7 +17,7 @@ from .traces import Run, Tally, Trace
 class Case:
     """One random trace. Rows are left-padded by up to `padding` tokens; the prompt comes in `cuts` forwards, through `layers`
     layers from `layer` on. If there is `later`, a prompt of so many tokens follows the steps, and as many steps again; the second row
-    has fewer of them, the third none. Prompts count as `expected` tokens at least.
+    has fewer of them, the third none. Prompts count as `expected` tokens at least. The backend's tensors are on `device`.
     """
 
     policy: str
@@ -45,6 +45,7 @@ class Case:
     rope: str | None = None
     given: tuple[tuple[str, float], ...] = ()
     slopes: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         shown = {k: v for k, v in self.__dict__.items() if v != Case.__dataclass_fields__[k].default}
@@ -69,6 +70,6 @@ def compare(policy: Policy, spec: PolicySpec, backend: str, case: Case) -> Tally
         rope=case.rope or "none",
         budget=case.budget if "budget" in spec.params else None,
     )
-    run = Run(policy, spec, choose(spec, backend, torch.device("cpu"), case.dtype), trace)
+    run = Run(policy, spec, choose(spec, backend, torch.device(case.device), case.dtype), trace)
     run.run()
     return run.tally

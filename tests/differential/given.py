@@ -37,5 +37,6 @@ def of_row(policy: Policy, supplied: Tensor | None, row: int, tokens: Tensor, sh
     if supplied is None:
         return {given.name: np.full(shape, given.default) for given in policy.given}
     return {
-        given.name: values[row][:, tokens].double().numpy() for given, values in zip(policy.given, supplied, strict=True)
+        given.name: values[row].cpu()[:, tokens].double().numpy()
+        for given, values in zip(policy.given, supplied, strict=True)
     }

@@ -58,7 +58,7 @@ class Trace:
 
     `chunks`: forwards that the prompt comes in; `ragged`: some rows have no token in some forwards after it; `later`: tokens of a prompt
     after the steps, where steps follow again, of which the second row has fewer and the third none; `expected`: prompts count as so
-    many tokens at least.
+    many tokens at least; `device`: where the backend's tensors are.
     """
 
     group: int = 2
@@ -85,6 +85,7 @@ class Trace:
     expected: int = 0
     given: tuple[tuple[str, float], ...] = ()
     slopes: bool = False
+    device: str = "cpu"
 
     def __str__(self) -> str:
         fields = self.__dataclass_fields__
@@ -204,8 +205,9 @@ class Run:
                 together.join(state)
         hand_over(self.states)
         generator = torch.Generator().manual_seed(trace.seed)
-        self.sinks = torch.randn(trace.kv_heads * trace.group, generator=generator) if trace.sinks else None
-        self.slopes = torch.rand(trace.kv_heads * trace.group, generator=generator) if trace.slopes else None
+        heads = trace.kv_heads * trace.group
+        self.sinks = torch.randn(heads, generator=generator).to(trace.device) if trace.sinks else None
+        self.slopes = torch.rand(heads, generator=generator).to(trace.device) if trace.slopes else None
         self.rope = _ropes(trace)[0]
         self.prompts = [0] * trace.batch
         self.layers: dict[int, Layer] = {}
@@ -249,9 +251,10 @@ class Run:
             (trace.kv_heads, trace.value_dim or trace.head_dim),
         ]
         query, key, value = (
-            torch.from_numpy(INPUTS[trace.inputs](self.rng, (batch, n, tokens, dim))).to(trace.dtype) for n, dim in shapes
+            torch.from_numpy(INPUTS[trace.inputs](self.rng, (batch, n, tokens, dim))).to(trace.device, trace.dtype)
+            for n, dim in shapes
         )
-        padded = None if real.all() else real
+        padded = None if real.all() else real.to(trace.device)
         scaling = trace.head_dim**-0.5
         supplied = given_values.drawn(
             self.policy, (batch, trace.kv_heads, tokens), self.rng, wild=trace.inputs in ("nan", "inf")
@@ -266,7 +269,7 @@ class Run:
             trace.window,
             self.sinks,
             self.rope,
-            supplied,
+            None if supplied is None else supplied.to(trace.device),
             slopes=self.slopes,
         )
 
@@ -279,7 +282,7 @@ class Run:
     def _new_layer(self, prompt: int) -> Layer:
         trace = self.trace
         sinks, slopes = (
-            [None] * trace.kv_heads if x is None else list(x.double().numpy().reshape(trace.kv_heads, -1))
+            [None] * trace.kv_heads if x is None else list(_array(x).reshape(trace.kv_heads, -1))
             for x in (self.sinks, self.slopes)
         )
         calls = [
@@ -300,12 +303,12 @@ class Run:
             machines = self._layer(0).machines[
                 index * self.trace.kv_heads :
             ]  # a head is what it holds, whatever the numbers
-            keys, values, position = _array(state.keys), _array(state.values), state.position.numpy()
+            keys, values, position = _array(state.keys), _array(state.values), state.position.cpu().numpy()
             columns = {name: _array(x) for name, x in state.single_columns(state.columns).items()}
             rings = {name: _array(x.movedim(0, -1)) for name, x in state.rings(state.columns).items()}
             for b, row in enumerate(heads):
                 for h in range(self.trace.kv_heads):
-                    sketch = state.sketch[b, h].numpy() if state.has_sketch else None
+                    sketch = state.sketch[b, h].cpu().numpy() if state.has_sketch else None
                     remembered = {name: x[b, h] for name, x in (columns | rings).items()}
                     chosen = None if sketch is None else sketch[sketch >= 0]
                     row.append(
@@ -379,5 +382,5 @@ def _ropes(trace: Trace) -> tuple[Rope | None, ExactRope | None]:
 
 
 def _array(x: Tensor) -> Array:
-    made: Array = x.detach().double().numpy()
+    made: Array = x.detach().cpu().double().numpy()
     return made
