@@ -116,20 +116,22 @@ def look(
     sketch_keys += own_pair * slots * width
     dims, due = find_sketch(query, sketch, prompt, numbers, own_pair, own_row, now, width, G, G_PAD, D, D_PAD, W_PAD)
     tl.store(sketch + own_pair * width + j, dims, mask=j < tl.where((split == 0) & due, width, 0))
-    gather = (tl.load(copied + own_row) == 0) | due
+    anew = (tl.load(copied + own_row) == 0) | due
     q = tl.load(query + g[:, None] * D + dims[None, :], mask=(g[:, None] < G) & (dims[None, :] >= 0), other=0.0)
 
     gap = tl.full([BLOCK], ops.INT_MAX, tl.int32)
     live = tl.zeros([BLOCK], tl.int32)
     first = split * per_split
     end = tl.minimum(first + per_split, slots)
+    if anew:
+        select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, BLOCK)
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < end
         pos = tl.load(position + i, mask=inside, other=-1)
         gap = tl.where(inside & (pos < 0), tl.minimum(gap, i), gap)
         live += (pos >= 0).to(tl.int32)
-        k = select.sketched_keys(keys, sketch_keys, i.to(tl.int64), inside & (i < now), pos >= 0, dims, j, width, gather, D)
+        k = select.sketched_keys(sketch_keys, i.to(tl.int64), inside & (i < now), pos >= 0, dims, j, width)
         by = select.product(q, k, g, G, "mean", DOT)
         select.grade_slots(grades, i, inside, pos, now, window, by)
     if split == 0:

@@ -53,8 +53,9 @@ def run(setting: Setting, lines: Lines) -> int:
     for kind, shapes, time in (
         ("decode", setting.sizes.timed[:3], lambda shape: _decode(evicting, shape, setting)),
         ("prompt", setting.sizes.timed_prompts, lambda shape: _prompts(evicting, shape, setting)),
-        ("decode", setting.sizes.timed[3:], lambda shape: _decode(evicting, shape, setting)),
         ("select", setting.sizes.selecting, lambda shape: _selecting(selecting, shape, setting)),
+        ("select variant", setting.sizes.selecting[1:3], lambda shape: _selection_variants(selecting, shape, setting)),
+        ("decode", setting.sizes.timed[3:], lambda shape: _decode(evicting, shape, setting)),
         ("variant", setting.sizes.timed[:2], lambda shape: _variants(evicting, shape, setting)),
         ("prompt variant", setting.sizes.timed_prompts[1:2], lambda shape: _prompt_variants(evicting, shape, setting)),
     ):  # fmt: skip
@@ -132,7 +133,7 @@ def _ways(caches: list[Cache], token: Token, setting: Setting) -> Iterator[tuple
                 return [baselines.sdpa_grouped(cache)(token) for cache in caches][-1]
 
         yield name, attend
-    if setting.real:
+    if setting.real and len(caches[0].keys) == 1:  # which takes seconds to compile, and is not the best
         from torch.nn.attention.flex_attention import flex_attention
 
         compiled = torch.compile(flex_attention, dynamic=False)
@@ -195,6 +196,22 @@ def _selecting(specs: list[PolicySpec], shape: Shape, setting: Setting) -> Itera
             **times,
             "vs_best_dense": min(times["sdpa_ms"], times["dense_ms"]) / times["ms"],
         }
+
+
+def _selection_variants(specs: list[PolicySpec], shape: Shape, setting: Setting) -> Iterator[dict[str, Any]]:
+    """A step that selects, of which the sketch is not found anew, as it would be cut otherwise."""
+    for variant in variants.SELECTIONS[: setting.sizes.variants]:
+        for spec in specs:
+            with variants.meanwhile(variant):
+                yield {"policy": spec.stem, "variant": variant.name} | _attempt(
+                    lambda spec=spec: _selecting_ms(spec, shape, setting)
+                )
+
+
+def _selecting_ms(spec: PolicySpec, shape: Shape, setting: Setting) -> float:
+    backend, state, tokens = prepared(setting, spec, shape, **SELECTED)
+    step = decode_step(backend, state)
+    return median_ms(setting, in_a_graph(setting, lambda: step(tokens[0])))
 
 
 def _prompts(specs: list[PolicySpec], shape: prefill.Shape, setting: Setting) -> Iterator[dict[str, Any]]:

@@ -6,6 +6,7 @@ import gc
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 import torch
@@ -22,18 +23,20 @@ SELECTING = ("sparcas",)
 
 
 def run(setting: Setting, lines: Lines) -> int:
-    """Every run by itself: one that fails, for want of memory perhaps, is told, and the others go on."""
+    """Every run by itself: one that fails, for want of memory perhaps, is told, and the others go on. First tokens before all others, for
+    which the model is compiled with every cache.
+    """
     lines.tell(**setting.environment(), missing=setting.missing())
     if not HAS_TRANSFORMERS:
         print("transformers is not installed")
         return 0
     model = model_of(setting, torch.bfloat16, **LLAMA) if setting.real else tiny(setting)
     failed = 0
-    for whole in setting.sizes.whole:
+    for timed, whole in product((_first, _others), setting.sizes.whole):
         ids = torch.randint(1, 128, (whole.batch, whole.context), device=setting.device)
         for name, make in _caches(model, whole, setting):
             try:
-                row = _timed(model, ids, make, whole, setting)
+                row = timed(model, ids, make, whole, setting)
             except Exception as error:
                 row, failed = {"error": f"{type(error).__name__}: {error}"[:500]}, failed + 1
             lines.tell(cache=name, **asdict(whole), **row)
@@ -60,7 +63,13 @@ def _caches(model: Any, whole: Whole, setting: Setting) -> list[tuple[str, Calla
     return found
 
 
-def _timed(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole, setting: Setting) -> dict[str, Any]:
+def _first(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole, setting: Setting) -> dict[str, Any]:
+    """Seconds to the first token, the second time."""
+    _generate(model, ids, make(), 1, setting)
+    return {"ttft_s": round(_generate(model, ids, make(), 1, setting), 4)}
+
+
+def _others(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole, setting: Setting) -> dict[str, Any]:
     """Seconds to the first token, milliseconds a token after it, peak bytes. The first run of a kind, which compiles, is not timed."""
     _generate(model, ids, make(), min(whole.new_tokens, 4), setting)
     if setting.real:

@@ -25,7 +25,7 @@ from kvdsl_lab.bench.baselines import Token
 from kvdsl_lab.bench.decode import SETTLING, Shape, decode_step, new_tokens, rotation, steady_state
 from scripts.gpu import HAS_TRANSFORMERS, ROOT
 
-STAGES = {"compile": 240, "right": 420, "kernels": 540, "model": 480, "in_place": 110, "language": 200}
+STAGES = {"compile": 150, "right": 300, "kernels": 540, "model": 480, "in_place": 110, "language": 200}
 """Their deadlines, in seconds: less than 30 minutes in all."""
 
 POLICIES = ("roco", "h2o", "tova", "streaming_llm", "scissorhands", "equip_blocks", "sparcas")
@@ -91,7 +91,7 @@ REAL = Sizes(
         prefill.Shape(1, 2, 4, 128, 1000, "fp32"),
     ),
     timed_prompts=tuple(prefill.Shape(1, 8, 4, 128, length, "bf16") for length in (4096, 8192, 32768)),
-    whole=(Whole(1, 32768, 4096), Whole(64, 4096, 1024), Whole(8, 32768, 4096), Whole(1, 32768, 1024)),
+    whole=(Whole(1, 32768, 4096), Whole(1, 4096, 1024), Whole(64, 4096, 1024), Whole(8, 32768, 4096), Whole(1, 32768, 1024)),
     held=tuple(
         Held(batch, tokens) for batch, tokens in ((8, 512), (8, 1024), (64, 512), (1, 512), (64, 1024), (1, 1024), (8, 4096))
     ),

@@ -11,6 +11,7 @@ KINDS = {
     "select": ("policy", "batch", "live", "ms", "dense_ms", "sdpa_ms", "vs_best_dense"),
     "prompt": ("policy", "length", "ms", "attend_ms", "observe_ms", "of_sdpa", "peak_bytes"),
     "variant": ("variant", "batch", "live", "ms"),
+    "select variant": ("policy", "variant", "batch", "live", "ms"),
     "prompt variant": ("variant", "length", "ms"),
 }
 MODEL = ("cache", "batch", "context", "budget", "ttft_s", "token_ms", "tokens_per_s", "peak_bytes")

@@ -25,20 +25,32 @@ class Variant:
 
 STEPS = (
     Variant("as it is"),
-    Variant("attend: tiles of 8 KB", {"_TILE_BYTES": 1 << 13}),
-    Variant("attend: tiles of 8 KB, 3 programs", {"_TILE_BYTES": 1 << 13, "PROGRAMS_PER_PROCESSOR": 3}),
-    Variant("attend: tiles of 8 KB, 4 programs", {"_TILE_BYTES": 1 << 13, "PROGRAMS_PER_PROCESSOR": 4}),
-    Variant("attend: 1 program", {"PROGRAMS_PER_PROCESSOR": 1}),
-    Variant("attend: 2 stages", options={"ATTEND_OPTIONS": {"num_stages": 2}}),
-    Variant("attend: 4 stages", options={"ATTEND_OPTIONS": {"num_stages": 4}}),
-    Variant("attend: 8 warps", options={"ATTEND_OPTIONS": {"num_warps": 8}}),
-    Variant("settle: 8 warps", options={"SETTLE_OPTIONS": {"num_warps": 8, "maxnreg": 255}}),
-    Variant("settle: blocks of half the size", {"_SETTLE_ELEMENTS": 4096}),
+    Variant(
+        "attend: 1 warp, tiles of 8 KB, 3 stages",
+        {"_TILE_BYTES": 1 << 13},
+        {"NARROW_ATTEND_OPTIONS": {"num_warps": 1, "num_stages": 3}},
+    ),
+    Variant("attend: 4 warps, 3 stages", options={"NARROW_ATTEND_OPTIONS": {"num_warps": 4, "num_stages": 3}}),
+    Variant("attend: 3 stages", options={"NARROW_ATTEND_OPTIONS": {"num_stages": 3}}),
+    Variant("attend: 2 programs", {"PROGRAMS_PER_PROCESSOR": 2}),
+    Variant("attend: 4 programs", {"PROGRAMS_PER_PROCESSOR": 4}),
+    Variant("settle: 1 program", {"SETTLERS_PER_PROCESSOR": 1}),
+    Variant("settle: 8 warps, blocks of 1,024", {"_SETTLE_ELEMENTS": 4096}, {"SETTLE_OPTIONS": {"num_warps": 8}}),
+    Variant("settle: 2 warps, blocks of 256", {"_SETTLE_ELEMENTS": 1024}, {"SETTLE_OPTIONS": {"num_warps": 2}}),
+)
+SELECTIONS = (
+    Variant("as it is"),
+    Variant("look: 512 slots", {"_LOOKED_AT": 1 << 13}),
+    Variant("look: 1,024 slots, 8 warps", {"_LOOKED_AT": 1 << 14}, {"LOOK_OPTIONS": {"num_warps": 8}}),
+    Variant("look: 3 stages", options={"LOOK_OPTIONS": {"num_stages": 3}}),
+    Variant("look: 2 warps", options={"LOOK_OPTIONS": {"num_warps": 2}}),
+    Variant("look: 6 programs, 128 registers", {"PROGRAMS_PER_PROCESSOR": 6}, {"LOOK_OPTIONS": {"maxnreg": 128}}),
+    Variant("choose: 8 warps", options={"CHOOSE_OPTIONS": {"num_warps": 8}}),
 )
 PROMPTS = (
     Variant("as it is"),
-    Variant("observe: 4 warps", options={"OBSERVE_OPTIONS": {"num_warps": 4}}),
-    Variant("observe: 3 stages", options={"OBSERVE_OPTIONS": {"num_stages": 3}}),
+    Variant("observe: 8 warps, 2 stages", options={"NARROW_OBSERVE_OPTIONS": {"num_warps": 8, "num_stages": 2}}),
+    Variant("observe: 2 stages", options={"NARROW_OBSERVE_OPTIONS": {"num_stages": 2}}),
     Variant("observe: 64 slots", {"_KEY_BYTES": 1 << 14}),
     Variant("observe: 32 queries", {"_QUERY_BYTES": 1 << 13}),
 )

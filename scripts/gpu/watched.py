@@ -1,4 +1,4 @@
-"""What compute-sanitizer watches: a step and a prompt of every policy, at one shape each."""
+"""What compute-sanitizer watches: a step and a prompt of every policy, or of those that are named, at one shape each."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from scripts.gpu.setting import Setting
 
 def main() -> int:
     """0 whatever the numbers are: the sanitizer decides."""
-    setting = Setting.of(toy=False, policies=None, out=None)
+    setting = Setting.of(toy=False, policies=sys.argv[1] if sys.argv[1:] else None, out=None)
     if setting is None:
         return 2
     sizes = replace(setting.sizes, checked=setting.sizes.checked[5:6], checked_prompts=setting.sizes.checked_prompts[1:2])

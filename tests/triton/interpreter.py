@@ -109,9 +109,13 @@ def watch_overflow(patch: pytest.MonkeyPatch, watch: bool = True) -> None:
 
 def make_blocks_small(patch: pytest.MonkeyPatch) -> None:
     """Blocks of 16 slots, so that a few slots are several blocks, the last of them not full, and are shared by several programs."""
+    import triton.language as tl
+
     patch.setattr("kvdsl.runtime.gpu.backend._PROCESSORS_IN_THE_INTERPRETER", 16)
     patch.setattr(Sizes, "attend_block", 16)
     patch.setattr(Sizes, "settle_block", 16)
+    patch.setattr(Sizes, "alone_block", 16)
+    patch.setattr("kvdsl.runtime.gpu.evicting.WIDE", tl.constexpr(16))
     patch.setattr(Sizes, "choose_block", lambda sizes, pages: 8 if pages else 64)
     patch.setattr(Sizes, "look_block", lambda sizes, dims: 32)
     patch.setattr("kvdsl.runtime.state.slots._GROWTH", 32)

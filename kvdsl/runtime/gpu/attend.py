@@ -100,6 +100,11 @@ def attend(
 
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
+    attends = (tl.load(joins + pair) if SELECTS else tl.full([], 1, tl.int32)) != 0
+    now_key = tl.load(
+        new_key + pair * D + d, mask=d < tl.where(split == 0, D, 0), other=0.0
+    )  # not behind the loop: it waits alone
+    now_value = tl.load(new_value + pair * E + e, mask=e < tl.where((split == 0) & attends, E, 0), other=0.0)
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)
     weight = tl.zeros([G_PAD], tl.float32)
@@ -167,15 +172,12 @@ def attend(
         acc += tl.dot(p.to(DOT), v.to(DOT), input_precision="ieee")
 
     if split == 0:  # the new token
-        attends = (tl.load(joins + pair) if SELECTS else tl.full([], 1, tl.int32)) != 0
-        k = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
-        v = tl.load(new_value + pair * E + e, mask=e < tl.where(attends, E, 0), other=0.0)
-        logit = _capped(tl.sum(q.to(tl.float32) * k.to(tl.float32)[None, :], 1) * scaling, softcap)
+        logit = _capped(tl.sum(q.to(tl.float32) * now_key.to(tl.float32)[None, :], 1) * scaling, softcap)
         logit = tl.where(attends, logit, float("-inf"))
         if LOGITS:
             tl.store(new_logits + pair * G + g, logit, mask=g < G)
         best, weight, acc, p = _fold(best, weight, acc, logit[:, None])
-        acc += p * v.to(tl.float32)[None, :]
+        acc += p * now_value.to(tl.float32)[None, :]
 
     if not SELECTS:
         nearest = tl.minimum(tl.min(gap, 0), tl.where((split == 0) & (now < slots), now, 2**31 - 1))

@@ -31,7 +31,7 @@ from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
 from kvdsl.runtime.gpu.select import LEVELS
 from kvdsl.runtime.gpu.sizes import (
-    ATTEND_OPTIONS,
+    ALONE_OPTIONS,
     CHOOSE_OPTIONS,
     EVERYTHING,
     GIVE_BACK_OPTIONS,
@@ -172,7 +172,9 @@ class TritonBackend:
         batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
         sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
-        settle = sizes.settle(work.splits, work.pieces, work.width, rope)
+        spreads = self.kernels.SPREADS
+        settle = sizes.settle(work.splits, work.pieces, work.width, rope, alone=not spreads)
+        alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
         arguments = work.tensors | {
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
@@ -189,9 +191,9 @@ class TritonBackend:
         }  # fmt: skip
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
-            yield Launch(self.kernels.make_room, (heads, batch), arguments | settle, SETTLE_OPTIONS)
+            yield Launch(self.kernels.make_room, (heads, batch), arguments | alone, ALONE_OPTIONS)
             if agrees:
-                yield Launch(self.kernels.agree, (batch,), arguments | settle | {"BEFORE": True}, SETTLE_OPTIONS)
+                yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": True}, ALONE_OPTIONS)
         if state.selects:
             look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
@@ -201,12 +203,13 @@ class TritonBackend:
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
         attends = arguments | halves | dense | sizes.attend(rope)
-        yield Launch(attend, (work.splits, heads, batch), attends, ATTEND_OPTIONS)
+        yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if block_size:
             yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
-        yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, SETTLE_OPTIONS)
+        options = SETTLE_OPTIONS if spreads else ALONE_OPTIONS
+        yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
         if agrees:
-            yield Launch(self.kernels.agree, (batch,), arguments | settle | {"BEFORE": False}, SETTLE_OPTIONS)
+            yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": False}, ALONE_OPTIONS)
         if block_size and state.evicts:
             gives = arguments | sizes.give_back(block_size)
             yield Launch(give_back, (arguments["table"].shape[1], batch), gives, GIVE_BACK_OPTIONS)

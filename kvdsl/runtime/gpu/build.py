@@ -24,7 +24,7 @@ from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.report import Step, Taken, taken
 from kvdsl.runtime.gpu.sizes import (
-    ATTEND_OPTIONS,
+    ALONE_OPTIONS,
     CHOOSE_OPTIONS,
     GIVE_BACK_OPTIONS,
     LOOK_OPTIONS,
@@ -193,12 +193,13 @@ def build(
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     shape = shape or Shape()
-    for kernel, function, constants, options in _wanted(kernels_of(source), shape):
-        for name, target in targets.items():
+    wanted = [_wanted(kernels_of(source), shape, target) for target in targets.values()]
+    for of_targets in zip(*wanted, strict=True):
+        for (name, target), (kernel, function, constants, options) in zip(targets.items(), of_targets, strict=True):
             yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options, step)
 
 
-def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+def _wanted(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Kernels in the order in which they are launched: name, function, constants and options."""
     arguments = kernels.settle.arg_names
     sizes, selects = shape.sizes, "SELECTS" in arguments
@@ -206,17 +207,21 @@ def _wanted(kernels: Any, shape: Shape) -> Iterator[tuple[str, Any, dict[str, An
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
     common = _common(arguments, shape, block, rope) | {"SPREADS": kernels.SPREADS}
+    observes = sizes.observe_options(
+        reduced=hasattr(kernels, "over_slots"), hopper=(target.backend, target.arch) == ("cuda", 90)
+    )
+    alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
-        ("make_room", "make_room", sizes.settle(SPLITS, PIECES), SETTLE_OPTIONS, True),
+        ("make_room", "make_room", alone, ALONE_OPTIONS, True),
         ("look", "look", sizes.look(width or shape.head_dim, in_blocks=block > 0), LOOK_OPTIONS, selects),
         ("choose", "choose", sizes.choose(SPLITS, CHOOSERS, pages="pages" in arguments), CHOOSE_OPTIONS, selects),
-        ("attend", attend, sizes.attend(rope), ATTEND_OPTIONS, True),
+        ("attend", attend, sizes.attend(rope), sizes.attend_options, True),
         ("take", take, sizes.take(SPLITS), TAKE_OPTIONS, block > 0),
-        ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope), SETTLE_OPTIONS, True),
-        ("agree", "agree", sizes.settle(SPLITS, PIECES), SETTLE_OPTIONS, True),
+        ("settle", "settle", sizes.settle(SPLITS, PIECES, width, rope, alone=not kernels.SPREADS), settles, True),
+        ("agree", "agree", alone, ALONE_OPTIONS, True),
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
-        ("observe", "observe", sizes.observe(), OBSERVE_OPTIONS, True),
+        ("observe", "observe", sizes.observe(), observes, True),
     ]
     for kernel, function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function

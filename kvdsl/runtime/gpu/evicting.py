@@ -18,6 +18,8 @@ UNPROTECTED, PROTECTED, EVERYTHING = tl.constexpr(0), tl.constexpr(1), tl.conste
 NOBODY = tl.constexpr(-1)  # in the place of the token that is the last to leave, where protected ones do not leave
 TRIES = tl.constexpr(8)
 FLIP = tl.constexpr(-(2**31))  # of signed words makes such whose digits are in their order
+WIDE = tl.constexpr(2048)
+"""Slots that a program takes at once where it goes over all of its head's; of its own share it takes fewer, with the logits of each."""
 
 
 @triton.jit
@@ -57,24 +59,26 @@ def tokens_held(position, slots, BLOCK: tl.constexpr):
 @triton.jit
 def first_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
     """The position up to which tokens are among the first n; -1 for none."""
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     last = -1
     if n >= live:
         last = newest
     elif n > 0:
-        last = _nth_position(position, slots, newest, live, n, BLOCK)
+        last = _nth_position(position, slots, newest, live, n, WHOLE)
     return last
 
 
 @triton.jit
 def last_protected(position, slots, newest, live, n, BLOCK: tl.constexpr):
     """The position from which on tokens are among the last n; above the newest for none."""
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     from_here = newest + 1
     if n >= live:
         from_here = 0
     elif n == 1:
         from_here = newest
     elif n > 0:
-        from_here = _nth_position(position, slots, newest, live, live - n + 1, BLOCK)
+        from_here = _nth_position(position, slots, newest, live, live - n + 1, WHOLE)
     return from_here
 
 
@@ -174,11 +178,12 @@ def unless_some_left(position, kept, slot, found, slots, now, live, first, last,
     """The slot that leaves first, if the `first` tokens and the `last` are those that were protected: if as many were `found`. If not,
     those that are now, in their place, are, and -1 says that the slot is to be found anew.
     """
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     if found < tl.minimum(first, live) + tl.minimum(last, live):
         up_to = first_protected(position, slots, now, live, first, BLOCK)
         since = last_protected(position, slots, now, live, last, BLOCK)
-        for start in range(0, slots, BLOCK):
-            i = start + tl.arange(0, BLOCK)
+        for start in range(0, slots, WHOLE):
+            i = start + tl.arange(0, WHOLE)
             pos = tl.load(position + i, mask=i < slots, other=-1)
             tl.store(kept + i, 1, mask=(i < slots) & ((pos <= up_to) | (pos >= since)))
         tl.debug_barrier()
@@ -202,16 +207,17 @@ def evict(
     BLOCK: tl.constexpr,
 ):
     """Free the `leaving` slots that leave first. Gives the only one that left, or -1."""
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     gone = -1
     if leaving == 1:
-        gone = _evict_one(position, scores, kept, slots, slot, tops, TOPS, BLOCK)
+        gone = _evict_one(position, scores, kept, slots, slot, tops, TOPS, WHOLE)
     if gone < 0:
         for t in tl.static_range(TOPS):
-            _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], BLOCK)
-        newest = _newest_held(position, slots, BLOCK)  # not the row's newest token, if that has left before
+            _protect_top(position, scores + (1 + t) * slots, kept, slots, tops[t], WHOLE)
+        newest = _newest_held(position, slots, WHOLE)  # not the row's newest token, if that has left before
         for members in range(2):  # UNPROTECTED, then PROTECTED
-            free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, BLOCK)
-            _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, BLOCK)
+            free = _above(position, scores, kept, slots, newest, ops.BELOW_ALL, members, WHOLE)
+            _evict_lowest(position, scores, kept, slots, newest, tl.minimum(leaving, free), free, members, WHOLE)
             leaving = tl.maximum(leaving - free, 0)
     return gone
 
@@ -404,12 +410,13 @@ def close_gaps(
     BLOCK: tl.constexpr,
 ):
     """After slots were freed, the tokens behind each gap move up. Nothing is sorted; of one gap a comparison says who moves."""
+    WHOLE: tl.constexpr = BLOCK if BLOCK > WIDE else WIDE
     several, only = gone < 0, tl.load(rank + tl.maximum(gone, 0))
     tl.debug_barrier()
     if several:
-        _count_gaps(position, rank, gaps, slots, BLOCK)
-    for start in range(0, slots, BLOCK):
-        i = start + tl.arange(0, BLOCK)
+        _count_gaps(position, rank, gaps, slots, WHOLE)
+    for start in range(0, slots, WHOLE):
+        i = start + tl.arange(0, WHOLE)
         held = tl.load(position + i, mask=i < slots, other=-1) >= 0
         own = tl.load(rank + i, mask=held, other=0)
         before = (own > only).to(tl.int32)

@@ -6,6 +6,7 @@ there are no atomics: the same prompt always gives the same columns, bit for bit
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,7 +54,16 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
             OBSERVE_OPTIONS,
         )
     tile = sizes.observe()
-    launch(kernels.observe, (heads, batch, -(-prompt.slots // tile["SLOTS"])), arguments | tile, OBSERVE_OPTIONS)
+    grid, options = (
+        (heads, batch, -(-prompt.slots // tile["SLOTS"])),
+        sizes.observe_options(reduced=reduces, hopper=_is_hopper(keys.device)),
+    )
+    launch(kernels.observe, grid, arguments | tile, options)
+
+
+@lru_cache
+def _is_hopper(device: torch.device) -> bool:
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _queries(prompt: Prompt) -> Tensor:

@@ -53,20 +53,39 @@ def over_dims(x, dims):
 
 
 @triton.jit
-def sketched_keys(
-    keys, sketch_keys, at, filled, held, dims, j, width, anew, D: tl.constexpr, table=None, SIZE: tl.constexpr = 0
+def gather_keys(
+    keys,
+    sketch_keys,
+    position,
+    first,
+    end,
+    dims,
+    j,
+    width,
+    D: tl.constexpr,
+    BLOCK: tl.constexpr,
+    table=None,
+    SIZE: tl.constexpr = 0,
 ):
-    """The keys of these slots over the sketch's dims, [n, W_PAD]; gathered from the keys where the sketch is new."""
-    there = held[:, None] & (dims >= 0)[None, :]
-    compact = sketch_keys + at[:, None] * width + j[None, :]
-    if anew:
-        rows = layout.rows(at, held, table, SIZE)
+    """Write the keys of the slots from `first` to `end` over the sketch's dims beside them, where the sketch is new."""
+    for start in range(first, end, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        held = tl.load(position + i, mask=i < end, other=-1) >= 0
+        there = held[:, None] & (dims >= 0)[None, :]
+        rows = layout.rows(i.to(tl.int64), held, table, SIZE)
         k = tl.load(keys + rows[:, None] * D + dims[None, :], mask=there, other=0.0)
-        tl.store(compact, k, mask=there)
-    else:  # loads are wide where dims do not decide, and do not wait where tokens do not
-        k = tl.load(compact, mask=filled[:, None] & (j < width)[None, :], other=0.0)
-        k = tl.where(there, k, 0.0)
-    return k
+        tl.store(sketch_keys + i.to(tl.int64)[:, None] * width + j[None, :], k, mask=there)
+    tl.debug_barrier()  # before other threads of the program read them
+
+
+@triton.jit
+def sketched_keys(sketch_keys, at, filled, held, dims, j, width):
+    """The keys of these slots over the sketch's dims, [n, W_PAD]. Loads are wide where dims do not decide, and do not wait where tokens
+    do not.
+    """
+    there = held[:, None] & (dims >= 0)[None, :]
+    k = tl.load(sketch_keys + at[:, None] * width + j[None, :], mask=filled[:, None] & (j < width)[None, :], other=0.0)
+    return tl.where(there, k, 0.0)
 
 
 @triton.jit

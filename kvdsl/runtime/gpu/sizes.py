@@ -10,8 +10,11 @@ from kvdsl.runtime.rope import Rope
 _TILE_BYTES = 1 << 14
 """Of keys, and as much of values, that an `attend` program has in flight in a stage; half of that where it turns keys, in registers."""
 
-_SETTLE_ELEMENTS = 8192
+_SETTLE_ELEMENTS = 2048
 """Of a [G, BLOCK] tile of logits in `settle`: 16 a thread (8 on AMD)."""
+
+_ALONE_ELEMENTS = 8192
+"""The same where a program has all slots of a KV head, or of a row, and four times as many threads."""
 
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
@@ -23,21 +26,29 @@ _QUERY_BYTES = 1 << 14
 """Of the queries of one head that it has in flight in a stage."""
 
 ATTEND_OPTIONS = {"num_warps": 4, "num_stages": 3}
-SETTLE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
+NARROW_ATTEND_OPTIONS = {"num_warps": 2, "num_stages": 2}
+SETTLE_OPTIONS = {"num_warps": 4, "num_stages": 1, "maxnreg": 128}
+ALONE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
 LOOK_OPTIONS = {"num_warps": 4, "num_stages": 2, "maxnreg": 255}
 CHOOSE_OPTIONS = {"num_warps": 16, "num_stages": 1, "maxnreg": 128}
 OBSERVE_OPTIONS = {"num_warps": 8, "num_stages": 2}
+NARROW_OBSERVE_OPTIONS = {"num_warps": 4, "num_stages": 3}
 TAKE_OPTIONS = {"num_warps": 8, "num_stages": 1}
 GIVE_BACK_OPTIONS = {"num_warps": 1, "num_stages": 1}
-"""What Triton compiles with. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `settle` and `choose` have one,
-and `look` two."""
+"""What Triton compiles with; decision 53 says what an H200 said of others. Few warps exchange little, where registers suffice: that is what
+the narrow ones are for. Left to itself, ptxas aims at several programs a multiprocessor, and spills; `choose` and programs that are alone
+with their slots have one, and `look` two.
+"""
 
 EVERYTHING = 2**30
 """The window of a model that has none."""
 
 MAX_SPLITS = 64
-PROGRAMS_PER_PROCESSOR = 2
+PROGRAMS_PER_PROCESSOR = 3
 """How many `attend` programs a multiprocessor is meant to have."""
+
+SETTLERS_PER_PROCESSOR = 4
+"""How many `settle` programs a multiprocessor is meant to have."""
 
 MAX_CHOOSERS = 16
 """Programs of `choose` that share a KV head's slots: the last to arrive looks for every candidate among all of theirs."""
@@ -64,12 +75,33 @@ class Sizes:
     def attend_block(self) -> int:
         """Slots that `attend` takes at once; matrices are multiplied 16 rows at a time."""
         wide = _TILE_BYTES // (_power_of_two(max(self.key_dim, self.value_dim)) * self.item)
-        return max(16, min(128, wide))
+        return max(16, min(64 if self.narrow else 128, wide))
 
     @property
     def settle_block(self) -> int:
-        """Slots that `settle` takes at once."""
-        return max(16, min(2048, _SETTLE_ELEMENTS // _power_of_two(self.group)))
+        """Slots that `settle` takes at once, where programs share a KV head's."""
+        return max(16, min(512, _SETTLE_ELEMENTS // _power_of_two(self.group)))
+
+    @property
+    def alone_block(self) -> int:
+        """Slots that it takes at once where a program has all of them, and `make_room` and `agree`."""
+        return max(16, min(2048, _ALONE_ELEMENTS // _power_of_two(self.group)))
+
+    @property
+    def narrow(self) -> bool:
+        """Whether two warps hold what `attend` sums up: the group's queries are one tile of a matrix, on 16 bits, values short."""
+        return self.item == 2 and _matrix(self.group) == 16 and max(self.key_dim, self.value_dim) <= 128
+
+    @property
+    def attend_options(self) -> dict[str, int]:
+        """What `attend` is compiled with."""
+        return NARROW_ATTEND_OPTIONS if self.narrow else ATTEND_OPTIONS
+
+    def observe_options(self, *, reduced: bool, hopper: bool) -> dict[str, int]:
+        """What `observe` is compiled with. `reduced`: whether it looks at what `over_slots` has found, too. `hopper`: whether it is for such a
+        GPU; for others' registers few warps are too few.
+        """
+        return NARROW_OBSERVE_OPTIONS if hopper and self.item == 2 and not reduced else OBSERVE_OPTIONS
 
     def choose_block(self, *, pages: bool) -> int:
         """Slots or pages that `choose` takes at once. With more pages AMD's compiler runs out of scalar registers."""
@@ -108,8 +140,12 @@ class Sizes:
             "INTERLEAVED": pairing == "interleaved",
         }
 
-    def settle(self, splits: int, pieces: int, width: int = 0, rope: Rope | None = None) -> dict[str, Any]:
-        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch. `rope`: how keys turn, if their halves are kept."""
+    def settle(
+        self, splits: int, pieces: int, width: int = 0, rope: Rope | None = None, *, alone: bool = False
+    ) -> dict[str, Any]:
+        """Constants of `settle` that follow from the sizes; `width`: dims of a sketch. `rope`: how keys turn, if their halves are kept.
+        `alone`: whether a program has all slots.
+        """
         return self._pairs(rope) | {
             "G": self.group,
             "G_PAD": _power_of_two(self.group),
@@ -120,18 +156,18 @@ class Sizes:
             "S_PAD": _power_of_two(splits),
             "PIECES_PAD": _power_of_two(pieces),
             "W_PAD": _matrix(width),
-            "BLOCK": self.settle_block,
+            "BLOCK": self.alone_block if alone else self.settle_block,
         }
 
     def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:
         """How many programs of `settle` share a KV head's slots, and how many slots each has: whole blocks, and no more programs than
-        multiprocessors, of which each takes one.
+        multiprocessors have room for.
 
         Args:
             pairs, processors: see `splits`.
         """
         blocks = -(-slots // self.settle_block)
-        each = -(-blocks // max(1, min(blocks, processors // pairs)))
+        each = -(-blocks // max(1, min(blocks, processors * SETTLERS_PER_PROCESSOR // pairs)))
         return -(-blocks // each), each * self.settle_block
 
     def look(self, dims: int, *, in_blocks: bool = False) -> dict[str, Any]:
