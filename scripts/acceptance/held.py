@@ -70,7 +70,7 @@ held(5, "bytes and launches of a step", "triton/test_steps.py")
 held(
     5,
     "ahead of time, on five targets: no kernel spills",
-    "triton/test_build.py::test_kernels_compile_for_every_target_and_spill_nothing",
+    "triton/test_build.py::test_kernels_compile_for_every_target_and_spill_next_to_nothing",
     "triton/test_build.py::test_what_no_shipped_policy_has",
 )
 held(

@@ -32,8 +32,8 @@ STEPS = (
     ),
     Variant("attend: 4 warps, 3 stages", options={"NARROW_ATTEND_OPTIONS": {"num_warps": 4, "num_stages": 3}}),
     Variant("attend: 3 stages", options={"NARROW_ATTEND_OPTIONS": {"num_stages": 3}}),
-    Variant("attend: 2 programs", {"PROGRAMS_PER_PROCESSOR": 2}),
-    Variant("attend: 4 programs", {"PROGRAMS_PER_PROCESSOR": 4}),
+    Variant("attend: 2 programs", {"NARROW_PROGRAMS_PER_PROCESSOR": 2}),
+    Variant("attend: 4 programs", {"NARROW_PROGRAMS_PER_PROCESSOR": 4}),
     Variant("settle: 1 program", {"SETTLERS_PER_PROCESSOR": 1}),
     Variant("settle: 8 warps, blocks of 1,024", {"_SETTLE_ELEMENTS": 4096}, {"SETTLE_OPTIONS": {"num_warps": 8}}),
     Variant("settle: 2 warps, blocks of 256", {"_SETTLE_ELEMENTS": 1024}, {"SETTLE_OPTIONS": {"num_warps": 2}}),
@@ -44,7 +44,7 @@ SELECTIONS = (
     Variant("look: 1,024 slots, 8 warps", {"_LOOKED_AT": 1 << 14}, {"LOOK_OPTIONS": {"num_warps": 8}}),
     Variant("look: 3 stages", options={"LOOK_OPTIONS": {"num_stages": 3}}),
     Variant("look: 2 warps", options={"LOOK_OPTIONS": {"num_warps": 2}}),
-    Variant("look: 6 programs, 128 registers", {"PROGRAMS_PER_PROCESSOR": 6}, {"LOOK_OPTIONS": {"maxnreg": 128}}),
+    Variant("look: 6 programs, 128 registers", {"NARROW_PROGRAMS_PER_PROCESSOR": 6}, {"LOOK_OPTIONS": {"maxnreg": 128}}),
     Variant("choose: 8 warps", options={"CHOOSE_OPTIONS": {"num_warps": 8}}),
 )
 PROMPTS = (

@@ -155,6 +155,40 @@ def test_the_engines_figures_are_those_that_were_measured() -> None:
     assert rows("docs/howto/serving.md", "Beside OpenVINO GenAI") == found
 
 
+def lines_of(file: str) -> list[dict[str, Any]]:
+    """What an H200 said, line by line."""
+    return [json.loads(line) for line in read(f"benchmarks/results/nvidia_h200/{file}").splitlines()]
+
+
+def test_what_a_step_takes_beside_torch_is_what_an_h200_said() -> None:
+    lines = [line for line in lines_of("kernels.jsonl") if line.get("kind") == "decode" and line["live"] == 4096]
+    before, now = dict.fromkeys(line["commit"] for line in lines)
+    said = {(line["policy"], line["batch"], line["commit"]): line["of_best"] for line in lines if "of_best" in line}
+    columns = ((1, before), (1, now), (8, before), (8, now), (64, before))
+    shown = rows("docs/performance/gpus.md", "A step beside torch's attention")
+    assert {line[0] for line in shown} == {policy for policy, *_ in said}
+    for policy, *cells in shown:
+        assert cells == [f"{said[policy, batch, commit]:.2f}" for batch, commit in columns], policy
+
+
+def test_what_kernels_take_by_themselves_is_what_an_h200_said() -> None:
+    """Of `attend` the last run that timed a cut counts, of `settle` the first, which timed all cuts of it."""
+    lines = [line for line in lines_of("cuts.jsonl") if "us" in line]
+    ordered = [line for line in lines if line["kernel"] == "attend"] + [
+        line for line in lines[::-1] if line["kernel"] == "settle"
+    ]
+    us = {(line["policy"], line["kernel"], line["cut"], line["batch"]): line["us"] for line in ordered}
+    cuts = {"attend": ("w4 s3 t14 p2", {"h2o": "w2 s2 t14 p3", "streaming_llm": "w2 s2 t14 p4", "equip_blocks": "w2 s2 t14 p6"}),
+            "settle": ("w16 e8192 r128 n1", dict.fromkeys(("h2o", "roco"), "w4 e2048 r128 n4"))}  # fmt: skip
+    for line in rows("docs/performance/gpus.md", "Kernels by themselves"):
+        kernel = re.match(r"`(attend|settle)`.*\(`(\w+)`\)", line[0])
+        assert kernel is not None
+        (old, new), (name, policy) = cuts[kernel[1]], kernel.groups()
+        for cut, cell in ((old, line[2]), (new[policy], line[4])):
+            numbers = [us[policy, name, cut, batch] for batch in (64, 8, 1)]
+            assert cell.split(", ") == [f"{x:.0f}" if x >= 20 else f"{x:.1f}" for x in numbers], line
+
+
 def measured(file: str) -> list[dict[str, Any]]:
     """The rows of a result of `kvdsl eval`."""
     found: list[dict[str, Any]] = json.loads(read(f"benchmarks/results/cpu/{file}"))["rows"]

@@ -30,15 +30,23 @@ def kernels_for(policy: str) -> list[str]:
     return [kernel for kernel, is_there in wanted.items() if is_there]
 
 
+def allowed(kernel: str, target: str, *, turns: bool) -> int:
+    """Bytes that may spill: none, but on Hopper where two warps turn keys, which leaves a few numbers no register. An H200 takes a
+    third less time for that than for four warps, of which none spills (decision 53).
+    """
+    return 72 if turns and (kernel, target) == ("attend", "cuda:90") else 0
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", POLICIES)
-def test_kernels_compile_for_every_target_and_spill_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
+def test_kernels_compile_for_every_target_and_spill_next_to_nothing(capsys: pytest.CaptureFixture[str], policy: str) -> None:
     gpus = GPUS if policy in ON_ALL else NEWEST
     rows = run(capsys, "build", policy, "--target", gpus, "--json").json()["rows"]
     assert [(row["target"], row["kernel"]) for row in rows] == [
         (gpu, kernel) for kernel in kernels_for(policy) for gpu in gpus.split(",")
     ]
-    assert {row["spills"] for row in rows} == {0}
+    turns = kvdsl.load(policy).spec.compact
+    assert all(row["spills"] <= allowed(row["kernel"], row["target"], turns=turns) for row in rows)
     assert all(0 < row["registers"] < 256 and 0 < row["shared_bytes"] < 100_000 for row in rows)
 
 
@@ -61,9 +69,9 @@ def test_what_no_shipped_policy_has(
         f'kv 1\npolicy P {{\n"a test"\nparam budget = 8\nscore sum(attn)\n{statement}\nkeep top 3 by std(attn)\n}}\n'
     )
     rows = run(capsys, "build", str(file), "--target", GPUS, "--json").json()["rows"]
-    assert [(row["kernel"], row["spills"]) for row in rows if row["kernel"] in kernels] == [
-        (kernel, 0) for kernel in kernels for _ in range(5)
-    ]
+    ours = [row for row in rows if row["kernel"] in kernels]
+    assert [row["kernel"] for row in ours] == [kernel for kernel in kernels for _ in range(5)]
+    assert all(row["spills"] <= allowed(row["kernel"], row["target"], turns="compact" in statement) for row in ours)
 
 
 @pytest.mark.slow
@@ -79,7 +87,8 @@ def test_other_shapes_spill_next_to_nothing(
     shape = ("--group", str(group), "--head-dim", str(head_dim), "--dtype", dtype)
     rows = run(capsys, "build", policy, *shape, "--target", NEWEST, "--json").json()["rows"]
     assert {row["kernel"] for row in rows} == set(kernels_for(policy))
-    assert max(row["spills"] for row in rows) <= 32
+    turns = kvdsl.load(policy).spec.compact
+    assert all(row["spills"] <= max(32, allowed(row["kernel"], row["target"], turns=turns)) for row in rows)
 
 
 def test_build(capsys: pytest.CaptureFixture[str]) -> None:
@@ -125,8 +134,9 @@ def test_without_a_gpu_triton_serves_nothing() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["roco", "equip_h2o", "sparcas"])
-def test_a_step_of_some_rows_spills_nothing(policy: str) -> None:
+def test_a_step_of_some_rows_spills_nothing_more(policy: str) -> None:
     source, targets = kvdsl.load(policy).spec.triton_source, {name: parse_target(name) for name in NEWEST.split(",")}
     rows = list(build(policy, source, targets, Shape(some_rows=True)))
     assert {row.kernel for row in rows} == set(kernels_for(policy))
-    assert {row.spills for row in rows} == {0}
+    turns = kvdsl.load(policy).spec.compact
+    assert all(row.spills <= allowed(row.kernel, row.target, turns=turns) for row in rows)

@@ -73,7 +73,7 @@ def test_all_stages_as_on_a_gpu(tmp_path: Path) -> None:
     tried = [line for line in timed if "variant" in line]
     assert len(tried) == 3 and all(line["ms"] > 0 for line in tried)
     assert {"static", "dynamic", "roco"} <= {
-        line["cache"] for line in lines(tmp_path, "model")[1:] if line["peak_bytes"] == 0
+        line["cache"] for line in lines(tmp_path, "model")[1:] if line.get("peak_bytes") == 0
     }
 
 
@@ -137,7 +137,8 @@ def test_whole_models_without_the_compiler(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     runs = lines(tmp_path, "model")[1:]
     assert {"static", "dynamic", "roco", "streaming_llm"} <= {line["cache"] for line in runs}
-    assert all(line["ttft_s"] > 0 and line["tokens_per_s"] > 0 for line in runs)
+    assert all(line["ttft_s"] > 0 for line in runs)
+    assert sum("tokens_per_s" in line for line in runs) == len(runs) / 2, "first tokens of all come first"
     raced = lines(tmp_path, "in_place")[1:]
     assert "streaming_llm" in {line["policy"] for line in raced} and all(line["eager_over_shift"] > 0 for line in raced)
 

@@ -142,7 +142,9 @@ def test_nothing_is_allocated_after_the_first_step() -> None:
 
 @pytest.mark.parametrize("slots", [1, 16, 17, 513, 4096, 100_001])
 @pytest.mark.parametrize("pairs", [1, 8, 64, 512])
-@pytest.mark.parametrize("sizes", [Sizes(4, 128, 128, 2), Sizes(1, 64, 64, 4), Sizes(8, 256, 80, 4)])
+@pytest.mark.parametrize(
+    "sizes", [Sizes(4, 128, 128, 2), Sizes(4, 128, 128, 2, hopper=True), Sizes(1, 64, 64, 4), Sizes(8, 256, 80, 4)]
+)
 def test_splits_cover_the_slots(sizes: Sizes, slots: int, pairs: int) -> None:
     splits, per_split = sizes.splits(slots, pairs, processors=132)
     assert per_split % sizes.attend_block == 0

@@ -25,7 +25,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.angles import digits
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.attend import attend
-from kvdsl.runtime.gpu.launch import launch, on, signed
+from kvdsl.runtime.gpu.launch import is_hopper, launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
@@ -233,7 +233,10 @@ def _first_rows(state: SlotState) -> Tensor:
 
 def sizes_of(call: AttentionCall) -> Sizes:
     """What the kernels are cut by."""
-    return Sizes(call.query.shape[1] // call.key.shape[1], call.key.shape[-1], call.value.shape[-1], call.key.element_size())
+    key, value = call.key, call.value
+    return Sizes(
+        call.query.shape[1] // key.shape[1], key.shape[-1], value.shape[-1], key.element_size(), is_hopper(key.device)
+    )
 
 
 def interpreted() -> bool:

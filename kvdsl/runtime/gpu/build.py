@@ -7,7 +7,7 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -202,14 +202,13 @@ def build(
 def _wanted(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
     """Kernels in the order in which they are launched: name, function, constants and options."""
     arguments = kernels.settle.arg_names
-    sizes, selects = shape.sizes, "SELECTS" in arguments
+    sizes = replace(shape.sizes, hopper=(target.backend, target.arch) == ("cuda", 90))
+    selects = "SELECTS" in arguments
     block = SLOTS_OF_A_BLOCK if "table" in arguments else 0
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
     common = _common(arguments, shape, block, rope) | {"SPREADS": kernels.SPREADS}
-    observes = sizes.observe_options(
-        reduced=hasattr(kernels, "over_slots"), hopper=(target.backend, target.arch) == ("cuda", 90)
-    )
+    observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
     alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
         ("make_room", "make_room", alone, ALONE_OPTIONS, True),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,12 @@ _OF_NVIDIA = frozenset({"maxnreg"})
 def on(device: torch.device) -> AbstractContextManager[Any]:
     """Where launches go meanwhile: to this device and its stream. Triton asks for the current one, whatever the tensors' is."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+@lru_cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether it is a GPU of NVIDIA's compute capability 9."""
+    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def launch(kernel: Any, grid: tuple[int, ...], arguments: Mapping[str, Any], options: Mapping[str, int]) -> Any:

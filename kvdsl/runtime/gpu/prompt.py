@@ -6,14 +6,13 @@ there are no atomics: the same prompt always gives the same columns, bit for bit
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
 import triton.language as tl
 from torch import Tensor
 
-from kvdsl.runtime.gpu.launch import launch, signed
+from kvdsl.runtime.gpu.launch import is_hopper, launch, signed
 from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
 from kvdsl.runtime.torch import dense, statistics
 from kvdsl.runtime.torch.attention import in_rows
@@ -28,7 +27,7 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
         lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
     """
     query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
-    sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size())
+    sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size(), is_hopper(keys.device))
     batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
     arguments = {
         "query": query, "keys": keys, "position": prompt.kept["position"], "columns": prompt.kept["columns"],
@@ -54,16 +53,8 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
             OBSERVE_OPTIONS,
         )
     tile = sizes.observe()
-    grid, options = (
-        (heads, batch, -(-prompt.slots // tile["SLOTS"])),
-        sizes.observe_options(reduced=reduces, hopper=_is_hopper(keys.device)),
-    )
-    launch(kernels.observe, grid, arguments | tile, options)
-
-
-@lru_cache
-def _is_hopper(device: torch.device) -> bool:
-    return device.type == "cuda" and not torch.version.hip and torch.cuda.get_device_capability(device)[0] == 9
+    grid = (heads, batch, -(-prompt.slots // tile["SLOTS"]))
+    launch(kernels.observe, grid, arguments | tile, sizes.observe_options(reduced=reduces))
 
 
 def _queries(prompt: Prompt) -> Tensor:

@@ -44,8 +44,11 @@ EVERYTHING = 2**30
 """The window of a model that has none."""
 
 MAX_SPLITS = 64
-PROGRAMS_PER_PROCESSOR = 3
+PROGRAMS_PER_PROCESSOR = 2
 """How many `attend` programs a multiprocessor is meant to have."""
+
+NARROW_PROGRAMS_PER_PROCESSOR = 3
+"""The same of two warps."""
 
 SETTLERS_PER_PROCESSOR = 4
 """How many `settle` programs a multiprocessor is meant to have."""
@@ -64,12 +67,15 @@ class Sizes:
 
     Attributes:
         group: query heads per KV head. key_dim, value_dim: numbers of a key, of a value. item: bytes of one of those.
+        hopper: whether the GPU is one, such as the H200 that was asked what it wants. No other was, nor do others' compilers find the
+            registers for it.
     """
 
     group: int
     key_dim: int
     value_dim: int
     item: int
+    hopper: bool = False
 
     @property
     def attend_block(self) -> int:
@@ -89,19 +95,20 @@ class Sizes:
 
     @property
     def narrow(self) -> bool:
-        """Whether two warps hold what `attend` sums up: the group's queries are one tile of a matrix, on 16 bits, values short."""
-        return self.item == 2 and _matrix(self.group) == 16 and max(self.key_dim, self.value_dim) <= 128
+        """Whether two warps hold what `attend` sums up: the group's queries are one tile of a matrix, on 16 bits, and heads are short and
+        whole powers of two, of which nothing is masked.
+        """
+        short = all(dim <= 128 and dim == _matrix(dim) for dim in (self.key_dim, self.value_dim))
+        return self.hopper and self.item == 2 and _matrix(self.group) == 16 and short
 
     @property
     def attend_options(self) -> dict[str, int]:
         """What `attend` is compiled with."""
         return NARROW_ATTEND_OPTIONS if self.narrow else ATTEND_OPTIONS
 
-    def observe_options(self, *, reduced: bool, hopper: bool) -> dict[str, int]:
-        """What `observe` is compiled with. `reduced`: whether it looks at what `over_slots` has found, too. `hopper`: whether it is for such a
-        GPU; for others' registers few warps are too few.
-        """
-        return NARROW_OBSERVE_OPTIONS if hopper and self.item == 2 and not reduced else OBSERVE_OPTIONS
+    def observe_options(self, *, reduced: bool) -> dict[str, int]:
+        """What `observe` is compiled with; `reduced`: whether it looks at what `over_slots` has found, too."""
+        return NARROW_OBSERVE_OPTIONS if self.hopper and self.item == 2 and not reduced else OBSERVE_OPTIONS
 
     def choose_block(self, *, pages: bool) -> int:
         """Slots or pages that `choose` takes at once. With more pages AMD's compiler runs out of scalar registers."""
@@ -224,7 +231,8 @@ class Sizes:
             processors: multiprocessors of the device.
         """
         blocks = -(-slots // self.attend_block)
-        filling = max(1, min(blocks, MAX_SPLITS, processors * PROGRAMS_PER_PROCESSOR // pairs))
+        programs = NARROW_PROGRAMS_PER_PROCESSOR if self.narrow else PROGRAMS_PER_PROCESSOR
+        filling = max(1, min(blocks, MAX_SPLITS, processors * programs // pairs))
 
         def most(splits: int) -> float:
             per_split = -(-blocks // splits)
