@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -292,13 +293,32 @@ def test_what_is_not_capped_and_finite_is_fused(monkeypatch: pytest.MonkeyPatch)
                 prefill(SlotState(kvdsl.load("full").spec, {}), part)
 
 
+def test_cudnn_attends_where_torch_would_choose_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its log-sum-exps have a dim more than those of torch's other kernels. An H200 has run it; here it is played."""
+    query, key, value = (torch.randn(2, 3, 9, 16) for _ in range(3))
+    hidden = torch.ones(9, 9, dtype=torch.bool).triu(1)
+    logit = (query @ key.transpose(-1, -2) * 0.25).masked_fill(hidden, -torch.inf)
+
+    def played(*given: Any, scale: float) -> tuple[torch.Tensor, torch.Tensor]:
+        bias, tells_lse, dropout, causal, debugs = given[3:]
+        assert (bias, tells_lse, dropout, causal, debugs, scale) == (None, True, 0.0, True, False, 0.25)
+        return logit.softmax(-1) @ value, logit.logsumexp(-1, keepdim=True)
+
+    monkeypatch.setattr(torch, "_fused_sdp_choice", lambda *_, **__: SDPBackend.CUDNN_ATTENTION.value)
+    monkeypatch.setattr(torch.ops.aten, "_scaled_dot_product_cudnn_attention", played)
+    found = dense._cuda_kernel(query, key, value, None, 0.25)
+    assert found is not None
+    assert torch.equal(found[0], logit.softmax(-1) @ value)
+    assert torch.equal(found[1], logit.logsumexp(-1))
+
+
 def test_finite_numbers_whose_sum_is_not_are_fused_in_float16() -> None:
     """Keys have means: 100,000 of them may well add up to more than 65,504."""
     numbers = torch.full((1000,), 100.0, dtype=torch.float16)
     assert not numbers.sum().isfinite()
-    assert dense._finite(numbers)
+    assert dense._total(numbers).isfinite()
     for worst in (torch.inf, -torch.inf, torch.nan):
-        assert not dense._finite(torch.cat([numbers, torch.tensor([worst], dtype=torch.float16)]))
+        assert not dense._total(torch.cat([numbers, torch.tensor([worst], dtype=torch.float16)])).isfinite()
 
 
 @pytest.mark.parametrize("where", ["query", "value"])
