@@ -138,6 +138,13 @@ def test_the_servers_figures_are_those_that_were_measured() -> None:
     assert shown == found
 
 
+def test_what_is_said_of_long_prompts_is_what_was_measured() -> None:
+    speed = {row["contestant"]: row["output_throughput"] for row in measured("vllm_bench_6000.json")}
+    share = {name: speed[name] / speed["full"] for name in ("h2o", "streaming_llm")}
+    said = f"H2O has {share['h2o']:.2f} of full attention's throughput and StreamingLLM {share['streaming_llm']:.2f}"
+    assert said in " ".join(read("docs/howto/serving.md").split())
+
+
 def test_the_engines_figures_are_those_that_were_measured() -> None:
     names = {
         "full": "vLLM, full attention", "openvino": "OpenVINO", "openvino, evicting": "OpenVINO, its own eviction",
