@@ -56,5 +56,5 @@ def test_a_release_that_fails_for_one_target(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_release_that_is_here_compiles_everything() -> None:
     found = tritons.compiled(("cuda:90", "hip:gfx942"), dict(os.environ))
     turning = found["cuda:90"]  # StreamingLLM's `attend`, see `test_build.allowed`
-    assert turning["kernels"] == 9 and turning["spilling"] <= 1 and turning["most_spilled"] <= 80
+    assert turning["kernels"] == 9 and turning["spilling"] <= 1 and turning["most_spilled"] <= 40
     assert found["hip:gfx942"] == {"kernels": 9, "spilling": 0, "most_spilled": 0}

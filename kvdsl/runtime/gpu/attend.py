@@ -6,7 +6,8 @@ Legend:
     R: rows of the cache; B, unless the step is of some of them.
     S: splits: programs per KV head, each with its own range of slots. Constants with `_PAD` are sizes as powers of two.
 
-Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and the launch that
+Every program reads its keys and values once. The new token is in no slot yet: split 0 attends to it as well, and asks for it before
+all others, so that nobody waits for it alone. The launch that
 follows (`settle`, generated per policy) puts it into a slot. What the programs find is combined there, too.
 
 Of a selection (see `kvdsl.runtime.gpu.select`) keys and values are read where they lie; the programs share what is chosen.
@@ -101,9 +102,7 @@ def attend(
     if BIASED:
         slope = tl.load(slopes + head * G + g, mask=g < G, other=0.0)
     attends = (tl.load(joins + pair) if SELECTS else tl.full([], 1, tl.int32)) != 0
-    now_key = tl.load(
-        new_key + pair * D + d, mask=d < tl.where(split == 0, D, 0), other=0.0
-    )  # not behind the loop: it waits alone
+    now_key = tl.load(new_key + pair * D + d, mask=d < tl.where(split == 0, D, 0), other=0.0)
     now_value = tl.load(new_value + pair * E + e, mask=e < tl.where((split == 0) & attends, E, 0), other=0.0)
 
     best = tl.full([G_PAD], float("-inf"), tl.float32)

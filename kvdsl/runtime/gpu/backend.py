@@ -172,9 +172,10 @@ class TritonBackend:
         batch, heads, cache_rows = len(call.query), call.key.shape[1], len(state.position)
         sizes, rope, layout = sizes_of(call), _turns(state, call), state.layout
         block_size, blocks = (layout.size, layout.blocks) if isinstance(layout, Blocks) else (0, 0)
-        spreads = self.kernels.SPREADS
-        settle = sizes.settle(work.splits, work.pieces, work.width, rope, alone=not spreads)
         alone = sizes.settle(work.splits, work.pieces, work.width, rope, alone=True)
+        settle, options = alone, ALONE_OPTIONS
+        if self.kernels.SPREADS:
+            settle, options = sizes.settle(work.splits, work.pieces, work.width, rope), SETTLE_OPTIONS
         arguments = work.tensors | {
             **fresh,
             "angles": None if rope is None else digits(rope, state.position.device),
@@ -206,7 +207,6 @@ class TritonBackend:
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if block_size:
             yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)
-        options = SETTLE_OPTIONS if spreads else ALONE_OPTIONS
         yield Launch(self.kernels.settle, (work.pieces + 1, heads, batch), arguments | settle, options)
         if agrees:
             yield Launch(self.kernels.agree, (batch,), arguments | alone | {"BEFORE": False}, ALONE_OPTIONS)
