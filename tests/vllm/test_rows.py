@@ -13,17 +13,19 @@ import pytest
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
 
 
-def told(backend: str, policy: str) -> dict[str, Any]:
-    words = [sys.executable, "-m", "tests.vllm.in_rows", backend, policy]
+def told(module: str, *given: str) -> dict[str, Any]:
+    """What a process says that plays a GPU by Triton's interpreter."""
+    words = [sys.executable, "-m", module, *given]
     done = subprocess.run(words, capture_output=True, text=True, env=os.environ | {"TRITON_INTERPRET": "1"})
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout.rpartition("told: ")[2])
     return found
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming_llm"])
-def test_pages_that_are_rows_say_and_keep_the_same(policy: str) -> None:
-    blocks, rows = told("cpu", policy), told("triton", policy)
+@pytest.mark.parametrize(("policy", "runner"), [("h2o", "v1"), ("h2o", "v2"), ("streaming_llm", "v2")])
+def test_pages_that_are_rows_say_and_keep_the_same(policy: str, runner: str) -> None:
+    """By either of vLLM's runners; its second is what it takes on GPUs."""
+    blocks, rows = (told("tests.vllm.in_rows", backend, policy, runner) for backend in ("cpu", "triton"))
     assert rows["tokens"] == blocks["tokens"]
     assert rows["held"] == blocks["held"]
     for found, wanted in zip(rows["logprobs"], blocks["logprobs"], strict=True):

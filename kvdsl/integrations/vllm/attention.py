@@ -27,6 +27,8 @@ from kvdsl.runtime.state.slots import SlotState
 
 if TYPE_CHECKING:
     from kvdsl.integrations.vllm.step import Batch
+    from kvdsl.runtime.backend import Backend
+    from kvdsl.runtime.spec import PolicySpec
 
 
 class PolicyAttention(AttentionImpl):  # type: ignore[misc]
@@ -50,7 +52,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         plan = Plan.of(config)
         if plan is None:
             raise KvdslError(
-                "an engine with kvdsl was made in this process before, and vLLM keeps its attention: leave the policy out in a new process"
+                "this is kvdsl's attention, and no policy is asked for: name one in --additional-config, or, if another engine of this "
+                "process had one, leave it out in a new process"
             )
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads
@@ -65,7 +68,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         dtype = config.model_config.dtype
         self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
         self._serves_policy = settings is plan.settings
-        self._backend = choose(settings.spec, "auto", torch.device(current_platform.device_type), dtype)
+        self._backend = _backend(settings.spec, dtype)
         self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
         self.reading: dict[int, SlotState] = {}
         """By page: prompts of which more may come. Nothing leaves before one has ended, so these grow."""
@@ -85,7 +88,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         if self._backend.name == "triton":
             if guesses or not of_one_kind or traced(config) is not None:
                 raise KvdslError(
-                    "guesses, traces, and layers with windows beside others are not served in vLLM on GPUs yet: serve on CPUs"
+                    "guesses, traces, and layers with windows beside others are not served in vLLM on GPUs yet: leave them out, or "
+                    "serve on CPUs"
                 )
             return InRows(cast("Any", self._backend), self._page, self._state, self._call)
         return InBlocks(self._backend, self._page, self._state, self._call, self._sinks, self._longest, guesses)
@@ -142,10 +146,20 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         for prompt in batch.prompts:  # whoever had the page before has gone, maybe amid its prompt
             self.reading.pop(prompt.page, None)
         query, key, value = map(batch.of_step, vectors)
-        call = self._call(query, key, value, batch.real)
+        call = self._call(query, key, value, None if batch.real is None else batch.real.to(query.device))
         out = self._backend.prefill(state, call._replace(goes_on=not first.ends))
         batch.into_step(out, output)
         if first.ends:
             self.caches.put(batch.pages, blocks, state)
         else:
             self.reading[first.page] = state
+
+
+def _backend(spec: PolicySpec, dtype: torch.dtype) -> Backend:
+    """What serves the policy here.
+
+    Raises:
+        KvdslError: on GPUs for a policy without kernels of its own, whose pages would be read one by one.
+    """
+    device = torch.device(current_platform.device_type)
+    return choose(spec, "auto" if device.type == "cpu" else "triton", device, dtype)

@@ -55,6 +55,14 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
         return False
 
     @classmethod
+    def supports_sink(cls) -> bool:
+        return True
+
+    @classmethod
+    def supports_sliding_window(cls) -> bool:
+        return True
+
+    @classmethod
     def customize_spec(cls, spec: Any) -> Any:
         """A page in place of blocks of tokens, for every layer that attends: of a size for its kind, and one block's all together."""
         refuse_layer(spec, FullAttentionSpec, SlidingWindowSpec)

@@ -70,7 +70,8 @@ class Evictions:
         blocks = self._done[0][0].shape[0]
         if len(self._counted) != blocks:
             self._counted = torch.zeros(blocks, dtype=torch.int64)
-            self._ledger.sizes = Sizes(sum(_stride(cache) for cache, _ in self._done), blocks, self.layers)
+            counted = any(page is not None for _, page in self._done)
+            self._ledger.sizes = Sizes(sum(_stride(cache) for cache, _ in self._done), blocks, self.layers, counted)
         for prompt in step.prompts():
             if prompt.begins:
                 self._counted[prompt.page] = 0

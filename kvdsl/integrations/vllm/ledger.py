@@ -18,8 +18,8 @@ from typing import NamedTuple
 RUN = "KVDSL_VLLM_RUN"
 """The variable that names a server and the processes that it starts."""
 
-_EVICTED, _REPORTED, _REQUEST_BYTES, _BLOCKS, _LAYERS = range(5)
-_SIZE = 8 * 5
+_EVICTED, _REPORTED, _REQUEST_BYTES, _BLOCKS, _LAYERS, _COUNTED = range(6)
+_SIZE = 8 * 6
 
 
 def begin_run() -> None:
@@ -43,11 +43,13 @@ class Sizes(NamedTuple):
         request_bytes: of the worker's cache that a request takes, all layers together.
         blocks: of vLLM's cache; a request has one, which is a page in each layer.
         layers: how many have pages.
+        counted: whether it is counted who leaves them.
     """
 
     request_bytes: int
     blocks: int
     layers: int
+    counted: bool
 
 
 class Ledger:
@@ -81,11 +83,13 @@ class Ledger:
     @property
     def sizes(self) -> Sizes:
         """Zeros before the first step."""
-        return Sizes(self._numbers[_REQUEST_BYTES], self._numbers[_BLOCKS], self._numbers[_LAYERS])
+        request_bytes, blocks, layers, counted = self._numbers[_REQUEST_BYTES:]
+        return Sizes(request_bytes, blocks, layers, bool(counted))
 
     @sizes.setter
     def sizes(self, sizes: Sizes) -> None:
-        self._numbers[_REQUEST_BYTES], self._numbers[_BLOCKS], self._numbers[_LAYERS] = sizes
+        for place, number in enumerate(sizes, start=_REQUEST_BYTES):
+            self._numbers[place] = number
 
     @property
     def evicted(self) -> int:

@@ -44,7 +44,8 @@ class Metrics(StatLoggerBase):  # type: ignore[misc]
         if not self._ledgers and not self._find():  # the engine runs on another machine
             return
         sizes = [ledger.sizes for ledger in self._ledgers]
-        EVICTED.labels(*self._labels).inc(sum(ledger.take() for ledger in self._ledgers))
+        if all(one.counted for one in sizes):
+            EVICTED.labels(*self._labels).inc(sum(ledger.take() for ledger in self._ledgers))
         BYTES.labels(*self._labels).set(sum(one.request_bytes for one in sizes))
         # The first block is nobody's, which vLLM leaves out of what it calls usage.
         requests = round(scheduler_stats.kv_cache_usage * (sizes[0].blocks - 1))

@@ -118,6 +118,18 @@ def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, lay
     Raises:
         KvdslError: if the policy's state has no size that is known before a request is.
     """
+    with torch.device("cpu"):  # vLLM makes layers where a GPU is what tensors are made on
+        state = _one_token_read(settings, kv_heads, dim, dtype, layers, longest)
+    parts, at = {}, 0
+    for name, tensor in state.tensors().items():
+        if tensor.numel():
+            parts[name] = at, tuple(tensor.shape), tensor.dtype
+            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return Page(parts, state.slots, state.ring_sizes, at)
+
+
+def _one_token_read(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, layers: int, longest: int) -> SlotState:
+    """The state of the layer that holds most, behind one token; see `page`."""
     states = [settings.state(layer, layers) for layer in range(layers)]
     for state in states:
         refuse_policy(state)
@@ -128,12 +140,7 @@ def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, lay
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
     state.selects = state.spec.selects  # in some layers; all pages have one size
     copies.keep(state, TILE)
-    parts, at = {}, 0
-    for name, tensor in state.tensors().items():
-        if tensor.numel():
-            parts[name] = at, tuple(tensor.shape), tensor.dtype
-            at += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return Page(parts, state.slots, state.ring_sizes, at)
+    return state
 
 
 def _most(state: SlotState) -> float:

