@@ -3,6 +3,8 @@
 //
 // Slots come in rounds. A round's scores become exponentials over the highest score so far; where a later round has a much higher
 // one, what was added up before is brought down to it. So only those whose probabilities are observed leave more than a round's behind.
+//
+// Exponentials are powers of two, which cost least: scores are told in bits, log2(e) times as large.
 #pragma once
 
 #include <cfloat>
@@ -20,29 +22,32 @@ namespace kvdsl {
 // Queries of a block. What they give is added up before it joins the others': among many thousands it would be rounded away.
 constexpr int query_block = 64;
 
-// How far a score may lie above the one over which exponentials are, before these begin anew over it: seldom, since bringing down what
-// was added up takes time and rounds it once more. e^slack is far from overflowing, however many are added up.
-constexpr float slack = 8.0f;
+constexpr float bits_of_1 = 1.44269504088896341f;  // log2(e)
+
+// How many bits a score may lie above the one over which exponentials are, before these begin anew over it: seldom, since bringing
+// down what was added up takes time and rounds it once more. 2^slack is far from overflowing, however many are added up.
+constexpr float slack = 12.0f;
 
 // `width` queries.
 struct LaneTile {
   int t, count;     // the first, and how many there are
   int begin, end;   // the slots that any of them sees, if there are any
   Two* queries;     // [group, words, width] floats, or two of bf16; the last head's whole vectors of words reach beyond
-  float* tops;      // [group, width] the highest scores so far, or at most `slack` less
+  float* tops;      // [group, width] the highest scores so far in bits, or at most `slack` less
   float* totals;    // [group, width] sums of exponentials over these, in the end 1 / the sums
   float* out;       // [value_stride, group, width]
   int32_t oldest[width];  // the lowest position that a query sees
+  int32_t latest;         // the highest of these: who stands there or behind is seen by all that come later
 };
 
 // What some queries attend to, and what they give the slots.
 class LaneAttention {
  public:
-  LaneAttention(const PromptHead& head, Arena& arena)
+  LaneAttention(const PromptHead& head, Products by, const TwoValues& values, Arena& arena)
       : of_(head), args_(head.args), steps_(head.steps), attends_(head.prompt.out != nullptr),
-        weighs_(attends_ || steps_.needs_attn), by_(products_by(args_, steps_)), lanes_(int64_t{args_.group} * width),
+        weighs_(attends_ || steps_.needs_attn), by_(by), lanes_(int64_t{args_.group} * width),
         words_(by_ == Products::floats ? args_.key_dim : args_.key_dim / 2), word_stride_(round_up(words_, width)),
-        size_(slots_of_round(by_)), room_(round_up(args_.slots, size_) + size_), round_(head, by_, attends_, arena) {
+        size_(slots_of_round(by_)), room_(round_up(args_.slots, size_) + size_), round_(head, by, attends_ ? &values : nullptr, arena) {
     for (LaneTile& tile : tiles_) {
       tile.queries = arena.take<Two>(lanes_ * words_ + width * width);
       tile.tops = arena.take<float>(lanes_);
@@ -50,7 +55,8 @@ class LaneAttention {
       tile.out = arena.take<float>(attends_ ? round_.value_stride() * lanes_ : 0);
     }
     const bool observes = head.prompt.first < args_.tokens;
-    weights_ = arena.take<float>((observes && steps_.needs_attn ? room_ : size_) * lanes_);
+    scores_ = arena.take<float>(size_ * lanes_);
+    weights_ = observes && steps_.needs_attn ? arena.take<float>(room_ * lanes_) : scores_;
     two_weights_ = arena.take<Two>(by_ == Products::floats ? 0 : size_ / 2 * lanes_);
     round_tops_ = arena.take<float>(observes && steps_.needs_attn ? room_ / size_ * lanes_ : 0);
     logits_ = arena.take<float>(observes && steps_.needs_logit ? room_ * width : 0);
@@ -66,7 +72,7 @@ class LaneAttention {
   int64_t room() const { return room_; }
 
   // Queries t to t + count, at most a block, or, if they are observed, a tile: writes their output if there is somewhere to, and
-  // leaves what they give the slots. Returns the first slot that any of them sees.
+  // leaves what they give the slots. Returns the first slot of the first round that any of them sees.
   //
   // queries: [count, group, key_dim], gets them in order.
   int attend(int t, int count, bool observed, float* queries) {
@@ -78,13 +84,18 @@ class LaneAttention {
       start(tiles_[i], t + first, count - first < width ? count - first : width, queries + first * args_.group * args_.key_dim);
       begin_ = tiles_[i].begin < begin_ ? tiles_[i].begin : begin_;
     }
+    if (begin_ < end) begin_ -= (begin_ - of_.begin) % size_;
     for (int from = begin_; from < end; from += size_) {
       const int slots = end - from < size_ ? end - from : size_;
       round_.read(from, slots);
+      const int lowest = slots == size_ ? lowest_position(from) : INT_MIN;
       for (int i = 0; i < tiles; ++i) {
-        if (from < tiles_[i].end && from + slots > tiles_[i].begin) meet(tiles_[i], from);
+        LaneTile& tile = tiles_[i];
+        if (from >= tile.end || from + slots <= tile.begin) continue;
+        meet(tile, from, tile.latest <= lowest && from + slots <= of_.cached + tile.t + 1);
       }
     }
+    add_pending();
     for (int i = 0; weighs_ && i < tiles; ++i) finish(tiles_[i]);
     return begin_;
   }
@@ -92,18 +103,16 @@ class LaneAttention {
   // Probabilities of a tile that was observed, reduced over the group: rows of so many slots, one of `room` numbers for every lane.
   [[gnu::noinline]] void reduce(int slots, float* rows) {
     const LaneTile& tile = tiles_[0];
+    const float part = steps_.group == Group::mean ? 1.0f / static_cast<float>(args_.group) : 1.0f;
     for (int from = 0; from < slots; from += size_) {
       for (int g = 0; g < args_.group; ++g) {
-        const Floats down = exp(load(round_tops_ + from / size_ * lanes_ + g * width) - load(tile.tops + g * width));
-        store(factors_ + g * width, down * load(tile.totals + g * width));
+        const Floats down = exp2(load(round_tops_ + from / size_ * lanes_ + g * width) - load(tile.tops + g * width));
+        store(factors_ + g * width, down * load(tile.totals + g * width) * part);
       }
       for (int s = from; s < slots && s < from + size_; s += width) {
-        Floats attn[width] = {};
-        for (int g = 0; g < args_.group; ++g) {
-          const float* const weights = weights_ + s * lanes_ + g * width;
-          const Floats factor = load(factors_ + g * width);
-          for (int i = 0; i < width; ++i) attn[i] = join(attn[i], load(weights + i * lanes_) * factor, g);
-        }
+        Floats attn[width];
+        if (steps_.group == Group::max) join_heads<true>(s, attn);
+        else join_heads<false>(s, attn);
         turn(reinterpret_cast<const float*>(attn), width, rows + s, room_);
       }
     }
@@ -114,16 +123,37 @@ class LaneAttention {
   }
 
  private:
+  // attn[i]: the highest of what query heads give slot s + i, or the sum.
+  template <bool Highest>
+  void join_heads(int s, Floats (&attn)[width]) const {
+    const int64_t lanes = lanes_;
+    for (int i = 0; i < width; ++i) attn[i] = Floats{};  // probabilities are no less
+    for (int g = 0; g < args_.group; ++g) {
+      const float* const weights = weights_ + s * lanes + g * width;
+      const Floats factor = load(factors_ + g * width);
+      for (int i = 0; i < width; ++i) {
+        const Floats x = load(weights + i * lanes) * factor;
+        if constexpr (Highest) attn[i] = attn[i] > x || attn[i] != attn[i] ? attn[i] : x;
+        else attn[i] += x;
+      }
+    }
+  }
+
   // Queries t to t + count, which have met no slot yet.
   void start(LaneTile& tile, int t, int count, float* queries) {
     tile.t = t, tile.count = count, tile.end = of_.cached + t + count;
     read_queries(tile, queries);
-    for (int i = 0; i < width; ++i) tile.oldest[i] = i < count ? of_.oldest_of(of_.newest(t + i)) : INT_MAX;
+    tile.latest = INT_MIN;
+    for (int i = 0; i < width; ++i) {
+      tile.oldest[i] = i < count ? of_.oldest_of(of_.newest(t + i)) : INT_MAX;
+      tile.latest = tile.oldest[i] > tile.latest ? tile.oldest[i] : tile.latest;
+    }
     tile.begin = first_seen(tile);
     for (int g = 0; g < args_.group; ++g) {  // a learned sink's logit takes part; without one whatever is seen is higher
-      const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] : -INFINITY, top = sink > -FLT_MAX ? sink : -FLT_MAX;
-      store(tile.tops + g * width, splat(top));
-      store(tile.totals + g * width, splat(exp(sink - top)));
+      const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] * bits_of_1 : -INFINITY;
+      const Floats top = splat(sink > -FLT_MAX ? sink : -FLT_MAX);
+      store(tile.tops + g * width, top);
+      store(tile.totals + g * width, exp2(splat(sink) - top));
     }
     if (attends_) std::memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(round_.value_stride() * lanes_));
   }
@@ -157,20 +187,37 @@ class LaneAttention {
     return from;
   }
 
-  // The queries attend to the round's slots.
-  void meet(LaneTile& tile, int from) {
+  // The queries attend to the round's slots. all_seen: every one of them is seen by every query.
+  void meet(LaneTile& tile, int from, bool all_seen) {
     const bool kept = observed_ && steps_.needs_attn;
     const int at = from - begin_, slots = round_.scored();
     float* const weights = weights_ + (kept ? at : 0) * lanes_;
-    round_.dot(tile.queries, weights);
+    round_.dot(tile.queries, scores_);
+    add_pending();
     Ints seen[longest_round];
-    for (int s = 0; s < slots; ++s) seen[s] = from + s < tile.end ? who_sees(tile, from + s) : Ints{};
+    for (int s = 0; s < slots && !all_seen; ++s) seen[s] = from + s < tile.end ? who_sees(tile, from + s) : Ints{};
     for (int g = 0; g < args_.group; ++g) {
-      const Floats highest = mask(seen, weights, slots, observed_ && steps_.needs_logit ? logits_ + int64_t{at} * width : nullptr, g);
+      float* const logits = observed_ && steps_.needs_logit ? logits_ + int64_t{at} * width : nullptr;
+      const Floats highest = mask(all_seen ? nullptr : seen, slots, logits, g);
       if (weighs_) exponentiate(tile, highest, weights, slots, g);
     }
     if (kept) std::memcpy(round_tops_ + at / size_ * lanes_, tile.tops, sizeof(float) * static_cast<std::size_t>(lanes_));
-    if (attends_) round_.add(by_ == Products::floats ? static_cast<const void*>(weights) : two_weights_, tile.out);
+    if (!attends_) return;
+    if (by_ == Products::floats) return round_.add(weights, tile.out);
+    pending_ = {round_.values(), &tile};
+  }
+
+  // The last values that were weighted, unless they were added at once. A matrix unit would wait for weights that have just been found.
+  void add_pending() {
+    if (pending_.tile) round_.add(pending_.values, two_weights_, pending_.tile->out);
+    pending_.tile = nullptr;
+  }
+
+  // Of a whole round's slots.
+  int lowest_position(int from) const {
+    int lowest = INT_MAX;
+    for (int i = 0; i < size_; ++i) lowest = of_.position[from + i] < lowest ? of_.position[from + i] : lowest;
+    return lowest;
   }
 
   // A mask of the lanes whose queries see the slot.
@@ -184,39 +231,54 @@ class LaneAttention {
     return lanes;
   }
 
-  // Products of query head g become scores, -inf where a slot is not seen. Returns the highest.
-  [[gnu::noinline]] Floats mask(const Ints* seen, float* scores, int slots, float* logits, int g) const {
+  // Products of query head g become -inf where a slot is not seen, and scores where these are more than `scale` times as large. Returns
+  // the highest score in bits. seen: null where all are.
+  [[gnu::noinline]] Floats mask(const Ints* seen, int slots, float* logits, int g) const {
     Floats highest = splat(-FLT_MAX);
+    float* const scores = scores_ + g * width;
+    if (!seen && !capped() && !logits) {
+      for (int s = 0; s < slots; ++s) highest = max(load(scores + s * lanes_), highest);
+      return highest * bits();
+    }
     for (int s = 0; s < slots; ++s) {
-      float* const at = scores + s * lanes_ + g * width;
-      Floats score = load(at) * args_.scale;
-      if (args_.softcap > 0) score = args_.softcap * tanh(score / args_.softcap);
+      Floats score = load(scores + s * lanes_) * args_.scale;
+      if (capped()) score = args_.softcap * tanh(score / args_.softcap);
       if (logits) store(logits + s * width, join(load(logits + s * width), score, g));
-      score = seen[s] != 0 ? score : splat(-INFINITY);
-      store(at, score);
+      if (!capped()) score = load(scores + s * lanes_);
+      if (seen) score = seen[s] != 0 ? score : splat(-INFINITY);
+      store(scores + s * lanes_, score);
       highest = max(score, highest);
     }
-    return highest;
+    return highest * bits();
   }
 
-  // Scores of query head g become exponentials over the highest so far, or nearly; what was added up over a lower one is brought down.
+  bool capped() const { return args_.softcap > 0; }
+
+  // What makes a score in bits of what `mask` leaves.
+  float bits() const { return bits_of_1 * (capped() ? 1.0f : args_.scale); }
+
+  // The exponentials of query head g's scores over the highest so far, or nearly; what was added up over a lower one is brought down.
   [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
     const Floats before = load(tile.tops + g * width), top = highest > before + slack ? highest : before;
     Floats total = load(tile.totals + g * width);
     if (any(top != before)) {
-      const Floats down = exp(before - top);
+      const Floats down = exp2(before - top);
       total *= down;
       for (int64_t v = 0; attends_ && v < round_.value_stride(); ++v) {
         float* const at = tile.out + v * lanes_ + g * width;
         store(at, load(at) * down);
       }
     }
-    for (int s = 0; s < slots; s += 2) {
-      float* const at = weights + s * lanes_ + g * width;
-      const Floats one = exp_below_80(load(at) - top), other = exp_below_80(load(at + lanes_) - top);
-      store(at, one);
-      store(at + lanes_, other);
-      if (by_ != Products::floats) store(two_weights_ + s / 2 * lanes_ + g * width, two(one, other));
+    const Floats scale = splat(bits());
+    const int64_t lanes = lanes_, count = slots * lanes;
+    const float* const scores = scores_ + g * width;
+    float* const to = weights + g * width;
+    Two* const twos = by_ == Products::floats ? nullptr : two_weights_ + g * width;
+    for (int64_t at = 0; at < count; at += 2 * lanes) {
+      const Floats one = exp2(load(scores + at) * scale - top), other = exp2(load(scores + at + lanes) * scale - top);
+      store(to + at, one);
+      store(to + at + lanes, other);
+      if (twos) store(twos + at / 2, two(one, other));
       total += one;
       total += other;
     }
@@ -263,10 +325,15 @@ class LaneAttention {
   LaneTile tiles_[query_block / width];
   bool observed_ = false;
   int begin_ = 0;       // the first slot that any of the queries sees
-  float* weights_;      // [slots, group, width] scores, then exponentials; of a round, or of all slots where they are observed,
+  float* scores_;       // [size, group, width] products of a round, then scores, or what becomes these times `scale`
+  float* weights_;      // [slots, group, width] exponentials, in their place, or of all slots where they are observed,
   float* round_tops_;   // [rounds, group, width] and the scores over which every round's are exponentials
   float* factors_;      // [group, width] of a round, by which its exponentials become probabilities
-  Two* two_weights_;    // [size / 2, group, width] those of two slots side by side
+  Two* two_weights_;    // [size / 2, group, width] those of two slots side by side,
+  struct {
+    TwoRound values;
+    LaneTile* tile = nullptr;
+  } pending_;           // by which these values are still to be weighted, for this tile
   float* logits_;       // [slots, width]
   float* query_;        // [key_dim] where it is not floats already
   Two* queries_;        // [width, word_stride] one after the other

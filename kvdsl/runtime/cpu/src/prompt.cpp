@@ -28,8 +28,10 @@ class Turns {
 
   explicit operator bool() const { return turn_ != nullptr; }
 
+  bool has_come(int head, int block) const { return turn_[head].load(std::memory_order_acquire) == block; }
+
   void wait(int head, int block) const {
-    while (turn_[head].load(std::memory_order_acquire) != block) std::this_thread::yield();
+    while (!has_come(head, block)) std::this_thread::yield();
   }
 
   void pass(int head) { turn_[head].fetch_add(1, std::memory_order_release); }
@@ -42,8 +44,8 @@ class Turns {
 class PromptBlock : PromptHead {
  public:
   // Queries `first` to `end` of KV head `number` of all rows' heads.
-  PromptBlock(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps, int number, int first, int end, Arena arena)
-      : PromptHead{args, prompt, steps, number}, first_(first), end_(end), attention_(*this, arena) {
+  PromptBlock(const PromptHead& head, Products by, const TwoValues& values, int first, int end, Arena arena)
+      : PromptHead(head), first_(first), end_(end), attention_(*this, by, values, arena) {
     state_ = args.state + int64_t{number} * args.slots;
     column_stride_ = int64_t{args.batch} * args.kv_heads * args.slots;
     queries_ = arena.take<float>(query_block * args.group * args.key_dim);
@@ -56,29 +58,43 @@ class PromptBlock : PromptHead {
 
   int64_t bytes() const { return bytes_; }
 
-  // What the queries attend to, and what they give the slots; reads nothing that folding changes.
-  void attend() {
+  // What the queries attend to, and what they give the slots; this is folded as soon as may_fold() says so, while it lies in caches.
+  template <class MayFold>
+  void attend(MayFold may_fold) {
     const amx::Configured tiles(attention_.by() == Products::matrix);
     const bool observed = end_ > prompt.first;
     const int together = observed ? width : query_block;
-    for (int t = first_; t < end_; t += together) attend(t, end_ - t < together ? end_ - t : together, observed);
+    for (int t = first_; t < end_; t += together) {
+      const int to = t + together < end_ ? t + together : end_;
+      attend(t, to - t, observed);
+      if (observed && may_fold()) fold(to);
+    }
   }
 
-  // Each query that counts, in the order of the text, into the columns.
-  void fold() {
-    int live = 0;
-    for (int i = 0; i < cached; ++i) live += position[i] >= 0;
-    for (int t = 0; t < first_; ++t) live += newest(t) >= 0;
-    set_sums_aside();
-    for (int t = first_; t < end_; ++t) {
-      if (newest(t) < 0) continue;
-      ++live;
-      if (t >= prompt.first) observe(t, live);
-    }
+  // The rest of what the queries give the slots.
+  void end_fold() {
+    fold(end_);
     add_sums();
   }
 
  private:
+  // Each query before `to` that counts and was not folded yet, in the order of the text, into the columns.
+  void fold(int to) {
+    if (folded_ == first_) begin_fold();
+    for (; folded_ < to; ++folded_) {
+      if (newest(folded_) < 0) continue;
+      ++live_;
+      if (folded_ >= prompt.first) observe(folded_);
+    }
+    kept_from_ = folded_;
+  }
+
+  void begin_fold() {
+    for (int i = 0; i < cached; ++i) live_ += position[i] >= 0;
+    for (int t = 0; t < first_; ++t) live_ += newest(t) >= 0;
+    set_sums_aside();
+  }
+
   // Where in the block the query is one of `width`: their slots begin at from_[that].
   int lanes_of(int t) const { return (t - first_) / width; }
 
@@ -103,7 +119,7 @@ class PromptBlock : PromptHead {
 
   // Queries t to t + count; where they are observed, a lane each.
   void attend(int t, int count, bool observed) {
-    const int64_t place = t - first_;
+    const int64_t place = t - kept_from_;
     const int begin = attention_.attend(t, count, observed, queries_ + place * args.group * args.key_dim);
     if (!observed) return;
     from_[lanes_of(t)] = begin;
@@ -112,16 +128,16 @@ class PromptBlock : PromptHead {
     if (steps.needs_logit) attention_.reduce_logits(slots, logit_ + place * row_stride_);
   }
 
-  void observe(int t, int live) {
+  void observe(int t) {
     const int from = from_[lanes_of(t)];
-    const int64_t place = t - first_;
+    const int64_t place = t - kept_from_;
     Query query;
     query.newest = newest(t);
     query.slots = cached + t + 1 - from;
     query.position = position + from;
     query.oldest = oldest_of(query.newest);
     query.window = args.window;
-    query.live = live;
+    query.live = live_;
     query.state = state_ + from;
     query.ring_rows = args.ring_rows;
     query.column_stride = column_stride_;
@@ -142,6 +158,9 @@ class PromptBlock : PromptHead {
   }
 
   int first_, end_;
+  int folded_ = first_;     // the first query that is not folded yet
+  int kept_from_ = first_;  // whose are the first of the rows that are kept for it
+  int live_ = 0;            // slots that are held, up to the last query that was folded
   LaneAttention attention_;
   float* state_;
   int64_t column_stride_;
@@ -185,25 +204,34 @@ int prefill(const DecodeArgs& args, const PromptArgs& prompt, const Steps& steps
   if (prompt.out && !is_tame(args, *steps.dtype)) return not_tame;
   const int begin = prompt.out ? 0 : prompt.first;
   const int heads = args.batch * args.kv_heads, blocks = (args.tokens - begin + query_block - 1) / query_block;
-  const int64_t workspace = PromptBlock(args, prompt, steps, 0, 0, 0, Arena(nullptr)).bytes();
+  const Products by = products_by(args, steps);
+  const TwoValues values(args, prompt.out ? by : Products::floats, heads);
+  const int64_t workspace = PromptBlock({args, prompt, steps, 0}, by, values, 0, 0, Arena(nullptr)).bytes();
   Turns turns(heads);
-  if (!turns) return out_of_memory;
+  if (!values || !turns) return out_of_memory;
   const int observed = (prompt.first - begin) / query_block;  // the first block that is folded
   std::atomic<int> taken{0};
   int status = ok;
-// Blocks are taken in the order of the text, so that whoever waits for its turn waits for a thread that is at work.
 #pragma omp parallel num_threads(args.threads > 1 ? args.threads : 1) reduction(| : status)
-  for (int task; (task = taken.fetch_add(1)) < heads * blocks;) {
-    const int head = task % heads, number = task / heads, first = begin + number * query_block;
-    const int end = args.tokens - first < query_block ? args.tokens : first + query_block;
-    char* const memory = thread_buffer().reserve(workspace);
-    PromptBlock block(args, prompt, steps, head, first, end, Arena(memory));
-    if (memory) block.attend();
-    else status |= out_of_memory;
-    if (number < observed) continue;
-    turns.wait(head, number - observed);
-    if (memory) block.fold();
-    turns.pass(head);
+  {
+#pragma omp for
+    for (int task = 0; task < heads * values.rounds(); ++task) {
+      values.read({args, prompt, steps, task / values.rounds()}, task % values.rounds());
+    }
+    // Blocks are taken in the order of the text, so that whoever waits for its turn waits for a thread that is at work.
+    for (int task; (task = taken.fetch_add(1)) < heads * blocks;) {
+      const int head = task % heads, number = task / heads, first = begin + number * query_block;
+      const int end = args.tokens - first < query_block ? args.tokens : first + query_block;
+      char* const memory = thread_buffer().reserve(workspace);
+      PromptBlock block({args, prompt, steps, head}, by, values, first, end, Arena(memory));
+      const int turn = number - observed;
+      if (memory) block.attend([&] { return turn >= 0 && turns.has_come(head, turn); });
+      else status |= out_of_memory;
+      if (turn < 0) continue;
+      turns.wait(head, turn);
+      if (memory) block.end_fold();
+      turns.pass(head);
+    }
   }
   return status;
 }

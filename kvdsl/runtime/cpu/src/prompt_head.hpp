@@ -16,6 +16,7 @@ struct PromptHead {
   int row = number / args.kv_heads, head = number % args.kv_heads;
   int cached = args.slots - args.tokens;  // slots in front of the new tokens'
   const int32_t* position = args.position + int64_t{number} * args.slots;
+  int begin = first_of_text();  // the first slot that is not padding
 
   int newest(int t) const { return prompt.newest[int64_t{row} * args.tokens + t]; }
 
@@ -32,6 +33,12 @@ struct PromptHead {
 
   const void* key_of(int slot) const { return at(args.key, args.key_stride, head, slot); }
   const void* value_of(int slot) const { return at(args.value, args.value_stride, head, slot); }
+
+  int first_of_text() const {
+    int slot = 0;
+    while (slot < args.slots && position[slot] < 0) ++slot;
+    return slot;
+  }
 
   // The rows of the slots from one on.
   Layout layout(const void* base, const int64_t (&stride)[3], int from) const {

@@ -1,9 +1,12 @@
 // The keys and values of some slots in the form in which they are multiplied by what queries have in lanes: numbers one by one; in
-// bfloat16 two by two, or many by a matrix unit, where there are such instructions. They are brought into it once for many queries.
+// bfloat16 two by two, or many by a matrix unit, where there are such instructions. They are brought into it once for many queries:
+// values in bfloat16 for all of a prompt's, the rest for a block of them.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <memory>
+#include <new>
 
 #include "amx.hpp"
 #include "arena.hpp"
@@ -28,18 +31,73 @@ constexpr int slot_tile = 24;
 constexpr int slots_of_round(Products by) { return by == Products::matrix ? amx::rows_at_once : 2 * slot_tile; }
 constexpr int longest_round = amx::rows_at_once;
 
+// The values of all KV heads' slots in bfloat16: [slots / 2, value_stride] those of two slots side by side; for the matrix unit
+// [value_stride, slots / 2], with slots in order. They lie round by round, the first of which begins with the row's text.
+class TwoValues {
+ public:
+  TwoValues(const DecodeArgs& args, Products by, int heads)
+      : by_(by), size_(slots_of_round(by)), stride_(round_up(args.value_dim, value_pad)), slots_(args.slots), dims_(args.value_dim),
+        rounds_(by == Products::floats ? 0 : (slots_ + size_ - 1) / size_),
+        memory_(new (std::nothrow) Two[static_cast<std::size_t>(heads * rounds_ * of_round())]) {}
+
+  explicit operator bool() const { return memory_ != nullptr; }
+  int rounds() const { return rounds_; }
+
+  // A round, whose first slot this is.
+  const Two* round(const PromptHead& head, int from) const { return place(head, (from - head.begin) / size_); }
+
+  // Brings the n-th round of a KV head into form.
+  void read(const PromptHead& head, int n) const {
+    const int first = head.begin + n * size_, pairs = size_ / 2;
+    Two* const to = place(head, n);
+    for (int d = 0; d < stride_; d += width) {
+      for (int s = 0; by_ == Products::pairs && s < pairs; ++s) side_by_side(head, first + 2 * s, d, to + s * stride_ + d);
+      for (int s = 0; by_ == Products::matrix && s < pairs; s += width) {
+        Two twos[width * width];
+        for (int i = 0; i < width; ++i) side_by_side(head, first + 2 * (s + i), d, twos + i * width);
+        turn(twos, width, to + int64_t{d} * pairs + s, pairs);
+      }
+    }
+  }
+
+ private:
+  int64_t of_round() const { return size_ / 2 * stride_; }
+  Two* place(const PromptHead& head, int n) const { return memory_.get() + (int64_t{head.number} * rounds_ + n) * of_round(); }
+
+  // `width` numbers of a slot and the next, from dim d on; zeros where there are none.
+  void side_by_side(const PromptHead& head, int slot, int d, Two* to) const {
+    const int dims = slot >= slots_ ? 0 : dims_ - d < width ? dims_ - d : width;
+    const bool both = slot + 1 < slots_;
+    const bf16* const one = dims > 0 ? static_cast<const bf16*>(head.value_of(slot)) + d : nullptr;
+    const bf16* const other = dims > 0 ? static_cast<const bf16*>(head.value_of(both ? slot + 1 : slot)) + d : nullptr;
+    const uint32_t mask = both ? 0xFFFFFFFFu : 0x0000FFFFu;
+    for (int i = 0; i < dims; ++i) to[i] = {two(one[i], other[i]).bits & mask};
+    for (int i = dims > 0 ? dims : 0; i < width; ++i) to[i] = {};
+  }
+
+  Products by_;
+  int size_;        // slots of a round
+  int64_t stride_;  // numbers of a value, with zeros behind
+  int slots_, dims_, rounds_;
+  std::unique_ptr<Two[]> memory_;
+};
+
+// A round of them.
+struct TwoRound {
+  const Two* first = nullptr;
+  int slots = 0;
+};
+
 class Round {
  public:
-  // attends: whether anybody asks for the values.
-  Round(const PromptHead& head, Products by, bool attends, Arena& arena)
-      : of_(head), args_(head.args), by_(by), attends_(attends), size_(slots_of_round(by)),
+  // values: null where nobody asks for them.
+  Round(const PromptHead& head, Products by, const TwoValues* values, Arena& arena)
+      : of_(head), args_(head.args), by_(by), two_values_(values), size_(slots_of_round(by)),
         dim_stride_(round_up(args_.key_dim, pair)), value_stride_(round_up(args_.value_dim, value_pad)) {
     keys_ = arena.take<float>(by == Products::floats ? size_ * dim_stride_ : 0);
     rows_ = arena.take<bf16>(by == Products::matrix ? size_ * int64_t{args_.key_dim} : 0);
     // A row is converted in whole pairs, which reach into the next row, or behind the last one.
-    values_ = arena.take<float>(attends && by == Products::floats ? size_ * value_stride_ + pair : 0);
-    two_values_ = arena.take<Two>(attends && by != Products::floats ? size_ / 2 * value_stride_ : 0);
-    turned_values_ = arena.take<Two>(attends && by == Products::matrix ? size_ / 2 * value_stride_ : 0);
+    values_ = arena.take<float>(values && by == Products::floats ? size_ * value_stride_ + pair : 0);
   }
 
   // Numbers of a value, with zeros behind.
@@ -67,14 +125,15 @@ class Round {
     }
   }
 
-  // out[v][g][lane] += the sum of weights times values. weights: floats [slots, group, width], or those of two slots side by side,
-  // bf16 [slots / 2, group, width, 2].
-  void add(const void* weights, float* out) const {
-    switch (by_) {
-      case Products::floats: return add_tiles(static_cast<const float*>(weights), values_, slots_, out);
-      case Products::pairs: return add_tiles(static_cast<const Two*>(weights), two_values_, (slots_ + 1) / 2, out);
-      case Products::matrix: return add_matrix(static_cast<const Two*>(weights), out);
-    }
+  TwoRound values() const { return {two_values_->round(of_, from_), slots_}; }
+
+  // out[v][g][lane] += the sum of weights times values. weights: [slots, group, width].
+  void add(const float* weights, float* out) const { add_tiles(weights, added_.first, added_.stride, slots_, out); }
+
+  // The same of a round in bfloat16. weights: those of two slots side by side, bf16 [slots / 2, group, width, 2].
+  void add(const TwoRound& values, const Two* weights, float* out) const {
+    if (by_ == Products::pairs) add_tiles(weights, values.first, value_stride_, (values.slots + 1) / 2, out);
+    else add_matrix(values, weights, out);
   }
 
  private:
@@ -83,7 +142,13 @@ class Round {
     for (int s = 0; s < scored(); ++s) {
       key_[s] = as_floats(of_.key_of(from_ + (s < slots_ ? s : slots_ - 1)), args_.key_dim, keys_ + s * dim_stride_);
     }
-    for (int s = 0; attends_ && s < slots_; ++s) {
+    if (!two_values_) return;
+    if (of_.steps.dtype == &float32 && args_.value_dim == value_stride_) {
+      added_ = {static_cast<const float*>(of_.value_of(from_)), args_.value_stride[2]};
+      return;
+    }
+    added_ = {values_, value_stride_};
+    for (int s = 0; s < slots_; ++s) {
       float* const to = values_ + s * value_stride_;
       const float* const row = as_floats(of_.value_of(from_ + s), args_.value_dim, to);
       if (row != to) std::memcpy(to, row, sizeof(float) * static_cast<std::size_t>(args_.value_dim));
@@ -93,43 +158,17 @@ class Round {
 
   void read_pairs() {
     for (int s = 0; s < scored(); ++s) key_[s] = of_.key_of(from_ + (s < slots_ ? s : slots_ - 1));
-    if (attends_) pair_values((slots_ + 1) / 2);
   }
 
   // Keys are read as they lie; the last ones, behind which memory may end, in a copy.
   void read_rows() {
     const std::size_t bytes = sizeof(bf16) * static_cast<std::size_t>(args_.key_dim);
-    if (slots_ == size_) {
+    if (from_ + size_ <= args_.slots) {
       left_ = {of_.key_of(from_), args_.key_stride[2] * static_cast<int64_t>(sizeof(bf16))};
     } else {
       left_ = {rows_, static_cast<int64_t>(bytes)};
       for (int s = 0; s < slots_; ++s) std::memcpy(rows_ + int64_t{s} * args_.key_dim, of_.key_of(from_ + s), bytes);
       std::memset(rows_ + int64_t{slots_} * args_.key_dim, 0, bytes * static_cast<std::size_t>(size_ - slots_));
-    }
-    if (!attends_) return;
-    pair_values(size_ / 2);
-    for (int s = 0; s < size_ / 2; s += width) {
-      for (int64_t d = 0; d < value_stride_; d += width) {
-        turn(two_values_ + s * value_stride_ + d, value_stride_, turned_values_ + d * (size_ / 2) + s, size_ / 2);
-      }
-    }
-  }
-
-  // Values of two slots side by side; behind the last one there is nothing.
-  void pair_values(int pairs) {
-    const int dims = args_.value_dim;
-    for (int s = 0; s < pairs; ++s) {
-      Two* const to = two_values_ + s * value_stride_;
-      const int first = 2 * s, second = first + 1;
-      if (first >= slots_) {
-        std::memset(to, 0, sizeof(Two) * static_cast<std::size_t>(value_stride_));
-        continue;
-      }
-      const bf16* const one = static_cast<const bf16*>(of_.value_of(from_ + first));
-      const bf16* const other = static_cast<const bf16*>(of_.value_of(from_ + (second < slots_ ? second : first)));
-      const uint32_t both = second < slots_ ? 0xFFFFFFFFu : 0x0000FFFFu;
-      for (int d = 0; d < dims; ++d) to[d] = {two(one[d], other[d]).bits & both};
-      for (int64_t d = dims; d < value_stride_; ++d) to[d] = {};
     }
   }
 
@@ -166,28 +205,26 @@ class Round {
   }
 
   template <class X>
-  [[gnu::noinline]] void add_tiles(const X* weights, const X* values, int slots, float* out) const {
+  [[gnu::noinline]] void add_tiles(const X* weights, const X* values, int64_t stride, int slots, float* out) const {
     for_heads(args_.group, [&](int g, auto heads) {
       constexpr int count = values_at_once<heads()>;
       for (int64_t v = 0; v < value_stride_; v += count) {
-        add_lanes<heads(), count>(weights + g * width, args_.group, values + v, value_stride_, slots,
+        add_lanes<heads(), count>(weights + g * width, args_.group, values + v, stride, slots,
                                   out + (v * args_.group + g) * width);
       }
     });
   }
 
-  void add_matrix(const Two* weights, float* out) const {
+  void add_matrix(const TwoRound& values, const Two* weights, float* out) const {
     constexpr int64_t bytes = sizeof(Two);
     const int64_t lanes_bytes = int64_t{args_.group} * amx::row_bytes;
-    const int slots = static_cast<int>(round_up(slots_, amx::at_once));
+    const int slots = static_cast<int>(round_up(values.slots, amx::at_once));
     for (int g = 0; g < args_.group; ++g) {
       int64_t v = 0;
       const auto add = [&](auto blocks) {
-        amx::Rows values[blocks()];
-        for (int i = 0; i < blocks(); ++i) {
-          values[i] = {turned_values_ + (v + i * amx::rows) * (size_ / 2), size_ / 2 * bytes};
-        }
-        amx::add_products<blocks(), false>(values, weights + g * width, lanes_bytes, slots,
+        amx::Rows rows[blocks()];
+        for (int i = 0; i < blocks(); ++i) rows[i] = {values.first + (v + i * amx::rows) * (size_ / 2), size_ / 2 * bytes};
+        amx::add_products<blocks(), false>(rows, weights + g * width, lanes_bytes, slots,
                                            out + (v * args_.group + g) * width, lanes_bytes);
         v += blocks() * amx::rows;
       };
@@ -199,7 +236,7 @@ class Round {
   const PromptHead& of_;
   const DecodeArgs& args_;
   Products by_;
-  bool attends_;
+  const TwoValues* two_values_;
   int size_;             // slots that there is room for
   int64_t dim_stride_, value_stride_;
   int from_ = 0, slots_ = 0;
@@ -207,9 +244,11 @@ class Round {
   float* keys_;          // [size, dim_stride] copies, where they are not floats already
   amx::Rows left_;       // or the first of them,
   bf16* rows_;           // [size, key_dim] perhaps in a copy
-  float* values_;        // [size, value_stride]
-  Two* two_values_;      // [size / 2, value_stride] or those of two slots side by side,
-  Two* turned_values_;   // [value_stride, size / 2] and with slots in order
+  struct {
+    const float* first;
+    int64_t stride;
+  } added_{};            // values as floats, one row after the other: where they lie, or
+  float* values_;        // [size, value_stride] copies
 };
 
 }  // namespace kvdsl

@@ -107,12 +107,10 @@ inline Floats load(const float* from) { return load_as<Floats>(from); }
 
 inline Floats max(Floats a, Floats b) { return a > b ? a : b; }
 
-// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0. Where no x is
-// above 80 (Rises is false), four instructions fewer do.
-template <class F, class U, bool Rises>
+// e^x to about one ulp, for float and Floats alike. exp(-inf) = 0, exp(NaN) = NaN; results below 2^-125 become 0.
+template <class F, class U>
 inline F exp_of(F x) {
-  F clamped = x;
-  if constexpr (Rises) clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
+  const F clamped = x > 89.0f ? F{} + 89.0f : x;  // not min(): NaN must pass
   // Adding 1.5 * 2^23 rounds to the nearest integer and leaves it in the low bits of the mantissa.
   const F shifted = clamped * 1.44269504088896341f + 12582912.0f;
   const F n = shifted - 12582912.0f;
@@ -123,21 +121,34 @@ inline F exp_of(F x) {
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
   p = p * (r * r) + r + 1.0f;
-  // 2^n; or 2^(n-1), then doubled, so that n = 128 does not overflow before the last step. Unsigned, since a very negative x
-  // has bits shifted out of the word; its result is not used.
+  // 2^(n-1), then doubled, so that n = 128 does not overflow before the last step. Unsigned, since a very negative x has bits
+  // shifted out of the word; its result is not used.
   U exponent;
   __builtin_memcpy(&exponent, &shifted, sizeof(exponent));
-  exponent = (exponent - 0x4B400000u + (Rises ? 126u : 127u)) << 23;
+  exponent = (exponent - 0x4B400000u + 126u) << 23;
   F scale;
   __builtin_memcpy(&scale, &exponent, sizeof(scale));
-  F result = p * scale;
-  if constexpr (Rises) result *= 2.0f;
+  const F result = p * scale * 2.0f;
   return x < -86.9f ? F{} : result;
 }
 
-inline float exp(float x) { return exp_of<float, uint32_t, true>(x); }
-inline Floats exp(Floats x) { return exp_of<Floats, Bits, true>(x); }
-inline Floats exp_below_80(Floats x) { return exp_of<Floats, Bits, false>(x); }
+inline float exp(float x) { return exp_of<float, uint32_t>(x); }
+inline Floats exp(Floats x) { return exp_of<Floats, Bits>(x); }
+
+// 2^x to about one ulp, for x below 127. exp2(-inf) = 0, exp2(NaN) = NaN; results below 2^-125 become 0.
+inline Floats exp2(Floats x) {
+  const Floats shifted = x + 12582912.0f;  // rounds, as in exp
+  const Floats r = x - (shifted - 12582912.0f);
+  Floats p = r * 1.5353362026e-4f + 1.3398874650e-3f;
+  p = p * r + 9.6184373591e-3f;
+  p = p * r + 5.5503324705e-2f;
+  p = p * r + 2.4022647914e-1f;
+  p = p * r + 6.9314720286e-1f;
+  p = p * r + 1.0f;
+  // The whole part joins the exponent; of what is added to it for rounding, the shift leaves nothing.
+  const Bits result = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23);
+  return x < -125.0f ? Floats{} : reinterpret_cast<Floats>(result);
+}
 
 // Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
 inline Floats tanh(Floats x) {
