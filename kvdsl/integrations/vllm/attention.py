@@ -52,8 +52,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         plan = Plan.of(config)
         if plan is None:
             raise KvdslError(
-                "this is kvdsl's attention, and no policy is asked for: name one in --additional-config, or, if another engine of this "
-                "process had one, leave it out in a new process"
+                "this is kvdsl's attention, and no policy is asked for: name one in --additional-config; behind an engine with kvdsl, "
+                "leave the policy out in a new process"
             )
         PolicyAttention.plan = plan
         self.num_heads, self.head_size, self.num_kv_heads = num_heads, head_size, num_kv_heads or num_heads

@@ -49,34 +49,37 @@ class Batch:
     Attributes:
         prompts: the batch's rows.
         pages: theirs, int64 [prompts].
-        tokens: where in the step's tokens theirs are, and for padding the first's; int64 [prompts, tokens of the longest].
+        tokens: where in the step's tokens theirs are, and for padding the first's: int64 [prompts, tokens of the longest]; or a slice of
+            these, where prompts of one length lie one after the other.
         real: bool like `tokens`, False for padding; None where no token is.
     """
 
     prompts: list[Prompt]
     pages: Tensor
-    tokens: Tensor
+    tokens: Tensor | slice
     real: Tensor | None
 
     @classmethod
     def of(cls, prompts: list[Prompt]) -> Batch:
         """Of these prompts."""
+        pages = torch.tensor([prompt.page for prompt in prompts])
+        begin, length = prompts[0].first, prompts[0].tokens
+        if all(prompt.first == begin + n * length and prompt.tokens == length for n, prompt in enumerate(prompts)):
+            return cls(prompts, pages, slice(begin, prompts[-1].last), None)
         first, count = torch.tensor([(prompt.first, prompt.tokens) for prompt in prompts]).T[..., None]
         place = torch.arange(int(count.max()))
         real = place < count
-        pages = torch.tensor([prompt.page for prompt in prompts])
         return cls(prompts, pages, first + place * real, None if bool(real.all()) else real)
 
     def of_step(self, x: Tensor) -> Tensor:
-        """The prompts' tokens, [prompts, tokens, ...], of a step's, [tokens, ...]; one prompt's as they lie there."""
-        if len(self.prompts) == 1:
-            return x[self.prompts[0].first : self.prompts[0].last].unsqueeze(0)
-        return x[self.tokens]
+        """The prompts' tokens, [prompts, tokens, ...], of a step's, [tokens, ...]; as they lie there, if they can."""
+        found = x[self.tokens]
+        return found.unflatten(0, (len(self.prompts), -1)) if isinstance(self.tokens, slice) else found
 
     def into_step(self, x: Tensor, step: Tensor) -> None:
         """Write the prompts' tokens to where they are among a step's."""
-        if len(self.prompts) == 1:
-            step[self.prompts[0].first : self.prompts[0].last] = x[0]
+        if isinstance(self.tokens, slice):
+            step[self.tokens] = x.flatten(0, 1)
         elif self.real is None:
             step[self.tokens] = x
         else:
