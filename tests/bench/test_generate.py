@@ -76,8 +76,14 @@ def test_rows(model: Any, ids: torch.Tensor, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_ratios_are_taken_token_by_token() -> None:
-    found = generate.figures(Times([9.0], [4.0, 1.0, 10.0], 3, 2, 1), Times([9.0], [8.0, 1.0, 1.0]), batch=4)
-    assert (found["ttft_ms"], found["tpot_ms"], found["tokens_per_s"], found["vs_first"]) == (9, 4, 1000, 1)
+    found = generate.figures(Times([9.0], [4.0, 1.0, 10.0], 3, 2, 1), Times([18.0], [8.0, 1.0, 1.0]), batch=4)
+    assert (found["ttft_ms"], found["tpot_ms"], found["tokens_per_s"], found["vs_first"], found["ttft_vs_first"]) == (
+        9,
+        4,
+        1000,
+        1,
+        2,
+    )
     assert (found["peak_bytes"], found["cache_bytes"], found["full_cache_bytes"]) == (3, 2, 1)
 
 

@@ -272,10 +272,13 @@ def _turned(things: list[T], by: int) -> list[T]:
 
 
 def figures(found: Times, first: Times, batch: int) -> Row:
-    """Medians and quartiles; `vs_first` is how many times as fast a token is as the first contender's, token by token."""
+    """Medians and quartiles; `vs_first` is how many times as fast a token is as the first contender's, token by token; `ttft_vs_first`
+    is the same of the first token, prompt by prompt.
+    """
     tpot = measure.summary("tpot_ms", found.later)
     return {
         **measure.summary("ttft_ms", found.first),
+        **measure.summary("ttft_vs_first", measure.ratios(first.first, found.first)),
         **tpot,
         "tokens_per_s": round(batch * 1e3 / tpot["tpot_ms"], 2),
         **measure.summary("vs_first", measure.ratios(first.later, found.later)),

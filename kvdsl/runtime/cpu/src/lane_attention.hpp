@@ -231,20 +231,20 @@ class LaneAttention {
     return lanes;
   }
 
-  // Products of query head g become -inf where a slot is not seen, and scores where these are more than `scale` times as large. Returns
-  // the highest score in bits. seen: null where all are.
+  // Products of query head g become -inf where a slot is not seen, and scores where these do not grow with them. Returns the highest
+  // score in bits. seen: null where all are.
   [[gnu::noinline]] Floats mask(const Ints* seen, int slots, float* logits, int g) const {
     Floats highest = splat(-FLT_MAX);
     float* const scores = scores_ + g * width;
-    if (!seen && !capped() && !logits) {
+    if (!seen && grows() && !logits) {
       for (int s = 0; s < slots; ++s) highest = max(load(scores + s * lanes_), highest);
       return highest * bits();
     }
     for (int s = 0; s < slots; ++s) {
       Floats score = load(scores + s * lanes_) * args_.scale;
-      if (capped()) score = args_.softcap * tanh(score / args_.softcap);
+      if (args_.softcap > 0) score = args_.softcap * tanh(score / args_.softcap);
       if (logits) store(logits + s * width, join(load(logits + s * width), score, g));
-      if (!capped()) score = load(scores + s * lanes_);
+      if (grows()) score = load(scores + s * lanes_);
       if (seen) score = seen[s] != 0 ? score : splat(-INFINITY);
       store(scores + s * lanes_, score);
       highest = max(score, highest);
@@ -252,10 +252,11 @@ class LaneAttention {
     return highest * bits();
   }
 
-  bool capped() const { return args_.softcap > 0; }
+  // Whether a score is so many times its product.
+  bool grows() const { return args_.softcap <= 0 && args_.scale > 0; }
 
   // What makes a score in bits of what `mask` leaves.
-  float bits() const { return bits_of_1 * (capped() ? 1.0f : args_.scale); }
+  float bits() const { return bits_of_1 * (grows() ? args_.scale : 1.0f); }
 
   // The exponentials of query head g's scores over the highest so far, or nearly; what was added up over a lower one is brought down.
   [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
@@ -324,9 +325,9 @@ class LaneAttention {
   Round round_;
   LaneTile tiles_[query_block / width];
   bool observed_ = false;
-  int begin_ = 0;       // the first slot that any of the queries sees
-  float* scores_;       // [size, group, width] products of a round, then scores, or what becomes these times `scale`
-  float* weights_;      // [slots, group, width] exponentials, in their place, or of all slots where they are observed,
+  int begin_ = 0;       // the first slot of the first round that any of the queries sees
+  float* scores_;       // [size, group, width] products of a round, or scores (see `mask`)
+  float* weights_;      // [slots, group, width] exponentials, in the place of these, or of all slots where they are observed,
   float* round_tops_;   // [rounds, group, width] and the scores over which every round's are exponentials
   float* factors_;      // [group, width] of a round, by which its exponentials become probabilities
   Two* two_weights_;    // [size / 2, group, width] those of two slots side by side,
