@@ -73,7 +73,8 @@ def main(
         raise click.BadParameter(f"`{loads}` is not like 100/400,400/64: prompt/answer", param_hint="--loads")
     sizes = [(int(prompt), int(new)) for prompt, _, new in (load.partition("/") for load in loads.split(","))]
     place, longest = _place(model), max(map(sum, sizes)) + 16
-    common = ["--dtype", dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(longest), "--no-enable-prefix-caching",
+    step = max(longest, 2048)  # as `kvdsl serve` has it
+    common = ["--dtype", dtype, "--max-model-len", str(longest), "--max-num-batched-tokens", str(step), "--no-enable-prefix-caching",
               "--kv-cache-memory-bytes", str(cache_mib << 20)]  # fmt: skip
     asked = {"full": []} | {
         name: ["--additional-config", json.dumps({"kvdsl": {"policy": name, "budget": budget}})]

@@ -16,6 +16,10 @@ from kvdsl.cli.common import set_option
 from kvdsl.errors import KvdslError
 
 
+_STEP = 2048
+"""Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short."""
+
+
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
@@ -90,8 +94,8 @@ def served(
     longest = max_model_len or _longest(place, config)
     _build(asked)
     told: dict[str, Any] = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
-    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest, "--max-num-batched-tokens": longest,
-            "--served-model-name": model}  # fmt: skip
+    ours = {"--additional-config": json.dumps(told), "--max-model-len": longest,
+            "--max-num-batched-tokens": max(longest, _STEP), "--served-model-name": model}  # fmt: skip
     if trace is not None:
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())

@@ -34,6 +34,11 @@ def test_the_command_that_it_becomes(vllm: None) -> None:
     assert options["--port"] == "8001" and options["--served-model-name"] == MODEL
 
 
+def test_a_step_has_room_for_many_short_prompts(vllm: None) -> None:
+    done = CliRunner().invoke(command, [MODEL, "--policy", "h2o", "--max-model-len", "512", "--dry-run"])
+    assert "--max-model-len 512 --max-num-batched-tokens 2048" in done.stdout
+
+
 def test_a_users_own_options_stay(vllm: None) -> None:
     words = [MODEL, "--policy", "h2o", "--max-model-len", "512", "--dry-run", "--max-num-batched-tokens=4096"]
     done = CliRunner().invoke(command, words)
