@@ -15,7 +15,6 @@ from kvdsl.cli import completion
 from kvdsl.cli.common import set_option
 from kvdsl.errors import KvdslError
 
-
 _STEP = 2048
 """Tokens of a step of vLLM's own server, at least. A shorter one would have room for fewer prompts, where texts are short."""
 

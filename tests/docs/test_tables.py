@@ -125,9 +125,11 @@ def test_figures_are_those_that_were_measured() -> None:
 def test_the_servers_figures_are_those_that_were_measured() -> None:
     shown = rows("docs/howto/serving.md", "Measure your own")
     found = []
-    for file, cache in (("vllm_bench_64.json", "64 MiB"), ("vllm_bench_1024.json", "1 GiB")):
+    short = measured("vllm_bench_400.json")
+    long = [row for row in measured("vllm_bench_1024.json") if row["prompt"] == 2000]
+    for table, cache in ((measured("vllm_bench_64.json"), "64 MiB"), (long + short, "1 GiB")):
         full: dict[int, float] = {}
-        for row in sorted(measured(file), key=lambda row: (-row["prompt"], row["contestant"] != "full")):
+        for row in sorted(table, key=lambda row: (-row["prompt"], row["contestant"] != "full")):
             speed, first = row["output_throughput"], row["median_ttft_ms"] / 1000
             is_full, whole = row["contestant"] == "full", full.setdefault(row["prompt"], speed)
             found.append([
@@ -136,6 +138,17 @@ def test_the_servers_figures_are_those_that_were_measured() -> None:
                 f"{row['median_tpot_ms']:.0f}", f"{row['at_once']:.0f}", f"{row['preemptions']:.0f}",
             ])  # fmt: skip
     assert shown == found
+
+
+def test_what_is_said_of_request_rates_is_what_was_measured() -> None:
+    for row in measured("vllm_bench_rates.json"):
+        rate, name = f"{row['rate']}", "full attention" if row["contestant"] == "full" else f"`{row['contestant']}`"
+        first = row["median_ttft_ms"] / 1000
+        cells = [
+            "all at once" if rate == "inf" else rate, name, f"{row['output_throughput']:.0f}",
+            f"{first:.{1 if first >= 1 else 2}f}", f"{row['median_tpot_ms']:.0f}", f"{row['request_goodput']:.2f}",
+        ]  # fmt: skip
+        assert f"| {' | '.join(cells)} |" in read("docs/howto/serving.md")
 
 
 def test_what_is_said_of_long_prompts_is_what_was_measured() -> None:
