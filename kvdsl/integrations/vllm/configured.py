@@ -9,10 +9,8 @@ import logging
 from typing import Any
 
 from kvdsl.errors import KvdslError
+from kvdsl.integrations.vllm import NAME
 from kvdsl.integrations.vllm.settings import asked
-
-NAME = "KVDSL"
-"""Of the attention, among those that vLLM knows."""
 
 
 def have_it_chosen(platform: Any) -> None:
