@@ -60,7 +60,7 @@ class EQUIPBlocksCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         rope_cached=True,
-        abi=10,
+        abi=11,
     )
 
     def __init__(

@@ -59,7 +59,7 @@ class RoCoCache(KVCache):
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
-        abi=10,
+        abi=11,
     )
 
     def __init__(

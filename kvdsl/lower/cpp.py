@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from kvdsl.ir.nodes import (
     Axis,
@@ -20,6 +21,8 @@ from kvdsl.ir.nodes import (
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.cpp_expressions import (
     CAN,
+    DIM,
+    HEAD,
     SLOT,
     CountPrinter,
     DimPrinter,
@@ -28,6 +31,7 @@ from kvdsl.lower.cpp_expressions import (
     function_of,
     over_group,
     ring_name,
+    size_of_dims,
 )
 from kvdsl.lower.expression import (
     Fragment,
@@ -36,9 +40,9 @@ from kvdsl.lower.expression import (
     form_of_select,
     fragment,
     hoist,
+    is_vector,
     names_of,
     reads,
-    reads_vectors,
     texts,
     uses_of,
 )
@@ -48,10 +52,18 @@ from kvdsl.passes.parts import in_parts
 _INT_MAX = 2**31 - 1
 _INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
 
-_Settle = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...], int]
-"""`settle_before`, `settle`, `protect` and `scratch` of a plan."""
 
-_NOBODY_LEAVES: _Settle = ((), (), (), 0)
+class _Settle(NamedTuple):
+    """How it is found who leaves: `settle_before`, `settle`, `protect`, `scratch` and `settle_reads_keys` of a plan."""
+
+    before: tuple[str, ...] = ()
+    loop: tuple[str, ...] = ()
+    protect: tuple[str, ...] = ()
+    scratch: int = 0
+    reads_keys: bool = False
+
+
+_NOBODY_LEAVES = _Settle()
 
 
 @dataclass(frozen=True)
@@ -83,6 +95,7 @@ class CppPlan:
         place: the columns that a token has by itself, and those that do not begin at 0.
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
         settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
+            `settle_reads_keys`: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
         forgets: whether decoded queries are not observed.
         settles: whether it is known who leaves. `prefill_only`: nobody does in a decode step. `hard_cap`: room is made before its token
             is placed, as well. `scratch`: how many work rows of floats that uses.
@@ -97,6 +110,7 @@ class CppPlan:
     overflow: str
     settle_before: tuple[str, ...]
     settle: tuple[str, ...]
+    settle_reads_keys: bool
     protect: tuple[str, ...]
     settles: bool
     prefill_only: bool
@@ -120,23 +134,24 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
     row = SlotPrinter("row", hoisted)
     bodies = [row.body(column.body) for column in folded]
     uses = uses_of(*bodies, *before)
-    settle_before, settle, protect, scratch = _settle_if_own(policy)
+    settle = _settle_if_own(policy)
     return CppPlan(
         place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
         observe_before=(*_column_pointers("row", folded, uses), *texts(before)),
         observe=tuple(_fold(column, body.text) for column, body in zip(folded, bodies, strict=True)),
-        observe_reads_keys=bool({"k", "v"} & {*names_of(uses, "input")}),
+        observe_reads_keys=_needs_keys(uses),
         needs_attn="attn" in names_of(uses, "input"),
         needs_logit="logit" in names_of(uses, "input"),
         overflow=_overflow(numbers),
-        settle_before=settle_before,
-        settle=settle,
-        protect=protect,
-        settles=bool(settle),
-        prefill_only=bool(settle) and policy.when == "prefill",
+        settle_before=settle.before,
+        settle=settle.loop,
+        settle_reads_keys=settle.reads_keys,
+        protect=settle.protect,
+        settles=bool(settle.loop),
+        prefill_only=bool(settle.loop) and policy.when == "prefill",
         hard_cap=policy.cap == "hard",
         forgets=policy.forgets,
-        scratch=scratch,
+        scratch=settle.scratch,
         select=_select(policy),
     )
 
@@ -154,6 +169,10 @@ def _refuse_statements(policy: Policy) -> None:
     found = [statement for statement, stated in refused.items() if stated]
     if found:
         raise NotLowerable(", ".join(found))
+
+
+def _needs_keys(uses: Iterable[Use]) -> bool:
+    return bool({"k", "v"} & {*names_of(uses, "input")})
 
 
 def _place(column: Column) -> str:
@@ -194,19 +213,30 @@ def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str
     """Statements that compute every reduction over slots, inner ones first, and the names they get."""
 
     def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
+        if expr.axis is Axis.DIM:
+            return _over_dims(view, expr, name, names)
         if expr.axis is not Axis.SLOT:
             return None
         if expr.within in ("page", "next"):
             raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
-        if reads(expr, "q") or any(isinstance(n, Reduce) and n.axis is Axis.DIM for n in walk(expr)):
-            raise NotLowerable("a reduction over slots of something that is computed over dims")
-        if reads_vectors(expr, "k", "v"):
-            raise NotLowerable("a reduction of whole keys or values over slots")
+        if reads(expr, "q"):
+            raise NotLowerable("a reduction over slots of what a query is compared with")
         CAN.check(expr)
-        body = SlotPrinter(view, names).value(expr.body)
-        return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(SLOT, body))
+        body = SlotPrinter(view, names, over_dims=is_vector(expr)).value(expr.body)
+        if is_vector(expr):
+            size = size_of_dims(view, expr.body)
+            return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({size}, {{}});", function_of(body, SLOT, DIM))
+        return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
     return hoist(exprs, statement)
+
+
+def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
+    """The statement of a reduction over dims that is the same for every slot; None where it is not."""
+    made = SlotPrinter(view, names)(expr) if expr.within == "all" else None
+    if made is None or SLOT in made.uses or HEAD in made.uses:
+        return None
+    return fragment(f"const float {name} = {{}};", made)
 
 
 def _overflow(numbers: tuple[str, ...]) -> str:
@@ -230,9 +260,10 @@ def _settle_if_own(policy: Policy) -> _Settle:
     if agrees or policy.measured is not None:
         return _NOBODY_LEAVES
     try:
-        return _settle(policy)
+        found = _settle(policy)
     except NotLowerable:
         return _NOBODY_LEAVES
+    return _NOBODY_LEAVES if found.reads_keys else found
 
 
 def _settle(policy: Policy) -> _Settle:
@@ -241,10 +272,6 @@ def _settle(policy: Policy) -> _Settle:
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     scores = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
-    if any(reads_vectors(expr, "k", "v") for expr in [*scores, *conditions]):
-        raise NotLowerable(
-            "a score or scope that reads keys, values or tensors over dims together with what changes while they are cached"
-        )
     before, hoisted = _hoist("head", [*scores, *conditions])
     printer = SlotPrinter("head", hoisted)
     values = [printer.value(expr) for expr in scores]
@@ -255,7 +282,8 @@ def _settle(policy: Policy) -> _Settle:
     columns = _column_pointers("head", [], uses)
     rings = _ring_reductions(uses, len(names))
     loop = tuple(f"{name}[i] = {value};" for name, value in zip(names, values, strict=True))
-    return (*columns, *rings, *texts(before), *pointers), loop, texts(protect), len(names) + len(rings)
+    before_loop = (*columns, *rings, *texts(before), *pointers)
+    return _Settle(before_loop, loop, texts(protect), len(names) + len(rings), _needs_keys(uses))
 
 
 def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
@@ -285,7 +313,7 @@ def _protect(policy: Policy, printer: SlotPrinter) -> list[Fragment]:
 def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
     if keep.scope == "where":
         assert keep.by is not None
-        return fragment("head.protect_where({});", function_of(SLOT, printer.truth(keep.by)))
+        return fragment("head.protect_where({});", function_of(printer.truth(keep.by), SLOT))
     assert keep.count is not None
     if isinstance(keep.count, Number):
         count = Fragment(str(min(int(keep.count.value), _INT_MAX)))
@@ -333,24 +361,8 @@ def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:
         return (), ""
     if any(isinstance(part, ColumnRef) for part in walk(policy.sketch.by)):
         raise NotLowerable("a sketch by what the caller gives")
-    before, hoisted = _hoist_over_dims(policy.sketch.by)
+    before, hoisted = _hoist("row", [policy.sketch.by])
     value = DimPrinter(hoisted).value(policy.sketch.by)
     if reads(policy.sketch.by, "v"):
         raise NotLowerable("values over a sketch's dims")
     return texts(before), over_group(value).text
-
-
-def _hoist_over_dims(by: Expr) -> tuple[list[Fragment], dict[Expr, str]]:
-    """`_hoist`, where what is reduced may have a value for every dim."""
-
-    def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment:
-        if expr.axis is not Axis.SLOT or reads(expr, "q") or any(isinstance(part, Reduce) for part in walk(expr.body)):
-            raise NotLowerable("a sketch by anything but queries and reductions of keys over slots")
-        CAN.check(expr)
-        body = SlotPrinter("row", {}).value(expr.body)
-        if reads_vectors(expr, "k"):
-            return fragment(f"const auto {name}_of = row.{expr.op}_of_dims([&](int i, int d) {{{{ return {{}}; }}}});", body)
-        return fragment(f"const float {name} = row.{expr.op}({{}});", function_of(SLOT, body))
-
-    lines, names = hoist([by], statement)
-    return lines, {expr: f"{name}_of[d]" if reads_vectors(expr, "k") else name for expr, name in names.items()}

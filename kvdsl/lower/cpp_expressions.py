@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from kvdsl.ir.nodes import (
-    Axis,
     Binary,
     Call,
     ColumnRef,
@@ -37,6 +36,7 @@ from kvdsl.lower.expression import (
     as_float32,
     dims_of,
     fragment,
+    is_vector,
     literal,
     pair,
 )
@@ -118,7 +118,12 @@ class CountPrinter(_CppPrinter):
         raise AssertionError("a number reduces nothing")
 
 
-SLOT, _DIM, _HEAD = (Use("index", name) for name in "idg")
+SLOT, DIM, HEAD = (Use("index", name) for name in "idg")
+
+
+def size_of_dims(view: str, body: Expr) -> str:
+    """How many dims there are of what varies over them."""
+    return f"{view}.value_dim" if dims_of(body) == "v" else f"{view}.key_dim"
 
 
 @dataclass(frozen=True)
@@ -161,15 +166,16 @@ class SlotPrinter(_CppPrinter):
         if name in per_slot:
             return Fragment(per_slot[name], uses=(own, SLOT))
         if name in ("k", "v"):
-            return Fragment(f"row.{name}(i, d)", uses=(own, SLOT, _DIM))
+            return Fragment(f"{view}.{name}(i, d)", uses=(own, SLOT, DIM))
         if name == "q":
-            return Fragment("row.q(g, d)", uses=(own, _HEAD, _DIM))
+            return Fragment("row.q(g, d)", uses=(own, HEAD, DIM))
         number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
         return Fragment(f"static_cast<float>({number})", uses=(own,))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        if expr.axis is Axis.SLOT:
-            return Fragment(self.hoisted[expr])
+        if expr in self.hoisted:
+            name = self.hoisted[expr]
+            return Fragment(f"{name}[d]", uses=(DIM,)) if is_vector(expr) else Fragment(name)
         if self.over_dims:
             raise NotLowerable("a reduction over dims inside another one")
         body = SlotPrinter(self.view, self.hoisted, over_dims=True).value(expr.body)
@@ -177,8 +183,7 @@ class SlotPrinter(_CppPrinter):
             if body.needs("input", "v"):
                 raise NotLowerable("values over a sketch's dims")
             return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
-        size = f"{self.view}.value_dim" if body.needs("input", "v") else f"{self.view}.key_dim"
-        return fragment(f"kvdsl::{expr.op}_over({size}, {{}})", function_of(_DIM, body))
+        return fragment(f"kvdsl::{expr.op}_over({size_of_dims(self.view, expr.body)}, {{}})", function_of(body, DIM))
 
     def body(self, expr: Expr) -> Fragment:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
@@ -199,43 +204,43 @@ class TokenPrinter(_CppPrinter):
         if isinstance(expr, GivenRef):
             return Fragment(f"slot.given(Given::{spelled(expr.name)})")
         assert isinstance(expr, Input)
-        return Fragment(f"slot.{expr.name}(d)", uses=(_DIM,))
+        return Fragment(f"slot.{expr.name}(d)", uses=(DIM,))
 
     def reduce(self, expr: Reduce) -> Fragment:
         if self.over_dims:
             raise NotLowerable("a reduction over dims inside another one")
         size = "slot.value_dim" if dims_of(expr.body) == "v" else "slot.key_dim"
         body = TokenPrinter(over_dims=True).value(expr.body)
-        return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", function_of(_DIM, body))
+        return fragment(f"kvdsl::ordered::{expr.op}_over({size}, {{}})", function_of(body, DIM))
 
 
 def constant(view: str, ref: TensorRef) -> Fragment:
     """What a tensor of a file has for the head, dim by dim if it has dims."""
     at = f"Tensor::{spelled(ref.name)}" + (", d" if ref.dims else "")
-    return Fragment(f"{view}.constant({at})", uses=(_DIM,) if ref.dims else ())
+    return Fragment(f"{view}.constant({at})", uses=(DIM,) if ref.dims else ())
 
 
 def over_group(value: Fragment) -> Fragment:
     """What the query heads of a group give, as one number; what none of them has a part in, as it is."""
-    return fragment("kvdsl::over_group<group>(row.group, {})", function_of(_HEAD, value)) if _HEAD in value.uses else value
+    return fragment("kvdsl::over_group<group>(row.group, {})", function_of(value, HEAD)) if HEAD in value.uses else value
 
 
 def _of_sketch(value: Fragment) -> Fragment:
     """A function of an index into the sketch's dims."""
-    if _DIM not in value.uses:
-        return function_of(Use("index", "j"), value)
-    return _without(_DIM, fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
+    if DIM not in value.uses:
+        return function_of(value, Use("index", "j"))
+    return _without((DIM,), fragment("[&](int j) {{ const int d = row.sketch[j]; return {}; }}", value))
 
 
-def function_of(index: Use, value: Fragment) -> Fragment:
-    """A function of an index, which has no name where the value does not vary with it."""
-    argument = f"int {index.name}" if index in value.uses else "int"
-    return _without(index, fragment(f"[&]({argument}) {{{{ return {{}}; }}}}", value))
+def function_of(value: Fragment, *indices: Use) -> Fragment:
+    """A function of indices; one with which the value does not vary has no name."""
+    arguments = ", ".join(f"int {index.name}" if index in value.uses else "int" for index in indices)
+    return _without(indices, fragment(f"[&]({arguments}) {{{{ return {{}}; }}}}", value))
 
 
-def _without(index: Use, made: Fragment) -> Fragment:
-    """The fragment that has an index itself."""
-    return replace(made, uses=tuple(use for use in made.uses if use != index))
+def _without(indices: tuple[Use, ...], made: Fragment) -> Fragment:
+    """The fragment that has these indices itself."""
+    return replace(made, uses=tuple(use for use in made.uses if use not in indices))
 
 
 @dataclass(frozen=True)
@@ -250,7 +255,9 @@ class DimPrinter(_CppPrinter):
         return SlotPrinter("row", {}).leaf(expr)
 
     def reduce(self, expr: Reduce) -> Fragment:
-        return Fragment(self.hoisted[expr])
+        if expr not in self.hoisted:
+            raise NotLowerable("a sketch by what is reduced over dims")
+        return SlotPrinter("row", self.hoisted).reduce(expr)
 
 
 def ring_name(ref: RingRef | Use) -> str:

@@ -74,6 +74,11 @@ def dims_of(body: Expr) -> str:
     return max((dims_of(child) for child in children(body)), default="")
 
 
+def is_vector(expr: Reduce) -> bool:
+    """Whether a reduction over slots has a number for every dim."""
+    return expr.axis is Axis.SLOT and dims_of(expr.body) != ""
+
+
 def form_of_select(by: Expr) -> str:
     """The fast form of what a query ranks slots by, if it has one.
 
@@ -365,7 +370,8 @@ def hoist(
         for child in children(expr):
             visit(child)
         if isinstance(expr, Reduce) and expr not in names:
-            name = f"{expr.op}_over_slots_{len(names) + 1}"
+            over = "slots" if expr.axis is Axis.SLOT else "dims"
+            name = f"{expr.op}_over_{over}_{len(names) + 1}"
             found = compute(expr, name, names)
             if found is not None:
                 computed.append(found)

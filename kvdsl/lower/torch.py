@@ -55,6 +55,7 @@ from kvdsl.lower.expression import (
     texts,
     uses_of,
 )
+from kvdsl.lower.sharing import shared
 from kvdsl.lower.spelling import spelled
 from kvdsl.passes.parts import in_parts
 
@@ -570,19 +571,25 @@ def torch_plan(policy: Policy) -> TorchPlan:
         uses_torch=_TORCH
         in uses_of(*place, *observe, *fold, *prune, *protect, *budget, *score, *weigh, *count, *select, *sketch),
         vectors=_VECTORS in uses_of(*observe, *fold),
-        observe=(*_column_locals("row", observe), *texts(observe)),
+        observe=_function("row", observe),
         fold=_returned("row", fold),
         prune=_returned("slots", prune),
         place=texts(place),
         protects=evicts or selects,
-        protect=(*_column_locals("slots", protect), *texts(protect)),
-        budget=(*_column_locals("slots", budget), *texts(budget)),
-        score=(*_column_locals("slots", score), *texts(score)),
-        count=(*_column_locals("row", count), *texts(count)),
-        weigh=(*_column_locals("slots", weigh), *texts(weigh)),
-        select=(*_column_locals("row", select), *texts(select)),
-        sketch=(*_column_locals("row", sketch), *texts(sketch)),
+        protect=_function("slots", protect),
+        budget=_function("slots", budget),
+        score=_function("slots", score),
+        count=_function("row", count),
+        weigh=_function("slots", weigh),
+        select=_function("row", select),
+        sketch=_function("row", sketch),
     )
+
+
+def _function(view: str, lines: list[Fragment]) -> tuple[str, ...]:
+    """The body of a function, if it does anything. Columns are read once and have their names in the expressions."""
+    columns = names_of(uses_of(*lines), "column")
+    return shared([*(f'{name} = {view}.column("{name}")' for name in columns), *texts(lines)]) if lines else ()
 
 
 def _score(score: Expr) -> list[Fragment]:
@@ -642,12 +649,7 @@ def _returned(view: str, named: list[Fragment]) -> tuple[str, ...]:
     """The body of a function that gives the new values of columns, of which none is changed before all are known."""
     if not named:
         return ()
-    return (*_column_locals(view, named), "return {", *(f"    {line.text}," for line in named), "}")
-
-
-def _column_locals(view: str, lines: list[Fragment]) -> list[str]:
-    """Columns are read once and have their names in the expressions."""
-    return [f'{name} = {view}.column("{name}")' for name in names_of(uses_of(*lines), "column")]
+    return _function(view, [Fragment("return {"), *(fragment("    {},", line) for line in named), Fragment("}")])
 
 
 _IN_KERNEL = NumberPrinter(

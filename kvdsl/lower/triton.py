@@ -7,7 +7,7 @@ calls; `kvdsl/lower/triton_expressions.py` has the expressions.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import (
@@ -23,9 +23,11 @@ from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
     Use,
+    dims_of,
     form_of_select,
     fragment,
     hoist,
+    is_vector,
     names_of,
     reads,
     texts,
@@ -43,8 +45,11 @@ from kvdsl.lower.triton_expressions import (
     DimPrinter,
     Loop,
     Pass,
+    TilePrinter,
     TokenPrinter,
+    dims_there,
     number,
+    of_every_slot,
     ring_name,
     ring_size,
 )
@@ -94,7 +99,8 @@ class TritonPlan:
     Attributes:
         args: names of what it is given beyond what every policy's is.
         numbers: what it reads of the policy's numbers: name and place in the table. `constants`, `vectors`: of its tensors of files,
-            those that have a number for the head, and those that have one for every dim.
+            those that have a number for the head, and those that have one for every dim, which `place` reads; `scored`: that `score`
+            reads.
         supplied: what of the caller's it reads, likewise.
         columns: names of the columns that it writes or reads, and the rows of the table where they begin. `rings`: of the rings,
             the same, with the place of each among the rings instead.
@@ -102,8 +108,8 @@ class TritonPlan:
         observe: loops that fold the query into the columns.
         settles: whether a decode step settles; then `overflow` are the arguments of the call that says how many must leave,
             `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
-            many those are, and `tops` how many slots each `keep top` protects. `hard_cap`: whether it does so before its token is
-            placed, as well.
+            many those are, with those that the loops work in, and `tops` how many slots each `keep top` protects. `reads_vectors`:
+            whether the loops read keys, values or such tensors. `hard_cap`: whether it does so before its token is placed, as well.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
@@ -117,6 +123,7 @@ class TritonPlan:
     numbers: tuple[tuple[str, int], ...]
     constants: tuple[tuple[str, int], ...]
     vectors: tuple[tuple[str, int], ...]
+    scored: tuple[tuple[str, int], ...]
     supplied: tuple[tuple[str, int], ...]
     columns: tuple[tuple[str, int], ...]
     rings: tuple[tuple[str, int], ...]
@@ -131,6 +138,7 @@ class TritonPlan:
     last: str
     score: tuple[Loop, ...]
     scores: int
+    reads_vectors: bool
     tops: tuple[str, ...]
     spreads: bool
     select: TritonSelect | None
@@ -163,23 +171,25 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     observe = _observe(policy, folded)
     if policy.forgets:  # prompts observe, by the same rules
         observe = []
-    score = _settle(policy) if settles else []
+    rows: dict[str, int] = {}
+    score = _settle(policy, rows) if settles else []
     first, last = (_kept_at(policy, scope) if settles else Fragment("0") for scope in ("first", "last"))
     place = [_place(column) for column in policy.columns if column.rule != "ring"]
     overflow = _overflow(numbers) if settles else Fragment("")
     tops = [_count(keep) for keep in policy.keeps if keep.scope == "top"] if settles else []
     select = _select(policy, numbers)
     page = [] if policy.pages is None else [number("page")]
-    uses = uses_of(*place, first, last, overflow, *tops, *page, *(Fragment("", uses=one.uses) for one in (*observe, *score)))
+    uses = uses_of(*place, first, last, overflow, *tops, *page, Fragment("", uses=_uses([*observe, *score])))
     used = _numbers_in(uses, numbers)
-    constants, vectors = (tensors_in(uses, kind, policy) for kind in ("constant", "vector"))
+    constants = tensors_in(uses, "constant", policy)
+    vectors, scored = (tensors_in(of, "vector", policy) for of in (uses_of(*place), _uses(score)))
     inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
         "columns": bool(singles if policy.forgets else policy.columns),
         "numbers": bool(used) or policy.sketch is not None,
-        "constants": bool(constants or vectors),
+        "constants": bool(constants or vectors or scored),
         "supplied": bool(names_of(uses, "given")),
         "logits": bool({"attn", "logit"} & {*inputs}),
         "ring_rows": bool(rings) and not policy.forgets,
@@ -192,6 +202,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         numbers=used,
         constants=constants,
         vectors=vectors,
+        scored=scored,
         supplied=tuple(
             (spelled(given.name), n) for n, given in enumerate(policy.given) if given.name in names_of(uses, "given")
         ),
@@ -207,7 +218,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         first=first.text,
         last=last.text,
         score=tuple(one.printed() for one in score),
-        scores=1 + len(tops),
+        scores=len(rows),
+        reads_vectors=bool(scored) or any(one.vectors for one in score),
         tops=texts(tops),
         spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,
@@ -217,6 +229,10 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",
     )
+
+
+def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
+    return uses_of(*(Fragment("", uses=one.uses) for one in passes))
 
 
 def _refuse_statements(policy: Policy) -> None:
@@ -285,17 +301,31 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
     return fragment(f"tl.store({name}_at + i, {{}}, mask=visible)", new)
 
 
-def _values(policy: Policy, slots: str, uses: Iterable[Use]) -> list[Fragment]:
-    """Statements that give a block's values the names that expressions read. `slots`: which count, by name."""
+_Rows = Mapping[str, int]
+"""Rows of `work` that hold a number for every slot, by its name."""
+
+
+def _values(policy: Policy, slots: str, uses: Iterable[Use], rows: _Rows | None = None) -> list[Fragment]:
+    """Statements that give a block's values the names that expressions read. Keys and values have theirs already.
+
+    Args:
+        slots: which count, by name.
+        rows: where numbers of slots are to be found; None where keys and values cannot be read.
+    """
     inputs = names_of(uses, "input")
-    if {"q", "k", "v"} & {*inputs}:
+    if {*inputs} & ({"q", "k", "v"} if rows is None else {"q"}):
         raise NotLowerable(OF_VECTORS)
     return [
         *([_SLOTS[slots]] if slots in _SLOTS else []),
         *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
         *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in names_of(uses, "column")),
         *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
+        *(_from_work(name, rows or {}) for name in names_of(uses, "row")),
     ]
+
+
+def _from_work(name: str, rows: _Rows) -> Fragment:
+    return Fragment(f"{name} = tl.load(work + {_row(rows[name])}i, mask=inside, other=0.0)")
 
 
 def _from_queries(policy: Policy) -> dict[str, Fragment]:
@@ -314,30 +344,56 @@ def _ring_value(use: Use) -> Fragment:
     return fragment(f"{ring_name(use)} = ops.ring_{use.op}({arguments})", ring_size(use.name), uses=[_WINDOW])
 
 
-def _hoist(policy: Policy, slots: str, exprs: list[Expr]) -> tuple[list[Pass], dict[Expr, str]]:
-    """Loops that compute every reduction over slots, inner ones first, and the names these get."""
+def _hoist(
+    policy: Policy, slots: str, exprs: list[Expr], rows: dict[str, int] | None = None
+) -> tuple[list[Pass], dict[Expr, str]]:
+    """Loops that compute every reduction over slots or dims, inner ones first, and the names these get.
+
+    Args:
+        rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
+    """
 
     def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass:
-        if expr.axis is Axis.DIM:
+        if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
             raise NotLowerable(OF_VECTORS)
         CAN.check(expr)
-        body = BlockPrinter(names).value(expr.body)
-        return _reduction(name, expr.op, body, slots, _values(policy, slots, body.uses))
+        if expr.axis is Axis.DIM:
+            return _over_dims(policy, slots, expr, name, names, rows or {})
+        printer = TilePrinter(names) if is_vector(expr) else BlockPrinter(names)
+        body = printer.value(expr.body)
+        return _reduction(name, expr, body, slots, _values(policy, slots, body.uses, rows))
 
     return hoist(exprs, loop)
 
 
-def _reduction(name: str, op: str, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
-    """The loop of one reduction over slots."""
-    if op in _EXTREMES:
-        fold = f"{name} = ops.{_EXTREMES[op]}({name}, {_FOLDS[op]}({{}}, {slots}))"
-        return Pass((Fragment(f"{name} = {_INITIAL[op]}"),), (*before, fragment(fold, body)))
-    added = fragment(f"{name} += ops.total({{}}, {slots})", body)
-    if op == "sum":
-        return Pass((Fragment(f"{name} = 0.0"),), (*before, added))
-    assert op == "mean", op
+def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
+    """What finds a reduction over dims: a loop that leaves it in a row of `work`, or one statement, if slots have it in common."""
+    there = dims_there(expr.body)
+    if not of_every_slot(expr):
+        return Pass((fragment(f"{name} = ops.{expr.op}_over({{}}, {there}, 0)", BlockPrinter(names).value(expr.body)),), ())
+    body = TilePrinter(names).value(expr.body)
+    values = _values(policy, slots, body.uses, rows)
+    rows[name] = len(rows)
+    found = fragment(f"{name} = ops.{expr.op}_over({{}}, ({there})[None, :], 1)", body)
+    left = Fragment(f"tl.store(work + {_row(rows[name])}i, {name}, mask=inside)")
+    return Pass((), (*values, found, left), (Fragment("tl.debug_barrier()"),))
+
+
+def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
+    """The loop of one reduction over slots, of numbers or, dim by dim, of vectors."""
+    zero, start, seen = "0.0", _INITIAL.get(expr.op, ""), slots
+    if is_vector(expr):
+        size = "E_PAD" if dims_of(expr.body) == "v" else "D_PAD"
+        zero, start, seen = f"tl.zeros([{size}], tl.float32)", f"tl.full([{size}], {start}, tl.float32)", f"{slots}[:, None]"
+    if expr.op in _EXTREMES:
+        fold = f"{name} = ops.{_EXTREMES[expr.op]}({name}, {_FOLDS[expr.op]}({{}}, {seen}))"
+        return Pass((Fragment(f"{name} = {start}"),), (*before, fragment(fold, body)))
+    added = fragment(f"{name} += ops.total({{}}, {seen})", body)
+    if expr.op == "sum":
+        return Pass((Fragment(f"{name} = {zero}"),), (*before, added))
+    assert expr.op == "mean", expr.op
     return Pass(
-        (Fragment(f"{name}, {name}_count = 0.0, 0.0"),),
+        (Fragment(f"{name}, {name}_count = {zero}, 0.0"),),
         (*before, added, Fragment(f"{name}_count += tl.sum({slots}.to(tl.float32), 0)")),
         (Fragment(f"{name} = tl.div_rn({name}, {name}_count)"),),
     )
@@ -389,12 +445,17 @@ def _sketch_by(policy: Policy, by: Expr) -> Fragment:
 # -- settling ----------------------------------------------------------------------------------------------------------
 
 
-def _settle(policy: Policy) -> list[Pass]:
-    """The loops that leave every slot's scores in `work` and what protects it in `kept`, and find the lowest score."""
+def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
+    """The loops that leave every slot's scores in `work` and what protects it in `kept`, and find the lowest score.
+
+    Args:
+        rows: gets the rows of `work` by the names of what lies in them.
+    """
     assert policy.score is not None
     scores = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    loops, hoisted = _hoist(policy, "cached", [*scores, *conditions])
+    rows |= {f"score_{n}": n for n in range(len(scores))}
+    loops, hoisted = _hoist(policy, "cached", [*scores, *conditions], rows)
     printer = BlockPrinter(hoisted)
     scopes = {keep.scope for keep in policy.keeps}
     kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
@@ -413,7 +474,7 @@ def _settle(policy: Policy) -> list[Pass]:
     ]
     if policy.victims != "heads":
         lines.append(Fragment(_LOWER))
-    return [*loops, Pass((), (*_values(policy, "", uses_of(*lines)), *lines))]
+    return [*loops, Pass((), (*_values(policy, "", uses_of(*lines), rows), *lines))]
 
 
 def _kept_at(policy: Policy, scope: str) -> Fragment:

@@ -38,7 +38,9 @@ from kvdsl.lower.expression import (
     Use,
     dims_of,
     fragment,
+    is_vector,
     literal,
+    names_of,
     pair,
     texts,
     uses_of,
@@ -65,7 +67,7 @@ CAN = Target(
 """What there is Triton for; `ops.py` of `kvdsl/runtime/gpu` has it."""
 
 
-OF_VECTORS = "a value of every slot that is computed from keys, values or queries"
+OF_VECTORS = "what a query gives every slot, where it is computed from keys, values or queries"
 SKETCHED = "a sketch by anything but the query, dim by dim"
 """What there is no Triton for."""
 
@@ -135,9 +137,9 @@ class CountPrinter(_TritonPrinter):
 
 @dataclass(frozen=True)
 class BlockPrinter(_TritonPrinter):
-    """Float32 values over a block of slots.
+    """Float32 values over a block of slots; or, where a reduction over dims has no slots, over the dims.
 
-    `hoisted` names the reductions over slots that stand before the loop.
+    `hoisted` names the reductions that stand before the loop.
     """
 
     hoisted: dict[Expr, str]
@@ -167,8 +169,6 @@ class BlockPrinter(_TritonPrinter):
             use = Use("ring", expr.name, expr.op)
             return Fragment(ring_name(use), uses=(use,))
         if isinstance(expr, TensorRef):
-            if expr.dims:
-                raise NotLowerable(OF_VECTORS)
             return constant(expr)
         if expr.name in FIXED:
             return fragment("{}.to(tl.float32)", number(expr.name))
@@ -180,7 +180,32 @@ class BlockPrinter(_TritonPrinter):
         return self.truth(expr) if Axis.SLOT in axes_of(expr) else fragment("ops.truth({})", self.truth(expr))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        return Fragment(self.hoisted[expr])
+        name = self.hoisted[expr]
+        return Fragment(name, uses=(Use("row", name),) if of_every_slot(expr) else ())
+
+
+@dataclass(frozen=True)
+class TilePrinter(BlockPrinter):
+    """Float32 values over a block of slots and the dims of their keys or values: what varies over one of both lies along it."""
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Input) and expr.name in ("k", "v"):
+            return Fragment(expr.name, uses=(Use("input", expr.name),))
+        made = super().leaf(expr)
+        if isinstance(expr, TensorRef) and expr.dims:
+            return fragment("{}[None, :]", made)
+        return fragment("{}[:, None]", made) if Axis.SLOT in axes_of(expr) else made
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        made = super().reduce(expr)
+        if of_every_slot(expr):
+            return fragment("{}[:, None]", made)
+        return fragment("{}[None, :]", made) if is_vector(expr) else made
+
+
+def of_every_slot(expr: Reduce) -> bool:
+    """Whether a reduction over dims has a number for every slot."""
+    return expr.axis is Axis.DIM and Axis.SLOT in axes_of(expr)
 
 
 class TokenPrinter(_TritonPrinter):
@@ -197,8 +222,12 @@ class TokenPrinter(_TritonPrinter):
         return Fragment(expr.name, uses=(Use("input", expr.name),))
 
     def reduce(self, expr: Reduce) -> Fragment:
-        mask = "e < E" if dims_of(expr.body) == "v" else "d < D"
-        return fragment(f"ops.ordered_{expr.op}({{}}, {mask})", self.value(expr.body))
+        return fragment(f"ops.ordered_{expr.op}({{}}, {dims_there(expr.body)})", self.value(expr.body))
+
+
+def dims_there(body: Expr) -> str:
+    """Which of the dims are there, of those that a value varies over: a block has a power of two."""
+    return "e < E" if dims_of(body) == "v" else "d < D"
 
 
 class DimPrinter(BlockPrinter):
@@ -252,11 +281,16 @@ def _is_float32(value: float) -> bool:
 
 @dataclass(frozen=True)
 class Loop:
-    """One pass over the slots, in blocks: statements before it, in it and after it."""
+    """One pass over the slots, in blocks: statements before it, in it and after it. Without any in it, there is none.
+
+    Attributes:
+        vectors: `k`, `v`: what it reads of every slot; then blocks are smaller.
+    """
 
     before: tuple[str, ...]
     body: tuple[str, ...]
     after: tuple[str, ...] = ()
+    vectors: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -272,6 +306,11 @@ class Pass:
         """What all of them need."""
         return uses_of(*self.before, *self.body, *self.after)
 
+    @property
+    def vectors(self) -> tuple[str, ...]:
+        """`k`, `v`: what it reads of every slot."""
+        return tuple(name for name in ("k", "v") if name in names_of(self.uses, "input"))
+
     def printed(self) -> Loop:
         """What a template places."""
-        return Loop(texts(self.before), texts(self.body), texts(self.after))
+        return Loop(texts(self.before), texts(self.body), texts(self.after), self.vectors)

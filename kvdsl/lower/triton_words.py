@@ -55,7 +55,7 @@ def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
     protects = plan.select is not None and bool(plan.select.protect)
     wanted = {
         "evicting": plan.settles or plan.hard_cap or protects,
-        "layout": plan.blocks,
+        "layout": plan.blocks or plan.reads_vectors,
         "observing": observes_prompts,
         "ops": True,
         "rotate": plan.halves,
@@ -93,6 +93,8 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         yield "P: pages that there is room for. Nothing ever leaves, so that the token at position p is in slot p."
     if plan.blocks:
         yield "SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one."
+    if plan.reads_vectors:
+        yield "k, v: keys and values of slots i. first_row: where those of the head begin. d, e: their dims."
     if plan.compact:
         yield "rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`."
 

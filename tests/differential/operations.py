@@ -227,6 +227,40 @@ def comparisons() -> Iterator[tuple[str, Policy]]:
         yield f"others in {place}", policy(text)
 
 
+_LOOKED_AT = {
+    **{
+        f"the {op} of others": f"param budget = 7\nscore dot(k, {op}(k * last(attn) over slots)) - norm2(v - {op}(v over slots))"
+        for op in ("sum", "mean", "var", "std", "max", "min")
+    },
+    "reductions over dims of every kind": "param budget = 7\nlet off = k - mean(k over slots)\n"
+    "score sum(off over dims) + mean(off over dims) - var(off over dims) + std(off over dims) + max(off over dims) * min(off over dims)",
+    "the same, of what all slots have": "param budget = 7\nlet all = mean(v over slots)\n"
+    "score sum(attn) * norm2(all) + std(all over dims) * var(all over dims) - age * max(all over dims) * min(mean(k over slots) over dims)",
+    "a reduction of products": "param budget = 7\nlet like = dot(k, mean(k over slots))\n"
+    "score like - max(like over slots) * sum(like * attn)",
+    "a vector of products": "param budget = 7\nscore dot(v, sum(v * dot(k, mean(k over slots)) over slots)) + last(attn)",
+    "a selection": "let far = norm2(k - mean(k over slots))\nselect top 5 by dot(q, k) - far * max(far over slots)",
+    "what a query gives": "param budget = 7\nscore sum(attn * norm2(k - mean(k over slots)))",
+    "what stays": "param budget = 7\nlet like = dot(k, mean(k over slots))\nscore sum(attn)\nkeep where like < mean(like over slots)\n"
+    "keep top 2 by norm2(v - mean(v over slots))\nkeep first 1",
+    "a ring": "param budget = 7\nscore mean(attn over last 3 queries) * dot(k, mean(k * max(attn over last 3 queries) over slots))",
+    "a hard cap": "param budget = 7\nscore dot(k, mean(k over slots)) + last(attn)\nslack 2\ntrigger overflow >= 3\ncap hard",
+    "heads that agree": "param budget = 7\nscore dot(k, mean(k over slots)) + last(attn)\nvictims shared by heads",
+    "budgets of each head": "budget 4 + 3 * (head > 0)\nscore dot(k, mean(k over slots)) + last(attn)",
+    "a tensor": "param budget = 7\nscore dot(vector, k * last(attn)) - dot(vector, mean(k over slots))",
+    "ranks of what stays": "param budget = 7\nscore dot(k, mean(k over slots))\npositions compact",
+    "blocks of slots": "param budget = 7\nscore dot(k, mean(k over slots))\nkeep last 1\nstorage blocks 4",
+    "a prompt in blocks": "param budget = 7\nscore dot(k, mean(k over slots)) + last(attn)\nprefill blocks of 4",
+}
+"""Where what is cached of slots can be looked at together with what changes."""
+
+
+def looks() -> Iterator[tuple[str, Policy]]:
+    """Keys and values beside what changes while they are cached."""
+    for place, text in _LOOKED_AT.items():
+        yield f"vectors in {place}", policy(_with_tensors(text))
+
+
 def rotations() -> Iterator[tuple[str, Policy]]:
     """Rotated vectors, and leverages."""
     for place, text in _ROTATED.items():
@@ -247,6 +281,7 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from folds()
     yield from rotations()
     yield from comparisons()
+    yield from looks()
     yield from draws()
     yield from tensors()
     yield from given()
@@ -254,10 +289,13 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
 
 def tensors() -> Iterator[tuple[str, Policy]]:
     """Tensors of files, in all places where they can stand."""
-    lines = "".join(f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES, *GROUPED))
     for place, text in _READING.items():
-        kept = "".join(line for line in lines.splitlines(keepends=True) if line.split()[1] in text)
-        yield f"a tensor in {place}", policy(kept + text)
+        yield f"a tensor in {place}", policy(_with_tensors(text))
+
+
+def _with_tensors(text: str) -> str:
+    lines = [f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES, *GROUPED)]
+    return "".join(line for line in lines if line.split()[1] in text) + text
 
 
 def given() -> Iterator[tuple[str, Policy]]:

@@ -78,13 +78,13 @@ BODIES: dict[str, tuple[str, Case]] = {
 }
 
 
-def test_a_param_beside_values() -> None:
-    """It may change with the prompt, so it is no column of the token's own; only torch has code for that."""
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_a_param_beside_values(backend: str) -> None:
+    """It may change with the prompt, so it is no column of the token's own."""
     body = "param budget = 6\nparam a = prompt / 4\nscore sum(attn) * sum(abs(v) * a over dims)"
     policy, spec = policy_of(body), spec_of(body)
     assert [column.rule for column in policy.columns] == ["sum"]
-    assert not spec.cpu_source.exists()
-    assert not compare(policy, spec, "torch", Case("p", budget=6)).failures
+    assert not compare(policy, spec, backend, Case("p", budget=6)).failures
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])

@@ -47,7 +47,7 @@ def test_selections_in_cpp(by: str) -> None:
         ),
         (
             "sketch top 4 dims by mean(abs(q * k) over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
-            "a sketch by anything but queries and reductions of keys over slots",
+            "a reduction over slots of what a query is compared with",
         ),
     ],
 )

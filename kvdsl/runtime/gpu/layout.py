@@ -32,6 +32,14 @@ def rows(slot, held, table, SIZE: tl.constexpr):
     return at
 
 
+@triton.jit
+def vectors(of, first_row, slot, held, table, SIZE: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr):
+    """The keys or values of these slots, whose head's begin with that row: float32 [slots, D_PAD], zeros where no token is held."""
+    d = tl.arange(0, D_PAD)[None, :]
+    at = first_row + rows(slot, held, table, SIZE)
+    return tl.load(of + at[:, None] * D + d, mask=held[:, None] & (d < D), other=0.0).to(tl.float32)
+
+
 # -- the tables --------------------------------------------------------------------------------------------------------
 
 

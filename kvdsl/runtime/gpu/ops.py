@@ -348,6 +348,45 @@ def least(x, mask):
     return -largest(-x, mask)
 
 
+# -- over the dims of vectors: of one, or of every slot's in a tile, whose axis 1 they are ------------------------------------
+
+
+@triton.jit
+def sum_over(x, there, AXIS: tl.constexpr):
+    """The sum of the dims that are there."""
+    return tl.sum(tl.where(there, x, 0.0), AXIS)
+
+
+@triton.jit
+def mean_over(x, there, AXIS: tl.constexpr):
+    """The mean."""
+    return tl.div_rn(sum_over(x, there, AXIS), tl.sum(tl.where(there, 1.0, 0.0), AXIS))
+
+
+@triton.jit
+def var_over(x, there, AXIS: tl.constexpr):
+    """The population variance, in two passes: no cancellation."""
+    return mean_over(square(x - tl.expand_dims(mean_over(x, there, AXIS), AXIS)), there, AXIS)
+
+
+@triton.jit
+def std_over(x, there, AXIS: tl.constexpr):
+    """The population deviation."""
+    return tl.sqrt_rn(var_over(x, there, AXIS))
+
+
+@triton.jit
+def max_over(x, there, AXIS: tl.constexpr):
+    """The largest, NaN if any is."""
+    return largest(x, there, AXIS)
+
+
+@triton.jit
+def min_over(x, there, AXIS: tl.constexpr):
+    """The smallest, NaN if any is."""
+    return -largest(-x, there, AXIS)
+
+
 # -- what a token has by itself: doubles, in the order that all backends share (docs/language.md) --------------------------
 
 

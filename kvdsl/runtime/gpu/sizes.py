@@ -14,7 +14,7 @@ _SETTLE_ELEMENTS = 2048
 """Of a [G, BLOCK] tile of logits in `settle`: 16 a thread (8 on AMD)."""
 
 _ALONE_ELEMENTS = 8192
-"""The same where a program has all slots of a KV head, or of a row, and four times as many threads."""
+"""The same where a program has all slots of a KV head, or of a row, and four times as many threads; of keys or values likewise."""
 
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
@@ -164,6 +164,7 @@ class Sizes:
             "PIECES_PAD": _power_of_two(pieces),
             "W_PAD": _matrix(width),
             "BLOCK": self.alone_block if alone else self.settle_block,
+            "ROWS": max(16, _ALONE_ELEMENTS // _power_of_two(max(self.key_dim, self.value_dim))),
         }
 
     def pieces(self, slots: int, pairs: int, processors: int) -> tuple[int, int]:

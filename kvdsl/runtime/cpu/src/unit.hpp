@@ -472,6 +472,10 @@ class Unit {
     slots.work_stride = work_.slot_stride;
     slots.params = params();
     slots.constant = constants_of(args_, head_);
+    slots.key_dim = args_.key_dim;
+    slots.value_dim = args_.value_dim;
+    slots.keys = keys_;
+    slots.values = values_;
     slots.random_key = absorb(absorb(args_.seed, args_.layer), args_.head_offset + head_);
   }
 
@@ -482,10 +486,6 @@ class Unit {
     query.logit = work_.logit;
     query.query = work_.plain_query;
     query.group = args_.group;
-    query.key_dim = args_.key_dim;
-    query.value_dim = args_.value_dim;
-    query.keys = keys_;
-    query.values = values_;
     return query;
   }
 

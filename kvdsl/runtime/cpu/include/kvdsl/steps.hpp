@@ -46,6 +46,12 @@ void observe(const Query& query) {
 }
 
 template <class T, class Policy>
+void settle_slots(Head& head) {
+  HeadOf<T> slots{head};
+  Policy::settle(slots);
+}
+
+template <class T, class Policy>
 void rank_slots(const Query& query, float* by) {
   Policy::expression(typed<T>(query), by);
 }
@@ -74,7 +80,7 @@ constexpr Steps steps = {dtype<T>,
                          Policy::hard_cap,
                          places<Policy> ? Policy::place : nullptr,
                          observe<T, Policy>,
-                         Policy::settle,
+                         settle_slots<T, Policy>,
                          selecting<T, Policy>};
 
 template <class T, class Policy>

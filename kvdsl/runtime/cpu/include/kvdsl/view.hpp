@@ -115,6 +115,10 @@ struct Slots {
   const double* params;
   Constants constant;
   uint32_t random_key;  // the hash of seed, layer and head
+  int key_dim;
+  int value_dim;
+  Layout keys;    // rows of key_dim, of the model's dtype; none at the end of a prompt
+  Layout values;  // rows of value_dim
 
   bool visible(int i) const { return position[i] >= oldest; }
   int age(int i) const { return newest - position[i]; }
@@ -215,7 +219,55 @@ struct Slots {
     return -max([&](int i) { return -value(i); });
   }
 
+  // The same of value(i, d), for every dim: row by row, as keys lie in memory.
+  template <class Value>
+  std::vector<float> sum_of_dims(int dims, Value&& value) const {
+    return fold_dims(dims, 0.0f, [&](float total, int i, int d) { return total + value(i, d); });
+  }
+
+  template <class Value>
+  std::vector<float> mean_of_dims(int dims, Value&& value) const {
+    std::vector<float> means = sum_of_dims(dims, value);
+    for (float& mean : means) mean /= static_cast<float>(count());
+    return means;
+  }
+
+  template <class Value>
+  std::vector<float> var_of_dims(int dims, Value&& value) const {
+    const std::vector<float> centre = mean_of_dims(dims, value);
+    return mean_of_dims(dims, [&](int i, int d) { return square(value(i, d) - centre[d]); });
+  }
+
+  template <class Value>
+  std::vector<float> std_of_dims(int dims, Value&& value) const {
+    std::vector<float> deviations = var_of_dims(dims, value);
+    for (float& deviation : deviations) deviation = std::sqrt(deviation);
+    return deviations;
+  }
+
+  template <class Value>
+  std::vector<float> max_of_dims(int dims, Value&& value) const {
+    return fold_dims(dims, -INFINITY, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
+  }
+
+  template <class Value>
+  std::vector<float> min_of_dims(int dims, Value&& value) const {
+    return fold_dims(dims, INFINITY, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
+  }
+
  private:
+  template <class Fold>
+  std::vector<float> fold_dims(int dims, float start, Fold&& fold) const {
+    std::vector<float> folded(static_cast<std::size_t>(dims), start);
+    float* const to = folded.data();
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+#pragma omp simd
+      for (int d = 0; d < dims; ++d) to[d] = fold(to[d], i, d);
+    }
+    return folded;
+  }
+
   float* ring_row(int r, int size, int query) const { return column(ring_rows[r] + query % size); }
 
   // Row by row, so that the loop over slots vectorises.
@@ -261,68 +313,24 @@ struct Query : Slots {
   const float* logit;  // [slots] the score before softmax, likewise; valid if Policy::needs_logit
   const float* query;  // [group, key_dim], not scaled
   int group;
-  int key_dim;
-  int value_dim;
-  Layout keys;    // rows of key_dim, of the model's dtype
-  Layout values;  // rows of value_dim
   const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
   int dims;
 
   float q(int g, int d) const { return query[g * key_dim + d]; }
-
-  // Reductions over the visible slots of value(i, d), for every dim: row by row, as keys lie in memory.
-  template <class Value>
-  std::vector<float> sum_of_dims(Value&& value) const {
-    return fold_dims(0.0f, [&](float total, int i, int d) { return total + value(i, d); });
-  }
-
-  template <class Value>
-  std::vector<float> mean_of_dims(Value&& value) const {
-    std::vector<float> means = sum_of_dims(value);
-    for (float& mean : means) mean /= static_cast<float>(count());
-    return means;
-  }
-
-  template <class Value>
-  std::vector<float> var_of_dims(Value&& value) const {
-    const std::vector<float> centre = mean_of_dims(value);
-    return mean_of_dims([&](int i, int d) { return square(value(i, d) - centre[d]); });
-  }
-
-  template <class Value>
-  std::vector<float> std_of_dims(Value&& value) const {
-    std::vector<float> deviations = var_of_dims(value);
-    for (float& deviation : deviations) deviation = std::sqrt(deviation);
-    return deviations;
-  }
-
-  template <class Value>
-  std::vector<float> max_of_dims(Value&& value) const {
-    return fold_dims(-INFINITY, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
-  }
-
-  template <class Value>
-  std::vector<float> min_of_dims(Value&& value) const {
-    return fold_dims(INFINITY, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
-  }
-
- private:
-  template <class Fold>
-  std::vector<float> fold_dims(float start, Fold&& fold) const {
-    std::vector<float> folded(static_cast<std::size_t>(key_dim), start);
-    for (int i = 0; i < slots; ++i) {
-      if (!visible(i)) continue;
-      for (int d = 0; d < key_dim; ++d) folded[d] = fold(folded[d], i, d);
-    }
-    return folded;
-  }
 };
 
 // The same with the cached keys and values, for a policy whose observe is a template over them.
-template <class T>
-struct QueryOf : Query {
-  float k(int i, int d) const { return to_float(reinterpret_cast<const T*>(keys.row(i))[d]); }
-  float v(int i, int d) const { return to_float(reinterpret_cast<const T*>(values.row(i))[d]); }
+template <class T, class Seen>
+struct Typed : Seen {
+  float k(int i, int d) const { return to_float(reinterpret_cast<const T*>(this->keys.row(i))[d]); }
+  float v(int i, int d) const { return to_float(reinterpret_cast<const T*>(this->values.row(i))[d]); }
 };
+
+template <class T>
+using QueryOf = Typed<T, Query>;
+
+// And for one whose settle is.
+template <class T>
+using HeadOf = Typed<T, Head>;
 
 }  // namespace kvdsl

@@ -1,0 +1,118 @@
+"""What a function of printed Python computes several times, computed once: `let` says a thing once, and inlined it stands many times.
+
+All expressions are pure, so that it makes no difference when they are computed.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+_VIEWS = frozenset({"unsqueeze", "number", "scalar", "exact", "vector", "vectors", "column", "ring", "double", "item"})
+"""Calls that are not worth a name."""
+
+_SIGNS: dict[type[ast.AST], str] = {
+    ast.Add: "sum", ast.Sub: "difference", ast.Mult: "product", ast.Div: "quotient", ast.Mod: "rest", ast.Pow: "power",
+    ast.Compare: "condition", ast.BitAnd: "condition", ast.BitOr: "condition", ast.Invert: "condition", ast.USub: "negative",
+}  # fmt: skip
+
+
+def shared(lines: Sequence[str]) -> tuple[str, ...]:
+    """The lines of a function's body, with names for what stands in them more than once."""
+    text, names = "\n".join(lines), 0
+    while (found := _largest(text)) is not None:
+        names += 1
+        text = _named(text, found, f"{_called(found[0].node)}__{names}")
+    return tuple(_numbered(text).split("\n"))
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where an expression stands: offsets into the text; `line`: the offset of its statement."""
+
+    node: ast.expr
+    begin: int
+    end: int
+    line: int
+
+
+def _largest(text: str) -> list[_Place] | None:
+    """All places of the longest expression that has several."""
+    found: dict[str, list[_Place]] = {}
+    for place in _places(text):
+        found.setdefault(ast.dump(place.node), []).append(place)
+    several = [places for places in found.values() if len(places) > 1]
+    return max(several, key=lambda places: places[0].end - places[0].begin, default=None)
+
+
+def _places(text: str) -> Iterator[_Place]:
+    starts = [0]
+    for line in text.split("\n"):
+        starts.append(starts[-1] + len(line) + 1)
+    for statement in ast.parse(_as_function(text)).body[0].body:  # type: ignore[attr-defined]
+        for node in _outside_lambdas(statement):
+            if isinstance(node, ast.expr) and _worth(node):
+                assert node.end_lineno is not None and node.end_col_offset is not None
+                begin = starts[node.lineno - 2] + node.col_offset - 1
+                end = starts[node.end_lineno - 2] + node.end_col_offset - 1
+                yield _Place(node, begin, end, starts[statement.lineno - 2])
+
+
+def _as_function(text: str) -> str:
+    """`return` may stand in it. Every line is one column further to the right, and one further down."""
+    return "def body():\n" + "\n".join(f" {line}" for line in text.split("\n"))
+
+
+def _outside_lambdas(node: ast.AST) -> Iterator[ast.AST]:
+    """What has the same value wherever in the function it stands."""
+    yield node
+    if not isinstance(node, ast.Lambda):
+        for child in ast.iter_child_nodes(node):
+            yield from _outside_lambdas(child)
+
+
+def _worth(node: ast.expr) -> bool:
+    if isinstance(node, ast.Call):
+        return isinstance(node.func, ast.Attribute) and node.func.attr not in _VIEWS
+    if isinstance(node, ast.UnaryOp):
+        return not isinstance(node.operand, (ast.Constant, ast.Name, ast.Attribute))
+    return isinstance(node, (ast.BinOp, ast.Compare))
+
+
+def _called(node: ast.expr) -> str:
+    """What it is, in a word."""
+    if isinstance(node, ast.Call):
+        assert isinstance(node.func, ast.Attribute)
+        first = node.args[0] if node.args else None
+        kind = f"{first.value}_" if node.func.attr.startswith("over_") and isinstance(first, ast.Constant) else ""
+        return f"{kind}{node.func.attr}"
+    sign = node if isinstance(node, ast.Compare) else node.op  # type: ignore[attr-defined]
+    return _SIGNS[type(sign)]
+
+
+def _numbered(text: str) -> str:
+    """The text with its new names numbered as they come, past those that stand in it already."""
+    number = 0
+    for name in re.findall(r"^(\w+__\d+) = ", text, re.MULTILINE):
+        stem = name.rpartition("__")[0]
+        number += 1
+        while re.search(rf"\b{stem}_{number}\b", text):
+            number += 1
+        text = re.sub(rf"\b{name}\b", f"{stem}_{number}", text)
+    return text
+
+
+def _named(text: str, places: list[_Place], name: str) -> str:
+    """The text with the name in all of the places, and a line before the first that says what it is."""
+    first = places[0]
+    value = text[first.begin : first.end]
+    for place in sorted(places, key=lambda one: -one.begin):
+        begin, end = place.begin, place.end
+        around = text[begin - 1 : begin], text[end : end + 1]
+        if around == ("(", ")") and not (text[begin - 2 : begin - 1].isalnum() or text[begin - 2 : begin - 1] in "_)]"):
+            begin, end = begin - 1, end + 1  # a name needs no parentheses
+        text = text[:begin] + name + text[end:]
+    line = min(place.line for place in places)
+    return f"{text[:line]}{name} = {value}\n{text[line:]}"
