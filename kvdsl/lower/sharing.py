@@ -86,7 +86,7 @@ def _called(node: ast.expr) -> str:
     if isinstance(node, ast.Call):
         assert isinstance(node.func, ast.Attribute)
         first = node.args[0] if node.args else None
-        kind = f"{first.value}_" if node.func.attr.startswith("over_") and isinstance(first, ast.Constant) else ""
+        kind = f"{first.value!s}_" if node.func.attr.startswith("over_") and isinstance(first, ast.Constant) else ""
         return f"{kind}{node.func.attr}"
     sign = node if isinstance(node, ast.Compare) else node.op  # type: ignore[attr-defined]
     return _SIGNS[type(sign)]

@@ -64,6 +64,7 @@ _READING = {
     "what a token has": "param budget = 7\nscore -dot(vector, k) + max(where(vector > head, k, head * direction) over dims)",
     "a score": "param budget = 7\nscore sum(attn) * where(head > 0.5, head, layer_) - head\nkeep where age < 3 * head",
     "a score, before a token is placed": "param budget = 7\nscore head * sum(attn) - position * layer_\ncap hard",
+    "who leaves a prompt": "param budget = 4\nscore where(head == layer_, age, sum(attn) - age)\nkeep first 1",
     "a reduction over queries": "param budget = 7\nscore mean(attn * head + layer_) + sum(attn > head * max(attn over slots))",
     "a reduction over queries and dims": "param budget = 7\nscore max(sum(q * vector * k over dims))",
     "a selection": "select top 5 by dot(q * direction, k) + head * position",

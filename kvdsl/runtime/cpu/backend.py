@@ -111,8 +111,9 @@ class CpuBackend:
         state, position, numbers = held.state, held.position, held.numbers.contiguous()
         batch, heads, slots = position.shape
         args = DecodeArgs(
-            batch=batch, kv_heads=heads, group=1, slots=slots, tokens=1, **strides_of(numbers), window=state.window or 0,
-            layer=state.layer, head_offset=state.head_offset, threads=torch.get_num_threads(), seed=state.seed & 0xFFFFFFFF,
+            batch=batch, kv_heads=heads, group=1, slots=slots, tokens=1, key_dim=held.kept["keys"].shape[-1], **strides_of(numbers),
+            window=state.window or 0, layer=state.layer, head_offset=state.head_offset, threads=torch.get_num_threads(),
+            seed=state.seed & 0xFFFFFFFF,
         )  # fmt: skip
         tensors = {
             "position": position, "state": held.kept["columns"], "ring_rows": state.ring_rows(), "params": numbers,
