@@ -161,7 +161,9 @@ def _refuse_statements(policy: Policy) -> None:
     refused = {
         "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
-        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and policy.when != "prefill",
+        "`pages` of what eviction leaves": policy.pages is not None
+        and policy.budget is not None
+        and policy.when != "prefill",
         "`pages` that do not begin with the text": policy.pages_after is not None and policy.when != "prefill",
         # After a prompt nothing leaves, and nobody has to agree.
         f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",

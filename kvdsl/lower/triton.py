@@ -241,7 +241,9 @@ def _refuse_statements(policy: Policy) -> None:
         "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
         "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
-        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and policy.when != "prefill",
+        "`pages` of what eviction leaves": policy.pages is not None
+        and policy.budget is not None
+        and policy.when != "prefill",
         "`pages` that do not begin with the text": policy.pages_after is not None and policy.when != "prefill",
         "`victims shared by layers`": policy.victims == "layers",
     }

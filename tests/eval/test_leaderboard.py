@@ -15,7 +15,7 @@ from click.testing import CliRunner
 
 from kvdsl.errors import KvdslError
 from kvdsl_lab.assets import book_text
-from kvdsl_lab.cli.leaderboard import command
+from kvdsl_lab.cli.leaderboard import command, names_of_policies
 from kvdsl_lab.eval.abreast import feed
 from kvdsl_lab.leaderboard import chat, claim, facts, haystacks, kinds, report, ruler, run, summary, tasks
 from kvdsl_lab.leaderboard.questions import Question, lay_out, template
@@ -320,3 +320,11 @@ def test_an_unknown_task_is_named() -> None:
     assert found.exit_code != 0
     assert isinstance(found.exception, KvdslError)
     assert "there is no task `poetry`; there are books" in str(found.exception)
+
+
+def test_a_shelf_stands_for_its_policies() -> None:
+    """Of the gallery those whom nobody has to give anything."""
+    short, gallery = names_of_policies("all"), names_of_policies("gallery")
+    assert {"roco", "h2o"} <= {*short} and not {*short} & {*gallery}
+    assert "keydiff" in gallery and "kvzap" not in gallery
+    assert names_of_policies("mine.kv") == ["mine.kv"]

@@ -16,7 +16,9 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 
 @click.command()
 @policies_option(
-    "all", help="Shipped policies, or .kv files; `all` for every shipped one. The full cache is always among them."
+    "all",
+    help="Shipped policies, or .kv files; `all` for the short list, `gallery` for those of the gallery that need nothing from "
+    "their caller. The full cache is always among them.",
 )
 @quick_option(
     policies="full,streaming_llm,h2o,roco,snapkv", rates="0.25", tokens="128", length=768, items=6,
@@ -85,14 +87,13 @@ def command(
     from kvdsl.environment import environment
     from kvdsl.files import write_whole
     from kvdsl.generation.models import check_length, read_text
-    from kvdsl.shipped import shipped_policies
     from kvdsl_lab.assets import all_books
     from kvdsl_lab.eval.caches import parse_budgets, parse_policies
     from kvdsl_lab.leaderboard import report, run, summary
     from kvdsl_lab.leaderboard.claim import compare
     from kvdsl_lab.leaderboard.tasks import chosen
 
-    wanted = [path.stem for path in shipped_policies()] if policies == "all" else parse_policies(policies)
+    wanted = [name for part in parse_policies(policies) for name in names_of_policies(part)]
     book = all_books() if text is None else read_text(text)
     policy_names = tuple(dict.fromkeys(["full", *wanted, *([] if claim is None else [claim])]))
     budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
@@ -125,6 +126,19 @@ def command(
         click.echo(json.dumps(result, indent=1))
     else:
         _show(result, out)
+
+
+def names_of_policies(name: str) -> list[str]:
+    """The policies that a name stands for."""
+    from kvdsl.compiler import analyse
+    from kvdsl.shipped import gallery_policies, shipped_policies
+
+    if name == "all":
+        return [path.stem for path in shipped_policies()]
+    if name == "gallery":
+        given = {path.stem: analyse(path).policy.given for path in gallery_policies()}
+        return [stem for stem, values in given.items() if all(value.default is not None for value in values)]
+    return [name]
 
 
 def _show(result: dict[str, Any], out: Path) -> None:
