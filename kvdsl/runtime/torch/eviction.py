@@ -110,7 +110,7 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
         raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
-    if held.evicts and (_watchers or not (_fits(held) or kernel(held))):
+    if held.evicts and (_watchers or not (_fits(held) or _nobody_leaves(held, overflow) or kernel(held))):
         evict([held], overflow)
     then()
 
@@ -123,11 +123,27 @@ def _fits(held: Held) -> bool:
     return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
 
 
+def _nobody_leaves(held: Held, excess: Excess) -> bool:
+    """Whether nobody has to, where that is asked: on a CPU, and of budgets that read no data. A GPU would be waited for."""
+    spec = held.state.spec
+    if (
+        held.position.device.type != "cpu"
+        or torch.compiler.is_compiling()
+        or spec.measures
+        or spec.across
+        or spec.across_layers
+    ):
+        return False
+    live = (held.position >= 0).sum(-1, keepdim=True)
+    leaving = excess(live, held.state.settings.per_head(held.numbers)) * held.rows.view(-1, 1, 1)
+    return not bool((leaving > 0).any())
+
+
 def make_room(held: Held) -> None:
     """Under a hard cap: evict before a token is placed."""
     if held.waits and held.state.together is not None:
         held.state.together.make_room(held.rows)
-    elif held.evicts:
+    elif held.evicts and (_watchers or not _nobody_leaves(held, overflow_before_placing)):
         evict([held], overflow_before_placing)
 
 
@@ -169,7 +185,7 @@ class Together:
 def evict(layers: Sequence[Held], excess: Excess) -> None:
     """Free the victims' slots in place: their positions become FREE.
 
-    Everything is computed at every settle, due or not: asking would wait for the device.
+    Everything is computed, due or not: to ask a GPU is to wait for it.
     """
     for held, leaving in zip(layers, _victims(layers, excess), strict=True):
         _remember(held, leaving)
