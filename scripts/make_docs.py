@@ -412,7 +412,10 @@ BOARD = ROOT / "results" / "leaderboard"
 def choosing_page() -> str:
     """Which policy for which job: what was written, and the leaderboard's table in it."""
     written = (DOCS / "notes" / "pages" / "choosing.md").read_text(encoding="utf-8")
-    return wrapped(MADE + written.replace("{quality}\n", quality_table()).replace("{picture}", PICTURE))
+    tables = {"{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{picture}": PICTURE}
+    for place, made in tables.items():
+        written = written.replace(place, made)
+    return wrapped(MADE + written)
 
 
 @dataclass(frozen=True)
@@ -436,6 +439,10 @@ class _Measured:
         if self.shown == "bytes":
             return f"{row['bytes'] / 2**20:.1f}"
         whole = row["policy"] == "full"
+        if row["note"] and not whole:  # it did nothing: no number under its name
+            return str(row["note"]).partition(",")[0]
+        if self.shown == "count":
+            return f"{row['mean'] * row['items']:.0f}"
         if self.shown == "behind_full":
             return "0" if whole else f"{self._interval(*row['behind_full'])}, {row['place']}"
         return self._interval(row["mean"], row["low"], row["high"]) + ("" if whole else f", {row['place']}")
@@ -461,6 +468,21 @@ def quality_table() -> str:
     policies = dict.fromkeys(policy for cells in reversed(columns) for policy in cells)
     lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
     return _table(("policy", *(one.head for one in QUALITY)), lines)
+
+
+EVERYBODY = (
+    _Measured("behind a prompt: KL", "gallery", "nearness: kl", 0.25, digits=3),
+    _Measured("of six codes, asked for in the prompt", "gallery", "fact: known", 0.25, "count"),
+    _Measured("later", "gallery", "fact: later", 0.25, "count"),
+    _Measured("MiB", "gallery", "nearness: kl", 0.25, "bytes"),
+)
+
+
+def everybody_table() -> str:
+    """The short list and the gallery, the nearest to the full cache first."""
+    columns = [one.cells() for one in EVERYBODY]
+    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
+    return _table(("policy", *(one.head for one in EVERYBODY)), lines)
 
 
 # -- all pages ---------------------------------------------------------------------------------------------------------
