@@ -124,15 +124,11 @@ def _fits(held: Held) -> bool:
 
 
 def _nobody_leaves(held: Held, excess: Excess) -> bool:
-    """Whether nobody has to, where that is asked: on a CPU, and of budgets that read no data. A GPU would be waited for."""
-    spec = held.state.spec
-    if (
-        held.position.device.type != "cpu"
-        or torch.compiler.is_compiling()
-        or spec.measures
-        or spec.across
-        or spec.across_layers
-    ):
+    """Whether nobody has to behind a decoded token, as far as that is asked: on a CPU (a GPU would be waited for), and of budgets that
+    read no data and are a head's own.
+    """
+    spec, shared = held.state.spec, held.state.spec.across or held.state.spec.across_layers
+    if held.of_prompt or held.position.device.type != "cpu" or torch.compiler.is_compiling() or spec.measures or shared:
         return False
     live = (held.position >= 0).sum(-1, keepdim=True)
     leaving = excess(live, held.state.settings.per_head(held.numbers)) * held.rows.view(-1, 1, 1)
