@@ -32,6 +32,7 @@ from kvdsl_lab.eval.benchmarks.run import claim
 from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
 from kvdsl_lab.leaderboard.tasks import TASKS, Task
+from kvdsl_lab.processes import end_with_parent
 
 Row = dict[str, Any]
 Pair = tuple[str, "float | None"]
@@ -249,6 +250,7 @@ def _begin(plan: Plan) -> None:
     global _bench
     import torch
 
+    end_with_parent()
     torch.set_num_threads(1)
     _bench = Bench(plan)
 

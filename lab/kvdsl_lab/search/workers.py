@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Policy
+from kvdsl_lab.processes import end_with_parent
 from kvdsl_lab.search.judge import Judge
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def _begin(plan: Plan) -> None:
 
     from kvdsl_lab.search.run import Material, judge_of
 
+    end_with_parent()
     torch.set_num_threads(1)
     _judge = judge_of(plan, Material.of(plan))
 
