@@ -219,7 +219,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         last=last.text,
         score=tuple(one.printed() for one in score),
         scores=len(rows),
-        reads_vectors=bool(scored) or any(one.vectors for one in score),
+        reads_vectors=bool(scored) or any(one.reads for one in score),
         tops=texts(tops),
         spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,

@@ -284,13 +284,13 @@ class Loop:
     """One pass over the slots, in blocks: statements before it, in it and after it. Without any in it, there is none.
 
     Attributes:
-        vectors: `k`, `v`: what it reads of every slot; then blocks are smaller.
+        reads: `k`, `v`: what it reads of every slot; then blocks are smaller.
     """
 
     before: tuple[str, ...]
     body: tuple[str, ...]
     after: tuple[str, ...] = ()
-    vectors: tuple[str, ...] = ()
+    reads: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -307,10 +307,10 @@ class Pass:
         return uses_of(*self.before, *self.body, *self.after)
 
     @property
-    def vectors(self) -> tuple[str, ...]:
+    def reads(self) -> tuple[str, ...]:
         """`k`, `v`: what it reads of every slot."""
         return tuple(name for name in ("k", "v") if name in names_of(self.uses, "input"))
 
     def printed(self) -> Loop:
         """What a template places."""
-        return Loop(texts(self.before), texts(self.body), texts(self.after), self.vectors)
+        return Loop(texts(self.before), texts(self.body), texts(self.after), self.reads)

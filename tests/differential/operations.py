@@ -147,12 +147,6 @@ _DRAWN = {
 """Where random numbers can be drawn."""
 
 
-def draws() -> Iterator[tuple[str, Policy]]:
-    """Random numbers, at every place where they can stand."""
-    for place, text in _DRAWN.items():
-        yield f"random in {place}", policy(text)
-
-
 _RANKED = {
     "all": "param budget = 7\nscore rank(sum(attn)) + rank(random()) / 20\nkeep where rank(-norm2(k)) < 2",
     "a query": "param budget = 7\nscore sum(rank(attn)) + sum(attn * rank(dot(q, k) + v_norm))\nlet v_norm = norm1(v)",
@@ -161,12 +155,6 @@ _RANKED = {
     "a page of a selection": "pages 3\nselect top 5 by dot(q, k) * rank(norm2(v) over page) + sum(q * rank(age over page) over dims)",
 }
 """Where slots can be ranked."""
-
-
-def ranks() -> Iterator[tuple[str, Policy]]:
-    """Ranks, at every place where they can stand."""
-    for place, text in _RANKED.items():
-        yield f"rank in {place}", policy(text)
 
 
 _FOLDED = {
@@ -181,12 +169,6 @@ _FOLDED = {
     "prunes, of heads that agree": "param budget = 7\nvictims shared by heads\nscore fold(prev / 2 + sum(attn) over prunes, 0)",
 }
 """Where folds can stand."""
-
-
-def folds() -> Iterator[tuple[str, Policy]]:
-    """Folds, at every place where they can stand."""
-    for place, text in _FOLDED.items():
-        yield f"fold over {place}", policy(text)
 
 
 _ROTATED = {
@@ -222,12 +204,6 @@ _COMPARED = {
 """Where slots can be compared with each other."""
 
 
-def comparisons() -> Iterator[tuple[str, Policy]]:
-    """Slots against each other, at every place where that can stand."""
-    for place, text in _COMPARED.items():
-        yield f"others in {place}", policy(text)
-
-
 _LOOKED_AT = {
     **{
         f"the {op} of others": f"param budget = 7\nscore dot(k, {op}(k * last(attn) over slots)) - norm2(v - {op}(v over slots))"
@@ -256,20 +232,6 @@ _LOOKED_AT = {
 """Where what is cached of slots can be looked at together with what changes."""
 
 
-def looks() -> Iterator[tuple[str, Policy]]:
-    """Keys and values beside what changes while they are cached."""
-    for place, text in _LOOKED_AT.items():
-        yield f"vectors in {place}", policy(_with_tensors(text))
-
-
-def rotations() -> Iterator[tuple[str, Policy]]:
-    """Rotated vectors, and leverages."""
-    for place, text in _ROTATED.items():
-        yield f"rotation in {place}", policy(text)
-    for place, text in _SPANNED.items():
-        yield f"leverage of {place}", policy(text)
-
-
 def all_operations() -> Iterator[tuple[str, Policy]]:
     """Every operation at every place, by what it is called in messages."""
     for op, row in ops.REDUCTIONS.items():
@@ -278,20 +240,19 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     yield from ((name, function(name)) for name in ops.FUNCTIONS)
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
-    yield from ranks()
-    yield from folds()
-    yield from rotations()
-    yield from comparisons()
-    yield from looks()
-    yield from draws()
-    yield from tensors()
+    yield from placed()
     yield from given()
 
 
-def tensors() -> Iterator[tuple[str, Policy]]:
-    """Tensors of files, in all places where they can stand."""
-    for place, text in _READING.items():
-        yield f"a tensor in {place}", policy(_with_tensors(text))
+def placed() -> Iterator[tuple[str, Policy]]:
+    """What is no operation of the table, at every place where it can stand."""
+    families = {
+        "random in": _DRAWN, "rank in": _RANKED, "fold over": _FOLDED, "rotation in": _ROTATED, "leverage of": _SPANNED,
+        "others in": _COMPARED, "vectors in": _LOOKED_AT, "a tensor in": _READING,
+    }  # fmt: skip
+    for what, places in families.items():
+        for place, text in places.items():
+            yield f"{what} {place}", policy(_with_tensors(text))
 
 
 def _with_tensors(text: str) -> str:

@@ -47,8 +47,12 @@ void observe(const Query& query) {
 
 template <class T, class Policy>
 void settle_slots(Head& head) {
-  HeadOf<T> slots{head};
-  Policy::settle(slots);
+  if constexpr (Policy::settle_reads_keys) {
+    HeadOf<T> slots{head};
+    Policy::settle(slots);
+  } else {
+    Policy::settle(head);
+  }
 }
 
 template <class T, class Policy>

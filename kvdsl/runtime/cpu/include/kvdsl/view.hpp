@@ -43,6 +43,7 @@ struct Policy {
   static constexpr bool forgets = false;       // whether only a prompt's queries are observed
   static constexpr bool prefill_only = false;  // whether tokens leave at the end of a prompt only
   static constexpr bool hard_cap = false;      // whether room is made before a token is placed
+  static constexpr bool settle_reads_keys = false;  // or values: settle is a template over HeadOf's dtype
   static void place(const Slot&) {}
   static void observe(const Query&) {}
   static void settle(Head&) {}
