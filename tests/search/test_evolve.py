@@ -29,8 +29,8 @@ class Stub:
 
     cases, rungs = (16, 32), ("values", "both")
 
-    def __init__(self) -> None:
-        self.calls = 0
+    def __init__(self, choice: str | None = None) -> None:
+        self.calls, self.choice = 0, choice
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         self.calls += len(policies)
@@ -42,6 +42,8 @@ class Stub:
     def _errors(self, policy: Policy, rung: int) -> list[float]:
         text = in_words(policy)
         shares = [float(share) for share in re.findall(r"keep last ([\d.]+) \* budget", text)]
+        if rung == len(self.rungs):  # the choice: the more for what is recent, the better
+            return [budget * (2.0 - sum(shares)) for budget in self.cases]
         recent = min((abs(share - 0.25) for share in shares), default=1.0)
         own = zlib.crc32(text.encode()) / 2**37  # no two policies do the same
         return [budget * (2.0 - ("(v)" in text) + rung * recent) + 0.01 * len(text) + own for budget in self.cases]
@@ -119,6 +121,18 @@ def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: 
             for simpler in without_parts(one.policy).values():
                 told = found.judged(simpler, "test", [], 1)
                 assert told is None or told.error > one.error * 1.002, "it could be simpler"
+
+
+def test_finalists_are_chosen_on_another_text(tmp_path: Path) -> None:
+    judge = Stub("another text")
+    with Store(tmp_path / "a", FACTS) as store:
+        found = Evolution(judge, store, Bounds(), 0, None, 300)
+        found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
+        alone, _ = search(tmp_path / "b", 300)
+        assert found.population == alone.population, "what is searched on alone decides where the search goes"
+        errors = [one.error for one in found.chosen(found.population)]
+        (finalist,) = found.finalists(1)
+    assert finalist.error == min(errors) < errors[0], "the best there, which is not the best of the search"
 
 
 def test_the_same_in_other_words_stands_once_however_it_is_rounded(tmp_path: Path) -> None:

@@ -146,6 +146,23 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
 
 
+def test_the_command_chooses_on_another_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from kvdsl_lab.assets import all_books
+
+    (tmp_path / "other.txt").write_text(all_books()[-20_000:], encoding="utf-8")
+    here = run(capsys, *SEARCH, "--out", str(tmp_path / "here"), "--json", "--no-plots").json()
+    other = [*SEARCH, "--choose-on", str(tmp_path / "other.txt"), "--no-plots", "--out", str(tmp_path / "there"), "--json"]
+    there = run(capsys, *other).json()
+    assert there["curve"] == here["curve"], "it searches as without"
+    assert len(here["agreement"]) == 2
+    assert there["agreement"][2]["rung"] == "the next token's distribution, in 2 other texts"
+    assert {one["name"]: one["error"] for one in there["seeds"]} != {one["name"]: one["error"] for one in here["seeds"]}
+    assert "a text that was not searched on" in " ".join((tmp_path / "there" / "found_1.kv").read_text().split())
+    (tmp_path / "other.txt").write_text("Another one. " * 2_000, encoding="utf-8")
+    refused = run(capsys, *other)
+    assert refused.code == 2 and "is of another search: choice sha256 was" in refused.err
+
+
 @pytest.mark.slow
 def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     first = run(capsys, *SEARCH, "--out", str(tmp_path), "--json")
@@ -164,7 +181,7 @@ def test_several_processes_judge_as_one_does() -> None:
     policies = list(seeds().values())[:3]
     judge = judge_of(plan, Material.of(plan))
     with Workers(plan, 2) as workers:
-        assert (workers.cases, workers.rungs) == (judge.cases, judge.rungs)
+        assert (workers.cases, workers.rungs, workers.choice) == (judge.cases, judge.rungs, judge.choice)
         begun = workers.processor_time()
         for rung in (0, 1):
             alone = judge.errors(policies, rung)

@@ -48,6 +48,9 @@ PROOF_SHARE = 1 / 3
     "--finalists", type=click.IntRange(1), default=3, show_default=True, help="Policies that are written and proven."
 )
 @click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
+@click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
+              help="Another text; the finalists are those of the best that are the best there "
+                   "[default: the best on what is searched on].")  # fmt: skip
 @click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Of unseen text, for the proof.")
 @model_option
 @text_option
@@ -63,8 +66,8 @@ PROOF_SHARE = 1 / 3
 @json_option
 def command(
     budget: str, task: str, minutes: float, evaluations: int | None, state_bytes: int, operations: int, trigger: int, finalists: int,
-    texts: int, stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool, threads: int | None,
-    workers: int, seed: int, dtype: str | None, as_json: bool,
+    texts: int, choice: Path | None, stretches: int, model: str | None, text: Path | None, out: Path, fresh: bool, no_plots: bool,
+    threads: int | None, workers: int, seed: int, dtype: str | None, as_json: bool,
 ) -> None:  # fmt: skip
     """Search for policies: change those that there are, judge, keep the best, again.
 
@@ -79,6 +82,7 @@ def command(
     Examples:
       kvdsl search --budget 32 --minutes 1
       kvdsl search --model smollm2 --text book.txt --budget 64,128 --minutes 60
+      kvdsl search --model smollm2 --text book.txt --choose-on another.txt
       kvdsl search --model smollm2 --task prompt --bytes 4 --operations 8
     """
     import torch
@@ -96,7 +100,7 @@ def command(
         torch.set_num_threads(threads)
     until = time.monotonic() + 60 * minutes
     bounds = Bounds(state_bytes, operations, trigger=trigger)
-    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches, texts)
+    plan = Plan(model, dtype, text, tuple(sorted(set(whole_numbers(budget)))), tasks, bounds, seed, stretches, texts, choice)
     with opened(plan, out, fresh=fresh, workers=workers) as run, status("kvdsl search") as tell:
         run.search(until - 60 * minutes * PROOF_SHARE, evaluations, tell)
         result = {"format_version": FORMAT_VERSION, **run.finish(finalists, until, tell)}

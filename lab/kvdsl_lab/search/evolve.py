@@ -53,6 +53,10 @@ class Judges(Protocol):
     def rungs(self) -> Sequence[str]:
         """What their errors are of, the cheapest first."""
 
+    @property
+    def choice(self) -> str | None:
+        """What the errors are of by which the finalists are chosen, on the number behind the last rung's; None: the last rung's."""
+
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
         """Of every policy the error in each case."""
 
@@ -162,10 +166,23 @@ class Evolution:
         one = self._admitted(policy, move, parents, again=True)
         return None if one is None else self._all_judged([one], rung, always=True)[0]
 
+    @property
+    def choosing(self) -> int:
+        """The rung by which finalists are chosen."""
+        return self._last + (self.judge.choice is not None)
+
+    def chosen(self, many: Sequence[Found]) -> list[Found]:
+        """Policies as the rung sees them that chooses, judged whatever the time."""
+        return self._all_judged([one.known for one in many], self.choosing, always=True)
+
     def finalists(self, count: int) -> list[Found]:
-        """The best of each number of bytes of state, the best first, then the next best; no seeds, and without what they do not need."""
+        """The best of each number of bytes of state, the best first, then the next best; no seeds, and without what they do not need.
+
+        On another text than is searched on, where there is one: the best of many is the best there partly by chance.
+        """
         seeds = {one.key for one in self.seeds.values()}
-        found = [one for one in self.population if one.key not in seeds]
+        there = self.chosen([one for one in self.population if one.key not in seeds])
+        found = sorted(there, key=lambda one: (one.weighed, one.key))
         firsts = {one.size.state_bytes: one for one in reversed(found)}
         ordered = sorted(firsts.values(), key=lambda one: one.error) + found
         simplest = {one.policy: one for one in map(self._simplest, dict.fromkeys(ordered[: 2 * count]))}
@@ -174,7 +191,7 @@ class Evolution:
     def _simplest(self, one: Found) -> Found:
         """The policy without every part that can be left out at next to no cost."""
         for policy in without_parts(one.policy).values():
-            simpler = self.judged(policy, "simplified", [one.key], self._last)
+            simpler = self.judged(policy, "simplified", [one.key], self.choosing)
             if simpler is not None and simpler.error <= one.error * (1 + SPARED):
                 return self._simplest(simpler)
         return one

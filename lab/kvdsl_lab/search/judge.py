@@ -155,13 +155,14 @@ class NextToken:
 
     Args:
         ids: int64 [texts, tokens].
+        which: what the texts are called.
     """
 
-    def __init__(self, model: Any, ids: Tensor) -> None:
+    def __init__(self, model: Any, ids: Tensor, which: str = "texts") -> None:
         self._model, self._ids = model, ids.to(model.device)
         self._read: dict[Case, _Read] = {}
         self._built = TemporaryDirectory(prefix="kvdsl-search-") if model.config.num_hidden_layers >= _DEEP else None
-        self.what = f"the next token's distribution, in {len(ids)} texts"
+        self.what = f"the next token's distribution, in {len(ids)} {which}"
 
     def errors(self, policies: Sequence[Policy], case: Case) -> list[float]:
         """See `Rung.errors`. The policies go through the model together."""
@@ -231,15 +232,21 @@ class Judge:
     Attributes:
         cases: what is asked.
         rungs: what their errors are of, the cheapest first.
+        choice: what the finalists' errors are of, if they are chosen on another text than is searched on.
     """
 
-    def __init__(self, cases: Sequence[Case], rungs: Sequence[Rung]) -> None:
-        self.cases, self._rungs = tuple(cases), tuple(rungs)
+    def __init__(self, cases: Sequence[Case], rungs: Sequence[Rung], choice: Rung | None = None) -> None:
+        self.cases, self._all = tuple(cases), (*rungs, *([] if choice is None else [choice]))
         self.rungs = tuple(rung.what for rung in rungs)
+        self.choice = None if choice is None else choice.what
 
     def errors(self, policies: Sequence[Policy], rung: int) -> list[list[float]]:
-        """Of every policy the error in each case, 0 (that of the full cache) upwards; see `Rung.errors`."""
-        return list(map(list, zip(*(self._rungs[rung].errors(policies, case) for case in self.cases), strict=True)))
+        """Of every policy the error in each case, 0 (that of the full cache) upwards; see `Rung.errors`.
+
+        Args:
+            rung: its number; the choice has the one behind the last.
+        """
+        return list(map(list, zip(*(self._all[rung].errors(policies, case) for case in self.cases), strict=True)))
 
     def processor_time(self) -> float:
         """Seconds that this process has had."""

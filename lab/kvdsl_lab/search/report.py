@@ -45,9 +45,13 @@ def docstring(found: Found, about: Mapping[str, Any], seeds: Mapping[str, Found]
     budgets, tasks = (" and ".join(map(str, about[name])) for name in ("budgets", "tasks"))
     return (
         f"Found by `kvdsl search` on {about['model']} (seed {about['seed']}) at budgets of {budgets} tokens ({tasks}): the next token's "
-        f"distribution "
+        f"distribution, on {_judged_on(about)}, "
         f"is {found.error:.4f} nats from the full cache's where `{name}`, the best that it began with, is {best.error:.4f} away."
     )
+
+
+def _judged_on(about: Mapping[str, Any]) -> str:
+    return "a text that was not searched on" if about["chosen on another text"] else "the text that was searched on"
 
 
 def _lines(text: str) -> str:
@@ -77,7 +81,7 @@ def page(result: Mapping[str, Any]) -> str:
         f"{about['kvdsl']}, torch {about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them "
         f"were within the bounds; judging took {60 * counts['processor_hours']:.3g} minutes of a processor.",
         "",
-        "*error*: how far the next token's distribution is from the full cache's, in nats, on the text that was searched on; the geometric "
+        f"*error*: how far the next token's distribution is from the full cache's, in nats, on {_judged_on(result)}; the geometric "
         "mean over the budgets and tasks. "
         "*state*: bytes of a slot beside key, value and position.",
         "",
@@ -91,7 +95,7 @@ def page(result: Mapping[str, Any]) -> str:
             for one in result["seeds"]
         ),
         "",
-        "Everything on the front, where nothing else is better in error, bytes and operations at once:",
+        "Everything on the front, where nothing else is better in error, on the text that was searched on, bytes and operations at once:",
         "",
         *(
             f"- {one['error']:.4f}, {one['state_bytes']} bytes, {one['nodes']} operations: `{one['text']}`"

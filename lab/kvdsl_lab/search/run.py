@@ -57,6 +57,7 @@ class Plan:
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
         texts: stretches that are judged on. On six, chance decided which policy was the best (docs/howto/search.md).
+        choice: another text, as many stretches of which choose the finalists; None: they are the best on what is searched on.
     """
 
     model: str | None
@@ -68,6 +69,7 @@ class Plan:
     seed: int = 0
     stretches: int = 4
     texts: int = 18
+    choice: Path | None = None
 
     @property
     def tokens(self) -> int:
@@ -87,40 +89,77 @@ class Material:
     Attributes:
         ids: int64 [texts + stretches, tokens].
         digest: of the whole text.
+        others: of the text on which the finalists are chosen, if there is one.
     """
 
     model: Any
     ids: Tensor
     digest: str
+    others: Others | None
 
     @staticmethod
     def of(plan: Plan) -> Material:
         """What a plan asks for.
 
         Raises:
-            KvdslError: if the text is too short for stretches that do not overlap, or a stretch too long for the model.
+            KvdslError: if a text is too short for stretches that do not overlap, or a stretch too long for the model.
         """
-        from kvdsl.generation.models import check_length, encode, load_model, read_text, windows
+        from kvdsl.generation.models import check_length, load_model, read_text
         from kvdsl_lab.assets import all_books
+        from kvdsl_lab.eval.linear import widened
 
         model, tokenizer = load_model(plan.model, plan.dtype)
+        model = widened(model)
         check_length(model, plan.tokens)
-        text, count = all_books() if plan.text is None else read_text(plan.text), plan.texts + plan.stretches
-        tokens = len(encode(tokenizer, text))
-        if tokens < plan.tokens * count:
-            raise KvdslError(
-                f"the text has {tokens} tokens, too few for {count} stretches of {plan.tokens} that do not overlap; "
-                "give a longer text, a smaller --budget, or fewer --texts or --stretches"
-            )
-        ids = windows(tokenizer, text, plan.tokens, count)
-        return Material(model, ids, hashlib.sha256(text.encode()).hexdigest()[:16])
+        text = all_books() if plan.text is None else read_text(plan.text)
+        ids = _stretches(tokenizer, text, plan.tokens, plan.texts + plan.stretches)
+        return Material(model, ids, _digest(text), None if plan.choice is None else Others.of(plan, plan.choice, tokenizer))
+
+
+@dataclass(frozen=True)
+class Others:
+    """Stretches of a text on which the finalists are chosen.
+
+    Attributes:
+        ids: int64 [texts, tokens].
+        digest: of the whole text.
+    """
+
+    ids: Tensor
+    digest: str
+
+    @staticmethod
+    def of(plan: Plan, path: Path, tokenizer: Any) -> Others:
+        """As many as are searched on."""
+        from kvdsl.generation.models import read_text
+
+        text = read_text(path)
+        return Others(_stretches(tokenizer, text, plan.tokens, plan.texts), _digest(text))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _stretches(tokenizer: Any, text: str, tokens: int, count: int) -> Tensor:
+    """Spread over a text, int64 [count, tokens]."""
+    from kvdsl.generation.models import encode, windows
+
+    there = len(encode(tokenizer, text))
+    if there < tokens * count:
+        raise KvdslError(
+            f"the text has {there} tokens, too few for {count} stretches of {tokens} that do not overlap; "
+            "give a longer text, a smaller --budget, or fewer --texts or --stretches"
+        )
+    return windows(tokenizer, text, tokens, count)
 
 
 def judge_of(plan: Plan, material: Material) -> Judge:
-    """Attention in a few layers, and then what the model makes of it."""
+    """Attention in a few layers, and then what the model makes of it; of another text, where there is one, to choose by."""
     ids = material.ids[: plan.texts]
     attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)], ROWS))
-    return Judge(plan.cases, (attention, NextToken(material.model, ids)))
+    choice = None if material.others is None else NextToken(material.model, material.others.ids, "other texts")
+    return Judge(plan.cases, (attention, NextToken(material.model, ids)), choice)
 
 
 class Run:
@@ -148,7 +187,9 @@ class Run:
             finalists: at most so many. The first and the best seed are always proven, others while `until` leaves time.
         """
         evolution = self._evolution
-        seeded = dict(sorted(evolution.seeds.items(), key=lambda named: named[1].error))
+        tell("choosing the finalists")
+        chosen = zip(evolution.seeds, evolution.chosen(list(evolution.seeds.values())), strict=True)
+        seeded = dict(sorted(chosen, key=lambda named: named[1].error))
         best = evolution.finalists(finalists)
         named = {report.name_of(number + 1): one for number, one in enumerate(best)}
         proven = list(self._proven(seeded, named, until, tell)) if best else []
@@ -180,7 +221,8 @@ class Run:
         plan, dtype = self._plan, str(self._material.model.dtype).removeprefix("torch.")
         return {
             "environment": environment(dtype=dtype, seed=plan.seed), "model": plan.model or "the reference model",
-            "text sha256": self._material.digest, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
+            "text sha256": self._material.digest, "chosen on another text": self._material.others is not None,
+            "tasks": list(plan.tasks), "budgets": list(plan.budgets),
             "bounds": asdict(plan.bounds), "seed": plan.seed,
             "tokens": plan.tokens, "stretches": plan.stretches, "texts": plan.texts,
         }  # fmt: skip
@@ -207,7 +249,7 @@ class Run:
         losses = {row.name: row.loss for row in proven if row.budget == self._plan.budgets[-1]}
         asked = len(self._plan.budgets) - 1
         told = []
-        for number, rung in enumerate(self._judge.rungs):
+        for number, rung in enumerate((*self._judge.rungs, *filter(None, [self._judge.choice]))):
             judged = {name: self._evolution.judged(found[name].policy, "agreement", [], number) for name in losses}
             errors = {name: one.errors[asked] for name, one in judged.items() if one is not None}
             told.append({"rung": rung, "rank_correlation": agreement(errors, losses)})
@@ -215,9 +257,9 @@ class Run:
 
     def _ablations(self, best: Found) -> list[Result]:
         """What the judge says of the best without its parts."""
-        last, found = len(self._judge.rungs) - 1, [{"what": "whole", "error": round(best.error, 6)}]
+        found = [{"what": "whole", "error": round(best.error, 6)}]
         for what, policy in without_parts(best.policy).items():
-            one = self._evolution.judged(policy, "ablation", [best.key], last)
+            one = self._evolution.judged(policy, "ablation", [best.key], self._evolution.choosing)
             if one is not None:
                 found.append({"what": what, "error": round(one.error, 6)})
         return found
@@ -238,6 +280,7 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False, workers: int = 1) -> I
         "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.digest,
         "stretches": plan.stretches, "texts": plan.texts, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
         "bounds": asdict(plan.bounds), "seed": plan.seed,
+        **({} if material.others is None else {"choice sha256": material.others.digest}),
     }  # fmt: skip
     with ExitStack() as there:
         store = there.enter_context(Store(out / "search.sqlite", facts, fresh=fresh))

@@ -33,7 +33,7 @@ class Workers:
             count, mp_context=multiprocessing.get_context("spawn"), initializer=_begin, initargs=(plan,)
         )
         with _all_there():
-            self.rungs = self._pool.submit(_rungs).result()
+            self.rungs, self.choice = self._pool.submit(_told).result()
 
     def __enter__(self) -> Workers:
         return self
@@ -81,9 +81,9 @@ def _begin(plan: Plan) -> None:
     _judge = judge_of(plan, Material.of(plan))
 
 
-def _rungs() -> tuple[str, ...]:
+def _told() -> tuple[tuple[str, ...], str | None]:
     assert _judge is not None
-    return _judge.rungs
+    return _judge.rungs, _judge.choice
 
 
 def _errors(policies: Sequence[Policy], rung: int) -> tuple[list[list[float]], float]:
