@@ -1,33 +1,28 @@
 """A policy as Triton: the last launch of a decode step (`settle`), and the first two of one whose query attends to a selection (`look` and
 `choose`), as a generated `kernels_triton.py` has them.
 
-A reduction over slots is hoisted into a loop of its own. `ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text
-calls; `kvdsl/lower/triton_expressions.py` has the expressions.
+`ops.py`, `evicting.py` and `select.py` of `kvdsl/runtime/gpu` have what the text calls; `kvdsl/lower/triton_loops.py` has the loops over
+slots, and `triton_expressions.py` the expressions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import (
-    Axis,
     Column,
     Expr,
     Keep,
     Number,
     Policy,
-    Reduce,
 )
 from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
     Use,
-    dims_of,
     form_of_select,
     fragment,
-    hoist,
-    is_vector,
     names_of,
     reads,
     texts,
@@ -37,7 +32,6 @@ from kvdsl.lower.numbers import heads_differ
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
     CAN,
-    OF_VECTORS,
     SKETCHED,
     STRENGTH,
     BlockPrinter,
@@ -45,25 +39,14 @@ from kvdsl.lower.triton_expressions import (
     DimPrinter,
     Loop,
     Pass,
-    TilePrinter,
     TokenPrinter,
-    dims_there,
     number,
-    of_every_slot,
-    ring_name,
     ring_size,
 )
+from kvdsl.lower.triton_loops import EXTREMES, INITIAL, hoisted_loops, row_at, values_of
 from kvdsl.passes.parts import in_parts
 
 _INT_MAX = 2**31 - 1
-_INITIAL = {"max": 'float("-inf")', "min": 'float("inf")'}
-_WINDOW = Use("helper", "window")
-_SLOTS = {
-    "visible": Fragment("visible = (pos >= 0) & (now - pos < window)", uses=(_WINDOW,)),
-    "cached": Fragment("cached = pos >= 0"),
-}
-_EXTREMES = {"max": "maximum", "min": "minimum"}
-_FOLDS = {"max": "ops.largest", "min": "ops.least"}
 _LOWER = "lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)"
 _OVERFLOW = {"capacity": "", "trigger": "1", "slack": "0", "max_drop": "0"}
 
@@ -267,7 +250,7 @@ def tensors_in(uses: Iterable[Use], kind: str, policy: Policy) -> tuple[tuple[st
 
 
 def _place(column: Column) -> Fragment:
-    initial = Fragment(_INITIAL.get(column.rule, "0.0"))
+    initial = Fragment(INITIAL.get(column.rule, "0.0"))
     value = TokenPrinter().value(column.body) if column.rule == "token" else initial
     return fragment(f"tl.store({column.name}_at + slot, {{}})", value)
 
@@ -278,10 +261,10 @@ def _place(column: Column) -> Fragment:
 def _observe(policy: Policy, folded: list[Column]) -> list[Pass]:
     if not folded:
         return []
-    loops, hoisted = _hoist(policy, "visible", [column.body for column in folded])
-    printer = BlockPrinter(hoisted)
+    loops, names = hoisted_loops(policy, "visible", [column.body for column in folded])
+    printer = BlockPrinter(names)
     lines = [_fold(column, printer) for column in folded]
-    return [*loops, Pass((), (*_values(policy, "visible", uses_of(*lines)), *lines))]
+    return [*loops, Pass((), (*values_of(policy, "visible", uses_of(*lines)), *lines))]
 
 
 def _fold(column: Column, printer: BlockPrinter) -> Fragment:
@@ -299,106 +282,8 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
     elif column.rule == "last":
         new = body
     else:
-        new = fragment(f"ops.{_EXTREMES[column.rule]}({{}}, {{}})", old, body)
+        new = fragment(f"ops.{EXTREMES[column.rule]}({{}}, {{}})", old, body)
     return fragment(f"tl.store({name}_at + i, {{}}, mask=visible)", new)
-
-
-_Rows = Mapping[str, int]
-"""Rows of `work` that hold a number for every slot, by its name."""
-
-
-def _values(policy: Policy, slots: str, uses: Iterable[Use], rows: _Rows | None = None) -> list[Fragment]:
-    """Statements that give a block's values the names that expressions read. Keys and values have theirs already.
-
-    Args:
-        slots: which count, by name.
-        rows: where numbers of slots are to be found; None where keys and values cannot be read.
-    """
-    inputs = names_of(uses, "input")
-    if {*inputs} & ({"q", "k", "v"} if rows is None else {"q"}):
-        raise NotLowerable(OF_VECTORS)
-    return [
-        *([_SLOTS[slots]] if slots in _SLOTS else []),
-        *(fragment(f"{name} = {{}}", value) for name, value in _from_queries(policy).items() if name in inputs),
-        *(Fragment(f"{name} = tl.load({name}_at + i, mask=inside, other=0.0)") for name in names_of(uses, "column")),
-        *(_ring_value(use) for use in dict.fromkeys(uses) if use.kind == "ring"),
-        *(_from_work(name, rows or {}) for name in names_of(uses, "row")),
-    ]
-
-
-def _from_work(name: str, rows: _Rows) -> Fragment:
-    return Fragment(f"{name} = tl.load(work + {_row(rows[name])}i, mask=inside, other=0.0)")
-
-
-def _from_queries(policy: Policy) -> dict[str, Fragment]:
-    """The inputs that a block computes, by name."""
-    attn = f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")'
-    attn = attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
-    return {
-        "attn": Fragment(attn),
-        "logit": Fragment(f'ops.logit(logits, i, slots, G, G_PAD, "{policy.group}")'),
-        "observed": Fragment("ops.observed(pos, now, window)", uses=(_WINDOW,)),
-    }
-
-
-def _ring_value(use: Use) -> Fragment:
-    arguments = f"{use.name}_at, column_stride, {{}}, i, pos, now, window"
-    return fragment(f"{ring_name(use)} = ops.ring_{use.op}({arguments})", ring_size(use.name), uses=[_WINDOW])
-
-
-def _hoist(
-    policy: Policy, slots: str, exprs: list[Expr], rows: dict[str, int] | None = None
-) -> tuple[list[Pass], dict[Expr, str]]:
-    """Loops that compute every reduction over slots or dims, inner ones first, and the names these get.
-
-    Args:
-        rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
-    """
-
-    def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass:
-        if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
-            raise NotLowerable(OF_VECTORS)
-        CAN.check(expr)
-        if expr.axis is Axis.DIM:
-            return _over_dims(policy, slots, expr, name, names, rows or {})
-        printer = TilePrinter(names) if is_vector(expr) else BlockPrinter(names)
-        body = printer.value(expr.body)
-        return _reduction(name, expr, body, slots, _values(policy, slots, body.uses, rows))
-
-    return hoist(exprs, loop)
-
-
-def _over_dims(policy: Policy, slots: str, expr: Reduce, name: str, names: dict[Expr, str], rows: dict[str, int]) -> Pass:
-    """What finds a reduction over dims: a loop that leaves it in a row of `work`, or one statement, if slots have it in common."""
-    there = dims_there(expr.body)
-    if not of_every_slot(expr):
-        return Pass((fragment(f"{name} = ops.{expr.op}_over({{}}, {there}, 0)", BlockPrinter(names).value(expr.body)),), ())
-    body = TilePrinter(names).value(expr.body)
-    values = _values(policy, slots, body.uses, rows)
-    rows[name] = len(rows)
-    found = fragment(f"{name} = ops.{expr.op}_over({{}}, ({there})[None, :], 1)", body)
-    left = Fragment(f"tl.store(work + {_row(rows[name])}i, {name}, mask=inside)")
-    return Pass((), (*values, found, left), (Fragment("tl.debug_barrier()"),))
-
-
-def _reduction(name: str, expr: Reduce, body: Fragment, slots: str, before: list[Fragment]) -> Pass:
-    """The loop of one reduction over slots, of numbers or, dim by dim, of vectors."""
-    zero, start, seen = "0.0", _INITIAL.get(expr.op, ""), slots
-    if is_vector(expr):
-        size = "E_PAD" if dims_of(expr.body) == "v" else "D_PAD"
-        zero, start, seen = f"tl.zeros([{size}], tl.float32)", f"tl.full([{size}], {start}, tl.float32)", f"{slots}[:, None]"
-    if expr.op in _EXTREMES:
-        fold = f"{name} = ops.{_EXTREMES[expr.op]}({name}, {_FOLDS[expr.op]}({{}}, {seen}))"
-        return Pass((Fragment(f"{name} = {start}"),), (*before, fragment(fold, body)))
-    added = fragment(f"{name} += ops.total({{}}, {seen})", body)
-    if expr.op == "sum":
-        return Pass((Fragment(f"{name} = {zero}"),), (*before, added))
-    assert expr.op == "mean", expr.op
-    return Pass(
-        (Fragment(f"{name}, {name}_count = {zero}, 0.0"),),
-        (*before, added, Fragment(f"{name}_count += tl.sum({slots}.to(tl.float32), 0)")),
-        (Fragment(f"{name} = tl.div_rn({name}, {name}_count)"),),
-    )
 
 
 # -- selecting ---------------------------------------------------------------------------------------------------------
@@ -457,8 +342,8 @@ def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
     scores = [policy.score, *(keep.by for keep in policy.keeps if keep.scope == "top" and keep.by is not None)]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
     rows |= {f"score_{n}": n for n in range(len(scores))}
-    loops, hoisted = _hoist(policy, "cached", [*scores, *conditions], rows)
-    printer = BlockPrinter(hoisted)
+    loops, names = hoisted_loops(policy, "cached", [*scores, *conditions], rows)
+    printer = BlockPrinter(names)
     scopes = {keep.scope for keep in policy.keeps}
     kept = [Fragment(f"pos {compare} {scope}") for scope, compare in (("first", "<="), ("last", ">=")) if scope in scopes]
     kept += [printer.condition(condition) for condition in conditions]
@@ -469,14 +354,14 @@ def _settle(policy: Policy, rows: dict[str, int]) -> list[Pass]:
         fragment(f"keep = {' | '.join('{}' for _ in kept) or '0'}", *kept),
         Fragment("tl.store(work + i, score, mask=inside)"),
         *(
-            fragment(f"tl.store(work + {_row(n)}i, {{}}, mask=inside)", printer.value(expr))
+            fragment(f"tl.store(work + {row_at(n)}i, {{}}, mask=inside)", printer.value(expr))
             for n, expr in enumerate(scores[1:], 1)
         ),
         Fragment("tl.store(kept + i, keep, mask=inside)"),
     ]
     if policy.victims != "heads":
         lines.append(Fragment(_LOWER))
-    return [*loops, Pass((), (*_values(policy, "", uses_of(*lines), rows), *lines))]
+    return [*loops, Pass((), (*values_of(policy, "", uses_of(*lines), rows), *lines))]
 
 
 def _kept_at(policy: Policy, scope: str) -> Fragment:
@@ -494,10 +379,6 @@ def _protect(policy: Policy) -> dict[str, Fragment]:
         for scope in ("first", "last")
         if any(keep.scope == scope for keep in policy.keeps)
     }
-
-
-def _row(n: int) -> str:
-    return {0: "", 1: "slots + "}.get(n, f"{n} * slots + ")
 
 
 def _nested(function: str, values: list[Fragment]) -> Fragment:
