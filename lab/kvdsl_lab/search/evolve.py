@@ -190,9 +190,10 @@ class Evolution:
 
     def _simplest(self, one: Found) -> Found:
         """The policy without every part that can be left out at next to no cost."""
-        for policy in without_parts(one.policy).values():
-            simpler = self.judged(policy, "simplified", [one.key], self.choosing)
-            if simpler is not None and simpler.error <= one.error * (1 + SPARED):
+        parts = without_parts(one.policy).values()
+        admitted = [self._admitted(policy, "simplified", [one.key], again=True) for policy in parts]
+        for simpler in self._all_judged([part for part in admitted if part is not None], self.choosing, always=True):
+            if simpler.error <= one.error * (1 + SPARED):
                 return self._simplest(simpler)
         return one
 

@@ -164,8 +164,8 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
 def told(found: Found) -> dict[str, Any]:
     """A policy for JSON."""
     return {
-        "text": in_words(found.policy), "error": round(found.error, 6), "errors": [round(error, 6) for error in found.errors],
-        "state_bytes": found.size.state_bytes, "nodes": found.size.nodes,
+        "key": found.key, "text": in_words(found.policy), "error": round(found.error, 6),
+        "errors": [round(error, 6) for error in found.errors], "state_bytes": found.size.state_bytes, "nodes": found.size.nodes,
     }  # fmt: skip
 
 
@@ -185,10 +185,10 @@ def save(result: Mapping[str, Any], out: Path, *, drawn: bool = True) -> None:
     if drawn:
         from kvdsl_lab.reproduce.plots import draw
 
-        draw(partial(_plot, result=result), result["front"], [out / "search.png"])
+        draw(partial(plot, result=result), result["front"], [out / "search.png"])
 
 
-def _plot(figure: Any, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
+def plot(figure: Any, rows: Sequence[Mapping[str, Any]], result: Mapping[str, Any]) -> None:
     """The curve of the search, and the front among the seeds."""
     left, right = figure.subplots(1, 2)
     left.plot([tried for tried, _ in result["curve"]], [error for _, error in result["curve"]], drawstyle="steps-post")

@@ -198,12 +198,13 @@ def _layers_findings(rows: Sequence[Row]) -> list[Finding]:
         by_layer.setdefault(row["layer"], []).append(row["construction_error"])
     falling = sum(all(more < less for less, more in pairwise(errors)) for errors in by_layer.values())
     fewest = {layer: errors[0] for layer, errors in by_layer.items()}
-    first, *later = fewest.values()
+    first, *later = fewest
+    largest = max(later, key=lambda layer: fewest[layer])
     return [
         Finding("the construction error falls with every more dims", falling == len(by_layer), f"in {falling} of {len(by_layer)} layers"),
         Finding(
-            "with the fewest dims, the first layer that selects has the largest error", all(first > other for other in later),
-            ", ".join(f"layer {layer}: {error:.3g}" for layer, error in fewest.items()),
+            "with the fewest dims, the first layer that selects has the largest error", fewest[first] > fewest[largest],
+            f"layer {first}: {fewest[first]:.3g}; the largest of the {len(later)} behind it, layer {largest}: {fewest[largest]:.3g}",
         ),
     ]  # fmt: skip
 
