@@ -1,8 +1,8 @@
 """Policies by name: those that come with kvdsl, their files and the names that they have in the language; and where a name or a path
 that a user gives leads.
 
-Two shelves hold them: `policies/`, the short list of what is used most, and `policies/gallery/`, what else was published. A name
-leads to either.
+Three shelves hold them: `policies/`, the short list of what is used most, `policies/gallery/`, what else was published, and
+`policies/found/`, what `kvdsl search` found. A name leads to any.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
 from kvdsl.source import SourceFile
 
-_SHELVES = (("policies",), ("policies", "gallery"))
+_SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
 _HEAD = re.compile(r"^[ \t]*policy[ \t]+([A-Za-z_][A-Za-z0-9_]*)", re.MULTILINE)
 
@@ -32,9 +32,14 @@ def gallery_policies() -> list[Path]:
     return _policies_in(resource(*_SHELVES[1]))
 
 
+def found_policies() -> list[Path]:
+    """The files of what was found by search, by file name."""
+    return _policies_in(resource(*_SHELVES[2]))
+
+
 def all_policies() -> list[Path]:
-    """All that come with kvdsl: the short list, then the gallery."""
-    return shipped_policies() + gallery_policies()
+    """All that come with kvdsl: the short list, then the gallery, then what was found."""
+    return shipped_policies() + gallery_policies() + found_policies()
 
 
 def _policies_in(folder: Path) -> list[Path]:

@@ -33,7 +33,8 @@ from kvdsl.provenance import CHECKS, Provenance, fields, provenance  # noqa: E40
 from kvdsl.reference import STATEMENTS, form, written  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
-from kvdsl.shipped import all_policies, gallery_policies, shipped_policies  # noqa: E402
+from kvdsl.shipped import all_policies, found_policies, gallery_policies, shipped_policies  # noqa: E402
+from kvdsl_lab.search.space import at_budget, key, seed_of  # noqa: E402
 from scripts.prose import wrapped  # noqa: E402
 
 DOCS = ROOT / "docs"
@@ -485,6 +486,93 @@ def everybody_table() -> str:
     return _table(("policy", *(one.head for one in EVERYBODY)), lines)
 
 
+# -- what was found by search ------------------------------------------------------------------------------------------
+
+SEARCHED = ROOT / "results" / "search" / "smollm2_128" / "search.json"
+FRONT = "![The best error by policies tried, and the front of errors by bytes of state](assets/search.svg)"
+HOURS = 16
+"""Of a processor, that the search is to have."""
+
+
+def search_page() -> str:
+    """What the committed search has found: what was written, and its own figures in it."""
+    found = json.loads(SEARCHED.read_text(encoding="utf-8"))
+    written = (DOCS / "notes" / "pages" / "search.md").read_text(encoding="utf-8")
+    tables = {
+        "{so_far}": _so_far(found), "{picture}": FRONT, "{finalists}\n": _finalists(found),
+        "{ablations}\n": _table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in found["ablations"])),
+        "{unseen}": _unseen(found), "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
+    }  # fmt: skip
+    for place, made in tables.items():
+        assert place in written
+        written = written.replace(place, made)
+    return wrapped(MADE + written)
+
+
+def _so_far(found: dict[str, Any]) -> str:
+    counts = found["counts"]
+    return (
+        f"{counts['tried']:,} policies were tried so far, {counts['admitted']:,} of them within the bounds of the space; judging took "
+        f"{counts['processor_hours'] - found['choosing_hours']:.1f} hours of a processor, of {HOURS} that it is to have, and another "
+        f"{found['choosing_hours']:.1f} to choose the finalists. **Nothing is proven yet.**"
+    )
+
+
+def _finalists(found: dict[str, Any]) -> str:
+    """The finalists, by the names that they have on the shelf, among what the search began with."""
+    (budget,) = found["budgets"]
+
+    def same(path: Path) -> str:
+        policy = seed_of(analyse(path).policy)
+        assert policy is not None, path
+        return key(at_budget(policy, budget))
+
+    shelf = {same(path): f"[`{path.stem}`](policies/found/{path.stem}.md)" for path in found_policies()}
+    named = [
+        (shelf.get(same(SEARCHED.with_name(f"{one['name']}.kv")), "not on the shelf"), one) for one in found["finalists"]
+    ]
+    began = [(f"`{one['name']}`", one) for one in found["seeds"]]
+    rows = sorted([*named, *began], key=lambda row: float(row[1]["error"]))
+    return _table(
+        ("policy", "error", "in a text", "behind a prompt", "state", "what it says"),
+        (
+            (
+                name,
+                *(f"{error:.4f}" for error in (one["error"], *one["errors"])),
+                str(one["state_bytes"]),
+                f"`{one['text']}`",
+            )
+            for name, one in rows
+        ),
+    )
+
+
+def _unseen(found: dict[str, Any]) -> str:
+    """What the first finalist loses beside the best that the search began with, on text that neither saw."""
+    (one,) = (row for row in found["proof"] if not row["is_seed"])
+    best = min((row for row in found["proof"] if row["is_seed"]), key=lambda row: float(row["loss"]))
+    mean, low, high = one["behind"]
+    text = next(finalist["text"] for finalist in found["finalists"] if finalist["name"] == one["name"])
+    return (
+        f"On {found['stretches']} more stretches of {found['tokens']} tokens, read token by token, `{text}` costs {-mean:.3f} nats a token "
+        f"less than `{best['name']}` ({-high:.3f} to {-low:.3f}, the middle 95 % of bootstrap draws)."
+    )
+
+
+def _moves(moves: list[dict[str, Any]]) -> str:
+    heads = ("move", "tried", "admitted", "climbed", "better")
+    told = {"admitted": "let in", "climbed": "judged by the model", "better": "better than its parents"}
+    return _table(tuple(told.get(head, head) for head in heads), (tuple(str(one[head]) for head in heads) for one in moves))
+
+
+def _cheap_step(step: dict[str, Any]) -> str:
+    return (
+        f"The error of the attention's output orders the {step['policies']} policies that the model judged, too, as the model does with a "
+        f"rank correlation of {step['rank_correlation']:.2f}; the best {step['best']} of them with "
+        f"{step['rank_correlation_of_the_best']:.2f}."
+    )
+
+
 # -- all pages ---------------------------------------------------------------------------------------------------------
 
 
@@ -494,6 +582,7 @@ COMMITTED: dict[str, Callable[[], str]] = {
     "language.md": language_reference,
     "reach.md": reach_page,
     "results.md": results_page,
+    "search.md": search_page,
 }
 """Path below docs/ -> what makes the text, of the pages that are committed."""
 
@@ -503,6 +592,7 @@ def policy_pages() -> dict[str, str]:
     return {
         "policies/index.md": policies_index(shipped_policies(), "Policies"),
         "policies/gallery/index.md": policies_index(gallery_policies(), "The gallery"),
+        "policies/found/index.md": policies_index(found_policies(), "Found by search"),
         **{str(path.relative_to(ROOT).with_suffix(".md")): policy_page(path) for path in all_policies()},
     }
 

@@ -18,7 +18,7 @@ from kvdsl.cli.common import json_option, params_as_data, print_json
 class Entry:
     """One policy. `name` is the published spelling; `paper` is None for policies that no paper describes.
 
-    `gallery` says on which shelf it lies; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` which
+    `gallery` and `found` say on which shelf it lies; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` which
     of its presses do the same; `checked` how that was checked. They are null or empty where the policy says nothing of it.
     """
 
@@ -28,6 +28,7 @@ class Entry:
     paper: str | None
     params: list[dict[str, Any]]
     gallery: bool
+    found: bool
     year: int | None = None
     arxiv: str | None = None
     exact: bool | None = None
@@ -43,7 +44,10 @@ class Entry:
 
 @click.command()
 @click.option(
-    "--all", "everything", is_flag=True, help="The gallery, too: what else was published, exactly or approximately."
+    "--all",
+    "everything",
+    is_flag=True,
+    help="The gallery, too: what else was published, exactly or approximately; and what `kvdsl search` found.",
 )
 @json_option
 def command(everything: bool, as_json: bool) -> None:
@@ -81,7 +85,8 @@ def _entry(path: Path) -> Entry:
     policy = analyse(path).policy
     summary, *rest = paragraphs(policy.doc)
     paper = rest[0] if rest and _cites(rest[0]) else None
-    entry = Entry(policy.name, path.name, summary, paper, params_as_data(policy), path.parent.name == "gallery")
+    shelf = path.parent.name
+    entry = Entry(policy.name, path.name, summary, paper, params_as_data(policy), shelf == "gallery", shelf == "found")
     found = provenance(policy.name, policy.doc)
     if found is None:
         return entry

@@ -12,7 +12,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 PICTURES = {
     "overview.svg": "overview", "check.svg": "commands", "diff.svg": "commands", "editor.svg": "editor", "explain.png": "pages",
-    "choosing.svg": "choosing", "notebook.png": "pages", "playground.png": "pages", "trace.png": "pages",
+    "choosing.svg": "choosing", "search.svg": "search", "notebook.png": "pages", "playground.png": "pages", "trace.png": "pages",
 }  # fmt: skip
 """Each file, and the module whose function of that name makes it; one is imported only if it is asked for."""
 

@@ -26,6 +26,7 @@ SHOWS = {
     "check": ["$ kvdsl check mine.kv", "did you mean `sinks`?", "2 errors"],
     "diff": ["- score sum(attn)", "+ score last(attn)", "expect kept"],
     "choosing": ["going on with a text", "snapkv", "cache, MiB"],
+    "search": ["policies tried", "bytes of state a slot", "seeds"],
     "editor": ["unknown name `sink`", "explain | test | compile", "4 bytes a slot"],
 }
 """Words of pictures that are text."""
@@ -47,7 +48,9 @@ def test_a_picture_is_committed_small_and_shown(file: str) -> None:
     assert picture.stat().st_size <= LARGEST
     assert b"/work" not in picture.read_bytes() and b"/home" not in picture.read_bytes()
     assert all(word in words(picture) for word in SHOWS.get(file.partition(".")[0], []))
-    page = {"overview.svg": "README.md", "choosing.svg": "docs/choosing.md"}.get(file, "docs/tour.md")
+    page = {"overview.svg": "README.md", "choosing.svg": "docs/choosing.md", "search.svg": "docs/search.md"}.get(
+        file, "docs/tour.md"
+    )
     assert f"assets/{file})" in read(page)
 
 

@@ -12,16 +12,16 @@ import yaml
 from kvdsl.cli import commands
 from kvdsl.compiler import analyse, shipped_policies
 from kvdsl.explain.facts import facts
-from kvdsl.shipped import gallery_policies
+from kvdsl.shipped import found_policies, gallery_policies
 from tests.docs.pages import FOR_THE_SITE, ROOT, documents, read
 from tests.hf import test_refusals, test_rope, zoo
 
 NAMES = {path.stem for path in shipped_policies()}
 POLICIES, NOTEBOOKS = FOR_THE_SITE
-GALLERY = {POLICIES / "gallery" / f"{path.stem}.md" for path in gallery_policies()}
-"""Their pages are found by the gallery's own, not in the navigation."""
+SHELVES = {POLICIES / path.parent.name / f"{path.stem}.md" for path in gallery_policies() + found_policies()}
+"""Their pages are found by the shelf's own, not in the navigation."""
 MADE_FOR_THE_SITE = {
-    *(POLICIES / f"{stem}.md" for stem in (*NAMES, "index", "gallery/index")),
+    *(POLICIES / f"{stem}.md" for stem in (*NAMES, "index", "gallery/index", "found/index")),
     *(path.with_suffix(".md") for path in NOTEBOOKS.glob("*.ipynb")),
 }
 
@@ -43,7 +43,7 @@ def test_links_lead_somewhere(document: str) -> None:
         if target.startswith("https://"):
             continue
         other = (file.parent / target).resolve() if target else file
-        if document.startswith("docs/") and other in MADE_FOR_THE_SITE | GALLERY:
+        if document.startswith("docs/") and other in MADE_FOR_THE_SITE | SHELVES:
             continue
         assert other.exists(), target
         if anchor:

@@ -14,6 +14,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvdsl.errors import KvdslError
+from kvdsl.shipped import found_policies
 from kvdsl_lab.assets import book_text
 from kvdsl_lab.cli.leaderboard import command, names_of_policies
 from kvdsl_lab.eval.abreast import feed
@@ -327,4 +328,5 @@ def test_a_shelf_stands_for_its_policies() -> None:
     short, gallery = names_of_policies("all"), names_of_policies("gallery")
     assert {"roco", "h2o"} <= {*short} and not {*short} & {*gallery}
     assert "keydiff" in gallery and "kvzap" not in gallery
+    assert names_of_policies("found") == [path.stem for path in found_policies()]
     assert names_of_policies("mine.kv") == ["mine.kv"]

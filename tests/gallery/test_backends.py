@@ -1,4 +1,4 @@
-"""The gallery on the backends: what stays is what stays in the interpreter, step-locked, with padding, in half precision, and in chats."""
+"""The gallery, and what was found, on the backends: who stays is who stays in the interpreter, also padded, in half precision, in chats."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl.passes.fold import fold
 from kvdsl.runtime.torch.backend import TorchBackend
-from kvdsl.shipped import gallery_policies
+from kvdsl.shipped import found_policies, gallery_policies
 from tests.differential.traces import Trace, run_policy, spec_of
 from tests.differential.units import build
 from tests.gallery.formulas import METHODS
 from tests.gallery.reusing import REUSING
 from tests.quick import few
 
-STEMS = [path.stem for path in gallery_policies()]
+STEMS = [path.stem for path in gallery_policies() + found_policies()]
 SMALL: dict[str, dict[str, float]] = {
     "adakv_kvpress": {"budget": 8, "window": 3},
     "arkvale": {"tokens": 64},

@@ -11,7 +11,7 @@ import kvdsl
 from kvdsl.compiler import analyse, find_policy
 from kvdsl.provenance import provenance
 from kvdsl.scenarios.run import run_scenario
-from kvdsl.shipped import all_policies, gallery_policies, shipped_policies, stems_by_name
+from kvdsl.shipped import all_policies, found_policies, gallery_policies, shipped_policies, stems_by_name
 from tests.cli.harness import run
 from tests.gallery.formulas import IN_BLOCKS, METHODS, TOGETHER
 from tests.gallery.layered import LAYERED
@@ -102,11 +102,12 @@ def test_list_shows_them_on_request(capsys: pytest.CaptureFixture[str]) -> None:
 
     assert named(run(capsys, "list").out) == short
     everything = run(capsys, "list", "--all").out
-    assert named(everything) == short + STEMS
+    assert named(everything) == short + STEMS + [path.stem for path in found_policies()]
     assert re.search(r"^keydiff .*\n(?: .*\n)* +2025, exact; budget=512$", everything, re.MULTILINE)
     entries = {one["file"]: one for one in run(capsys, "list", "--all", "--json").json()["policies"]}
     keydiff, squeeze = entries["keydiff.kv"], entries["layer_budgets.kv"]
-    assert keydiff["gallery"] and not entries["roco.kv"]["gallery"]
+    assert keydiff["gallery"] and not keydiff["found"] and not entries["roco.kv"]["gallery"]
+    assert all(entries[path.name]["found"] and not entries[path.name]["gallery"] for path in found_policies())
     assert (keydiff["year"], keydiff["arxiv"], keydiff["exact"]) == (2025, "2504.15364", True)
     assert (keydiff["kvpress"], keydiff["checked"]) == (["KeyDiffPress"], ["formula", "kvpress"])
     assert keydiff["paper"].startswith("Park et al.")

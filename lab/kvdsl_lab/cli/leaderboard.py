@@ -18,7 +18,7 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @policies_option(
     "all",
     help="Shipped policies, or .kv files; `all` for the short list, `gallery` for those of the gallery that need nothing from "
-    "their caller. The full cache is always among them.",
+    "their caller, `found` for those that `kvdsl search` found. The full cache is always among them.",
 )
 @quick_option(
     policies="full,streaming_llm,h2o,roco,snapkv", rates="0.25", tokens="128", length=768, items=6,
@@ -131,10 +131,10 @@ def command(
 def names_of_policies(name: str) -> list[str]:
     """The policies that a name stands for."""
     from kvdsl.compiler import analyse
-    from kvdsl.shipped import gallery_policies, shipped_policies
+    from kvdsl.shipped import found_policies, gallery_policies, shipped_policies
 
-    if name == "all":
-        return [path.stem for path in shipped_policies()]
+    if name in ("all", "found"):
+        return [path.stem for path in (shipped_policies() if name == "all" else found_policies())]
     if name == "gallery":
         given = {path.stem: analyse(path).policy.given for path in gallery_policies()}
         return [stem for stem, values in given.items() if all(value.default is not None for value in values)]

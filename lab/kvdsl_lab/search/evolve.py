@@ -185,8 +185,13 @@ class Evolution:
         found = sorted(there, key=lambda one: (one.weighed, one.key))
         firsts = {one.size.state_bytes: one for one in reversed(found)}
         ordered = sorted(firsts.values(), key=lambda one: one.error) + found
-        simplest = {one.policy: one for one in map(self._simplest, dict.fromkeys(ordered[: 2 * count]))}
-        return [one for one in simplest.values() if one.key not in seeds][:count]
+        simplest: dict[Policy, Found] = {}
+        for one in map(self._simplest, dict.fromkeys(ordered)):
+            if one.key not in seeds:
+                simplest.setdefault(one.policy, one)
+            if len(simplest) == count:
+                break
+        return list(simplest.values())
 
     def _simplest(self, one: Found) -> Found:
         """The policy without every part that can be left out at next to no cost."""

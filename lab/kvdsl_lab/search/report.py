@@ -79,7 +79,8 @@ def page(result: Mapping[str, Any]) -> str:
         "",
         f"`kvdsl search` on {result['model']}, budgets of {budgets} tokens, judged by {tasks}, seed {result['seed']}; kvdsl "
         f"{about['kvdsl']}, torch {about['torch']}, {about['cpu']}. {counts['tried']} policies were tried, {counts['admitted']} of them "
-        f"were within the bounds; judging took {60 * counts['processor_hours']:.3g} minutes of a processor.",
+        f"were within the bounds; judging took {60 * counts['processor_hours']:.3g} minutes of a processor"
+        + (f", {60 * result['choosing_hours']:.3g} of them on another text." if result["chosen on another text"] else "."),
         "",
         f"*error*: how far the next token's distribution is from the full cache's, in nats, on {_judged_on(result)}; the geometric "
         "mean over the budgets and tasks. "

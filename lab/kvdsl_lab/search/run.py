@@ -197,7 +197,8 @@ class Run:
         ordered = self._agreement(seeded | named, proven)
         return {
             **self._about(), "evaluated": self._store.counts()["tried"], "best": self._best(named | seeded),
-            "counts": self._store.counts(), "minutes": round((time.monotonic() - self._begun) / 60, 2),
+            "counts": self._store.counts(), "choosing_hours": self._choosing_hours(),
+            "minutes": round((time.monotonic() - self._begun) / 60, 2),
             "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
             "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
             "front": [report.told(one) for one in evolution.front()],
@@ -206,6 +207,10 @@ class Run:
             "moves": history.moves(self._store, len(self._judge.rungs) - 1),
             "cheap_step": history.cheap_step(self._store, len(self._judge.rungs) - 1),
         }  # fmt: skip
+
+    def _choosing_hours(self) -> float:
+        """Of the processor hours those that went into other texts than are searched on."""
+        return 0.0 if self._judge.choice is None else round(self._store.hours(self._evolution.choosing), 3)
 
     def _best(self, found: Mapping[str, Found]) -> Result:
         """The policy with the least error, and where it lies: a file of the folder, or a shipped policy."""

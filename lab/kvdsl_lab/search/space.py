@@ -110,6 +110,19 @@ def canonical(policy: Policy) -> Policy:
     return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
 
 
+def at_budget(policy: Policy, budget: int) -> Policy:
+    """What a policy of the space is at one budget, canonical: a share of the budget is a number there."""
+
+    def number(expr: Expr) -> Expr | None:
+        return Number(value=float(budget)) if expr == BUDGET else None
+
+    keeps = tuple(
+        keep.model_copy(update={"count": None if keep.count is None else rewrite(keep.count, number)})
+        for keep in policy.keeps
+    )
+    return canonical(with_policy(policy, keeps=keeps))
+
+
 def _whole(count: Expr) -> Expr:
     """A count that is a number is rounded down by what reads it."""
     return Number(value=float(math.floor(count.value))) if isinstance(count, Number) else count

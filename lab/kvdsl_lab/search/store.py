@@ -93,8 +93,15 @@ class Store:
     def counts(self) -> dict[str, float]:
         """How many policies were tried, how many of them were let in, how often one was judged, and how many processor hours that took."""
         tried, admitted = self._database.execute("select count(*), count(state_bytes) from policy").fetchone()
-        judged, seconds = self._database.execute("select count(*), total(seconds) from judged").fetchone()
-        return {"tried": tried, "admitted": admitted, "judged": judged, "processor_hours": round(seconds / 3600, 3)}
+        (judged,) = self._database.execute("select count(*) from judged").fetchone()
+        return {"tried": tried, "admitted": admitted, "judged": judged, "processor_hours": round(self.hours(), 3)}
+
+    def hours(self, rung: int | None = None) -> float:
+        """Of processors, that judging took; on one rung, or on all."""
+        (seconds,) = self._database.execute(
+            "select total(seconds) from judged where ? is null or rung = ?", (rung, rung)
+        ).fetchone()
+        return float(seconds) / 3600
 
     # -- judgements ----------------------------------------------------------------------------------------------------
 
