@@ -549,13 +549,13 @@ def _finalists(found: dict[str, Any]) -> str:
 
 def _unseen(found: dict[str, Any]) -> str:
     """What the first finalist loses beside the best that the search began with, on text that neither saw."""
-    (one,) = (row for row in found["proof"] if not row["is_seed"])
+    one = next(row for row in found["proof"] if row["name"] == found["finalists"][0]["name"])
     best = min((row for row in found["proof"] if row["is_seed"]), key=lambda row: float(row["loss"]))
     mean, low, high = one["behind"]
-    text = next(finalist["text"] for finalist in found["finalists"] if finalist["name"] == one["name"])
     return (
-        f"On {found['stretches']} more stretches of {found['tokens']} tokens, read token by token, `{text}` costs {-mean:.3f} nats a token "
-        f"less than `{best['name']}` ({-high:.3f} to {-low:.3f}, the middle 95 % of bootstrap draws)."
+        f"On {found['stretches']} more stretches of {found['tokens']} tokens of the books that are searched on, read token by token, "
+        f"the loss under `{found['finalists'][0]['text']}` differs from that under `{best['name']}` by {mean:+.3f} nats a token "
+        f"({low:+.3f} to {high:+.3f}, the middle 95 % of bootstrap draws)."
     )
 
 

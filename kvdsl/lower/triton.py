@@ -10,24 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import (
-    Column,
-    Expr,
-    Keep,
-    Number,
-    Policy,
-)
-from kvdsl.lower.expression import (
-    Fragment,
-    NotLowerable,
-    Use,
-    form_of_select,
-    fragment,
-    names_of,
-    reads,
-    texts,
-    uses_of,
-)
+from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
+from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, names_of, reads, texts, uses_of
 from kvdsl.lower.numbers import heads_differ
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (

@@ -87,7 +87,8 @@ def hoisted_loops(
             raise NotLowerable(OF_VECTORS)
         CAN.check(expr)
         if expr.axis is Axis.DIM:
-            return _over_dims(policy, slots, expr, name, names, rows or {})
+            assert rows is not None
+            return _over_dims(policy, slots, expr, name, names, rows)
         printer = TilePrinter(names) if is_vector(expr) else BlockPrinter(names)
         body = printer.value(expr.body)
         return _reduction(name, expr, body, slots, values_of(policy, slots, body.uses, rows))

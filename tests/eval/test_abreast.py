@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from transformers import DynamicCache
 
 from kvdsl.errors import KvdslError
@@ -33,6 +34,15 @@ def walk(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
         return torch.stack([model(input_ids=part, past_key_values=cache).logits[:, -1] for part in parts], dim=1)
 
 
+@pytest.fixture
+def row_by_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linear layers take one row of a batch at a time. How torch rounds a row's products depends on how many rows there are: on a CPU
+    with AVX2 alone transformers' own cache, in a batch of 14 and of 2, gives logits that differ by 5e-5."""
+    linear = nn.functional.linear
+    monkeypatch.setattr(nn.functional, "linear", lambda x, *given: torch.cat([linear(row, *given) for row in x.split(1)]))
+
+
+@pytest.mark.usefixtures("row_by_row")
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
 def test_each_is_what_it_would_be_alone(model: Any, backend: str) -> None:
     rows = 2
@@ -40,7 +50,7 @@ def test_each_is_what_it_would_be_alone(model: Any, backend: str) -> None:
     together = caches(model, backend)
     found = walk(model, Abreast(together, rows), ids)
     for cache, alone, own, text in zip(together, caches(model, backend), found.split(rows), ids.split(rows), strict=True):
-        torch.testing.assert_close(own, walk(model, alone, text), atol=2e-5, rtol=1e-5)
+        assert torch.equal(own, walk(model, alone, text))
         for layer in alone.managed:
             assert torch.equal(cache.positions(layer), alone.positions(layer))
 

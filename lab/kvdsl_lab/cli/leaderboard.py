@@ -133,8 +133,9 @@ def names_of_policies(name: str) -> list[str]:
     from kvdsl.compiler import analyse
     from kvdsl.shipped import found_policies, gallery_policies, shipped_policies
 
-    if name in ("all", "found"):
-        return [path.stem for path in (shipped_policies() if name == "all" else found_policies())]
+    shelves = {"all": shipped_policies, "found": found_policies}
+    if name in shelves:
+        return [path.stem for path in shelves[name]()]
     if name == "gallery":
         given = {path.stem: analyse(path).policy.given for path in gallery_policies()}
         return [stem for stem, values in given.items() if all(value.default is not None for value in values)]

@@ -49,8 +49,8 @@ PROOF_SHARE = 1 / 3
 )
 @click.option("--texts", type=click.IntRange(1), default=18, show_default=True, help="Stretches of text that are judged on.")
 @click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
-              help="Another text; the finalists are those of the best that are the best there "
-                   "[default: the best on what is searched on].")  # fmt: skip
+              help="Choose the finalists among the best by another text, however long that takes "
+                   "[default: by what is searched on].")  # fmt: skip
 @click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Of unseen text, for the proof.")
 @model_option
 @text_option

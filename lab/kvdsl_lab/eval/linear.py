@@ -1,8 +1,7 @@
 """Linear layers of a model in bfloat16, for processors that have no instructions for it.
 
-There torch multiplies matrices of bfloat16 in a loop of its own, several times as slowly as those of float32. So the weights are widened
-once, and what is multiplied each time: products and sums are then float32's, which is what hardware for bfloat16 has, too, and what comes
-out is rounded as there.
+There torch multiplies matrices of bfloat16 several times as slowly as those of float32. So the weights are widened once, and what is
+multiplied each time: products and sums are then float32's, as in hardware for bfloat16, and what comes out is rounded as there.
 """
 
 from __future__ import annotations
@@ -25,9 +24,14 @@ class _Widened(nn.Module):
         return nn.functional.linear(x.float(), self._weight, self._bias).to(x.dtype)
 
 
+def _multiplies_bfloat16() -> bool:
+    """Whether torch's library for matrices, which some builds do without, has instructions for it here."""
+    return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
 def widened(model: Any) -> Any:
     """A model whose linear layers multiply in float32, if it is in bfloat16 on a CPU that cannot; changed in place."""
-    if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+    if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not _multiplies_bfloat16():
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
                 if isinstance(child, nn.Linear):

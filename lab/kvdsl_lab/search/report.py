@@ -51,7 +51,11 @@ def docstring(found: Found, about: Mapping[str, Any], seeds: Mapping[str, Found]
 
 
 def _judged_on(about: Mapping[str, Any]) -> str:
-    return "a text that was not searched on" if about["chosen on another text"] else "the text that was searched on"
+    return (
+        "a text that was not searched on, by which it was chosen"
+        if about["chosen on another text"]
+        else "the text that was searched on"
+    )
 
 
 def _lines(text: str) -> str:

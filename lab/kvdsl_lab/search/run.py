@@ -87,15 +87,13 @@ class Material:
     """A model, and stretches of a text: the plan's `texts` are judged on, the others prove.
 
     Attributes:
-        ids: int64 [texts + stretches, tokens].
-        digest: of the whole text.
-        others: of the text on which the finalists are chosen, if there is one.
+        text: the plan's `texts` and `stretches`.
+        others: as many as its `texts`, on which the finalists are chosen, if another text is given for that.
     """
 
     model: Any
-    ids: Tensor
-    digest: str
-    others: Others | None
+    text: Stretches
+    others: Stretches | None
 
     @staticmethod
     def of(plan: Plan) -> Material:
@@ -112,16 +110,17 @@ class Material:
         model = widened(model)
         check_length(model, plan.tokens)
         text = all_books() if plan.text is None else read_text(plan.text)
-        ids = _stretches(tokenizer, text, plan.tokens, plan.texts + plan.stretches)
-        return Material(model, ids, _digest(text), None if plan.choice is None else Others.of(plan, plan.choice, tokenizer))
+        searched = Stretches.of(text, tokenizer, plan.tokens, plan.texts + plan.stretches)
+        others = None if plan.choice is None else Stretches.of(read_text(plan.choice), tokenizer, plan.tokens, plan.texts)
+        return Material(model, searched, others)
 
 
 @dataclass(frozen=True)
-class Others:
-    """Stretches of a text on which the finalists are chosen.
+class Stretches:
+    """Of a text, spread over it.
 
     Attributes:
-        ids: int64 [texts, tokens].
+        ids: int64 [stretches, tokens].
         digest: of the whole text.
     """
 
@@ -129,34 +128,26 @@ class Others:
     digest: str
 
     @staticmethod
-    def of(plan: Plan, path: Path, tokenizer: Any) -> Others:
-        """As many as are searched on."""
-        from kvdsl.generation.models import read_text
+    def of(text: str, tokenizer: Any, tokens: int, count: int) -> Stretches:
+        """So many of so many tokens.
 
-        text = read_text(path)
-        return Others(_stretches(tokenizer, text, plan.tokens, plan.texts), _digest(text))
+        Raises:
+            KvdslError: if they would overlap.
+        """
+        from kvdsl.generation.models import encode, windows
 
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _stretches(tokenizer: Any, text: str, tokens: int, count: int) -> Tensor:
-    """Spread over a text, int64 [count, tokens]."""
-    from kvdsl.generation.models import encode, windows
-
-    there = len(encode(tokenizer, text))
-    if there < tokens * count:
-        raise KvdslError(
-            f"the text has {there} tokens, too few for {count} stretches of {tokens} that do not overlap; "
-            "give a longer text, a smaller --budget, or fewer --texts or --stretches"
-        )
-    return windows(tokenizer, text, tokens, count)
+        there = len(encode(tokenizer, text))
+        if there < tokens * count:
+            raise KvdslError(
+                f"the text has {there} tokens, too few for {count} stretches of {tokens} that do not overlap; "
+                "give a longer text, a smaller --budget, or fewer --texts or --stretches"
+            )
+        return Stretches(windows(tokenizer, text, tokens, count), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def judge_of(plan: Plan, material: Material) -> Judge:
     """Attention in a few layers, and then what the model makes of it; of another text, where there is one, to choose by."""
-    ids = material.ids[: plan.texts]
+    ids = material.text.ids[: plan.texts]
     attention = Attention(recorded(material.model, ids[:: -(-plan.texts // RECORDED)], ROWS))
     choice = None if material.others is None else NextToken(material.model, material.others.ids, "other texts")
     return Judge(plan.cases, (attention, NextToken(material.model, ids)), choice)
@@ -226,7 +217,7 @@ class Run:
         plan, dtype = self._plan, str(self._material.model.dtype).removeprefix("torch.")
         return {
             "environment": environment(dtype=dtype, seed=plan.seed), "model": plan.model or "the reference model",
-            "text sha256": self._material.digest, "chosen on another text": self._material.others is not None,
+            "text sha256": self._material.text.digest, "chosen on another text": self._material.others is not None,
             "tasks": list(plan.tasks), "budgets": list(plan.budgets),
             "bounds": asdict(plan.bounds), "seed": plan.seed,
             "tokens": plan.tokens, "stretches": plan.stretches, "texts": plan.texts,
@@ -239,7 +230,9 @@ class Run:
             write_whole(self._out / f"{name}.kv", report.written(one, number + 1, about))
         ours = [Contestant(name, one.key, self._out / f"{name}.kv", False) for name, one in named.items()]
         theirs = [Contestant(name, f"shipped {name}", name, True) for name in seeded]
-        proof = Proof(self._material.model, self._material.ids[self._plan.texts :], self._material.digest, self._store)
+        proof = Proof(
+            self._material.model, self._material.text.ids[self._plan.texts :], self._material.text.digest, self._store
+        )
         first, others = [*ours[:1], *theirs[:1]], [*theirs[1:], *ours[1:]]
         tell(f"reading unseen text through {' and '.join(one.name for one in first)}")
         proof.measure(first, self._plan.budgets)
@@ -282,7 +275,7 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False, workers: int = 1) -> I
     """
     material = Material.of(plan)
     facts = {
-        "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.digest,
+        "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.text.digest,
         "stretches": plan.stretches, "texts": plan.texts, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
         "bounds": asdict(plan.bounds), "seed": plan.seed,
         **({} if material.others is None else {"choice sha256": material.others.digest}),
