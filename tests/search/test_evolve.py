@@ -126,9 +126,9 @@ def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: 
 def test_finalists_are_chosen_on_another_text(tmp_path: Path) -> None:
     judge = Stub("another text")
     with Store(tmp_path / "a", FACTS) as store:
-        found = Evolution(judge, store, Bounds(), 0, None, 300)
+        found = Evolution(judge, store, Bounds(), 0, None, 120)
         found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
-        alone, _ = search(tmp_path / "b", 300)
+        alone, _ = search(tmp_path / "b", 120)
         assert found.population == alone.population, "what is searched on alone decides where the search goes"
         errors = [one.error for one in found.chosen(found.population)]
         (finalist,) = found.finalists(1)

@@ -146,6 +146,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
 
 
+@pytest.mark.slow  # two whole searches; test_evolve.py has who is chosen
 def test_the_command_chooses_on_another_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     from kvdsl_lab.assets import all_books
 
