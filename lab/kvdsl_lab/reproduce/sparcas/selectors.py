@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import pairwise
 from typing import TYPE_CHECKING
@@ -197,16 +197,25 @@ def _layers_findings(rows: Sequence[Row]) -> list[Finding]:
     for row in sorted(rows, key=lambda row: row["dims"]):
         by_layer.setdefault(row["layer"], []).append(row["construction_error"])
     falling = sum(all(more < less for less, more in pairwise(errors)) for errors in by_layer.values())
-    fewest = {layer: errors[0] for layer, errors in by_layer.items()}
-    first, *later = fewest
-    largest = max(later, key=lambda layer: fewest[layer])
     return [
-        Finding("the construction error falls with every more dims", falling == len(by_layer), f"in {falling} of {len(by_layer)} layers"),
         Finding(
-            "with the fewest dims, the first layer that selects has the largest error", fewest[first] > fewest[largest],
-            f"layer {first}: {fewest[first]:.3g}; the largest of the {len(later)} behind it, layer {largest}: {fewest[largest]:.3g}",
+            "the construction error falls with every more dims",
+            falling == len(by_layer),
+            f"in {falling} of {len(by_layer)} layers",
         ),
-    ]  # fmt: skip
+        _first_is_largest({layer: errors[0] for layer, errors in by_layer.items()}),
+    ]
+
+
+def _first_is_largest(fewest: Mapping[int, float]) -> Finding:
+    """Of each layer's construction error with the fewest dims."""
+    claim = "with the fewest dims, the first layer that selects has the largest error"
+    first, *later = fewest
+    if not later:
+        return Finding(claim, None, "the model has one layer that selects")
+    largest = max(later, key=lambda layer: fewest[layer])
+    told = f"layer {first}: {fewest[first]:.3g}; the largest of the {len(later)} behind it, layer {largest}: {fewest[largest]:.3g}"
+    return Finding(claim, fewest[first] > fewest[largest], told)
 
 
 def _layers_plot(figure: Figure, rows: Sequence[Row]) -> None:
