@@ -4,6 +4,7 @@
 
 #include <cstdint>
 #include <type_traits>
+#include <utility>
 
 #include "attend.hpp"
 #include "simd.hpp"
@@ -55,29 +56,63 @@ inline Floats add_product(Floats sum, Bits a, Bits b) {
 #endif
 }
 
+// body(0), body(1), and so on, where every number is a constant: what is indexed by it can stay in a register.
+template <class Body, int... I>
+[[gnu::always_inline]] inline void unrolled(std::integer_sequence<int, I...>, Body&& body) {
+  (body(std::integral_constant<int, I>{}), ...);
+}
+
+template <int Count, class Body>
+[[gnu::always_inline]] inline void unrolled(Body&& body) {
+  unrolled(std::make_integer_sequence<int, Count>{}, body);
+}
+
+// The same of all pairs of numbers.
+template <int Count, int Heads, class Body>
+[[gnu::always_inline]] inline void for_all(Body&& body) {
+  unrolled<Count>([&](auto i) { unrolled<Heads>([&](auto g) { body(i, g); }); });
+}
+
+// sums[i][g] += lanes(g) times number(i). Sums stay in registers; so do the lanes, or the numbers, whichever are fewer, and the others
+// pass through one more. Nothing is read twice.
+template <int Heads, int Count, class V, class LanesOf, class NumberOf>
+[[gnu::always_inline]] inline void add_products(LanesOf lanes, NumberOf number, Floats (&sums)[Count][Heads]) {
+  if constexpr (Heads <= Count) {
+    V held[Heads];
+    unrolled<Heads>([&](auto g) { held[g] = once(lanes(g)); });
+    unrolled<Count>([&](auto i) {
+      const V one = once(number(i));
+      unrolled<Heads>([&](auto g) { sums[i][g] = add_product(sums[i][g], held[g], one); });
+    });
+  } else {
+    V held[Count];
+    unrolled<Count>([&](auto i) { held[i] = once(number(i)); });
+    unrolled<Heads>([&](auto g) {
+      const V one = once(lanes(g));
+      unrolled<Count>([&](auto i) { sums[i][g] = add_product(sums[i][g], one, held[i]); });
+    });
+  }
+}
+
 // Slots whose scores are found at once, for `Heads` query heads of a group.
 template <int Heads>
-constexpr int slots_at_once = (registers == 32 ? 24 : 8) / Heads;
+constexpr int slots_at_once = (registers == 32 ? 24 : 12) / Heads;
 
-// sums[s][g] = q[g] times keys[s], for `Heads` query heads. q: [group, dims, width], `stride` from head to head.
+// scores[s][g] = q[g] times keys[s], for `Heads` query heads. q: [group, dims, width]. scores: [slots, group, width].
 template <int Heads, int Count, class X>
-void dot_lanes(const X* q, int64_t stride, const X* const* keys, int dims, Floats (&sums)[Count][Heads]) {
-  for (int s = 0; s < Count; ++s) {
-    for (int g = 0; g < Heads; ++g) sums[s][g] = Floats{};
-  }
+void dot_lanes(const X* q, int group, const X* const* keys, int dims, float* scores) {
+  Floats sums[Count][Heads] = {};
   for (int d = 0; d < dims; ++d) {
-    Lanes<X> lanes[Heads];
-    for (int g = 0; g < Heads; ++g) lanes[g] = load_as<Lanes<X>>(q + g * stride + int64_t{d} * width);
-    for (int s = 0; s < Count; ++s) {
-      const auto k = once(spread(keys[s] + d));
-      for (int g = 0; g < Heads; ++g) sums[s][g] = add_product(sums[s][g], lanes[g], k);
-    }
+    const auto lanes = [&](int g) { return load_as<Lanes<X>>(q + (int64_t{g} * dims + d) * width); };
+    const auto key = [&](int s) { return spread(keys[s] + d); };
+    add_products<Heads, Count, Lanes<X>>(lanes, key, sums);
   }
+  for_all<Count, Heads>([&](auto s, auto g) { store(scores + (int64_t{s} * group + g) * width, sums[s][g]); });
 }
 
 // Values of a slot that are added up at once: a power of two, at most value_pad.
 template <int Heads>
-constexpr int values_at_once = registers == 32 ? (Heads == 1 ? 16 : Heads == 4 ? 4 : 8) : Heads == 1 ? 8 : Heads == 2 ? 4 : 2;
+constexpr int values_at_once = registers == 32 ? (Heads == 1 ? 16 : Heads == 4 ? 4 : 8) : Heads == 1 ? 8 : Heads == 4 ? 2 : 4;
 constexpr int value_pad = 16;
 
 // sums[v][g] += weights[s][g] times values[s][v], over all slots, for `Heads` query heads.
@@ -85,20 +120,13 @@ constexpr int value_pad = 16;
 template <int Heads, int Count, class X>
 void add_lanes(const X* weights, int group, const X* values, int64_t stride, int slots, float* sums) {
   Floats total[Count][Heads];
-  for (int v = 0; v < Count; ++v) {
-    for (int g = 0; g < Heads; ++g) total[v][g] = load(sums + (int64_t{v} * group + g) * width);
-  }
+  for_all<Count, Heads>([&](auto v, auto g) { total[v][g] = load(sums + (int64_t{v} * group + g) * width); });
   for (int s = 0; s < slots; ++s) {
-    Lanes<X> lanes[Heads];
-    for (int g = 0; g < Heads; ++g) lanes[g] = load_as<Lanes<X>>(weights + (int64_t{s} * group + g) * width);
-    for (int v = 0; v < Count; ++v) {
-      const auto x = once(spread(values + s * stride + v));
-      for (int g = 0; g < Heads; ++g) total[v][g] = add_product(total[v][g], lanes[g], x);
-    }
+    const auto lanes = [&](int g) { return load_as<Lanes<X>>(weights + (int64_t{s} * group + g) * width); };
+    const auto value = [&](int v) { return spread(values + s * stride + v); };
+    add_products<Heads, Count, Lanes<X>>(lanes, value, total);
   }
-  for (int v = 0; v < Count; ++v) {
-    for (int g = 0; g < Heads; ++g) store(sums + (int64_t{v} * group + g) * width, total[v][g]);
-  }
+  for_all<Count, Heads>([&](auto v, auto g) { store(sums + (int64_t{v} * group + g) * width, total[v][g]); });
 }
 
 // Lane j of every run of 2 `Half` lanes: from the runs' first halves, b's behind a's, or from their second ones.

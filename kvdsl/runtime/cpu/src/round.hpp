@@ -181,12 +181,7 @@ class Round {
         for (int s = from; s < from + slot_tile; s += count) {
           const X* keys[count];
           for (int j = 0; j < count; ++j) keys[j] = static_cast<const X*>(key_[s + j]);
-          Floats sums[count][heads()];
-          const int64_t stride = int64_t{dims} * width;
-          dot_lanes<heads(), count>(queries + g * stride, stride, keys, dims, sums);
-          for (int j = 0; j < count; ++j) {
-            for (int h = 0; h < heads(); ++h) store(scores + (s + j) * lanes + (g + h) * width, sums[j][h]);
-          }
+          dot_lanes<heads(), count>(queries + int64_t{g} * dims * width, args_.group, keys, dims, scores + s * lanes + g * width);
         }
       });
     }
