@@ -78,14 +78,15 @@ $(VENV)/.lm-eval-ready: $(READY)
 	touch $@
 
 test-vllm: $(VLLM)/.ready  ## policies in vLLM, in an environment of its own; ten minutes
-	PYTHONPATH=.:lab $(VLLM)/bin/python -m pytest -q tests/vllm $(PYTEST_ARGS)
+	$(VLLM)/bin/python -m pytest -q tests/vllm $(PYTEST_ARGS)
 
-$(VLLM)/.ready: pyproject.toml
+$(VLLM)/.ready: pyproject.toml lab/pyproject.toml
 	test -x $(VLLM)/bin/python || $(PYTHON) -m venv $(VLLM)
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check '$(ENGINE)'
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check hypothesis pytest --editable .
+	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable ./lab
 	touch $@
 
 generate: $(READY)  ## compile every shipped policy into generated/
@@ -119,7 +120,7 @@ bench: $(READY)  ## one decode step of RoCo against torch's attention, on this m
 	$(KVDSL) bench decode --policy roco --batch 8 --kv-heads 8 --group 4 --head-dim 128 --live 4096 --backend cpu
 
 peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers*.json; ten minutes
-	PYTHONPATH=.:lab $(PEERS)/bin/python -m pytest -q tests/integrations --ignore tests/integrations/test_notebook.py $(PYTEST_ARGS)
+	$(PEERS)/bin/python -m pytest -q tests/integrations --ignore tests/integrations/test_notebook.py $(PYTEST_ARGS)
 	mkdir -p build
 	$(PEERS)/bin/python benchmarks/peers.py --out build/peers.json
 	$(PEERS)/bin/python benchmarks/peers.py --memory --repeats 2 --out build/peers_memory.json
