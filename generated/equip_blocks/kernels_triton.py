@@ -236,3 +236,54 @@ def observe(
         attn, logit = observing.weights(query, lse, k, t, asked, tokens, scaling, softcap, query_head, query_token, ATTN=True, LOGIT=False, HOW="mean", G=G, D=D, CAPPED=CAPPED)
         sum_attn += observing.total(attn, visible)
     tl.store(sum_attn_at + i, tl.load(sum_attn_at + i, mask=seen, other=0.0) + sum_attn, mask=seen)
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def settle_prompt(
+    position,  # [B, H, N] int32
+    columns,  # [1, B, H, N] float32: the state columns
+    cache_rows,  # B
+    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
+    kept,  # [B, H, N] int8: gets what is protected
+    newest,  # [B] int32: the position of the row's last token
+    real,  # [B] bool: whether the row has had tokens
+    numbers,  # [B, 3] float64
+    slots,
+    window,  # queries see this many tokens; 2**30: all
+    BLOCK: tl.constexpr,
+):
+    """Free the slots of those that must leave behind a prompt; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        return
+    own_row, own_pair = row, pair  # a prompt is never of some rows of a cache
+    now = tl.load(newest + row)
+    position += pair * slots
+    work += pair * slots
+    kept += pair * slots
+    column_stride = heads.to(tl.int64) * slots * cache_rows
+    sum_attn_at = columns + own_pair * slots
+    number_recent = tl.load(numbers + own_row * 3)
+    number_capacity = tl.load(numbers + own_row * 3 + 1)
+    live = evicting.tokens_held(position, slots, BLOCK)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    if leaving == 0:
+        return
+    first = evicting.first_protected(position, slots, now, live, 0, BLOCK)
+    last = evicting.last_protected(position, slots, now, live, ops.count(number_recent), BLOCK)
+    lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    certain = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + i, mask=inside, other=-1)
+        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
+        score = sum_attn
+        keep = pos >= last
+        tl.store(work + i, score, mask=inside)
+        tl.store(kept + i, keep, mask=inside)
+        lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
+    tl.debug_barrier()
+    _, slot = evicting.leaves_first(lowest, where)
+    evicting.evict(position, work, kept, slots, leaving, slot, (), 0, BLOCK)

@@ -231,3 +231,58 @@ def observe(
         sum_attn_squared += observing.total(ops.square(attn), visible)
     tl.store(sum_attn_at + i, tl.load(sum_attn_at + i, mask=seen, other=0.0) + sum_attn, mask=seen)
     tl.store(sum_attn_squared_at + i, tl.load(sum_attn_squared_at + i, mask=seen, other=0.0) + sum_attn_squared, mask=seen)
+
+@triton.jit(do_not_specialize=["layer", "first_head", "seed"])
+def settle_prompt(
+    position,  # [B, H, N] int32
+    columns,  # [2, B, H, N] float32: the state columns
+    cache_rows,  # B
+    work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
+    kept,  # [B, H, N] int8: gets what is protected
+    newest,  # [B] int32: the position of the row's last token
+    real,  # [B] bool: whether the row has had tokens
+    numbers,  # [B, 2] float64
+    slots,
+    window,  # queries see this many tokens; 2**30: all
+    BLOCK: tl.constexpr,
+):
+    """Free the slots of those that must leave behind a prompt; the grid is (H, B)."""
+    head, row = tl.program_id(0), tl.program_id(1)
+    heads = tl.num_programs(0)
+    pair = (row * heads + head).to(tl.int64)
+    if tl.load(real + row) == 0:
+        return
+    own_row, own_pair = row, pair  # a prompt is never of some rows of a cache
+    now = tl.load(newest + row)
+    position += pair * slots
+    work += pair * 2 * slots
+    kept += pair * slots
+    column_stride = heads.to(tl.int64) * slots * cache_rows
+    sum_attn_at = columns + own_pair * slots
+    sum_attn_squared_at = columns + column_stride + own_pair * slots
+    number_protect = tl.load(numbers + own_row * 2)
+    number_capacity = tl.load(numbers + own_row * 2 + 1)
+    live = evicting.tokens_held(position, slots, BLOCK)
+    leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
+    if leaving == 0:
+        return
+    first = evicting.first_protected(position, slots, now, live, 0, BLOCK)
+    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
+    lowest, where = tl.full([BLOCK], ops.ABOVE_ALL, tl.int64), tl.full([BLOCK], -1, tl.int32)
+    certain = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, slots, BLOCK):
+        i = start + tl.arange(0, BLOCK)
+        inside = i < slots
+        pos = tl.load(position + i, mask=inside, other=-1)
+        observed = ops.observed(pos, now, window)
+        sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
+        sum_attn_squared = tl.load(sum_attn_squared_at + i, mask=inside, other=0.0)
+        score = tl.div_rn(sum_attn, observed)
+        keep = pos >= last
+        tl.store(work + i, score, mask=inside)
+        tl.store(work + slots + i, tl.sqrt_rn(ops.maximum(tl.div_rn(sum_attn_squared, observed) - ops.square(tl.div_rn(sum_attn, observed)), 0.0)), mask=inside)
+        tl.store(kept + i, keep, mask=inside)
+        lowest, where, certain = evicting.lower(lowest, where, certain, i, pos, score, keep, first, last)
+    tl.debug_barrier()
+    _, slot = evicting.leaves_first(lowest, where)
+    evicting.evict(position, work, kept, slots, leaving, slot, (ops.count(number_protect),), 1, BLOCK)

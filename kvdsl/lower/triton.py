@@ -77,6 +77,7 @@ class TritonPlan:
             `first` and `last` how many tokens at either end stay, `score` the loops that compute the rows of scores, `scores` how
             many those are, with those that the loops work in, and `tops` how many slots each `keep top` protects. `reads_vectors`:
             whether the loops read keys, values or such tensors. `hard_cap`: whether it does so before its token is placed, as well.
+        settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
         compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
@@ -100,6 +101,7 @@ class TritonPlan:
     observe: tuple[Loop, ...]
     settles: bool
     hard_cap: bool
+    settles_prompts: bool
     overflow: str
     first: str
     last: str
@@ -151,6 +153,8 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     constants = tensors_in(uses, "constant", policy)
     vectors, scored = (tensors_in(of, "vector", policy) for of in (uses_of(*place), _uses(score)))
     inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
+    vectors_are_read = bool(scored) or any(one.reads for one in score)
+    own = policy.victims not in ("heads", "layers") and not policy.heads_share
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
     args = {
@@ -181,12 +185,13 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         observe=tuple(one.printed() for one in observe),
         settles=settles,
         hard_cap=settles and policy.cap == "hard",
+        settles_prompts=settles and own and not (vectors_are_read or policy.forgets),
         overflow=overflow.text,
         first=first.text,
         last=last.text,
         score=tuple(one.printed() for one in score),
         scores=len(rows),
-        reads_vectors=bool(scored) or any(one.reads for one in score),
+        reads_vectors=vectors_are_read,
         tops=texts(tops),
         spreads=bool(observe or score) and len(observe) <= 1 and len(score) <= 1,
         select=select,

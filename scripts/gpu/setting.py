@@ -40,7 +40,7 @@ class Whole:
     batch: int
     context: int
     budget: int
-    new_tokens: int = 64
+    new_tokens: int = 128
 
 
 @dataclass(frozen=True)

@@ -25,6 +25,8 @@ from kvdsl.runtime.torch import columns, dense
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.prefill import attend_and_observe, prefill
 from kvdsl.runtime.torch.prompt import Prompt
+from kvdsl.shipped import all_policies
+from tests.quick import few
 from tests.texts import spec_of
 
 TOLERANCE = 1e-5
@@ -470,6 +472,59 @@ def test_padding_changes_no_bit(policy: str, dtype: torch.dtype) -> None:
         padded = AttentionCall(query, key, value, real, call.scaling)
         outs.append(server.prefill(SlotState(spec, {"budget": 1000}), padded)[:, padding:])
     assert torch.equal(outs[0], outs[1]) and torch.equal(outs[0], outs[2])
+
+
+BY_HEAD = ("duo_attention", "headkv", "lu_kv", "moa")
+"""Whose files have a number for each of two heads."""
+
+ALONE = [
+    path.stem
+    for path in all_policies()
+    if path.stem in BY_HEAD or not ((spec := kvdsl.load(path.stem).spec).tensors or spec.across_layers or spec.supplied)
+]
+"""Policies whose layers do not wait for one another, and that need no file made for the model and nothing from the caller."""
+
+
+@pytest.mark.parametrize("policy", few(ALONE, "h2o", "adakv", "snapkv", "full", "duo_attention"))
+def test_the_host_knows_how_many_stay(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a text without padding, before the device has said who leaves; or it says that it does not know."""
+    told: list[bool] = []
+    store = SlotState.store
+
+    def checked(self: SlotState, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor, staying: Any = None) -> None:
+        if staying is not None:
+            held = (kept["position"] >= 0).sum(-1)
+            assert staying == (int(held.min()), int(held.max()))
+        told.append(staying is not None)
+        store(self, kept, seen, numbers, staying)
+
+    monkeypatch.setattr(SlotState, "store", checked)
+    spec = kvdsl.load(policy).spec
+    prefill(SlotState(spec, {"budget": 100.0} if "budget" in spec.params else {}), Case(tokens=150, dim=32).call())
+    assert told == [True] or spec.measures or spec.across or "prefill_block" in spec.numbers
+
+
+@pytest.mark.parametrize("policy", ["h2o", "snapkv", "sparcas", "streaming_llm"])
+def test_a_prompt_that_is_read_again_leaves_what_it_leaves_at_once(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Attention's sums are asked about late; where they were wrong, nothing of the first reading may remain."""
+    spec, call = kvdsl.load(policy).spec, Case(tokens=150).call()
+    given = {"budget": 60.0} if "budget" in spec.params else {}
+    states = [SlotState(spec, given) for _ in range(2)]
+    outs = [prefill(states[0], call)]
+    readings: list[bool] = []
+
+    def doubtful(prompt: Prompt) -> Tensor:
+        readings.append(prompt.doubts is not None)
+        if prompt.doubts is not None:
+            prompt.doubts.append(torch.tensor(torch.nan))
+            prompt.kept["columns"].fill_(torch.nan)
+        return attend_and_observe(prompt)
+
+    outs.append(prefill(states[1], call, doubtful))
+    assert readings == [True, False]
+    assert torch.equal(*outs)
+    for name, tensor in states[0].tensors().items():
+        assert torch.equal(tensor, states[1].tensors()[name]), name
 
 
 def test_a_query_sees_nothing_behind_its_own_slot() -> None:

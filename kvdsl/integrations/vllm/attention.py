@@ -99,7 +99,7 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         output: Tensor, output_scale: Tensor | None = None, output_block_scale: Tensor | None = None,
     ) -> Tensor:  # fmt: skip
         """Attention of a step's tokens, [tokens, heads, dim] each; `output` gets it."""
-        if attn_metadata is None:  # vLLM tries out how much memory a step takes
+        if attn_metadata is None:  # vLLM tries out how much memory a step takes, or compiles
             return output.zero_()
         if isinstance(attn_metadata, EveryOne):
             assert isinstance(self.caches, InRows)  # for whom alone such steps are built

@@ -108,9 +108,13 @@ class StepBuilder(AttentionMetadataBuilder[Step | EveryOne]):  # type: ignore[mi
         self._read: dict[int, int] = {}
         """By page: how many tokens of its request have been read, guesses included."""
 
-    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step | EveryOne:
-        """A request has some tokens of its prompt, some behind it, or both."""
+    def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> Step | EveryOne | None:
+        """A request has some tokens of its prompt, some behind it, or both. None for what vLLM makes up to compile or to warm up: there
+        prompts have no lengths.
+        """
         known = common_attn_metadata
+        if known.rswa_prefix_lens is None:
+            return None
         if self._in_rows and known.max_query_len == 1 and not bool(known.is_prefilling.any()):
             return self._every_one(known.block_table_tensor[:, 0])
         starts, lengths = known.query_start_loc_cpu.tolist(), known.seq_lens.tolist()

@@ -29,6 +29,7 @@ from kvdsl.runtime.gpu.launch import is_hopper, launch, on, signed
 from kvdsl.runtime.gpu.layout import give_back, take
 from kvdsl.runtime.gpu.prepared import Launch, Prepared
 from kvdsl.runtime.gpu.prompt import observe
+from kvdsl.runtime.gpu.prompt import settle as settle_prompt
 from kvdsl.runtime.gpu.select import LEVELS
 from kvdsl.runtime.gpu.sizes import (
     ALONE_OPTIONS,
@@ -90,7 +91,8 @@ class TritonBackend:
     def prefill(self, state: SlotState, call: AttentionCall) -> Tensor:
         """See `kvdsl.runtime.torch.prefill.prefill`."""
         with on(call.query.device):
-            out = prefill(state, call, partial(attend_and_observe, observe=self._fold))
+            attend = partial(attend_and_observe, observe=self._fold)
+            out = prefill(state, call, attend, partial(settle_prompt, self.kernels))
         # Now, because a compiled step is given it, and a captured one cannot wait for the host; not where the layers that share a budget
         # still wait for each other: their caches grow.
         if state.allocated and not state.grows:
@@ -321,8 +323,8 @@ def _allocate(
     def floats(*shape: int) -> Tensor:
         return state.columns.new_empty(batch, heads, *shape)
 
-    def ints(*shape: int) -> Tensor:
-        return state.position.new_empty(batch, heads, *shape)
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> Tensor:
+        return state.position.new_empty(batch, heads, *shape, dtype=dtype)
 
     tensors = {
         "first_rows": _first_rows(state),
@@ -332,9 +334,9 @@ def _allocate(
         "logits": floats(sizes.group, logits),
         "new_logits": floats(sizes.group),
         "work": floats(kernels.SCORES, slots),
-        "kept": floats(slots).to(torch.int8),
+        "kept": ints(slots, dtype=torch.int8),
         "arrived": ints().zero_(),
-        "lowest_found": ints(pieces).to(torch.int64),
+        "lowest_found": ints(pieces, dtype=torch.int64),
         "victims": ints(pieces),
         "at_ends": ints(pieces),
         "first_free": ints(splits),
@@ -346,7 +348,7 @@ def _allocate(
         "chosen": ints(choices),
         "found": ints(),
         "joins": ints(),
-        "taken": ints(taken).to(torch.int8),
+        "taken": ints(taken, dtype=torch.int8),
         "newest": state.seen.new_empty(batch),
         "gaps": ints(slots if state.spec.compact else 0),
         "ring_rows": state.ring_rows().to(state.seen.device),

@@ -1,6 +1,7 @@
-"""What the queries of a prompt give the slots, by Triton: launches the kernels of `templates/triton/observe.py.jinja`.
+"""What the queries of a prompt give the slots, and who leaves then, by Triton: launches the kernels of `templates/triton/observe.py.jinja`
+and `settle_prompt.py.jinja`.
 
-Every program has its own slots and adds up in registers what all queries give them, so that nothing is of the size of queries x slots, and
+Every program of `observe` has its own slots and adds up in registers what all queries give them, so that nothing is of the size of queries x slots, and
 there are no atomics: the same prompt always gives the same columns, bit for bit.
 """
 
@@ -13,9 +14,10 @@ import triton.language as tl
 from torch import Tensor
 
 from kvdsl.runtime.gpu.launch import is_hopper, launch, signed
-from kvdsl.runtime.gpu.sizes import EVERYTHING, OBSERVE_OPTIONS, Sizes
+from kvdsl.runtime.gpu.sizes import ALONE_OPTIONS, EVERYTHING, OBSERVE_OPTIONS, SETTLED_AT_ONCE, Sizes
 from kvdsl.runtime.torch import dense, statistics
 from kvdsl.runtime.torch.attention import in_rows
+from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Prompt
 
 
@@ -55,6 +57,26 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     tile = sizes.observe()
     grid = (heads, batch, -(-prompt.slots // tile["SLOTS"]))
     launch(kernels.observe, grid, arguments | tile, sizes.observe_options(reduced=reduces))
+
+
+def settle(kernels: Any, held: Held) -> bool:
+    """See `kvdsl.runtime.torch.eviction.Kernel`: there is none where heads or layers decide together, or keys or values say who leaves."""
+    state, position = held.state, held.position
+    if not hasattr(kernels, "settle_prompt") or state.spec.across_layers:
+        return False
+    batch, heads, slots = position.shape
+    arguments = {
+        "position": position, "columns": held.kept["columns"], "cache_rows": batch,
+        "work": held.kept["columns"].new_empty(batch, heads, kernels.SCORES, slots),
+        "kept": position.new_empty(batch, heads, slots, dtype=torch.int8),
+        "newest": held.newest.contiguous(), "real": held.rows, "numbers": held.numbers.contiguous(),
+        "ring_rows": state.ring_rows().to(position.device, non_blocking=True),
+        "constants": state.constants if state.spec.tensors is not None else None, "D": held.kept["keys"].shape[-1],
+        "slots": slots, "window": state.window or EVERYTHING,
+        "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset, "BLOCK": SETTLED_AT_ONCE,
+    }  # fmt: skip
+    launch(kernels.settle_prompt, (heads, batch), arguments, ALONE_OPTIONS)
+    return True
 
 
 def _queries(prompt: Prompt) -> Tensor:

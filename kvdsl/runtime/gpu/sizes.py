@@ -16,6 +16,9 @@ _SETTLE_ELEMENTS = 2048
 _ALONE_ELEMENTS = 8192
 """The same where a program has all slots of a KV head, or of a row, and four times as many threads; of keys or values likewise."""
 
+SETTLED_AT_ONCE = 2048
+"""Slots that `settle_prompt` takes at once: no logits are there."""
+
 _LOOKED_AT = 1 << 12
 """Numbers of a tile of keys over the sketch's dims, or of pages' bounds, in `look`."""
 

@@ -45,14 +45,15 @@ class Settings(Linked):
         self.heads = slice(None)
         self._resolved: tuple[Tensor, Table] | None = None
 
-    def resolve(self, prompt: Tensor) -> Tensor:
-        """The table for rows with prompts of these lengths, [batch]. The host finds it, and waits for the device to learn them.
+    def resolve(self, prompt: Tensor, device: torch.device | None = None) -> Tensor:
+        """The table for rows with prompts of these lengths, [batch], on their device or another. The host finds it, and waits for the
+        lengths where they are not on the CPU.
 
         Raises:
             KvdslError: if the static keeps protect more tokens than the budget holds.
         """
         found = self._found(prompt.cpu())
-        numbers = found.numbers.to(prompt.device, non_blocking=True)
+        numbers = found.numbers.to(prompt.device if device is None else device, non_blocking=True)
         self._resolved = numbers, found
         return numbers
 

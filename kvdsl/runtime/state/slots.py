@@ -201,6 +201,13 @@ class SlotState(Linked):
         if self.together is not None:
             self.together.forget()
 
+    def begin_again(self) -> None:
+        """Forget the prompt that has just been read, the first, as if it had not come; where it is to be laid stays."""
+        expected, tensors = self.expected, self.tensors()
+        self.reset()
+        self.expected = expected
+        self.lay_into(tensors)
+
     @property
     def bounded(self) -> bool:
         """Whether the policy ever evicts."""
@@ -220,16 +227,17 @@ class SlotState(Linked):
 
     # -- numbers -------------------------------------------------------------------------------------------------------
 
-    def resolve_after(self, seen: Tensor) -> Tensor:
+    def resolve_after(self, seen: Tensor, known: Tensor | None = None) -> Tensor:
         """The policy's table of numbers after a forward of a prompt: the prompt is all of a row's text so far.
 
         Args:
             seen: int32 [batch], the rows' tokens, the new ones included; a row to which none came keeps its numbers.
+            known: the same on the CPU, if the host knows them.
 
         Raises:
             KvdslError: as `resolve` does.
         """
-        numbers = self.settings.resolve(seen.clamp(min=self.expected))
+        numbers = self.settings.resolve((seen if known is None else known).clamp(min=self.expected), seen.device)
         came = (seen > self.seen).view(-1, *(1,) * (numbers.dim() - 1)) if self.allocated else None
         return numbers if came is None else torch.where(came, numbers, self.numbers)
 
@@ -304,14 +312,15 @@ class SlotState(Linked):
 
     # -- storage -------------------------------------------------------------------------------------------------------
 
-    def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor) -> None:
+    def store(self, kept: dict[str, Tensor], seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None) -> None:
         """Fill the slots with what was kept at the end of a prompt, in text order; they are allocated unless as many are there.
 
         Args:
             kept: `keys`, `values`, `position` and `columns` over any number of slots; what leaves has a FREE position.
+            staying: how many tokens the emptiest and the fullest head keep of a text that is in order; None: only the device knows.
         """
         position = kept["position"]
-        self.filled = int((position >= 0).sum(-1).max())
+        self.filled = int((position >= 0).sum(-1).max()) if staying is None else staying[1]
         numbers = self._after_prompt(numbers)
         self.limit = self._limit(numbers, position.device)
         slots = self._first_slots(position.device)
@@ -321,7 +330,8 @@ class SlotState(Linked):
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
         self.even = self._is_even(numbers)
         self.paged = 0
-        order = None if position.shape[-1] <= slots and in_text_order(position) else text_order(position)[..., :slots]
+        tidy = position.shape[-1] <= slots and (in_text_order(position) if staying is None else staying[0] == position.shape[-1])
+        order = None if tidy else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
         self.layout.lay_out(self, kept, order)
         self._forget_copies()

@@ -123,6 +123,21 @@ def _fits(held: Held) -> bool:
     return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
 
 
+def known_to_stay(held: Held) -> tuple[int, int] | None:
+    """How many tokens the emptiest and the fullest KV head keep of a prompt that is a whole text of every row, without padding; None where
+    only the device knows: budgets may be found in the data, or be heads' or layers' together.
+    """
+    spec, (_, _, slots) = held.state.spec, held.position.shape
+    if not held.evicts:
+        return slots, slots
+    if spec.measures or spec.across or spec.across_layers:
+        return None
+    numbers = held.state.settings.per_head(held.state.settings.table(held.numbers).numbers)
+    live = torch.full_like(numbers["capacity"], slots)
+    least, most = (live - overflow(live, numbers)).aminmax()
+    return int(least), int(most)
+
+
 def _nobody_leaves(held: Held, excess: Excess) -> bool:
     """Whether nobody has to behind a decoded token, as far as that is asked: on a CPU (a GPU would be waited for), and of budgets that
     read no data and are a head's own.

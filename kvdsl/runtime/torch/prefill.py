@@ -8,6 +8,7 @@ of the prompt.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import isfinite
 
 import torch
 from torch import Tensor
@@ -20,7 +21,7 @@ from kvdsl.runtime.torch import dense, eviction, selection, statistics
 from kvdsl.runtime.torch.columns import INITIAL
 from kvdsl.runtime.torch.eviction import Held
 from kvdsl.runtime.torch.prompt import Kept, Prompt
-from kvdsl.runtime.torch.tokens import new_positions, place, seen_before
+from kvdsl.runtime.torch.tokens import known_lengths, new_positions, place, seen_before
 from kvdsl.runtime.torch.view import row_view
 
 Attend = Callable[[Prompt], Tensor]
@@ -44,12 +45,28 @@ def prefill(
 ) -> Tensor:
     """Attend over what is cached and the new tokens, causally; observe every query; settle once the prompt ends, or at every block's end.
 
+    Whether attention was right, the host asks when all else is done, so that a GPU has work while it waits; if not, all is done again.
+
     Args:
         kernel: settles, where it can.
 
     Returns:
         [batch, tokens, query_heads, value_dim].
     """
+    if state.allocated or state.together is not None or state.choices is not None:
+        return _prefill(state, call, attend, kernel)
+    doubts: list[Tensor] = []
+    out = _prefill(state, call, attend, kernel, doubts)
+    if all(isfinite(float(doubt)) for doubt in doubts):
+        return out
+    state.begin_again()
+    return _prefill(state, call, attend, kernel)
+
+
+def _prefill(
+    state: SlotState, call: AttentionCall, attend: Attend, kernel: eviction.Kernel, doubts: list[Tensor] | None = None
+) -> Tensor:
+    """`prefill`, but for the doubts that it leaves: see `Prompt`."""
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     state.read_constants(call.key, call.value)
     position = new_positions(state, call)
@@ -59,24 +76,29 @@ def prefill(
     if state.spec.remembers_prompts and state.prompt_from is None:
         state.prompt_from = before.view(-1, 1, 1)
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
-    numbers = state.resolve_after(seen)
+    numbers = state.resolve_after(seen, known_lengths(state, call))
     state.size_rings(numbers)
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, attend, kernel)
-    kept, out = _encode(state, call, _cached(state), position, numbers, attend)
+    kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
+    evicts = _evicts(state, numbers) and not call.goes_on
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True)
+    staying = None if known_lengths(state, call) is None else eviction.known_to_stay(held)
     if call.goes_on:
-        state.store(kept, seen, numbers)
+        state.store(kept, seen, numbers, staying)
         return out
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), _evicts(state, numbers), of_prompt=True)
-    eviction.settle(held, lambda: _settled(state, kept, seen, numbers), kernel)
+    eviction.settle(held, lambda: _settled(state, kept, seen, numbers, staying), kernel)
     return out
 
 
-def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor) -> None:
+def _settled(
+    state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None
+) -> None:
+    """What is left is laid into the slots; see `SlotState.store`."""
     state.text, state.prompt_from = [], None
     if state.spec.forgets:
         kept["columns"] = kept["columns"][: len(state.spec.columns)]
-    state.store(kept, seen, numbers)
+    state.store(kept, seen, numbers, staying)
 
 
 def _in_blocks(
@@ -157,11 +179,12 @@ def _survivors(kept: Kept) -> Kept:
 
 
 def _encode(
-    state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, attend: Attend
-) -> tuple[Kept, Tensor]:
+    state: SlotState, call: AttentionCall, kept: Kept | None, position: Tensor, numbers: Tensor, attend: Attend,
+    doubts: list[Tensor] | None = None,
+) -> tuple[Kept, Tensor]:  # fmt: skip
     """Attend to what is cached and to the new tokens, and observe: all that is cached now, and the output."""
     kept = _with_new(state, call, kept, position)
-    prompt = Prompt(state, call, kept, position, numbers)
+    prompt = Prompt(state, call, kept, position, numbers, doubts)
     out = attend(prompt)
     if state.spec.sketches:
         _sketch_last_query(state, call, kept, position, numbers)
@@ -173,7 +196,8 @@ def _with_new(state: SlotState, call: AttentionCall, kept: Kept | None, new_posi
     batch, heads, tokens, _ = call.key.shape
     columns = call.key.new_zeros(state.column_rows, batch, heads, tokens, dtype=torch.float32)
     for column, rule in zip(columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
-        column.fill_(INITIAL[rule])
+        if INITIAL[rule]:
+            column.fill_(INITIAL[rule])
     place(state, call, columns)
     position = new_position[:, None].expand(batch, heads, tokens).contiguous()
     new = {"keys": call.key, "values": call.value, "position": position, "columns": columns}

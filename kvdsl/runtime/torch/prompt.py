@@ -29,6 +29,7 @@ class Prompt:
         kept: what is cached, the new tokens included.
         position: int32 [batch, tokens], the new tokens' positions in their rows' texts, FREE for padding.
         numbers: the policy's table, float64 [batch, (kv_heads,) len(spec.numbers)].
+        doubts: gets sums, [] each, that attention does not wait for: it was wrong if one is not finite. None: it finds out by itself.
     """
 
     state: SlotState
@@ -36,6 +37,7 @@ class Prompt:
     kept: Kept
     position: Tensor
     numbers: Tensor
+    doubts: list[Tensor] | None = None
 
     @property
     def tokens(self) -> int:

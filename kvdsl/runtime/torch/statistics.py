@@ -14,6 +14,7 @@ from torch import Tensor
 from kvdsl.runtime.torch import columns
 from kvdsl.runtime.torch.attention import scores
 from kvdsl.runtime.torch.prompt import Prompt
+from kvdsl.runtime.torch.tokens import known_lengths
 
 _BLOCK_BYTES = {"cpu": 8 << 20}
 """What a block of probabilities may take: on a CPU it should stay in the cache."""
@@ -51,11 +52,14 @@ def first_query(prompt: Prompt) -> int:
     rules = set(spec.column_rules) - {"token", "prune"}
     if rules - {"last"} or (rules and prompt.call.window is not None):
         return 0
-    wanted = torch.ones_like(prompt.position[:, 0], dtype=torch.float64)
+    position, numbers = prompt.position, prompt.numbers
+    if known_lengths(prompt.state, prompt.call) is not None:  # then nobody waits for the device
+        position, numbers = torch.arange(prompt.tokens)[None], settings.table(numbers).numbers
+    wanted = torch.ones(len(numbers), dtype=torch.float64, device=numbers.device)
     for _, size in spec.rings:
-        wanted = torch.maximum(wanted, settings.of_rows(prompt.numbers, size))
-    newest = prompt.position.amax(1, keepdim=True)
-    known = (prompt.position > newest - wanted[:, None]) & (prompt.position >= 0)
+        wanted = torch.maximum(wanted, settings.of_rows(numbers, size))
+    newest = position.amax(1, keepdim=True)
+    known = (position > newest - wanted[:, None]) & (position >= 0)
     return int(known.any(0).int().argmax())
 
 

@@ -24,6 +24,14 @@ def seen_before(state: SlotState, call: AttentionCall) -> Tensor:
     return state.seen if state.allocated else call.key.new_zeros(call.key.shape[0]).int()
 
 
+def known_lengths(state: SlotState, call: AttentionCall) -> Tensor | None:
+    """How many tokens every row has with the call's, int32 [batch] on the CPU; None where only the device knows."""
+    if state.allocated or call.real is not None:
+        return None
+    batch, _, tokens, _ = call.key.shape
+    return torch.full((batch,), tokens, dtype=torch.int32)
+
+
 def new_positions(state: SlotState, call: AttentionCall) -> Tensor:
     """Positions of the new tokens in their rows' texts, int32 [batch, tokens], FREE for padding."""
     batch, tokens, before = call.key.shape[0], call.key.shape[2], seen_before(state, call)
