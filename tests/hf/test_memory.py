@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import pickle
+import weakref
 from typing import Any
 
 import psutil
@@ -11,6 +15,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.state.slots import AT_ONCE
@@ -85,6 +90,43 @@ def test_two_thousand_tokens() -> None:
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_two_thousand_tokens_everywhere(policy: str, backend: str) -> None:
     run(policy, backend)
+
+
+def _own_makes(name: str, model: Any) -> Any:
+    """A cache of a policy as it comes, with a budget if it has one."""
+    cls = kvdsl.load(name)
+    return cls(model, **({"budget": 100} if "budget" in cls.spec.params else {}))
+
+
+@pytest.mark.parametrize("name", ["full", "h2o", "streaming_llm", "keydiff_blocks", "sparcas", "snapkv", "cake", "omnikv", "adakv"])
+@pytest.mark.parametrize("how", ["as made", "copied", "pickled", "guessed"])
+def test_a_cache_goes_when_nobody_has_it(name: str, how: str) -> None:
+    """At once, with all its tensors: Python looks for cycles when it likes, and counts objects, not what they hold."""
+    model, ids = zoo.model("llama"), zoo.prompt(1, 140)
+    cache = _own_makes(name, model)
+    options = {"prompt_lookup_num_tokens": 3} if how == "guessed" and name not in ("cake", "omnikv") else {}
+    model.generate(ids, past_key_values=cache, max_new_tokens=6, do_sample=False, pad_token_id=0, **options)
+    if how == "copied":
+        cache = copy.deepcopy(cache)
+    elif how == "pickled":
+        cache = pickle.loads(pickle.dumps(cache))
+        cache.attach(model)
+    if how in ("copied", "pickled"):
+        with torch.no_grad():
+            model(ids[:, :1], past_key_values=cache)
+    gone: list[str] = []
+    gc.collect()
+    gc.disable()
+    try:
+        for layer in cache.managed:
+            state = cache.layers[layer].state
+            weakref.finalize(state, gone.append, f"state {layer}")
+            weakref.finalize(state.position.untyped_storage(), gone.append, f"tensor {layer}")
+        count = 2 * len(cache.managed)
+        del state, cache
+        assert len(gone) == count, gone
+    finally:
+        gc.enable()
 
 
 def test_beams_reorder_in_place() -> None:

@@ -175,7 +175,7 @@ def test_launches_go_to_the_tensors_device(monkeypatch: pytest.MonkeyPatch) -> N
     for tokens, serve in ((12, server.prefill), (2, server.decode)):
         query, key, value = (torch.randn(1, heads, tokens, 16).half() for heads in (4, 2, 2))
         serve(state, AttentionCall(query, key, value, None, 0.25))
-    assert launched == [CPU] * 5  # what the prompt's queries give; attend and settle, twice
+    assert launched == [CPU] * 6  # what the prompt's queries give, and who leaves; attend and settle, twice
 
 
 def test_the_current_device_is_the_tensors(monkeypatch: pytest.MonkeyPatch) -> None:

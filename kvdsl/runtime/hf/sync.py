@@ -13,6 +13,7 @@ from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state.tensors import stays_where_it_is
+from kvdsl.runtime.weakly import Weakly
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
@@ -47,7 +48,8 @@ class LayerSync(Linked):
         self.total: Tensor | None = None
         self.ahead = False
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
-        self._layers: list[SlotLayer] = []
+        self._layers: list[Weakly[SlotLayer]] = []
+        self._first, self._last = -1, -1
 
     @property
     def model(self) -> nn.Module | None:
@@ -65,7 +67,9 @@ class LayerSync(Linked):
 
     def enter(self, layer: SlotLayer) -> None:
         """A layer joins, in the model's order."""
-        self._layers.append(layer)
+        self._first = self._first if self._layers else layer.index
+        self._last = layer.index
+        self._layers.append(Weakly(layer))
 
     def begin(self, layer: SlotLayer, tokens: int) -> None:
         """A layer is given keys.
@@ -82,7 +86,7 @@ class LayerSync(Linked):
         if torch.compiler.is_compiling():
             self.open = layer.index
             return
-        first, last = self._layers[0], self._layers[-1]
+        first, last = self._layers[0](), self._layers[-1]()
         level = last.length == layer.length if layer is first else first.length == layer.length + tokens
         if not level:
             raise KvdslError("the last forward was interrupted between two layers: call `cache.reset()` and start again")
@@ -104,13 +108,13 @@ class LayerSync(Linked):
     def take_guesses(self, layer: SlotLayer) -> int | None:
         """How many tokens of this forward are guesses, if somebody has said; once all layers have asked, nobody has."""
         guesses = self.guesses
-        if layer is self._layers[-1]:
+        if layer.index == self._last:
             self.guesses = None
         return guesses
 
     def add(self, layer: SlotLayer, tokens: int) -> None:
         """A layer has served these tokens; the last one counts for all."""
-        if layer is not self._layers[-1]:
+        if layer.index != self._last:
             return
         if self.total is None:
             with plain_tensors():
@@ -121,7 +125,7 @@ class LayerSync(Linked):
     @property
     def length(self) -> int:
         """Tokens that the model has seen, padding included."""
-        return self._layers[0].length
+        return self._layers[0]().length
 
     def is_tensor(self) -> bool:
         """Whether only the tensor knows the length: in a compiled forward, and on a GPU behind one, which runs still."""
@@ -132,7 +136,7 @@ class LayerSync(Linked):
         assert self.total is not None
         total = int(self.total)
         for layer in self._layers:
-            layer.count(total)
+            layer().count(total)
         self.ahead = False
 
     def forget(self) -> None:
@@ -142,7 +146,7 @@ class LayerSync(Linked):
 
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""
-        return self._layers[0] is layer
+        return layer.index == self._first
 
     def owns(self, module: nn.Module) -> bool:
         """Whether the module is part of the model that the cache was made for."""

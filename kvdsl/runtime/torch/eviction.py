@@ -24,6 +24,7 @@ from kvdsl.runtime.torch.settle import (
     shared_order,
 )
 from kvdsl.runtime.torch.view import View, slots_view
+from kvdsl.runtime.weakly import Weakly
 
 Excess = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """From the live slots and the numbers to how many must leave; see `settle.overflow`."""
@@ -162,12 +163,12 @@ class Together:
     """The layers of one cache, which agree on their victims or share a budget: nothing leaves before the last one has attended."""
 
     def __init__(self) -> None:
-        self._states: list[SlotState] = []
+        self._states: list[Weakly[SlotState]] = []
         self._waiting: list[tuple[Held, Callable[[], None]]] = []
 
     def join(self, state: SlotState) -> None:
         """A layer joins, in the model's order."""
-        self._states.append(state)
+        self._states.append(Weakly(state))
         state.together = self
 
     def forget(self) -> None:
@@ -188,7 +189,7 @@ class Together:
 
     def make_room(self, rows: Tensor) -> None:
         """A layer is about to place a token; the first one to do so decides for all."""
-        deciding = [held_in_slots(state, rows) for state in self._states if state.evicts]
+        deciding = [held_in_slots(state, rows) for known in self._states if (state := known()).evicts]
         if deciding and not self._waiting:
             evict(deciding, overflow_before_placing)
 
