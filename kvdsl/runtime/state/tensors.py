@@ -79,15 +79,15 @@ BY_SLOT = (
     Declared("sketch_keys", of=_sketches),
     Declared("page_bounds", of=_pages),
     Declared("copied", of=_copies),
-    Declared("rank", noted=True, of=_compact),
+    Declared("rank", slots=2, noted=True, of=_compact),
     Declared("length", of=_compact),
     Declared("half_keys", of=_halves),
     Declared("constants", batch=None, changes=False, of=_tensors),
 )
 """What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
 
-SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None}
-"""What has slots one after the other, and which dimension they are; keys and values so, however a layout stores them."""
+SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None and one.of is _every}
+"""What has slots one after the other, whatever the policy, and which dimension they are; keys and values so, however a layout stores them."""
 
 
 # -- allocating --------------------------------------------------------------------------------------------------------
