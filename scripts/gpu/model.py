@@ -71,8 +71,8 @@ def _first(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole,
 
 
 def _others(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole, setting: Setting) -> dict[str, Any]:
-    """Seconds to the first token, milliseconds a token behind the first few, peak bytes. The first run of a kind, which compiles, is not timed;
-    with the first tokens of a new cache a graph is captured.
+    """Seconds to the first token, milliseconds a token behind the first few, with which a graph is captured for a new cache, and peak
+    bytes. The first run of a kind, which compiles, is not timed.
     """
     few = min(whole.new_tokens - 1, FEW)
     _generate(model, ids, make(), few, setting)

@@ -98,7 +98,9 @@ def _own_makes(name: str, model: Any) -> Any:
     return cls(model, **({"budget": 100} if "budget" in cls.spec.params else {}))
 
 
-@pytest.mark.parametrize("name", ["full", "h2o", "streaming_llm", "keydiff_blocks", "sparcas", "snapkv", "cake", "omnikv", "adakv"])
+@pytest.mark.parametrize(
+    "name", ["full", "h2o", "streaming_llm", "keydiff_blocks", "sparcas", "snapkv", "cake", "omnikv", "adakv"]
+)
 @pytest.mark.parametrize("how", ["as made", "copied", "pickled", "guessed"])
 def test_a_cache_goes_when_nobody_has_it(name: str, how: str) -> None:
     """At once, with all its tensors: Python looks for cycles when it likes, and counts objects, not what they hold."""

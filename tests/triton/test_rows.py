@@ -65,7 +65,10 @@ def caches(backend: TritonBackend, spec: PolicySpec, given: dict[str, Any]) -> t
     """What every cache was left by somebody: numbers that must not be seen."""
     state = empty(spec, given)
     backend.prefill(state, call(40, CACHES, torch.Generator().manual_seed(9)))
-    return Rows(backend, state, ROPE), state
+    rows, before = Rows(backend, state, ROPE), {name: tensor.clone() for name, tensor in state.tensors().items()}
+    rows.make_ready(6, call(1, 1, torch.Generator()))
+    assert all(torch.equal(tensor.nan_to_num(), before[name].nan_to_num()) for name, tensor in state.tensors().items())
+    return rows, state
 
 
 def of_rows(one: AttentionCall, rows: list[int]) -> AttentionCall:
@@ -104,6 +107,29 @@ def test_some_caches_of_many_are_what_each_is_alone(name: str) -> None:
         assert (state.position[number, :, held:] < 0).all()
         assert state.seen[number] == one.seen[0]
     assert torch.equal(state.position[[0, 3, 5]], asleep)
+
+
+def test_layers_work_in_the_same() -> None:
+    """One after the other; each is as it is alone, and nothing new is made once both are ready."""
+    spec: PolicySpec = kvdsl.load("h2o").spec
+    backend, shared, generator = TritonBackend(spec, CPU, torch.float32), {}, torch.Generator().manual_seed(3)
+    layers, alone = [], []
+    for _ in range(2):
+        state, own = empty(spec, {"budget": 12}), empty(spec, {"budget": 12})
+        prompt = call(40, 3, generator)
+        for one in (state, own):
+            backend.prefill(one, prompt)
+        layers.append(Rows(backend, state, ROPE, shared))
+        layers[-1].make_ready(3, call(1, 1, generator))
+        alone.append(own)
+    assert [rows for rows, _ in shared] == [1, 2, 4]
+    known = {id(tensor) for tensors in shared.values() for tensor in tensors.values()}
+    for _ in range(3):
+        for rows, own in zip(layers, alone, strict=True):
+            token = call(1, 3, generator)
+            out = rows.decode(torch.arange(3, dtype=torch.int32), token)
+            torch.testing.assert_close(out, backend.decode(own, token), rtol=1e-5, atol=1e-6)
+            assert {id(x) for work in rows._works.values() for x in work.tensors.values()} == known
 
 
 def test_caches_whose_slots_have_no_place_of_their_own_are_refused() -> None:

@@ -30,9 +30,9 @@ CPU = torch.device("cpu")
 HEADS, GROUP, DIM, PROMPT = 1, 2, 16, 40
 
 PROMPT_WAITS = {"roco": 4, "streaming_llm": 4, "snapkv": 5, "sparcas": 5, "quest": 5, "tova": 5}
-"""With padding: the lengths of the rows' texts, from which budgets follow; where padding lies; how many tokens a head holds; at last whether
-all is finite, and attention's sums. Rings, and the column `last`, ask for the first query that they know of; where nothing leaves, whether
-slots are in order. Without padding the host knows all but one.
+"""With padding: the lengths of the rows' texts, from which budgets follow; where padding lies; how many tokens a head holds; at last
+whether all is finite, and attention's sums. Rings, and the column `last`, ask for the first query that they know of; where nothing leaves,
+whether slots are in order. Without padding the host knows all but one.
 """
 
 

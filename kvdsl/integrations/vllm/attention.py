@@ -66,7 +66,10 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
         self._head_offset = get_tensor_model_parallel_rank() * self.num_kv_heads
         self._rope = rotation(text, head_size) if settings.spec.compact else None
         dtype = config.model_config.dtype
-        self._page = page(settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest)
+        self._page = page(
+            settings, self.num_kv_heads, head_size, dtype, layers=plan.layers, longest=plan.longest,
+            aligned=not current_platform.is_cpu(),
+        )  # fmt: skip
         self._serves_policy = settings is plan.settings
         self._backend = _backend(settings.spec, dtype)
         self.caches = self._make_caches(config, of_one_kind=plan.windowed or sliding_window is None)
@@ -91,7 +94,8 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
                     "guesses, traces, and layers with windows beside others are not served in vLLM on GPUs yet: leave them out, or "
                     "serve on CPUs"
                 )
-            return InRows(cast("Any", self._backend), self._page, self._state, self._call)
+            requests = config.scheduler_config.max_num_seqs
+            return InRows(cast("Any", self._backend), self._page, self._state, self._call, requests, _works(config))
         return InBlocks(self._backend, self._page, self._state, self._call, self._sinks, self._longest, guesses)
 
     def forward(
@@ -153,6 +157,15 @@ class PolicyAttention(AttentionImpl):  # type: ignore[misc]
             self.caches.put(batch.pages, blocks, state)
         else:
             self.reading[first.page] = state
+
+
+def _works(config: Any) -> dict[Any, Any]:
+    """What the model's other layers work in on a GPU, one after the other."""
+    for layer in config.compilation_config.static_forward_context.values():
+        caches = getattr(getattr(layer, "impl", None), "caches", None)
+        if isinstance(caches, InRows):
+            return caches.works
+    return {}
 
 
 def _backend(spec: PolicySpec, dtype: torch.dtype) -> Backend:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from vllm.config import get_current_vllm_config_or_none
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.platforms import current_platform
 from vllm.v1.attention.backend import AttentionBackend, AttentionCGSupport, AttentionMetadataBuilder, MultipleOf
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheLayout, SlidingWindowSpec, replace_as
 
@@ -76,6 +77,7 @@ class PolicyBackend(AttentionBackend):  # type: ignore[misc]
             spec.dtype,
             layers=plan.layers,
             longest=plan.longest,
+            aligned=not current_platform.is_cpu(),
         )
         of_tokens = {field.name for field in fields(spec)} - {field.name for field in fields(PageSpec)}
         return replace_as(

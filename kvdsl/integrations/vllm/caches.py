@@ -115,10 +115,17 @@ class InBlocks:
 
 
 class InRows:
-    """See `Caches`: on GPUs. Nothing is guessed there, and all layers have pages of one kind: `PolicyAttention` refuses the rest."""
+    """See `Caches`: on GPUs. Nothing is guessed there, and all layers have pages of one kind: `PolicyAttention` refuses the rest.
 
-    def __init__(self, backend: TritonBackend, page: Page, new: Callable[[], SlotState], call: Calls) -> None:
+    Attributes:
+        works: what steps work in, which the model's layers share.
+    """
+
+    def __init__(
+        self, backend: TritonBackend, page: Page, new: Callable[[], SlotState], call: Calls, requests: int, works: dict[Any, Any]
+    ) -> None:  # fmt: skip
         self._backend, self._page, self._new, self._call = backend, page, new, call
+        self._requests, self.works = requests, works
         self._state: SlotState | None = None
         self._rows: Any = None
         """The state's, a `kvdsl.runtime.gpu.rows.Rows`: importing it needs Triton."""
@@ -134,7 +141,9 @@ class InRows:
         self._state.window = call.window
         self._page.adopt(self._state, self._page.spread(blocks, self._state))
         self._state.position.fill_(FREE)
-        self._rows = rows.Rows(self._backend, self._state, call.rope)
+        self._rows = rows.Rows(self._backend, self._state, call.rope, self.works)
+        # Now, for vLLM's first prompt is its own, to warm up: who asks first would wait while kernels are compiled.
+        self._rows.make_ready(self._requests, call)
 
     def lend(self, state: SlotState, prompt: Prompt, blocks: Tensor) -> None:
         """It cannot be: a row has no tensors of its own."""

@@ -106,7 +106,9 @@ class Page:
 
 
 @lru_cache
-def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, layers: int, longest: int) -> Page:
+def page(
+    settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, layers: int, longest: int, aligned: bool = False
+) -> Page:
     """The page of every layer with so many KV heads, found by serving one token in the one that holds most.
 
     vLLM does not say of which layer it wants to know the size, so all pages have one.
@@ -114,12 +116,13 @@ def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, lay
     Args:
         layers: of the model.
         longest: tokens of the longest text, for which a layer that keeps everything has slots.
+        aligned: whether it has as many slots as an accelerator wants.
 
     Raises:
         KvdslError: if the policy's state has no size that is known before a request is.
     """
     with torch.device("cpu"):  # vLLM makes layers where a GPU is what tensors are made on
-        state = _one_token_read(settings, kv_heads, dim, dtype, layers, longest)
+        state = _one_token_read(settings, kv_heads, dim, dtype, layers, longest, aligned)
     parts, at = {}, 0
     for name, tensor in state.tensors().items():
         if tensor.numel():
@@ -128,7 +131,9 @@ def page(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, *, lay
     return Page(parts, state.slots, state.ring_sizes, at)
 
 
-def _one_token_read(settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, layers: int, longest: int) -> SlotState:
+def _one_token_read(
+    settings: Settings, kv_heads: int, dim: int, dtype: torch.dtype, layers: int, longest: int, aligned: bool
+) -> SlotState:
     """The state of the layer that holds most, behind one token; see `page`."""
     states = [settings.state(layer, layers) for layer in range(layers)]
     for state in states:
@@ -138,6 +143,8 @@ def _one_token_read(settings: Settings, kv_heads: int, dim: int, dtype: torch.dt
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
+    if aligned:
+        state.align()
     state.selects = state.spec.selects  # in some layers; all pages have one size
     copies.keep(state, TILE)
     return state

@@ -113,6 +113,8 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
         raise KvdslError("kvdsl does not spread a request's tokens over processes in vLLM: leave context parallelism out")
     if parallel.pipeline_parallel_size > 1:
         raise KvdslError("kvdsl does not spread layers over processes in vLLM yet: leave --pipeline-parallel-size out")
+    if parallel.use_ubatching:
+        raise KvdslError("kvdsl serves one batch at a time in vLLM: leave --enable-dbo and --ubatch-size out")
     processes, heads = parallel.tensor_parallel_size, config.model_config.get_total_num_kv_heads()
     if heads % processes:
         raise KvdslError(

@@ -284,7 +284,7 @@ class Workspace:
 def workspace(state: SlotState, kernels: Any, sizes: Sizes, tensors: dict[str, Tensor] | None = None) -> Workspace:
     """The layer's workspace, made when its slots are new or have grown, of these tensors if there are any."""
     known = state.workspace
-    if not isinstance(known, Workspace) or known.fits != _fits(state, kernels, sizes):
+    if not isinstance(known, Workspace) or known.fits != fits(state, kernels, sizes):
         state.workspace = workspace_of(state, kernels, sizes, len(state.position), tensors)
     return state.workspace  # type: ignore[no-any-return]
 
@@ -299,11 +299,11 @@ def workspace_of(
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
     choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
-    fits = _fits(state, kernels, sizes)
-    return Workspace(fits, tensors, splits, per_split, pieces, per_piece, choose, _width(state))
+    return Workspace(fits(state, kernels, sizes), tensors, splits, per_split, pieces, per_piece, choose, _width(state))
 
 
-def _fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
+def fits(state: SlotState, kernels: Any, sizes: Sizes) -> tuple[Any, ...]:
+    """What a workspace is made for, but for the rows of its steps."""
     shapes = (state.position.shape, state.layout.key_pool.shape)
     return (*shapes, state.position.device, state.ring_sizes, sizes, kernels.SCORES, _width(state), state.selects)
 

@@ -1,8 +1,8 @@
 """What the queries of a prompt give the slots, and who leaves then, by Triton: launches the kernels of `templates/triton/observe.py.jinja`
 and `settle_prompt.py.jinja`.
 
-Every program of `observe` has its own slots and adds up in registers what all queries give them, so that nothing is of the size of queries x slots, and
-there are no atomics: the same prompt always gives the same columns, bit for bit.
+Every program of `observe` has its own slots and adds up in registers what all queries give them, so that nothing is of the size of
+queries x slots, and there are no atomics: the same prompt always gives the same columns, bit for bit.
 """
 
 from __future__ import annotations

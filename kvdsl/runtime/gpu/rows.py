@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
-from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, sizes_of, workspace_of
+from kvdsl.runtime.gpu.backend import TritonBackend, Workspace, fits, sizes_of, workspace_of
 from kvdsl.runtime.gpu.launch import on
 from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.plain import plain_tensors
@@ -17,6 +19,9 @@ from kvdsl.runtime.state.layout import SlotAfterSlot
 from kvdsl.runtime.state.rows import places_of, put
 from kvdsl.runtime.state.slots import SlotState
 
+Shared = dict[tuple[int, tuple[Any, ...]], dict[str, Tensor]]
+"""By the rows that they are for, and by what else they fit."""
+
 
 class Rows:
     """The caches of one layer, by number. Nothing here waits for the device, but `put`.
@@ -25,12 +30,16 @@ class Rows:
         backend: serves them all.
         state: their tensors: allocated, with all slots that a cache may ever have.
         rope: how the model turns keys, for policies that keep what follows from it.
+        shared: gets the tensors that steps work in, by what they are for: layers of one model, of which one is served at a time, work in
+            the same. None: these are this layer's own.
 
     Raises:
         KvdslError: for slots that lie otherwise than one after the other.
     """
 
-    def __init__(self, backend: TritonBackend, state: SlotState, rope: Rope | None = None) -> None:
+    def __init__(
+        self, backend: TritonBackend, state: SlotState, rope: Rope | None = None, shared: Shared | None = None
+    ) -> None:
         if type(state.layout) is not SlotAfterSlot or state.grows:
             raise KvdslError(f"the slots of {state.spec.name} have no places that are known before a request is")
         self._backend, self._state, self._rope = backend, state, rope
@@ -41,6 +50,21 @@ class Rows:
         self._places = places_of(state)
         self._works: dict[tuple[int, Sizes], Workspace] = {}
         """By the rows that they are for, a power of two, so that they are few; and by the sizes of the step's vectors."""
+        self._shared: Shared = {} if shared is None else shared
+
+    def make_ready(self, most: int, call: AttentionCall) -> None:
+        """Have everything for steps of up to so many caches: kernels that are compiled, and what they work in. No cache changes.
+
+        Args:
+            call: of one token of one row, such as steps will have.
+        """
+        rows = 1
+        while rows < 2 * most:
+            nobody = torch.zeros(rows, dtype=torch.int32, device=call.query.device)
+            query, key, value = (torch.zeros_like(x[:1, :, :1]).repeat(rows, 1, 1, 1) for x in call[:3])
+            real = torch.zeros(rows, 1, dtype=torch.bool, device=call.query.device)
+            self.decode(nobody, call._replace(query=query, key=key, value=value, real=real))
+            rows *= 2
 
     def put(self, numbers: Tensor, left: SlotState) -> None:
         """Have these caches, int64 [batch of `left`], be what prompts have left in the rows of a state.
@@ -69,8 +93,14 @@ class Rows:
             KvdslError: if the new tokens are not of the caches' dtype and sizes: the kernels get bare pointers.
         """
         self._state.check_fits(call.key, call.value, rows=len(call.query))
+        with on(call.query.device):
+            return self._backend.decode_token(self._state, call, 0, self._work(call), numbers)
+
+    def _work(self, call: AttentionCall) -> Workspace:
         kind = rows, sizes = 1 << (len(call.query) - 1).bit_length(), sizes_of(call)
         if kind not in self._works:
-            self._works[kind] = workspace_of(self._state, self._backend.kernels, sizes, rows)
-        with on(call.query.device):
-            return self._backend.decode_token(self._state, call, 0, self._works[kind], numbers)
+            tensors = self._shared.get((rows, fits(self._state, self._backend.kernels, sizes)))
+            made = workspace_of(self._state, self._backend.kernels, sizes, rows, tensors)
+            self._shared[rows, made.fits] = made.tensors
+            self._works[kind] = made
+        return self._works[kind]

@@ -330,7 +330,9 @@ class SlotState(Linked):
         self.seen, self.numbers = holding(self.seen, seen), holding(self.numbers, numbers)
         self.even = self._is_even(numbers)
         self.paged = 0
-        tidy = position.shape[-1] <= slots and (in_text_order(position) if staying is None else staying[0] == position.shape[-1])
+        tidy = position.shape[-1] <= slots and (
+            in_text_order(position) if staying is None else staying[0] == position.shape[-1]
+        )
         order = None if tidy else text_order(position)[..., :slots]
         self._allocate(kept, order, slots)
         self.layout.lay_out(self, kept, order)
@@ -405,6 +407,12 @@ class SlotState(Linked):
                 self._extend(_grown(self.filled))
         if self.grows:
             self.layout.make_room(self, tokens)
+
+    def align(self) -> None:
+        """Have as many slots as on an accelerator."""
+        if self.limit is not None:
+            self.limit = _multiple(self.limit, _ALIGNED)
+            self._extend(self.limit)
 
     def reserve(self) -> None:
         """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""

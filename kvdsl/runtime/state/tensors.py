@@ -87,7 +87,7 @@ BY_SLOT = (
 """What every layer has beside keys and values, of the policies that need it; `SlotState` says what each is."""
 
 SLOT_DIM = {"keys": 2, "values": 2} | {one.name: one.slots for one in BY_SLOT if one.slots is not None and one.of is _every}
-"""What has slots one after the other, whatever the policy, and which dimension they are; keys and values so, however a layout stores them."""
+"""What has slots one after the other under any policy, and which dimension they are; keys and values so, however a layout stores them."""
 
 
 # -- allocating --------------------------------------------------------------------------------------------------------

@@ -91,9 +91,7 @@ def _prefill(
     return out
 
 
-def _settled(
-    state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None
-) -> None:
+def _settled(state: SlotState, kept: Kept, seen: Tensor, numbers: Tensor, staying: tuple[int, int] | None = None) -> None:
     """What is left is laid into the slots; see `SlotState.store`."""
     state.text, state.prompt_from = [], None
     if state.spec.forgets:
