@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment that has vLLM")
@@ -13,6 +15,14 @@ from tests.vllm.test_rows import told
 def test_a_policy_is_attention_whatever_vllm_would_take(policy: str) -> None:
     found = told("tests.vllm.played_gpu", policy)
     assert found == {"attention": ["PolicyBackend"], "ours": True, "served": ["TritonBackend", "InRows"]}
+
+
+def test_a_step_that_vllm_makes_up_has_nobodys_tokens() -> None:
+    """As it does to compile and to warm up on GPUs: nobody's prompts have lengths, and layers answer zeros."""
+    from kvdsl.integrations.vllm.backend import StepBuilder
+
+    made_up = SimpleNamespace(rswa_prefix_lens=None, max_query_len=22, num_reqs=1)
+    assert StepBuilder.build(SimpleNamespace(), 0, made_up) is None  # type: ignore[arg-type]
 
 
 def test_who_asks_for_none_has_vllms() -> None:

@@ -99,6 +99,7 @@ def test_heads_that_agree_are_refused(tmp_path: Path, monkeypatch: pytest.Monkey
         ({"tensor_parallel_size": 3}, "4 KV heads do not divide evenly over 3 processes"),
         ({"pipeline_parallel_size": 2}, "does not spread layers over processes"),
         ({"decode_context_parallel_size": 2, "tensor_parallel_size": 2}, "leave context parallelism out"),
+        ({"ubatch_size": 2}, "serves one batch at a time"),
     ],
 )
 def test_other_ways_to_spread_a_model_are_refused(asked: dict[str, int], said: str) -> None:
