@@ -184,13 +184,37 @@ def lines_of(file: str) -> list[dict[str, Any]]:
 
 def test_what_a_step_takes_beside_torch_is_what_an_h200_said() -> None:
     lines = [line for line in lines_of("kernels.jsonl") if line.get("kind") == "decode" and line["live"] == 4096]
-    before, now = dict.fromkeys(line["commit"] for line in lines)
+    before, _, now = dict.fromkeys(line["commit"] for line in lines)
     said = {(line["policy"], line["batch"], line["commit"]): line["of_best"] for line in lines if "of_best" in line}
-    columns = ((1, before), (1, now), (8, before), (8, now), (64, before))
+    columns = [(batch, commit) for batch in (1, 8, 64) for commit in (before, now)]
     shown = rows("docs/performance/gpus.md", "A step beside torch's attention")
     assert {line[0] for line in shown} == {policy for policy, *_ in said}
     for policy, *cells in shown:
         assert cells == [f"{said[policy, batch, commit]:.2f}" for batch, commit in columns], policy
+
+
+def test_what_a_whole_model_takes_is_what_an_h200_said() -> None:
+    """First tokens, times those with a static cache of the same run; and tokens behind them."""
+    lines = lines_of("model.jsonl")
+    first = {
+        (line["commit"], line["cache"], line["batch"], line["context"]): line["ttft_s"] for line in lines if "least" in line
+    }
+    columns = [
+        (commit, batch, tokens) for batch, tokens in ((1, 2048), (1, 4096), (8, 1024)) for commit in ("a007f77", "0a0a827")
+    ]
+    for name, *cells in rows("docs/performance/gpus.md", "A prompt beside torch's attention"):
+        for (commit, batch, count), cell in zip(columns, cells, strict=True):
+            seconds, static = first.get((commit, name, batch, count)), first[commit, "static", batch, count]
+            assert cell == ("" if seconds is None else f"{seconds / static:.2f}"), name
+    tokens: dict[tuple[str, int], list[str]] = {}
+    for line in lines:
+        if "token_ms" in line:
+            found = line["token_ms"] if isinstance(line["token_ms"], list) else [line["token_ms"]]
+            tokens.setdefault((line["cache"], line["batch"]), []).extend(f"{ms:.1f}" for ms in found)
+    for name, *cells in rows("docs/performance/gpus.md", "Tokens of a whole model"):
+        assert [cell.split(", ") if cell else None for cell in cells] == [tokens.get((name, batch)) for batch in (1, 16)], (
+            name
+        )
 
 
 def test_what_kernels_take_by_themselves_is_what_an_h200_said() -> None:
