@@ -40,7 +40,7 @@ def serve(backend: str, policy: str) -> dict[str, Any]:
     attention.choose = lambda spec, _, device, dtype: backends.choose(spec, backend, device, dtype)  # type: ignore[attr-defined]
     served = LLM(
         str(reference_model_path()), dtype="float32", max_model_len=256, max_num_batched_tokens=256, enforce_eager=True,
-        num_gpu_blocks_override=9, additional_config={"kvdsl": {"policy": policy, "budget": 48}},
+        num_gpu_blocks_override=9, max_num_seqs=len(PROMPTS), additional_config={"kvdsl": {"policy": policy, "budget": 48}},
     )  # fmt: skip
     params = [SamplingParams(max_tokens=n, temperature=0.0, ignore_eos=True, logprobs=1) for n in ANSWERS]
     found = served.generate([{"prompt_token_ids": ids} for ids in PROMPTS], params, use_tqdm=False)
