@@ -38,9 +38,9 @@ NEAR = 2e-5
 """Of log-probabilities: float32 in two orders of summation."""
 
 SHAKES, OF_A_SHAKE = 4, 3.0
-"""Where a log-probability is further off than `NEAR`: how often the embeddings are shaken, in transformers alone, by half a unit in the last
-place of each, and how many times as far as that has moved it the engine's may be. Some tokens are at an edge: under `snapkv`, `sparcas` a
-choice among slots that rank alike."""
+"""Where a log-probability is further off than `NEAR`: how often the embeddings are shaken, in transformers alone, by half a unit in the
+last place of each, and how many times as far as that has moved it the engine's may be. Some tokens are at an edge: under `snapkv` and
+`sparcas` a choice among slots that rank alike."""
 
 PARAMS: dict[str, dict[str, int]] = {
     "full": {},
