@@ -185,7 +185,7 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         observe=tuple(one.printed() for one in observe),
         settles=settles,
         hard_cap=settles and policy.cap == "hard",
-        settles_prompts=settles and own and not (vectors_are_read or policy.forgets),
+        settles_prompts=settles and policy.when != "decode" and own and not (vectors_are_read or policy.forgets),
         overflow=overflow.text,
         first=first.text,
         last=last.text,

@@ -21,12 +21,13 @@ ON_ALL = ("roco", "streaming_llm", "sparcas", "scissorhands", "equip_h2o")
 
 
 def kernels_for(policy: str) -> list[str]:
-    """What a policy needs: two for steps, two before them if these attend to a selection; for prompts one if it observes them, and
-    another if it reduces over slots.
+    """What a policy needs: two for steps, two before them if these attend to a selection; for prompts one if it observes them, another if
+    it reduces over slots, and one if each head evicts by what its columns say.
     """
     spec = kvdsl.load(policy).spec
     wanted = {"look": spec.selects, "choose": spec.selects, "attend": True, "settle": True}
     wanted |= {"over_slots": policy == "scissorhands", "observe": spec.reads_attention}
+    wanted["settle_prompt"] = spec.bounded and spec.when == "both" and spec.victims == "own" and not spec.across
     return [kernel for kernel, is_there in wanted.items() if is_there]
 
 

@@ -37,10 +37,10 @@ LAYERS = 5
 NEAR = 2e-5
 """Of log-probabilities: float32 in two orders of summation."""
 
-SHAKES, OF_A_SHAKE = 4, 3.0
-"""Where a log-probability is further off than `NEAR`: how often the embeddings are shaken, in transformers alone, by half a unit in the
-last place of each, and how many times as far as that has moved it the engine's may be. Some tokens are at an edge: under `snapkv` and
-`sparcas` a choice among slots that rank alike."""
+NEAR_AT_THE_EDGE = 3e-5
+"""Under `snapkv`, whose seventh token behind the fourth prompt is at an edge: half a unit in the last place of the embeddings moves its
+log-probability by 9e-6, vLLM's order of summation by 2.3e-5 (every other token's by 1.2e-5 at most)."""
+
 
 PARAMS: dict[str, dict[str, int]] = {
     "full": {},
@@ -114,41 +114,14 @@ def alone(
     return found, {index: made.positions(index)[0] for index in served}
 
 
-def moved_by_shakes(policy: str, prompt: list[int], tokens: list[int], expected: list[float]) -> np.ndarray:
-    """How far each log-probability lies at most from the expected one when the embeddings' last bits are others."""
-    model, moved = reference()[0], np.zeros(len(tokens))
-    weight = model.get_input_embeddings().weight
-    before, draw = weight.detach().clone(), torch.Generator().manual_seed(0)
-    for _ in range(SHAKES):
-        sign = torch.randint(0, 2, weight.shape, generator=draw) * 2 - 1
-        with torch.no_grad():
-            weight.copy_(before * (1 + sign * torch.finfo(torch.float32).eps / 2))
-        moved = np.maximum(moved, np.abs(np.array(alone(policy, prompt, tokens)[0]) - expected))
-    with torch.no_grad():
-        weight.copy_(before)
-    return moved
-
-
 def check(
-    policy: str,
-    texts: list[list[int]],
-    answers: Any,
-    pages: list[list[torch.Tensor]],
-    model: Any = None,
-    shaken: bool = False,
+    policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]], model: Any = None, near: float = NEAR
 ) -> int:
-    """That answers and pages are what each text gets alone; how many tokens have left.
-
-    Args:
-        shaken: whether a token at an edge may be as far off as `OF_A_SHAKE` says.
-    """
+    """That answers and pages are what each text gets alone; how many tokens have left."""
     left = 0
     for text, (tokens, found) in zip(texts, answers, strict=True):
         expected, held = alone(policy, text, tokens, model)
-        off, bound = np.abs(np.array(found) - expected), np.full(len(tokens), NEAR)
-        if shaken and off.max() >= NEAR:
-            bound = np.maximum(bound, OF_A_SHAKE * moved_by_shakes(policy, text, tokens, expected))
-        assert (off < bound).all(), (off.max(), bound[off.argmax()])
+        assert np.abs(np.array(found) - expected).max() < near
         for layer, position in held.items():
             left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
             assert sets(position) in [sets(page) for page in pages[layer]], (
@@ -191,7 +164,8 @@ def test_policies_that_select_or_keep_what_is_decoded(policy: str) -> None:
     llm = engine(policy)
     for texts in (prompts(), prompts()[::-1]):
         answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], wanted(), use_tqdm=False))
-        check(policy, texts, answers, kept_in_pages(llm), shaken=policy in ("snapkv", "sparcas"))
+        near = NEAR_AT_THE_EDGE if policy == "snapkv" else NEAR
+        check(policy, texts, answers, kept_in_pages(llm), near=near)
     text, (tokens, found) = prompts()[-1], answers[0]
     full, _ = alone("full", text, tokens)
     differs = np.abs(np.array(found) - full).max()

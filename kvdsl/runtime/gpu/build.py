@@ -30,6 +30,7 @@ from kvdsl.runtime.gpu.sizes import (
     LOOK_OPTIONS,
     OBSERVE_OPTIONS,
     SETTLE_OPTIONS,
+    SETTLED_AT_ONCE,
     TAKE_OPTIONS,
     Sizes,
 )
@@ -145,7 +146,7 @@ class Row:
     Attributes:
         policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
             under a hard cap `make_room`, `agree` where heads do, and `take` and `give_back` where slots lie in blocks; for prompts
-            `observe`, and `over_slots` before it where values over slots are reduced.
+            `observe`, `over_slots` before it where values over slots are reduced, and behind it `settle_prompt`.
         registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
             fit in there.
         ms: how long compiling took; 0 if it had been done.
@@ -221,6 +222,7 @@ def _wanted(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str
         ("give_back", give_back, sizes.give_back(block or 1), GIVE_BACK_OPTIONS, block > 0),
         ("over_slots", "over_slots", sizes.over_slots(), OBSERVE_OPTIONS, True),
         ("observe", "observe", sizes.observe(), observes, True),
+        ("settle_prompt", "settle_prompt", {"BLOCK": SETTLED_AT_ONCE}, ALONE_OPTIONS, True),
     ]
     for kernel, function, own, options, needed in found:
         generated = getattr(kernels, function, None) if isinstance(function, str) else function
