@@ -6,6 +6,7 @@ import copy
 import gc
 import pickle
 import weakref
+from itertools import product
 from typing import Any
 
 import psutil
@@ -20,6 +21,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.state.slots import AT_ONCE
 from tests.hf import policies, zoo
+from tests.quick import few
 
 TOKENS, BUDGET = 2000, 256
 
@@ -98,11 +100,14 @@ def _own_makes(name: str, model: Any) -> Any:
     return cls(model, **({"budget": 100} if "budget" in cls.spec.params else {}))
 
 
+WAYS = ("as made", "copied", "pickled", "guessed")
+KINDS = ("full", "h2o", "streaming_llm", "keydiff_blocks", "sparcas", "snapkv", "cake", "omnikv", "adakv")
+
+
 @pytest.mark.parametrize(
-    "name", ["full", "h2o", "streaming_llm", "keydiff_blocks", "sparcas", "snapkv", "cake", "omnikv", "adakv"]
+    ("how", "name"), few(product(WAYS, KINDS), *(("as made", name) for name in KINDS), *((how, "h2o") for how in WAYS))
 )
-@pytest.mark.parametrize("how", ["as made", "copied", "pickled", "guessed"])
-def test_a_cache_goes_when_nobody_has_it(name: str, how: str) -> None:
+def test_a_cache_goes_when_nobody_has_it(how: str, name: str) -> None:
     """At once, with all its tensors: Python looks for cycles when it likes, and counts objects, not what they hold."""
     model, ids = zoo.model("llama"), zoo.prompt(1, 140)
     cache = _own_makes(name, model)

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvdsl
+from kvdsl.compiler import analyse
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
@@ -228,7 +229,7 @@ def matrix_of(case: Case, row: int, head: int) -> Matrix:
 
 
 def check_columns(state: SlotState, matrix: Matrix, row: int, head: int) -> None:
-    place = {int(p): slot for slot, p in enumerate(state.position[row, head]) if p >= 0}
+    place = {p: slot for slot, p in enumerate(state.position[row, head].tolist()) if p >= 0}
     order = [place[p] for p in range(len(matrix.attn))]  # nothing was evicted
     for name, column in state.single_columns(state.columns).items():
         if len(order):
@@ -480,7 +481,7 @@ BY_HEAD = ("duo_attention", "headkv", "lu_kv", "moa")
 ALONE = [
     path.stem
     for path in all_policies()
-    if path.stem in BY_HEAD or not ((spec := kvdsl.load(path.stem).spec).tensors or spec.across_layers or spec.supplied)
+    if path.stem in BY_HEAD or not ((policy := analyse(path).policy).tensors or policy.across_layers or policy.given)
 ]
 """Policies whose layers do not wait for one another, and that need no file made for the model and nothing from the caller."""
 

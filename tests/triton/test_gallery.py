@@ -17,12 +17,13 @@ from .interpreter import with_kernels
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
-FUSED = [stem for stem in STEMS if plan_of(small(stem)).triton is not None]
 TRACE = Trace(prompt=22, steps=4, batch=2, padding=2, kv_heads=2, layers=(2,), seed=4)
 
 
-@pytest.mark.parametrize("stem", few(FUSED, "a2sf"))
+@pytest.mark.parametrize("stem", few(STEMS, "a2sf"))
 def test_the_kernels_do_what_the_interpreter_does(stem: str, tmp_path: Path) -> None:
+    if plan_of(small(stem)).triton is None:
+        pytest.skip("torch alone serves it")
     spec = with_kernels(small(stem), tmp_path)
     assert spec is not None
     one = run_policy(small(stem), TritonBackend(spec, torch.device("cpu"), TRACE.dtype), TRACE, spec=spec)

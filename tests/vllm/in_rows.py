@@ -14,8 +14,9 @@ from typing import Any
 from torch import Tensor
 
 from tests.vllm import conftest  # noqa: F401 - how the engine runs
+from tests.vllm.texts import IN_ROWS, drawn
 
-PROMPTS = [list(range(300, 420)), list(range(700, 707)), list(range(100, 290)), list(range(50, 95))]
+PROMPTS = [drawn(length) for length in IN_ROWS]
 ANSWERS = [9, 14, 5, 12]
 
 

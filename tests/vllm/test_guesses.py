@@ -15,8 +15,9 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from kvdsl.errors import KvdslError
 from kvdsl.integrations.vllm.refusals import refuse_configuration
 from kvdsl.integrations.vllm.settings import Settings
+from tests.vllm.alone import NEAR, alone
 from tests.vllm.guessing import repeating
-from tests.vllm.test_serving import LAYERS, NEAR, alone
+from tests.vllm.test_serving import LAYERS
 
 
 @pytest.mark.parametrize("policy", ["h2o", "roco", "streaming_llm", "quest", "sparcas"])

@@ -18,7 +18,9 @@ from safetensors.torch import save_file
 from vllm import LLM
 from vllm.lora.request import LoRARequest
 
-from tests.vllm.test_serving import NEAR, alone, check, engine, kept_in_pages, logprobs, prompts, reference, wanted
+from tests.vllm.alone import NEAR, alone, reference
+from tests.vllm.test_serving import check, engine, kept_in_pages, logprobs, wanted
+from tests.vllm.texts import prompts
 
 RANK, ALPHA = 8, 16
 PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")

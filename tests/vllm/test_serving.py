@@ -6,7 +6,6 @@ import gc
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -18,41 +17,19 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from vllm import LLM, SamplingParams
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 
-import kvdsl
-from kvdsl.assets import load_reference_model
 from kvdsl.integrations.vllm.attention import PolicyAttention
 from kvdsl.integrations.vllm.ledger import Ledger
 from kvdsl.integrations.vllm.step import SHORT, Batch, Prompt, batches
-from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl_lab.assets import reference_model_path
+from tests.vllm.alone import NEAR, NEW, alone, params, reference
+from tests.vllm.texts import AT_A_TIME, LENGTHS, drawn, prompts
 
-BUDGET, NEW, LONGEST = 48, 24, 1024
+LONGEST = 1024
 AT_ONCE = 192
 """Tokens of a step: long prompts come in parts, whose bounds depend on who else is served."""
 
-LENGTHS = (1, 9, 47, 130, 301, 700)
 LAYERS = 5
 """Of the model that comes with kvdsl-lab."""
-
-NEAR = 2e-5
-"""Of log-probabilities: float32 in two orders of summation."""
-
-NEAR_AT_THE_EDGE = 3e-5
-"""Under `snapkv`, whose seventh token behind the fourth prompt is at an edge: half a unit in the last place of the embeddings moves its
-log-probability by 9e-6, vLLM's order of summation by 2.3e-5 (every other token's by 1.2e-5 at most)."""
-
-
-PARAMS: dict[str, dict[str, int]] = {
-    "full": {},
-    "quest": {"tokens": 64},
-    "sparcas": {"tokens": 48, "dims": 6},
-    "roco_sparcas": {"budget": 96, "tokens": 40, "dims": 6},
-}
-"""Of the policies of which not only the budget is given."""
-
-
-def params(policy: str) -> dict[str, int]:
-    return PARAMS.get(policy, {"budget": BUDGET})
 
 
 def engine(policy: str | None, at_once: int = AT_ONCE, model: Path | None = None, **more: Any) -> LLM:
@@ -75,12 +52,6 @@ def served(request: pytest.FixtureRequest) -> Iterator[tuple[str, LLM]]:
     gc.collect()
 
 
-def prompts() -> list[list[int]]:
-    """Random tokens: no two texts share a prefix."""
-    rng = np.random.default_rng(0)
-    return [rng.integers(10, 4000, size=length).tolist() for length in LENGTHS]
-
-
 def logprobs(outputs: Any) -> list[tuple[list[int], list[float]]]:
     """Every request's new tokens, and what the engine thought of each."""
     answers = [request.outputs[0] for request in outputs]
@@ -92,36 +63,12 @@ def thought_of(answer: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
 
 
-@cache
-def reference() -> tuple[Any, Any]:
-    return load_reference_model()
-
-
-def alone(
-    policy: str, prompt: list[int], tokens: list[int], model: Any = None
-) -> tuple[list[float], dict[int, torch.Tensor]]:
-    """Log-probabilities of a text's new tokens in transformers, and what each layer of the policy holds at the end: [kv_heads, slots]."""
-    model = model or reference()[0]
-    made = kvdsl.load(policy)(model, **params(policy))
-    found = []
-    with torch.no_grad():
-        logits = model(torch.tensor([prompt]), past_key_values=made).logits[0, -1]
-        for token in tokens:
-            found.append(float(logits.log_softmax(-1)[token]))
-            if len(found) < len(tokens):
-                logits = model(torch.tensor([[token]]), past_key_values=made).logits[0, -1]
-    served = [index for index, layer in enumerate(made.layers) if isinstance(layer, SlotLayer)]
-    return found, {index: made.positions(index)[0] for index in served}
-
-
-def check(
-    policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]], model: Any = None, near: float = NEAR
-) -> int:
+def check(policy: str, texts: list[list[int]], answers: Any, pages: list[list[torch.Tensor]], model: Any = None) -> int:
     """That answers and pages are what each text gets alone; how many tokens have left."""
     left = 0
     for text, (tokens, found) in zip(texts, answers, strict=True):
         expected, held = alone(policy, text, tokens, model)
-        assert np.abs(np.array(found) - expected).max() < near
+        assert np.abs(np.array(found) - expected).max() < NEAR
         for layer, position in held.items():
             left += (len(text) + len(tokens) - 1) * len(position) - int((position >= 0).sum())
             assert sets(position) in [sets(page) for page in pages[layer]], (
@@ -164,8 +111,7 @@ def test_policies_that_select_or_keep_what_is_decoded(policy: str) -> None:
     llm = engine(policy)
     for texts in (prompts(), prompts()[::-1]):
         answers = logprobs(llm.generate([{"prompt_token_ids": text} for text in texts], wanted(), use_tqdm=False))
-        near = NEAR_AT_THE_EDGE if policy == "snapkv" else NEAR
-        check(policy, texts, answers, kept_in_pages(llm), near=near)
+        check(policy, texts, answers, kept_in_pages(llm))
     text, (tokens, found) = prompts()[-1], answers[0]
     full, _ = alone("full", text, tokens)
     differs = np.abs(np.array(found) - full).max()
@@ -186,8 +132,7 @@ def test_layers_that_hold_more_than_others(statement: str, tmp_path: Path) -> No
 def test_short_prompts_are_read_in_one_pass(served: tuple[str, LLM], monkeypatch: pytest.MonkeyPatch) -> None:
     """Some of them lose tokens, and some do not."""
     policy, llm = served
-    rng = np.random.default_rng(1)
-    texts = [rng.integers(10, 4000, size=length).tolist() for length in (3, 60, 64, 100, 128, 250)]
+    texts = [drawn(length) for length in AT_A_TIME]
     together: list[int] = []
     read = PolicyAttention._read
 

@@ -14,8 +14,10 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from vllm import LLM
 
 from kvdsl.integrations.vllm.ledger import Ledger
+from tests.vllm.alone import NEAR, alone
 from tests.vllm.conftest import bound_to_processors
-from tests.vllm.test_serving import NEAR, alone, engine, logprobs, prompts, sets, wanted
+from tests.vllm.test_serving import engine, logprobs, sets, wanted
+from tests.vllm.texts import prompts
 
 PROCESSES = 2
 

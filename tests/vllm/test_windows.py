@@ -24,20 +24,9 @@ from kvdsl.integrations.vllm.page import page
 from kvdsl.integrations.vllm.refusals import refuse_configuration, refuse_layer
 from kvdsl.integrations.vllm.settings import Settings
 from tests.hf import zoo
-from tests.vllm.test_serving import (
-    AT_ONCE,
-    BUDGET,
-    LONGEST,
-    NEAR,
-    alone,
-    check,
-    engine,
-    kept_in_pages,
-    logprobs,
-    prompts,
-    sets,
-    wanted,
-)
+from tests.vllm.alone import BUDGET, NEAR, alone
+from tests.vllm.test_serving import AT_ONCE, LONGEST, check, engine, kept_in_pages, logprobs, sets, wanted
+from tests.vllm.texts import prompts
 
 HEADS, DIM = 2, 32
 """Of keys and values in each of these models."""
