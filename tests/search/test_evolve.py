@@ -52,6 +52,7 @@ class Stub:
 def search(path: Path, most: int, *, seed: int = 0, until: float | None = None) -> tuple[Evolution, Stub]:
     judge = Stub()
     with Store(path, FACTS) as store:
+        store._database.execute("pragma synchronous = off")  # most of the time would be the disk's
         found = Evolution(judge, store, Bounds(), seed, until, most)
         found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
     return found, judge
