@@ -11,7 +11,7 @@ from kvdsl.ir.printer import print_expression, print_keep
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import Fragment, fragment, literal, names_of, reads, texts, uses_of
 from kvdsl.lower.spelling import size_of, spelled
-from kvdsl.lower.torch import NumberPrinter
+from kvdsl.lower.torch_expressions import NumberPrinter
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from kvdsl.ir import ops
 from kvdsl.ir.nodes import Axis, Call, Input, Reduce, RingRef
 from kvdsl.ir.printer import print_policy
 from kvdsl.lower import cpp_expressions as cpp
-from kvdsl.lower import torch as torch_target
+from kvdsl.lower import torch_expressions as torch_target
 from kvdsl.lower import triton_expressions as triton
 from kvdsl.lower.expression import NotLowerable
 from kvdsl.passes.parts import from_formula

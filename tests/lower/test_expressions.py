@@ -14,7 +14,7 @@ from kvdsl.compiler import analyse
 from kvdsl.interp.evaluate import Scope, evaluate_number
 from kvdsl.ir.nodes import Binary, Call, Expr, Number, ParamRef
 from kvdsl.lower.cpp_expressions import CountPrinter, SlotPrinter
-from kvdsl.lower.torch import NumberPrinter, TensorPrinter
+from kvdsl.lower.torch_expressions import NumberPrinter, TensorPrinter
 from kvdsl.passes.columns import add_columns
 from kvdsl.source import SourceFile
 

@@ -46,4 +46,4 @@ MASKED: dict[str, Callable[[Tensor, Tensor, int], Tensor]] = {
     "median": _median,
     "min": lambda x, visible, dim: torch.where(visible, x, torch.inf).amin(dim, keepdim=True),
 }
-"""The reductions that `kvdsl/lower/torch.py` says there are."""
+"""The reductions that `kvdsl/lower/torch_expressions.py` says there are."""

@@ -87,4 +87,4 @@ SPREAD: dict[str, Spread] = {
     "max": _extreme("max", -torch.inf),
     "min": _extreme("min", torch.inf),
 }
-"""The reductions over a page that `kvdsl/lower/torch.py` says there are."""
+"""The reductions over a page that `kvdsl/lower/torch_expressions.py` says there are."""

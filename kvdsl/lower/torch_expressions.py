@@ -1,0 +1,502 @@
+"""Expressions as torch code: what stands in the functions of `kernels_torch.py` (`kvdsl/lower/torch.py` has these) and in `cache.py`.
+
+See `kvdsl.runtime.torch.view` for shapes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from copy import copy
+from types import MappingProxyType
+from typing import ClassVar
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import (
+    Axis,
+    Binary,
+    Call,
+    ColumnRef,
+    Enough,
+    Expr,
+    FoldRef,
+    GivenRef,
+    Input,
+    Leverage,
+    Number,
+    Other,
+    ParamRef,
+    Pool,
+    Project,
+    Rank,
+    Reduce,
+    RingRef,
+    Rotate,
+    TensorRef,
+)
+from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.visitors import of_query_heads, walk
+from kvdsl.lower.expression import (
+    ATOM,
+    Fragment,
+    Leaf,
+    Printer,
+    Target,
+    Use,
+    as_float32,
+    dims_of,
+    fragment,
+    literal,
+    pair,
+)
+from kvdsl.lower.spelling import spelled
+
+# Python's precedence, with & and | for conditions (they bind tighter than comparisons).
+_STRENGTH = {"or": 4, "and": 5, "**": 9, "*": 7, "/": 7, "%": 7, "+": 6, "-": 6}
+_STRENGTH |= {op: 3 for op in ("<", "<=", ">", ">=", "==", "!=")}
+_UNARY = 8
+_OVER_DIMS = {"sum": "sum(-1)", "mean": "mean(-1)", "max": "amax(-1)", "min": "amin(-1)"}
+_OVER_DIMS |= {"var": "var(-1, correction=0)", "std": "std(-1, correction=0)"}
+_FUNCTIONS = {name: f"torch.{name}" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")}
+_MASKED = ("sum", "mean", "var", "std", "max", "min")
+CAN = Target(
+    reduces={
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold", "prune"),
+        "history": (*_MASKED, "median"),
+        "slots": (*_MASKED, "median"),
+        "dims": _OVER_DIMS,
+        "sketch": _MASKED,
+        "page": _MASKED,
+        "next": _MASKED,
+        "others": _MASKED,
+        "heads": _MASKED,
+        "text": _MASKED,
+    },
+    functions=("neg", "not", "where", "max", "min", *_FUNCTIONS),
+    operators=OPERATORS,
+    pools=("max", "mean"),
+    ranks=True,
+    projects=True,
+    tensors=True,
+    given=True,
+    counts=True,
+    rotates=True,
+    leverages=True,
+)
+"""What the torch backend has code for: everything that is accepted. `kvdsl.runtime.torch.view` has the masked reductions."""
+
+
+TORCH, VECTORS = Use("helper", "torch"), Use("helper", "vectors")
+
+
+class _TorchPrinter(Printer):
+    can = CAN
+    strength = _STRENGTH
+    spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
+    negation = ("-", _UNARY)
+
+    def number(self, value: float) -> Fragment:
+        """A literal."""
+        return Fragment(literal(value))
+
+    def of_dtype(self, value: float) -> Fragment:
+        """A literal that has the dtype of values by itself, where no tensor stands beside it: float32."""
+        made = self.number(value)
+        return made if not made.text.lstrip("-").isdigit() else fragment("{}.0", made)
+
+    def as_number(self, condition: Fragment) -> Fragment:
+        return fragment("({}).float()", condition)
+
+    def binary(self, expr: Binary) -> Fragment:
+        if expr.op == "**" and expr.right == Number(value=2):
+            return fragment("{}.square()", self.value(expr.left, ATOM))
+        if expr.op == "**":
+            operands = (self.value(side, ATOM) for side in (expr.left, expr.right))
+            return fragment("{} ** {}", *operands, binds=_STRENGTH["**"])
+        if expr.op in LOGICAL:
+            # & and | bind tighter than comparisons, so every operand that is not an atom is bracketed.
+            operands = (self.truth(side, ATOM) for side in (expr.left, expr.right))
+            return fragment(f"{{}} {self.spelling[expr.op]} {{}}", *operands, binds=_STRENGTH[expr.op])
+        return super().binary(expr)
+
+    def call(self, expr: Call) -> Fragment:
+        if expr.function == "not":
+            return fragment("~{}", self.truth(expr.args[0], ATOM), binds=_UNARY)
+        if expr.function == "where":
+            condition, yes, no = expr.args
+            chosen = self.of_dtype(yes.value) if isinstance(yes, Number) and isinstance(no, Number) else self.value(yes)
+            return fragment("torch.where({}, {}, {})", self.truth(condition), chosen, self.value(no), uses=[TORCH])
+        if expr.function in ("min", "max"):
+            return self._extreme(expr)
+        return self.library(expr.function, self.value(expr.args[0]))
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        """A function of one number."""
+        return fragment(f"{_FUNCTIONS[function]}({{}})", argument, uses=[TORCH])
+
+    def _extreme(self, expr: Call) -> Fragment:
+        """Min and max; against a literal it is a clamp."""
+        left, right = pair(expr)
+        if isinstance(left, Number):
+            left, right = right, left
+        if isinstance(right, Number):
+            bound = "min" if expr.function == "max" else "max"
+            return fragment(f"({{}}).clamp({bound}={{}})", self.value(left), self.number(right.value))
+        return fragment(f"torch.{expr.function}imum({{}}, {{}})", self.value(left), self.value(right), uses=[TORCH])
+
+
+class NumberPrinter(_TorchPrinter):
+    """One value per row, or per row and KV head. The arguments say how params, inputs and tensors are spelled where the text goes."""
+
+    def __init__(self, param: str, inputs: dict[str, str], tensor: str) -> None:
+        self._param = param
+        self._tensor = tensor
+        self.inputs = inputs
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(literal(expr.value))
+        if isinstance(expr, ParamRef):
+            return Fragment(self._param.format(spelled(expr.name)))
+        if isinstance(expr, TensorRef):
+            return Fragment(self._tensor.format(expr.name))
+        assert isinstance(expr, Input)
+        return Fragment(self.inputs[expr.name])
+
+    def of_dtype(self, value: float) -> Fragment:
+        return Fragment(f"torch.tensor({literal(value)}, dtype=torch.float64)", uses=(TORCH,))
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        raise AssertionError("a number reduces nothing")
+
+
+class CountPrinter(NumberPrinter):
+    """A count that reads the data, float64 as all counts: what it finds of the slots is a number of each KV head.
+
+    Args:
+        view: the `View` of a settle, or of a query that selects.
+        grouped: whether it is found for each query head of a group.
+        agreed: whether a layer's heads agree, so that what is found is averaged over them.
+    """
+
+    def __init__(self, view: str, *, grouped: bool = False, agreed: bool = False) -> None:
+        room = ".unsqueeze(2)" if grouped else ""
+        number = f'{view}.exact("{{}}"){room}'
+        super().__init__(
+            number, {name: number.format(name) for name in (*FIXED, "live", "seen")}, f'{view}.scalar("{{}}"){room}.double()'
+        )
+        self._slots = TensorPrinter(view, grouped=grouped)
+        self._view, self._grouped, self._mean = view, grouped, ".mean(1, keepdim=True)" if agreed else ""
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if expr.axis is Axis.DIM:
+            return fragment(f"({{}}).double(){self._mean}", self._slots.value(expr))
+        flag = ", grouped=True" if self._grouped else ""
+        return fragment(f'{self._view}.counted("{expr.op}", {{}}{flag}){self._mean}', self._slots.value(expr.body))
+
+    def enough(self, expr: Enough) -> Fragment:
+        parts = [self._slots.value(expr.body), self(expr.share), self._slots.value(expr.by)]
+        flag = ", grouped=True" if self._grouped else ""
+        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}{flag}){self._mean}", *parts)
+
+
+class TokenPrinter(_TorchPrinter):
+    """What new tokens have by themselves, read from `NewTokens` called `new`; see `kvdsl.runtime.torch.tokens`."""
+
+    def of_dtype(self, value: float) -> Fragment:
+        return Fragment(f"new.number({literal(value)})")
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        return fragment("new.sqrt({})", argument) if function == "sqrt" else super().library(function, argument)
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return Fragment(literal(expr.value))
+        if isinstance(expr, TensorRef):
+            return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
+        if isinstance(expr, GivenRef):
+            return Fragment(f'new.given("{expr.name}")')
+        assert isinstance(expr, Input)
+        return Fragment(f"new.{expr.name}")
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        body = self.of_dtype(expr.body.value) if isinstance(expr.body, Number) else self.value(expr.body)
+        alike = "" if dims_of(expr.body) else ", alike=True"
+        return fragment(f'new.over_dims("{expr.op}", {{}}{alike})', body)
+
+
+class TensorPrinter(_TorchPrinter):
+    """Values over queries and slots, read from a `View` called `view`; state columns are locals of their names.
+
+    `grouped` and `dims` tell which axes beyond the four the surroundings have: a body that reads q has the group's, and inside a
+    reduction over dims there are dims. `names` are the locals of reductions over the text.
+    """
+
+    def __init__(
+        self, view: str, *, grouped: bool = False, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})
+    ) -> None:
+        self._view = view
+        self._grouped = grouped
+        self._dims = dims
+        self._names = names
+
+    def body(self, expr: Expr) -> Fragment:
+        """What is made of one query: per query head where it reads q, then reduced over the group."""
+        if not of_query_heads(expr):
+            return self.value(expr)
+        return fragment(f"{self._view}.over_group({{}})", self._inside(grouped=True).value(expr))
+
+    def _inside(self, *, grouped: bool | None = None, dims: bool | None = None) -> TensorPrinter:
+        return TensorPrinter(
+            self._view,
+            grouped=self._grouped if grouped is None else grouped,
+            dims=self._dims if dims is None else dims,
+            names=self._names,
+        )
+
+    def library(self, function: str, argument: Fragment) -> Fragment:
+        if function == "sqrt":
+            return fragment(f"{self._view}.sqrt({{}})", argument)
+        return super().library(function, argument)
+
+    def number(self, value: float) -> Fragment:
+        """A literal beside float32 tensors."""
+        known = as_float32(value)
+        if math.isfinite(known):
+            return Fragment(literal(known))
+        return Fragment(f"{'-' if known < 0 else ''}torch.inf", uses=(TORCH,))
+
+    def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number):
+            return self.number(expr.value)
+        if isinstance(expr, Input) and expr.name == "q":
+            return Fragment(f"{self._view}.q")
+        if isinstance(expr, Input) and expr.name == "query_head":
+            return Fragment(f"{self._view}.query_head" + (".unsqueeze(-1)" if self._dims else ""))
+        if isinstance(expr, TensorRef) and expr.group:
+            return Fragment(f'{self._view}.vectors("{expr.name}")')
+        if isinstance(expr, TensorRef) and expr.dims:
+            return Fragment(f'{self._view}.vector("{expr.name}")' + (".unsqueeze(2)" if self._grouped else ""))
+        if isinstance(expr, Input) and expr.name in ("k", "v"):
+            return Fragment(f"{self._view}.{expr.name}" + (".unsqueeze(2)" if self._grouped else ""))
+        return self._lift(self._four_axes(expr))
+
+    def _four_axes(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, ColumnRef):
+            return Fragment(expr.name, uses=(Use("column", expr.name),))
+        if isinstance(expr, RingRef):
+            return Fragment(f'{self._view}.ring("{expr.name}", "{expr.op}")')
+        if isinstance(expr, ParamRef):
+            return Fragment(f'{self._view}.number("{spelled(expr.name)}")')
+        if isinstance(expr, TensorRef):
+            return Fragment(f'{self._view}.scalar("{expr.name}")')
+        if isinstance(expr, Input):
+            if expr.name in FIXED:
+                return Fragment(f'{self._view}.number("{expr.name}")')
+            return Fragment(f"{self._view}.{'asked' if expr.name == 'query_position' else expr.name}")
+        return Fragment(f"{self._view}.random()")
+
+    def _lift(self, made: Fragment) -> Fragment:
+        """Make room for the axes that a value over queries and slots lacks here."""
+        return fragment("{}" + (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims else ""), made)
+
+    def reduce(self, expr: Reduce) -> Fragment:
+        if expr.axis is Axis.DIM:
+            return self._over_dims(expr)
+        if expr.axis is Axis.HEAD:  # what each KV head has is its group's
+            body = TensorPrinter(self._view).body(expr.body)
+            return self._lift(fragment(f'{self._view}.over_heads("{expr.op}", {{}})', body))
+        if expr.axis is Axis.OTHER:
+            return self._over_others(expr)
+        if expr.within in ("page", "next"):
+            return self._over_page(expr)
+        if expr.within == "text":
+            return self._over_text(expr)
+        if (weighted := _weighted_vectors(expr)) is not None:
+            weights, vectors = weighted
+            made = self._inside(dims=False).value(weights)
+            return fragment(f"{self._view}.weighted_{vectors}({{}}{', grouped=True' if self._grouped else ''})", made)
+        flags = "".join(f", {name}=True" for name, on in (("grouped", self._grouped), ("dims", self._dims)) if on)
+        uses = _vectors(expr) if self._dims else ()
+        return fragment(f'{self._view}.over_slots("{expr.op}", {{}}{flags})', self.value(expr.body), uses=uses)
+
+    def _over_dims(self, expr: Reduce) -> Fragment:
+        product = Binary(op="*", left=Input(name="q"), right=Input(name="k"))
+        sides = _of_query_and_slot(expr) if self._view == "text" else None
+        if sides is not None:
+            inside = self._inside(dims=True)
+            made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
+        elif expr.op == "sum" and expr.body == product:
+            made = Fragment(f"{self._view}.dot_{'sketch' if expr.within == 'sketch' else 'qk'}")
+        else:
+            body = self._inside(dims=True).value(expr.body)
+            sketched = expr.within == "sketch"
+            call = f'{self._view}.over_sketch("{expr.op}", {{}})' if sketched else f"({{}}).{_OVER_DIMS[expr.op]}"
+            made = fragment(call, body, uses=_vectors(expr))
+        return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
+
+    def _over_text(self, expr: Reduce) -> Fragment:
+        """The body is a function of the text's queries, block by block."""
+        grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
+            ".unsqueeze(-1)" if self._dims and not dims else ""
+        )
+        if expr in self._names:
+            return Fragment(self._names[expr] + lifted)
+        body = TensorPrinter("text", grouped=grouped, dims=dims).value(expr.body)
+        after = [] if expr.after is None else [TensorPrinter(self._view).value(expr.after)]
+        flags = ", grouped=True" * grouped + ", dims=True" * dims + ", after={}" * len(after)
+        return fragment(f'{self._view}.over_text("{expr.op}", lambda text: {{}}{flags}){lifted}', body, *after)
+
+    def _over_page(self, expr: Reduce) -> Fragment:
+        """What pages hold has nothing to do with the query: it is found once for the whole group, but for what the prompt's gave."""
+        grouped, dims = of_query_heads(expr.body), Axis.DIM in axes_of(expr.body)
+        inside = self._inside(grouped=grouped, dims=dims)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (
+            ".unsqueeze(-1)" if self._dims and not dims else ""
+        )
+        flags = ", grouped=True" * grouped + ", dims=True" * dims + ", following=True" * (expr.within == "next")
+        return fragment(f'{self._view}.over_page("{expr.op}", {{}}{flags}){lifted}', inside.value(expr.body))
+
+    def _over_others(self, expr: Reduce) -> Fragment:
+        """Each slot against the others, the same for the whole group: the body is a function of what both have."""
+        dims = Axis.DIM in axes_of(expr.body)
+        pairs = _PairPrinter(self._view, dims=dims, names=self._names)
+        body = pairs.value(expr.body)
+        vectors = ", vectors=True" if pairs.compares_vectors else ""
+        lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
+        flags = f"{', dims=True' if dims else ''}{vectors}"
+        own, others = (fragment("[" + ", ".join("{}" for _ in parts) + "]", *parts) for parts in (pairs.own, pairs.others))
+        call = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
+        return fragment(call, body, own, others)
+
+    def fold(self, expr: FoldRef) -> Fragment:
+        column = Fragment(expr.name, uses=(Use("column", expr.name), TORCH))
+        start = TensorPrinter(self._view).value(expr.start)
+        return self._lift(fragment("torch.where({}.isnan(), {}, {})", column, start, column))
+
+    def project(self, expr: Project) -> Fragment:
+        assert isinstance(expr.matrix, TensorRef)
+        name = "project_group" if expr.matrix.group else "project"
+        return fragment(f'{self._view}.{name}("{expr.matrix.name}", {{}})', self.value(expr.body))
+
+    def rotate(self, expr: Rotate) -> Fragment:
+        flat = self._inside(dims=False)
+        x = self.value(expr.body, ATOM)
+        if expr.op == "pairs":
+            return fragment(f"{self._view}.pairs({{}})", x)
+        assert expr.by is not None
+        if expr.op == "turn":
+            return fragment(f"{self._view}.turn({{}}, {{}})", x, flat.value(expr.by))
+        numbers = [TensorPrinter(self._view).value(part) for part in (expr.by, expr.factor) if part is not None]
+        return fragment(f"{self._view}.ahead({{}}{', {}' * len(numbers)})", x, *numbers)
+
+    def leverage(self, expr: Leverage) -> Fragment:
+        body = self._inside(dims=True).value(expr.body)
+        ridge = TensorPrinter(self._view).value(expr.ridge)
+        lifted = ".unsqueeze(-1)" if self._dims else ""
+        return fragment(f"{self._view}.leverage({{}}, {{}}{', grouped=True' if self._grouped else ''}){lifted}", body, ridge)
+
+    def rank(self, expr: Rank) -> Fragment:
+        grouped = of_query_heads(expr.body) and expr.within != "heads"  # what these have of it has been pooled
+        inside = self._inside(grouped=grouped, dims=False)
+        lifted = (".unsqueeze(2)" if self._grouped and not grouped else "") + (".unsqueeze(-1)" if self._dims else "")
+        name = {"all": "rank", "page": "rank_in_page", "heads": "rank_over_heads"}[expr.within]
+        flag = ", grouped=True" if grouped else ""
+        return fragment(f"{self._view}.{name}({{}}{flag}){lifted}", inside.value(expr.body))
+
+    def enough(self, expr: Enough) -> Fragment:
+        parts = [self.value(expr.body), CountPrinter(self._view)(expr.share), self.value(expr.by)]
+        return fragment(f"{self._view}.enough({{}}, {{}}, {{}}).float()", *parts)
+
+    def pool(self, expr: Pool) -> Fragment:
+        flat = TensorPrinter(self._view, names=self._names)  # what it pools is the group's
+        return self._lift(fragment(f"{self._view}.{expr.op}_pool({{}}, {{}})", flat.body(expr.body), flat.value(expr.size)))
+
+
+class _PairPrinter(TensorPrinter):
+    """The body of a reduction over others, of `own` and `other`: what a block of slots has, and what the others have.
+
+    Attributes:
+        own, others: what these hold, found once for all slots.
+        compares_vectors: whether there is a value for every slot, other slot and dim.
+    """
+
+    def __init__(
+        self, view: str, *, grouped: bool = False, dims: bool = False, names: Mapping[Expr, str] = MappingProxyType({})
+    ) -> None:
+        super().__init__(view, grouped=grouped, dims=dims, names=names)
+        self.own: list[Fragment] = []
+        self.others: list[Fragment] = []
+        self.compares_vectors = dims
+
+    def _inside(self, *, grouped: bool | None = None, dims: bool | None = None) -> TensorPrinter:
+        inner = copy(self)  # which adds to the same lists
+        inner._dims = self._dims if dims is None else dims
+        return inner
+
+    def __call__(self, expr: Expr, at_least: int = 0) -> Fragment:
+        slots = TensorPrinter(self._view, dims=self._dims, names=self._names)
+        if isinstance(expr, Other):
+            return _listed(self.others, "other", slots(expr.body))
+        if Axis.OTHER not in axes_of(expr) and (axes_of(expr) or any(isinstance(part, Reduce) for part in walk(expr))):
+            return _listed(self.own, "own", slots(expr))
+        return super().__call__(expr, at_least)
+
+    def _over_dims(self, expr: Reduce) -> Fragment:
+        inside = self._inside(dims=True)
+        if (sides := _of_slot_and_other(expr)) is not None:
+            made = fragment(f"{self._view}.product({{}}, {{}})", *map(inside.value, sides))
+        else:
+            self.compares_vectors = True
+            made = fragment(f"({{}}).{_OVER_DIMS[expr.op]}", inside.value(expr.body))
+        return fragment("{}" + (".unsqueeze(-1)" if self._dims else ""), made)
+
+
+def _listed(parts: list[Fragment], name: str, part: Fragment) -> Fragment:
+    """A part's place in a list."""
+    if part not in parts:
+        parts.append(part)
+    return Fragment(f"{name}[{parts.index(part)}]")
+
+
+def _of_slot_and_other(expr: Reduce) -> tuple[Expr, Expr] | None:
+    """The vectors of a product of a slot's and another one's, which is one of matrices."""
+    body = expr.body
+    if expr.op != "sum" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for left, right in ((body.left, body.right), (body.right, body.left)):
+        if (
+            axes_of(left) == {Axis.SLOT, Axis.DIM}
+            and isinstance(right, Other)
+            and axes_of(right.body) == {Axis.SLOT, Axis.DIM}
+        ):
+            return left, right
+    return None
+
+
+def _of_query_and_slot(expr: Reduce) -> tuple[Expr, Expr] | None:
+    """The vectors of a product of a query's and a slot's, which is one of matrices."""
+    body = expr.body
+    if expr.op != "sum" or expr.within != "all" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for left, right in ((body.left, body.right), (body.right, body.left)):
+        if axes_of(left) == {Axis.QUERY, Axis.DIM} and axes_of(right) == {Axis.SLOT, Axis.DIM}:
+            return left, right
+    return None
+
+
+def _vectors(expr: Reduce) -> tuple[Use, ...]:
+    """Whether there is a value for every query, slot and dim, which takes many times the memory of one for every query and slot."""
+    return (VECTORS,) if axes_of(expr.body) == {Axis.QUERY, Axis.SLOT, Axis.DIM} else ()
+
+
+def _weighted_vectors(expr: Reduce) -> tuple[Expr, str] | None:
+    """The weights and the vectors of `sum(weight * v over slots)`: a product of matrices, without a value per query, slot and dim."""
+    body = expr.body
+    if expr.op != "sum" or expr.over != "slots" or not (isinstance(body, Binary) and body.op == "*"):
+        return None
+    for weights, vectors in ((body.left, body.right), (body.right, body.left)):
+        if isinstance(vectors, Input) and vectors.name in ("k", "v") and {Axis.QUERY, Axis.SLOT} == axes_of(weights):
+            return weights, f"{vectors.name}s"
+    return None
