@@ -293,12 +293,12 @@ def _scope_plot(figure: Figure, rows: Sequence[Row]) -> None:
 
 def _perplexity_cells(setup: Setup) -> Iterator[Cell]:
     yield Cell("full cache", partial(_perplexity, policy="full", rate=None))
-    for rate in setup.size((0.1, 0.15, 0.3, 0.5, 0.7), (0.3,), (0.1,)):
+    for rate in setup.size((0.1, 0.15, 0.3, 0.5, 0.7), (0.3,), (0.1, 0.3, 0.5)):
         for policy in POLICIES:
             yield Cell(f"{_NAMES[policy]} at {rate:g}", partial(_perplexity, policy=policy, rate=rate))
 
 
-def _perplexity(setup: Setup, policy: str, rate: float | None) -> list[Row]:
+def _perplexity(setup: Setup, policy: str | Path, rate: float | None) -> list[Row]:
     import math
 
     from kvdsl_lab.eval.perplexity import token_losses
@@ -309,7 +309,7 @@ def _perplexity(setup: Setup, policy: str, rate: float | None) -> list[Row]:
     cache, usage = _policy(setup, policy, **given), Usage()
     losses = token_losses(setup.model, ids, cache, 1)
     usage.see(cache)
-    return [{"policy": policy, "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4), **usage.row()}]
+    return [{"policy": str(policy), "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4), **usage.row()}]
 
 
 def _perplexity_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -330,6 +330,32 @@ def _perplexity_table(rows: Sequence[Row]) -> list[Row]:
 
 def _perplexity_plot(figure: Figure, rows: Sequence[Row]) -> None:
     plots.lines(figure.subplots(), _named(rows, "policy"), x="rate", y="ppl", by="policy")
+
+
+# -- Figure 5: score and scope apart -----------------------------------------------------------------------------------
+
+CROSSED = {
+    "roco": ("mean", "deviation"), "mean_window": ("mean", "last tokens"),
+    "sum_deviation": ("sum", "deviation"), "h2o": ("sum", "last tokens"),
+}  # fmt: skip
+"""RoCo and H2O, and what has the score of one and the scope of the other."""
+
+
+def _crossed_cells(setup: Setup) -> Iterator[Cell]:
+    for rate in setup.size((0.1, 0.5), (0.3,), (0.5,)):
+        for policy, (score, scope) in CROSSED.items():
+            yield Cell(f"{score}, {scope} at {rate:g}", partial(_crossed, policy=policy, rate=rate))
+
+
+def _crossed(setup: Setup, policy: str, rate: float) -> list[Row]:
+    variant = VARIANTS / f"{policy}.kv"
+    (row,) = _perplexity(setup, variant if variant.exists() else policy, rate)
+    score, scope = CROSSED[policy]
+    return [{**row, "policy": policy, "score": score, "scope": scope}]
+
+
+def _crossed_table(rows: Sequence[Row]) -> list[Row]:
+    return tables.pivot(rows, ["rate", "score"], "scope", "ppl")
 
 
 # -- Tables 6 and 9: blocks --------------------------------------------------------------------------------------------
@@ -409,6 +435,10 @@ PAPER = Paper(
             "figure5", "Perplexity against the budget's rate, token by token", "Figure 5", _perplexity_cells,
             says="RoCo is lowest at every rate; H2O is 0.2 above it at 0.15.",
             findings=_perplexity_findings, table=_perplexity_table, plot=_perplexity_plot,
+        ),
+        Experiment(
+            "crossed", "Perplexity with the score of one and the scope of the other, of RoCo and H2O", "Figure 5, taken apart",
+            _crossed_cells, table=_crossed_table,
         ),
         Experiment(
             "table2", "Continuations of prompts encoded at half the cache, against the full cache's", "Table 2 (and 7)", _summary_cells,
