@@ -309,7 +309,9 @@ def _perplexity(setup: Setup, policy: str | Path, rate: float | None) -> list[Ro
     cache, usage = _policy(setup, policy, **given), Usage()
     losses = token_losses(setup.model, ids, cache, 1)
     usage.see(cache)
-    return [{"policy": str(policy), "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4), **usage.row()}]
+    return [
+        {"policy": Path(policy).stem, "rate": rate, "ppl": round(math.exp(float(losses.double().mean())), 4), **usage.row()}
+    ]
 
 
 def _perplexity_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -334,24 +336,21 @@ def _perplexity_plot(figure: Figure, rows: Sequence[Row]) -> None:
 
 # -- Figure 5: score and scope apart -----------------------------------------------------------------------------------
 
-CROSSED = {
-    "roco": ("mean", "deviation"), "mean_window": ("mean", "last tokens"),
-    "sum_deviation": ("sum", "deviation"), "h2o": ("sum", "last tokens"),
+CROSSED: dict[tuple[str, str], str | Path] = {
+    ("mean", "deviation"): "roco", ("mean", "last tokens"): VARIANTS / "mean_window.kv",
+    ("sum", "deviation"): VARIANTS / "sum_deviation.kv", ("sum", "last tokens"): "h2o",
 }  # fmt: skip
 """RoCo and H2O, and what has the score of one and the scope of the other."""
 
 
 def _crossed_cells(setup: Setup) -> Iterator[Cell]:
     for rate in setup.size((0.1, 0.5), (0.3,), (0.5,)):
-        for policy, (score, scope) in CROSSED.items():
-            yield Cell(f"{score}, {scope} at {rate:g}", partial(_crossed, policy=policy, rate=rate))
+        for score, scope in CROSSED:
+            yield Cell(f"{score}, {scope} at {rate:g}", partial(_crossed, score=score, scope=scope, rate=rate))
 
 
-def _crossed(setup: Setup, policy: str, rate: float) -> list[Row]:
-    variant = VARIANTS / f"{policy}.kv"
-    (row,) = _perplexity(setup, variant if variant.exists() else policy, rate)
-    score, scope = CROSSED[policy]
-    return [{**row, "policy": policy, "score": score, "scope": scope}]
+def _crossed(setup: Setup, score: str, scope: str, rate: float) -> list[Row]:
+    return [{**row, "score": score, "scope": scope} for row in _perplexity(setup, CROSSED[score, scope], rate)]
 
 
 def _crossed_table(rows: Sequence[Row]) -> list[Row]:
