@@ -271,7 +271,8 @@ def reach_page() -> str:
         f"Of {len(exact) + len(nearly) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
         f"come with kvdsl are **{len(exact)} exactly**, **{len(nearly)} approximately**, and {len(missing)} not. Of the {len(known)} "
         f"presses of kvpress that is {len(exactly)}, {len(presses - exactly)} and {len(known - presses)}. Of the {len(policies)} "
-        f"policies here, {kernels} have kernels in C++ and in Triton; all of them run on torch.\n",
+        f"policies here, {kernels} have kernels in C++ and in Triton; all of them run on torch. (Their pages are on the site that "
+        f"`make docs` makes; in a clone read `policies/NAME.kv`, `policies/gallery/NAME.kv` or `policies/found/NAME.kv`.)\n",
         "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "
         + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items()) + ".\n",
         "## Exactly\n",
@@ -329,15 +330,16 @@ REAL = "smollm2"
 """The model, and the folder in `results`, of what was measured a second time."""
 RESULTS = """# Results
 
-What the five papers claim, held against what was measured. All of it on the *reference model*, which is small, was trained on old books and
-ships with kvdsl: it copies and recalls, and has attention sinks. Some of it also on *SmolLM2* (135 million parameters, trained on 2
+What the five papers claim, held against what was measured. EQUIP's claims are about time, and are measured on models of known shapes with
+random weights. All others are measured on the *reference model*, which is small, was trained on old books and ships with kvdsl: it copies
+and recalls, and has attention sinks. Some are measured also on *SmolLM2* (135 million parameters, trained on 2
 trillion tokens), a language model that people use: where a table has a column for it, empty cells were not measured. What separates
 policies on a model of 7 billion parameters need not separate them on either, and the other way round:
 `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
 A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
-decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; nobody has
-sorted them.
+decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; none was left out or
+judged by hand.
 """
 HOLDS = {True: "yes", False: "**no**", None: "open"}
 

@@ -10,8 +10,11 @@ from pathlib import Path
 import pytest
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.gpu.backend import kernels_of
+from kvdsl.runtime.gpu.build import Shape, launched, parse_target
 from kvdsl.runtime.gpu.versions import check_release
 from scripts import tritons
+from tests.differential.test_random import load
 
 ROOT = Path(__file__).parents[2]
 
@@ -31,6 +34,13 @@ def test_the_table_is_what_was_found() -> None:
     rows = json.loads(tritons.RESULTS.read_text())
     assert tritons.table(rows) in (ROOT / "docs" / "performance" / "gpus.md").read_text()
     assert all("error" not in row["targets"]["cuda:90"] and row["passed"] and not row["failed"] for row in rows)
+
+
+def test_the_table_is_of_todays_kernels() -> None:
+    rows = json.loads(tritons.RESULTS.read_text())
+    sources = [load(policy)[1].triton_source for policy in tritons.POLICIES]
+    count = sum(len(list(launched(kernels_of(source), Shape(), parse_target("cuda:90")))) for source in sources)
+    assert {row["targets"]["cuda:90"]["kernels"] for row in rows} == {count}
 
 
 def test_a_release_that_fails_for_one_target(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,5 +66,5 @@ def test_a_release_that_fails_for_one_target(monkeypatch: pytest.MonkeyPatch) ->
 def test_the_release_that_is_here_compiles_everything() -> None:
     found = tritons.compiled(("cuda:90", "hip:gfx942"), dict(os.environ))
     turning = found["cuda:90"]  # StreamingLLM's `attend`, see `test_build.allowed`
-    assert turning["kernels"] == 9 and turning["spilling"] <= 1 and turning["most_spilled"] <= 40
-    assert found["hip:gfx942"] == {"kernels": 9, "spilling": 0, "most_spilled": 0}
+    assert turning["spilling"] <= 1 and turning["most_spilled"] <= 40
+    assert found["hip:gfx942"] == {"kernels": turning["kernels"], "spilling": 0, "most_spilled": 0}

@@ -194,14 +194,14 @@ def build(
     if interpreted():
         raise KvdslError("TRITON_INTERPRET=1 asks for Triton's interpreter, which compiles nothing: unset it")
     shape = shape or Shape()
-    wanted = [_wanted(kernels_of(source), shape, target) for target in targets.values()]
+    wanted = [launched(kernels_of(source), shape, target) for target in targets.values()]
     for of_targets in zip(*wanted, strict=True):
         for (name, target), (kernel, function, constants, options) in zip(targets.items(), of_targets, strict=True):
             yield _row(stem, kernel, name, target, _Kernel(function, constants, shape.dtype), options, step)
 
 
-def _wanted(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
-    """Kernels in the order in which they are launched: name, function, constants and options."""
+def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[str, Any, dict[str, Any], dict[str, int]]]:
+    """A policy's kernels in the order in which they are launched: name, function, constants and options."""
     arguments = kernels.settle.arg_names
     sizes = replace(shape.sizes, hopper=(target.backend, target.arch) == ("cuda", 90))
     selects = "SELECTS" in arguments

@@ -27,7 +27,7 @@ def check_installed() -> None:
     from importlib.util import find_spec
 
     if find_spec("matplotlib") is None:
-        raise KvdslError("figures need matplotlib: `pip install kvdsl[lab]`, or give --no-plots")
+        raise KvdslError("figures need matplotlib: pip install matplotlib, or give --no-plots")
 
 
 def draw_all(paper: Paper, result: Mapping[str, Any], out: Path) -> None:
