@@ -46,10 +46,10 @@ def call(padding: str, dtype: torch.dtype) -> AttentionCall:
 
 
 def left(spec: PolicySpec, whole: AttentionCall) -> SlotState:
-    """What two forwards leave, of which the second is a prompt of its own."""
+    """What three forwards leave, each a prompt of its own, the last of fewer tokens than a ring has places."""
     state = slot_state(spec, {}, layer=0, layers=1, seed=7)
     backend = CpuBackend(spec, torch.device("cpu"), whole.key.dtype)
-    for part in (slice(0, 60), slice(60, TOKENS)):
+    for part in (slice(0, 60), slice(60, 85), slice(85, TOKENS)):
         backend.prefill(state, whole.part(part))
     return state
 

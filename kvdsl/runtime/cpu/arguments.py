@@ -12,8 +12,8 @@ class DecodeArgs(ctypes.Structure):
 
     _fields_ = (
         *((name, ctypes.c_void_p) for name in (
-            "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "seen",
-            "real", "params", "constants", "supplied", "sinks", "slopes", "rank", "half_keys", "near", "far", "sketch", "prompt",
+            "query", "key", "value", "out", "keys", "values", "table", "first_rows", "position", "state", "ring_rows", "since",
+            "seen", "real", "params", "constants", "supplied", "sinks", "slopes", "rank", "half_keys", "near", "far", "sketch", "prompt",
             "sketch_keys", "page_bounds", "copied", "made", "taken", "seconds",
         )),
         *((name, ctypes.c_int64 * 3) for name in ("query_stride", "key_stride", "value_stride")),

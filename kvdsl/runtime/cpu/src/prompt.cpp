@@ -140,6 +140,7 @@ class PromptBlock : PromptHead {
     query.live = live_;
     query.state = state_ + from;
     query.ring_rows = args.ring_rows;
+    query.since = 0;
     query.column_stride = column_stride_;
     query.work = nullptr;
     query.work_stride = 0;

@@ -467,6 +467,7 @@ class Unit {
     slots.live = live_;
     slots.state = state_;
     slots.ring_rows = args_.ring_rows;
+    slots.since = args_.since ? args_.since[row_] : 0;
     slots.column_stride = column_stride_;
     slots.work = work_.scratch;
     slots.work_stride = work_.slot_stride;

@@ -29,6 +29,7 @@ struct DecodeArgs {
   int32_t* position;  // [B, H, N] a token's position in its row's text, -1 where the slot is free
   float* state;       // [rows, B, H, N] the columns, then the rows of every ring; null when the policy has neither
   const int32_t* ring_rows;  // [rings] the row of `state` with which each ring begins; null when the policy has none
+  const int32_t* since;  // [B] the first query that the rings count; null: all of them
   int32_t* seen;      // [B] real tokens before this call, advanced by it
   const uint8_t* real;   // [B, T] or null: 0 marks padding, which is not placed, not observed and gives zeros
   const double* params;  // [B, P] the policy's numbers, or [B, H, P] where heads differ; null when it has none

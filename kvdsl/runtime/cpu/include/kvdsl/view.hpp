@@ -110,6 +110,7 @@ struct Slots {
   int live;                 // tokens held; before anything leaves, in a settle
   float* state;
   const int32_t* ring_rows;
+  int since;            // the first query that the rings count
   int64_t column_stride;
   float* work;
   int64_t work_stride;
@@ -277,7 +278,7 @@ struct Slots {
     const int32_t* const at = position;
     const int n = slots;
     for (int i = 0; i < n; ++i) to[i] = start;
-    for (int query = newest >= size ? newest - size + 1 : 0; query <= newest; ++query) {
+    for (int query = first_of_ring(size); query <= newest; ++query) {
       const float* const x = ring_row(r, size, query);
       const int first = window > 0 ? query - window + 1 : 0;
 #pragma omp simd
@@ -286,10 +287,12 @@ struct Slots {
     return to;
   }
 
+  int first_of_ring(int size) const { return newest - size + 1 > since ? newest - size + 1 : since; }
+
   // Divides by the number of the newest `size` queries that could see the slot.
   const float* divide_by_queries(int size, float* to) const {
     const int32_t* const at = position;
-    const int n = slots, first = newest - size + 1, reach = window > 0 ? window - 1 : newest;
+    const int n = slots, first = first_of_ring(size), reach = window > 0 ? window - 1 : newest;
 #pragma omp simd
     for (int i = 0; i < n; ++i) {
       const int from = at[i] > first ? at[i] : first;
