@@ -10,6 +10,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
+from tests.texts import spec_of
 
 TOKENS = 90
 CUTS = (1, 2, 40, 41)
@@ -25,9 +26,14 @@ def call(real: torch.Tensor | None = None) -> AttentionCall:
     return AttentionCall(query, key, value, real, 0.25)
 
 
+IN_BLOCKS = "param budget = 20\nscore mean(attn over last 32 queries)\nwhen prefill\nprefill blocks of 30"
+"""A block ends within a part, and its ring began in the part before."""
+
+
 def served(policy: str, backend: str, whole: AttentionCall, cuts: tuple[int, ...]) -> tuple[SlotState, torch.Tensor]:
-    spec = kvdsl.load(policy).spec
-    state = slot_state(spec, {"budget": 40} if "budget" in spec.params else {}, layer=0, layers=1)
+    spec = spec_of(policy) if policy == IN_BLOCKS else kvdsl.load(policy).spec
+    given = {"budget": 40} if "budget" in spec.params and policy != IN_BLOCKS else {}
+    state = slot_state(spec, given, layer=0, layers=1)
     state.expected = TOKENS
     server = choose(spec, backend, torch.device("cpu"), torch.float32)
     outs = []
@@ -42,7 +48,7 @@ def kept(state: SlotState) -> list[list[list[int]]]:
 
 
 @pytest.mark.parametrize("backend", ["torch", "auto"])
-@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("policy", [*POLICIES, pytest.param(IN_BLOCKS, id="in blocks")])
 def test_a_prompt_in_parts(policy: str, backend: str) -> None:
     (one, whole), (other, parts) = (served(policy, backend, call(), cuts) for cuts in ((), CUTS))
     assert kept(one) == kept(other)

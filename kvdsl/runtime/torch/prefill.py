@@ -116,7 +116,10 @@ def _in_blocks(
         kept = _survivors(kept)
         out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
     assert kept is not None
-    _settled(state, kept, seen, numbers)
+    if call.goes_on:
+        state.store(kept, seen, numbers)
+    else:
+        _settled(state, kept, seen, numbers)
     return out
 
 
