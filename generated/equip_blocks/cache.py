@@ -20,7 +20,7 @@ from . import kernels_torch
 def resolve(given: Given) -> dict[str, Tensor]:
     """The numbers that the kernels read, float64 [batch] each."""
     budget = given.tokens("budget", 512)
-    capacity = given.count(budget)
+    capacity = given.count(budget, low=1)
     recent = given.number("recent", capacity / 2, low=0)
     block_ = given.number("block", 16, low=0)
     given.check_fits(given.largest(), given.largest(recent), capacity, "keep last recent")

@@ -200,7 +200,7 @@ def observe(
     pair = (row * heads + head).to(tl.int64)
     first, begin, end = tl.load(first_new + row), tl.load(first_asked + row), tl.load(behind + row)
     if PADDED:
-        order += row * tokens
+        order += row.to(tl.int64) * tokens
     query += row.to(tl.int64) * query_row + (head * G).to(tl.int64) * query_head
     keys += row.to(tl.int64) * key_row + head.to(tl.int64) * key_head
     position += pair * slots

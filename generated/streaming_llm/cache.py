@@ -21,7 +21,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     """The numbers that the kernels read, float64 [batch] each."""
     sinks = given.number("sinks", 4, low=0)
     budget = given.tokens("budget", 512)
-    capacity = given.count(budget)
+    capacity = given.count(budget, low=1)
     given.check_fits(given.largest(sinks), given.largest(1), capacity, "keep first sinks, keep last 1")
     return {"sinks": sinks, "capacity": capacity}
 

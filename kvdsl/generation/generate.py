@@ -13,6 +13,7 @@ from transformers.generation.streamers import BaseStreamer
 
 from kvdsl.generation.models import quiet
 from kvdsl.generation.times import quartiles
+from kvdsl.runtime.hf.cache import native_bytes
 from kvdsl.runtime.hf.versions import with_cache
 
 
@@ -123,7 +124,7 @@ def cache_bytes(cache: Any) -> int:
     """What a cache of kvdsl or of transformers occupies."""
     if hasattr(cache, "bytes"):
         return int(cache.bytes())
-    return sum(_native_bytes(layer) for layer in cache.layers)
+    return sum(native_bytes(layer) for layer in cache.layers)
 
 
 def full_cache_bytes(cache: Any) -> int:
@@ -136,15 +137,11 @@ def full_cache_bytes(cache: Any) -> int:
 def _layer_bytes(layer: Any) -> int:
     state = getattr(layer, "state", None)
     if state is None:
-        return _native_bytes(layer)
+        return native_bytes(layer)
     if not state.allocated:
         return 0
-    batch, heads, _, key_dim = state.keys.shape
-    return int(batch * heads * (key_dim + state.values.shape[-1]) * state.keys.element_size() * layer.length)
-
-
-def _native_bytes(layer: Any) -> int:
-    return sum(value.nbytes for value in vars(layer).values() if isinstance(value, Tensor))
+    (batch, heads, _), keys, values = state.position.shape, state.layout.key_pool, state.layout.value_pool
+    return int(batch * heads * (keys.shape[-1] + values.shape[-1]) * keys.element_size() * layer.length)
 
 
 def same_prefix(one: Sequence[int], other: Sequence[int]) -> int:

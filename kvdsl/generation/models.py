@@ -85,14 +85,15 @@ def quiet() -> Iterator[None]:
     """Transformers without its progress bars and warnings."""
     from transformers.utils import logging
 
-    verbosity = logging.get_verbosity()
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(verbosity)
-        logging.enable_progress_bar()
+        if bars:
+            logging.enable_progress_bar()
 
 
 # -- text --------------------------------------------------------------------------------------------------------------

@@ -124,7 +124,7 @@ def resolve(
     rows = rows_of(policy, tensors, layer, head) if tensors else {}
     params = _Params(policy, chosen, Scope(0, 0, inputs, {}, rows))
     # The budget reads params, other params' defaults read the budget; the checker has refused cycles.
-    budget = math.inf if policy.budget is None else counted(evaluate_number(policy.budget, params.scope))
+    budget = math.inf if policy.budget is None else at_least_one(evaluate_number(policy.budget, params.scope))
     inputs["budget"] = number(budget)
 
     def value(expr: Expr | None, default: float) -> float:

@@ -123,7 +123,7 @@ def _selected(select: Select) -> Fragment:
 
 
 def _capacity(budget: Expr) -> Fragment:
-    return fragment("capacity = {}", _count(budget))
+    return fragment("capacity = {}", _at_least_one(budget))
 
 
 def _count(expr: Expr) -> Fragment:

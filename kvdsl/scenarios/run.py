@@ -284,8 +284,6 @@ def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
 
 
 def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
-    if numbers.budget < 1:
-        return f"the budget is {numbers.budget:g} tokens"
     if policy.sketch is not None and key_dim and numbers.sketch_dims > key_dim:
         return f"the sketch has {numbers.sketch_dims:g} dims, but the vectors have {key_dim}"
     first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))

@@ -75,6 +75,13 @@ BODIES: dict[str, tuple[str, Case]] = {
         Case("p", budget=10, prompt=14, steps=8),
     ),
     "what reads q": ("param budget = 6\nscore std(dot(q, k)) + max(logit)", Case("p", budget=6, group=4)),
+    # a budget of no token at all emptied the cache
+    "a share of a short prompt": ("param share = 0.25\nbudget share * prompt\nscore age\nkeep last 0", Case("p", prompt=3, steps=4)),
+    # the sketch of padding served a row until the next was due
+    "a sketch, and a row without a prompt": (
+        "param t = 4\nsketch top 3 dims by abs(q) every 6 queries\nselect top t by dot(q, k over sketch)",
+        Case("p", batch=2, prompt=9, padding=9, steps=14),
+    ),
 }
 
 

@@ -308,7 +308,8 @@ class Run:
             rings = {name: _array(x.movedim(0, -1)) for name, x in state.rings(state.columns).items()}
             for b, row in enumerate(heads):
                 for h in range(self.trace.kv_heads):
-                    sketch = state.sketch[b, h].cpu().numpy() if state.has_sketch else None
+                    has_one = state.has_sketch and bool(state.seen[b])  # a row of padding alone has what came of that
+                    sketch = state.sketch[b, h].cpu().numpy() if has_one else None
                     remembered = {name: x[b, h] for name, x in (columns | rings).items()}
                     chosen = None if sketch is None else sketch[sketch >= 0]
                     row.append(

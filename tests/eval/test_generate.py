@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -35,6 +36,13 @@ def test_a_large_budget_changes_no_token_and_counts_the_same_full_cache(model, t
     found = generate.generate(model, tokenizer, PROMPT, 12, roco(model, 200))
     assert found.tokens == full.tokens
     assert found.full_cache_bytes == full.cache_bytes
+
+
+def test_layers_that_keep_no_tokens_count_in_both() -> None:
+    """As those of linear attention: their states lie in dicts."""
+    layer = SimpleNamespace(states={"conv": torch.zeros(3), "recurrent": torch.zeros(5)}, keys=torch.zeros(2))
+    cache = SimpleNamespace(layers=[layer])
+    assert generate.cache_bytes(cache) == generate.full_cache_bytes(cache) == 40
 
 
 def test_a_small_budget_holds_less(model, tokenizer):

@@ -27,6 +27,12 @@ def start(policy: Policy, call: Call | None = None, layer: int = 0, **given: flo
     return interpreter, interpreter.empty(DIM, DIM)
 
 
+def test_a_policy_keeps_at_least_one_token(form) -> None:
+    """However little its budget comes to."""
+    policy = form(bounded(SUM, budget=4).model_copy(update={"budget": binary(read("prompt"), "-", num(9))}))
+    assert [resolve(policy, prompt=prompt).budget for prompt in (3, 9, 10, 12)] == [1, 1, 1, 3]
+
+
 # -- cap hard --------------------------------------------------------------------------------------------------------
 
 

@@ -54,6 +54,7 @@ CORNERS = {
     "a bias, compact and turned": Case(
         "equip_h2o", slopes=True, prompt=20, padding=3, batch=2, steps=6, given=(("recent", 4),), rope="half"
     ),
+    "a sketch, and a row without a prompt": Case("sparcas", prompt=20, padding=20, batch=2, steps=4),
     "a bias, selecting": Case("sparcas", slopes=True, prompt=40, batch=2, steps=4),
     "one slot": Case("tova", budget=1, prompt=1, steps=4, kv_heads=1, group=1),
     "padding": Case("roco", batch=3, prompt=20, padding=6, steps=5, dtype=torch.bfloat16),

@@ -28,6 +28,7 @@ def refuse_policy(state: SlotState) -> None:
         state: empty.
     """
     spec, given = state.spec, state.settings.given
+    state.settings.refuse_hopeless()
     budget = given.get("budget")
     if budget is not None and is_rate(budget):
         raise KvdslError(

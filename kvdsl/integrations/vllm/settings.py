@@ -8,6 +8,7 @@ from functools import lru_cache
 from typing import Any
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.given import param
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
@@ -41,12 +42,12 @@ class Settings:
             head_offset: the first KV head's number in the whole layer.
 
         Raises:
-            KvdslError: if a param is none of the policy's.
+            KvdslError: if a param is none of the policy's, or no number that it may be.
         """
         unknown = [name for name, _ in self.given if name not in self.spec.params]
         if unknown:
             raise KvdslError(f"{self.spec.name} has no param `{unknown[0]}`; it has {', '.join(self.spec.params) or 'none'}")
-        given = dict.fromkeys(self.spec.params) | dict(self.given)
+        given = dict.fromkeys(self.spec.params) | {name: param(self.spec.name, name, value) for name, value in self.given}
         return slot_state(self.spec, given, layer=layer, layers=layers, head_offset=head_offset)
 
 

@@ -117,7 +117,8 @@ class CpuBackend:
         )  # fmt: skip
         tensors = {
             "position": position, "state": held.kept["columns"], "ring_rows": state.ring_rows(), "params": numbers,
-            "since": state.prompt_from, "seen": held.newest + 1, "real": held.rows, "constants": state.constants if state.spec.tensors is not None else None,
+            "since": state.prompt_from, "seen": held.newest + 1, "real": held.rows,
+            "constants": state.constants if state.spec.tensors is not None else None,
         }  # fmt: skip
         point(args, **tensors)
         check(self._settle(ctypes.byref(args), None))

@@ -28,8 +28,8 @@ SIGN = tl.constexpr(-(2**31))
 
 @triton.jit
 def is_due(prompt, row, now, every):
-    """Whether the sketch is found anew at this query: the prompt's last one was the first of so many."""
-    return (now + 1 - tl.load(prompt + row)) % tl.maximum(every, 1) == 0
+    """Whether the sketch is found anew at this query: the prompt's last one was the first of so many, or this one is the first of all."""
+    return (now == 0) | ((now + 1 - tl.load(prompt + row)) % tl.maximum(every, 1) == 0)
 
 
 @triton.jit

@@ -181,7 +181,7 @@ class KVCache(Cache):
 
     def bytes(self) -> int:
         """What the cache occupies: the slots, and the layers that stay transformers' own."""
-        return sum(layer.bytes() if isinstance(layer, SlotLayer) else _native_bytes(layer) for layer in self.layers)
+        return sum(layer.bytes() if isinstance(layer, SlotLayer) else native_bytes(layer) for layer in self.layers)
 
     def __repr__(self) -> str:
         params = [f"{name}={spelled(value)}" for name, value in self._given.items() if value is not None]
@@ -440,7 +440,8 @@ class _Backends:
             self(model.device, model.dtype)
 
 
-def _native_bytes(layer: Any) -> int:
+def native_bytes(layer: Any) -> int:
+    """What a layer of transformers' own occupies."""
     tensors: list[Any] = []
     for value in vars(layer).values():
         tensors += value.values() if isinstance(value, dict) else [value]

@@ -317,6 +317,7 @@ def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
     tables = [_measured(held, view, numbers) for held, view, numbers in zip(layers, views, tables, strict=True)]
     score = mean_score(scores, [held.position for held in layers])
     return [
-        eviction_order(score, protection) < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
+        eviction_order(score.to(protection.live.device), protection)
+        < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
         for held, protection, numbers in zip(layers, protections, tables, strict=True)
     ]

@@ -99,8 +99,8 @@ def sketched(state: SlotState, row: View, numbers: Tensor, width: int) -> Tensor
 
 
 def refresh(state: SlotState, row: View, real: Tensor) -> None:
-    """Find the sketch anew in the rows (bool [batch]) whose token is a multiple of `every` queries after the prompt's last."""
+    """Find the sketch anew in the rows (bool [batch]) whose token is the first, or a multiple of `every` after the prompt's."""
     every = state.settings.of_rows(state.numbers, "sketch_every").long()
-    due = real & ((state.seen - state.prompt) % every == 0)
+    due = real & ((state.seen == 1) | ((state.seen - state.prompt) % every == 0))
     found = sketched(state, row, state.numbers, state.sketch.shape[-1])
     state.sketch.copy_(torch.where(due.view(-1, 1, 1), found, state.sketch))

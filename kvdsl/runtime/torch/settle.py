@@ -121,7 +121,7 @@ def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
     protection = Protection(ballots[own].position)
     for votes in zip(*(ballot.lines for ballot in ballots), strict=True):
         scope, _, count = votes[own]
-        values = torch.cat([value for _, value, _ in votes], 1)
+        values = torch.cat([value.to(protection.position.device) for _, value, _ in votes], 1)
         if scope == "top":
             protection.top(values.float().mean(1, keepdim=True), count)
         elif scope == "where":
@@ -132,9 +132,9 @@ def agreed(ballots: Sequence[Ballot], own: int) -> Protection:
 
 
 def mean_score(scores: Sequence[Tensor | float], positions: Sequence[Tensor]) -> Tensor:
-    """The mean over all heads of all layers, float32 [batch, 1, slots]; NaN where one is."""
+    """The mean over all heads of all layers, float32 [batch, 1, slots], on the first one's device; NaN where one is."""
     values = [_per_slot(score, position).float() for score, position in zip(scores, positions, strict=True)]
-    return torch.cat(values, 1).mean(1, keepdim=True)
+    return torch.cat([value.to(values[0].device) for value in values], 1).mean(1, keepdim=True)
 
 
 def eviction_order(score: Tensor | float, protection: Protection) -> Tensor:

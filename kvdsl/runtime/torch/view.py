@@ -468,7 +468,7 @@ class View:
         """The same among the slots of all KV heads of the layer, [batch, kv_heads, 1, slots]; of equals the older, then the lower head."""
         batch, heads, _, slots = self.visible.shape
         head = torch.arange(heads, device=self.visible.device).view(1, heads, 1, 1)
-        tie = self.slot_position.expand(self.visible.shape) * heads + head
+        tie = self.slot_position.long().expand(self.visible.shape) * heads + head
         flat = (one.expand(self.visible.shape).reshape(batch, heads * slots) for one in (x.float(), tie, self.visible))
         return _standing(*flat).float().view(batch, heads, 1, slots)
 

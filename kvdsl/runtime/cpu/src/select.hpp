@@ -283,12 +283,13 @@ class Choice {
 
   static int padded(int n) { return static_cast<int>(round_up(n, block)); }
 
-  // The sketch's dims are found anew at every so many queries after the prompt's last.
+  // The sketch's dims are found anew at every so many queries after the prompt's last, and at the first where there was no prompt.
   void refresh() {
     query_.sketch = sketch_;
     query_.dims = 0;
     while (query_.dims < args_.sketch_width && sketch_[query_.dims] >= 0) ++query_.dims;
-    if ((query_.newest + 1 - args_.prompt[number_ / args_.kv_heads]) % how_.sketch_every(query_) != 0) return;
+    const int behind = query_.newest + 1 - args_.prompt[number_ / args_.kv_heads];
+    if (query_.newest > 0 && behind % how_.sketch_every(query_) != 0) return;
     how_.sketch(query_, work_.dims);
     find_dims(work_.dims, args_.key_dim, query_.dims, args_.sketch_width, sketch_);
     anew_ = true;
