@@ -25,6 +25,9 @@ PEERS   := $(VENV)/peers
 KVPRESS := kvpress==0.5.5
 BESIDE  := accelerate 'cachetools<6' datasets 'fire<0.7' 'pandas<3' requests
 
+# Workers of tests, and the processes that they start, read modules that another has compiled.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Triton's kernels are tested in its interpreter, which must be asked for before Triton is imported: in a process of their own.
 INTERPRET := TRITON_INTERPRET=1
 

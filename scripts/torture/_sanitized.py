@@ -144,7 +144,7 @@ def main() -> None:
     told = parser.parse_args()
     torch.set_num_threads(1)  # nobody looks at torch's own threads; kernels are told of others
     for policy in told.policies:
-        spec, draw = spec_of(policy), random.Random(told.seed)
+        spec, draw = spec_of(policy), random.Random(f"{told.seed} {policy}")  # other shapes for each
         for number in range(told.shapes):
             shape = Shape.drawn(draw)
             print(f"{policy}, run {number}: {shape}", flush=True)

@@ -20,7 +20,7 @@ from scripts.torture.registry import Counts, NotHere, Progress, attack
 
 BLOCKS = ("benchmarks/policies/equip_blocks.kv", "benchmarks/policies/roco_blocks.kv")
 TEAM = Path(__file__).with_name("_team.cpp")
-SHAPES, GROUP = 48, 6
+SHAPES, GROUP = 48, 10
 """Runs of each policy, and how many policies share a process."""
 
 PATIENCE = 1800.0
@@ -99,10 +99,10 @@ def in_groups(policies: list[str]) -> list[list[str]]:
 
 
 def reports(
-    sanitizer: Sanitizer, policies: list[str], environment: dict[str, str], seed: int = 1
+    sanitizer: Sanitizer, policies: list[str], environment: dict[str, str], seed: int = 1, shapes: int = SHAPES
 ) -> Iterator[tuple[str, str]]:
     """Every policy with what was said of it, "" if nothing. A report ends the process; another goes on with the next policy."""
-    command = [sys.executable, "-m", "scripts.torture._sanitized", "--seed", str(seed), "--shapes", str(SHAPES)]
+    command = [sys.executable, "-m", "scripts.torture._sanitized", "--seed", str(seed), "--shapes", str(shapes)]
     while policies:
         done = subprocess.run(
             [*command, *policies],
@@ -113,7 +113,7 @@ def reports(
             check=False,
         )
         said = done.stdout.splitlines() or ["nothing was run"]
-        well = [policy for policy in policies if f"{policy}: {SHAPES} runs" in said]
+        well = [policy for policy in policies if f"{policy}: {shapes} runs" in said]
         bad = policies[len(well) :][:1] if done.returncode == 0 else [policies[min(len(well), len(policies) - 1)]]
         yield from ((policy, "") for policy in well if policy not in bad)
         yield from ((policy, f"{report_of(sanitizer, done.stderr)} ({said[-1]})") for policy in bad)

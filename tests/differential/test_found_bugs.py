@@ -76,7 +76,10 @@ BODIES: dict[str, tuple[str, Case]] = {
     ),
     "what reads q": ("param budget = 6\nscore std(dot(q, k)) + max(logit)", Case("p", budget=6, group=4)),
     # a budget of no token at all emptied the cache
-    "a share of a short prompt": ("param share = 0.25\nbudget share * prompt\nscore age\nkeep last 0", Case("p", prompt=3, steps=4)),
+    "a share of a short prompt": (
+        "param share = 0.25\nbudget share * prompt\nscore age\nkeep last 0",
+        Case("p", prompt=3, steps=4),
+    ),
     # the sketch of padding served a row until the next was due
     "a sketch, and a row without a prompt": (
         "param t = 4\nsketch top 3 dims by abs(q) every 6 queries\nselect top t by dot(q, k over sketch)",

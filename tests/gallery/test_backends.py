@@ -45,9 +45,8 @@ SMALL: dict[str, dict[str, float]] = {
 """Params of those that no formula gives any."""
 
 TRACES = (
-    Trace(prompt=40, steps=10, layers=(2,), seed=1),
     Trace(prompt=37, steps=8, batch=2, padding=3, layers=(1,), dtype=torch.bfloat16, rope="interleaved", seed=2),
-    Trace(prompt=36, steps=5, group=4, kv_heads=1, layers=(3,), later=7, inputs="peaky", seed=3),
+    Trace(prompt=36, steps=5, group=4, layers=(3,), later=7, inputs="peaky", seed=3),
 )
 
 
@@ -67,7 +66,7 @@ def through(stem: str, trace: Trace) -> Trace:
     return replace(trace, layers=(0, 1, 2)) if policy.across_layers is not None or policy.reuses else trace
 
 
-@pytest.mark.parametrize("trace", few(TRACES, TRACES[1]), ids=str)
+@pytest.mark.parametrize("trace", few(TRACES, TRACES[0]), ids=str)
 @pytest.mark.parametrize("stem", STEMS)
 def test_torch(stem: str, trace: Trace) -> None:
     found = run_policy(small(stem), TorchBackend(), through(stem, trace))

@@ -134,33 +134,33 @@ def test_inductor(backend: str, model: Any) -> None:
 # -- recompilation -----------------------------------------------------------------------------------------------------
 
 
-def _thousand(policy: str, backend: str) -> None:
+def _compiled_once(policy: str, backend: str, steps: int) -> None:
     model = zoo.make("Llama", num_hidden_layers=1)
     ours = policies.make(policy, model, budget=BUDGET, backend=backend)
     forward = whole(model)
     with torch._dynamo.config.patch(error_on_recompile=True):
-        decode(model, forward, ours, 1000)
+        decode(model, forward, ours, steps)
         decode(model, forward, policies.make(policy, model, budget=BUDGET, backend=backend), 2)  # and none for another cache
-    assert ours.get_seq_length() == PROMPT + 1000
+    assert ours.get_seq_length() == PROMPT + steps
     assert counters["stats"]["unique_graphs"] == 1
 
 
 @pytest.mark.parametrize("policy", ["roco", slow("streaming_llm")])
-def test_a_thousand_steps_are_compiled_once(policy: str) -> None:
-    _thousand(policy, "cpu")
+def test_steps_are_compiled_once(policy: str) -> None:
+    _compiled_once(policy, "cpu", 1000 if policy == "roco" else 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["roco", "streaming_llm"])
-def test_a_thousand_steps_of_the_torch_backend_are_compiled_once(policy: str) -> None:
-    _thousand(policy, "torch")
+def test_steps_of_the_torch_backend_are_compiled_once(policy: str) -> None:
+    _compiled_once(policy, "torch", 200)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 @pytest.mark.parametrize("layout", ["roco_blocks", "streaming_blocks", "equip_h2o", "fused", "paged"])
-def test_a_thousand_steps_in_every_layout_are_compiled_once(layout: str, backend: str) -> None:
-    _thousand(layout, backend)
+def test_steps_in_every_layout_are_compiled_once(layout: str, backend: str) -> None:
+    _compiled_once(layout, backend, 200)
 
 
 def test_what_is_kept_beside_the_keys_stays_from_one_compiled_step_to_the_next() -> None:

@@ -30,7 +30,7 @@ def test_what_leaves_no_more_is_served(other: str) -> None:
 
 def test_a_budget_that_holds_less_than_is_kept() -> None:
     """It is not said to depend on the prompt."""
-    with pytest.raises(KvdslError, match="H2O protects 20 tokens .* but its budget holds 12; raise the budget"):
+    with pytest.raises(KvdslError, match=r"H2O protects 20 tokens .* but its budget holds 12; raise the budget"):
         refuse_policy(Settings("h2o", (("budget", 12), ("recent", 20))).state(0, 1))
 
 

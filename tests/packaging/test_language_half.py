@@ -55,7 +55,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(python: Path, folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    variables = outside() | {"KVDSL_CACHE_DIR": str(folder / "cache")}
+    variables = outside() | {"KVDSL_CACHE_DIR": str(python.parents[2] / "cache")}
     return subprocess.run([python, *arguments], cwd=folder, env=variables, capture_output=True, text=True, check=False)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -49,10 +50,17 @@ class Stub:
         return [budget * (2.0 - ("(v)" in text) + rung * recent) + 0.01 * len(text) + own for budget in self.cases]
 
 
+@contextmanager
+def opened(path: Path) -> Iterator[Store]:
+    """A store that does not wait for the disk, which would take most of the time."""
+    with Store(path, FACTS) as store:
+        store._database.execute("pragma synchronous = off")
+        yield store
+
+
 def search(path: Path, most: int, *, seed: int = 0, until: float | None = None) -> tuple[Evolution, Stub]:
     judge = Stub()
-    with Store(path, FACTS) as store:
-        store._database.execute("pragma synchronous = off")  # most of the time would be the disk's
+    with opened(path) as store:
         found = Evolution(judge, store, Bounds(), seed, until, most)
         found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
     return found, judge
@@ -111,7 +119,7 @@ def test_without_time_it_has_the_seeds(tmp_path: Path) -> None:
 
 def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: Path) -> None:
     judge = Stub()
-    with Store(tmp_path / "a", FACTS) as store:
+    with opened(tmp_path / "a") as store:
         found = Evolution(judge, store, Bounds(), 0, None, 200)
         found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
         finalists = found.finalists(3)
@@ -126,7 +134,7 @@ def test_finalists_are_the_best_of_their_size_and_as_simple_as_can_be(tmp_path: 
 
 def test_finalists_are_chosen_on_another_text(tmp_path: Path) -> None:
     judge = Stub("another text")
-    with Store(tmp_path / "a", FACTS) as store:
+    with opened(tmp_path / "a") as store:
         found = Evolution(judge, store, Bounds(), 0, None, 120)
         found.run([(name, seeds()[name]) for name in ("h2o", "tova", "vatp_h2o")])
         alone, _ = search(tmp_path / "b", 120)
@@ -182,7 +190,7 @@ def test_a_front(tmp_path: Path) -> None:
 
 
 def test_what_the_database_tells_of_moves_and_steps(tmp_path: Path) -> None:
-    with Store(tmp_path / "a", FACTS) as store:
+    with opened(tmp_path / "a") as store:
         for key, move, parents, size, errors in (
             ("a", "seed h2o", [], Size(4, 3), (0.1, 0.4)),
             ("b", "node", ["a"], Size(4, 3), (0.2, 0.3)),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import json
+from contextlib import redirect_stdout
+from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
+from kvdsl.cli import main
 from kvdsl.compiler import compile_file
 from kvdsl.errors import KvdslError
 from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
@@ -115,28 +120,38 @@ SEARCH = ("search", "--budget", "8", "--evaluations", "36", "--minutes", "600", 
           "--threads", "1")  # fmt: skip
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = run(capsys, *SEARCH, "--out", str(tmp_path), "--json", "--no-plots")
-    assert said.code == 0, said.err
-    result = said.json()
+@pytest.fixture(scope="module")
+def searched(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
+    """A whole search: its folder, and what it said."""
+    folder, said = tmp_path_factory.mktemp("searched"), StringIO()
+    with redirect_stdout(said):
+        assert main([*SEARCH, "--out", str(folder), "--json"]) == 0
+    return folder, json.loads(said.getvalue())
+
+
+@pytest.mark.slow  # test_evolve.py has the search with a judge that takes no time
+def test_the_command(searched: tuple[Path, dict[str, Any]]) -> None:
+    folder, result = searched
     found, best = result["finalists"][0], result["seeds"][0]
     assert found["error"] < best["error"], "better than its seeds by its own measure"
-    assert result["best"] == {"policy": "found_1", "file": str(tmp_path / "found_1.kv"), "objective": found["error"]}
+    assert result["best"] == {"policy": "found_1", "file": str(folder / "found_1.kv"), "objective": found["error"]}
     assert result["evaluated"] == result["counts"]["tried"] and len(found["errors"]) == 2, "both tasks"
     assert result["counts"]["tried"] >= 36
-    assert compile_file(tmp_path / "found_1.kv").policy.name == "Found1"
+    assert compile_file(folder / "found_1.kv").policy.name == "Found1"
     assert {row["name"] for row in result["proof"]} >= {"found_1", "h2o", "roco"}
     assert 0 < sum(move["climbed"] for move in result["moves"]) <= result["cheap_step"]["policies"]
-    page = (tmp_path / "search.md").read_text()
+    page = (folder / "search.md").read_text()
     assert f"found_1 | {found['error']:.4f}" in page and "On unseen text" in page
 
 
-@pytest.mark.slow  # two whole searches; test_evolve.py has who is chosen
-def test_the_command_chooses_on_another_text(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.slow  # test_evolve.py has who is chosen
+def test_the_command_chooses_on_another_text(
+    searched: tuple[Path, dict[str, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from kvdsl_lab.assets import all_books
 
     (tmp_path / "other.txt").write_text(all_books()[-20_000:], encoding="utf-8")
-    here = run(capsys, *SEARCH, "--out", str(tmp_path / "here"), "--json", "--no-plots").json()
+    _, here = searched
     other = [*SEARCH, "--choose-on", str(tmp_path / "other.txt"), "--no-plots", "--out", str(tmp_path / "there"), "--json"]
     there = run(capsys, *other).json()
     assert there["curve"] == here["curve"], "it searches as without"
@@ -150,14 +165,13 @@ def test_the_command_chooses_on_another_text(tmp_path: Path, capsys: pytest.Capt
 
 
 @pytest.mark.slow
-def test_the_command_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    first = run(capsys, *SEARCH, "--out", str(tmp_path), "--json")
-    again = run(capsys, *SEARCH, "--out", str(tmp_path), "--json")
-    one, other = (said.json() for said in (first, again))
+def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pytest.CaptureFixture[str]) -> None:
+    folder, one = searched
+    other = run(capsys, *SEARCH, "--out", str(folder), "--json").json()
     for name in ("finalists", "proof", "counts", "curve"):
         assert one[name] == other[name], name
-    assert (tmp_path / "search.png").stat().st_size > 1000
-    refused = run(capsys, *SEARCH, "--seed", "1", "--out", str(tmp_path))
+    assert (folder / "search.png").stat().st_size > 1000
+    refused = run(capsys, *SEARCH, "--seed", "1", "--out", str(folder))
     assert refused.code == 2 and "is of another search: seed was 0" in refused.err
 
 

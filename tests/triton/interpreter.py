@@ -132,6 +132,11 @@ def with_kernels(policy: Policy, folder: Path) -> PolicySpec | None:
     return replace(spec_of(policy, files), triton_source=source)
 
 
+def heads_for(policy: Policy) -> int:
+    """How many KV heads a trace needs: heads that have nothing in common are programs apart, of which one says what the others would."""
+    return 2 if policy.tensors or "heads" in print_policy(policy) else 1
+
+
 def defined(trace: Trace) -> Trace:
     """The trace without infinities: what remains of an infinite vector after a turn is not defined."""
     return replace(trace, inputs="nan") if trace.inputs == "inf" else trace

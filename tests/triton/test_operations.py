@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from kvdsl.runtime.gpu.backend import TritonBackend
 from tests.differential.operations import TRACE, all_operations, trace_of
 from tests.differential.traces import run_policy
 
-from .interpreter import with_kernels
+from .interpreter import heads_for, with_kernels
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 
@@ -49,5 +50,6 @@ def test_the_kernels_do_what_the_interpreter_does(name: str, tmp_path: Path) -> 
     spec = with_kernels(policy, tmp_path)
     if spec is None:
         return  # it says why: tests/differential/test_operations.py
-    one = run_policy(policy, TritonBackend(spec, torch.device("cpu"), TRACE.dtype), trace_of(policy), spec=spec)
+    trace = replace(trace_of(policy), kv_heads=heads_for(policy))
+    one = run_policy(policy, TritonBackend(spec, torch.device("cpu"), TRACE.dtype), trace, spec=spec)
     assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"

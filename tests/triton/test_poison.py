@@ -20,7 +20,7 @@ POLICIES = few(
      "sparcas", "quest", "roco_sparcas", "adakv"],
     "roco", "streaming_llm", "sparcas",
 )  # fmt: skip
-BUDGET, PROMPT, PAD, STEPS = 40, 23, 9, 26
+BUDGET, PROMPT, PAD, STEPS = 40, 35, 9, 9
 """The cache has more slots than tokens at first; it is full, and evicts, before the last step."""
 
 HEADS, GROUP, DIM = 2, 2, 16
