@@ -7,6 +7,7 @@ headers, the flags, the compiler and the processor. `kvdsl.build.store` keeps it
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import platform
@@ -17,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -116,6 +119,33 @@ def kernel_library(source: Path, name: str) -> Path:
 def shared_library(source: Path, name: str) -> Path:
     """The same of a source that is not linked with the driver; it may include its headers."""
     return _library(source, name, driven=False)
+
+
+def open_library(build: Callable[[], Path], name: str) -> ctypes.CDLL:
+    """A library, built once more if it cannot be loaded: a cache folder may come from a machine with other libraries.
+
+    Args:
+        build: gives its file, which is made if it is not there.
+        name: what it is, for the message.
+
+    Raises:
+        KvdslError: if it still cannot be loaded, and what `build` raises.
+    """
+    path = build()
+    try:
+        return _opened(path)
+    except OSError:
+        with suppress(OSError):
+            path.unlink()
+    try:
+        return _opened(build())
+    except OSError as error:
+        raise KvdslError(f"the C++ kernels of `{name}` cannot be loaded ({error}); set KVDSL_CACHE_DIR elsewhere") from error
+
+
+@lru_cache
+def _opened(path: Path) -> ctypes.CDLL:
+    return ctypes.CDLL(str(path))
 
 
 def driver_objects() -> list[Path]:

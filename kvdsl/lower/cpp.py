@@ -46,6 +46,7 @@ from kvdsl.lower.expression import (
     texts,
     uses_of,
 )
+from kvdsl.lower.refusals import refuse_select, refuse_statements
 from kvdsl.lower.spelling import size_of
 from kvdsl.passes.parts import in_parts
 
@@ -158,19 +159,9 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
 
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
-    refused = {
-        "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
-        "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
-        "`pages` of what eviction leaves": policy.pages is not None
-        and policy.budget is not None
-        and policy.when != "prefill",
-        "`pages` that do not begin with the text": policy.pages_after is not None and policy.when != "prefill",
-        # After a prompt nothing leaves, and nobody has to agree.
-        f"`victims shared by {policy.victims}`": policy.victims != "own" and policy.when != "prefill",
-    }
-    found = [statement for statement, stated in refused.items() if stated]
-    if found:
-        raise NotLowerable(", ".join(found))
+    # After a prompt nothing leaves, and nobody has to agree.
+    shared = policy.victims != "own" and policy.when != "prefill"
+    refuse_statements(policy, {f"`victims shared by {policy.victims}`": shared})
 
 
 def _needs_keys(uses: Iterable[Use]) -> bool:
@@ -331,10 +322,7 @@ def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
 def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
-    if policy.heads_vote:
-        raise NotLowerable("`select` by what all KV heads find (`over heads`): a kernel sees one")
-    if reads(policy.select.by, "query_head"):
-        raise NotLowerable("`select` by a query head's number")
+    refuse_select(policy, policy.select)
     by = form_of_select(policy.select.by)
     before: list[str] = []
     value = ""

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, names_of, reads, texts, uses_of
 from kvdsl.lower.numbers import heads_differ
+from kvdsl.lower.refusals import refuse_select, refuse_statements
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
     CAN,
@@ -209,19 +210,11 @@ def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
 
 def _refuse_statements(policy: Policy) -> None:
     """The statements that the kernels do not know: a launch sees one layer."""
-    refused = {
-        "a budget that reads what is cached": policy.measured is not None and policy.when != "prefill",
-        "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
+    own = {
         "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
-        "`pages` of what eviction leaves": policy.pages is not None
-        and policy.budget is not None
-        and policy.when != "prefill",
-        "`pages` that do not begin with the text": policy.pages_after is not None and policy.when != "prefill",
         "`victims shared by layers`": policy.victims == "layers",
     }
-    found = [statement for statement, stated in refused.items() if stated]
-    if found:
-        raise NotLowerable(", ".join(found))
+    refuse_statements(policy, own)
 
 
 def _numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -281,10 +274,7 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
 def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     if policy.select is None:
         return None
-    if policy.heads_vote:
-        raise NotLowerable("`select` by what all KV heads find (`over heads`): a kernel sees one")
-    if reads(policy.select.by, "query_head"):
-        raise NotLowerable("`select` by a query head's number")
+    refuse_select(policy, policy.select)
     by = form_of_select(policy.select.by)
     if by == "expression":
         raise NotLowerable(

@@ -79,8 +79,11 @@ class Given:
         value = self._values.get(name)
         if value is not None and not low <= value <= high:
             raise KvdslError(f"`{name}` of {self._policy} is {value:g}; give {_between(low, high)}")
-        chosen = default if value is None else value
-        return torch.as_tensor(chosen, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
+        return self.per_row(default if value is None else value)
+
+    def per_row(self, value: Tensor | float) -> Tensor:
+        """One number for all rows, or one of each: float64 [batch]."""
+        return torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
 
     def tokens(self, name: str, default: Tensor | float, *, low: float = -math.inf, high: float = math.inf) -> Tensor:
         """The param as tokens: a float up to 1.0 that the user gave is a rate of the row's prompt (at least one token).

@@ -88,10 +88,6 @@ class Rope:
         length = torch.hypot(*self._split(self._rotated(x)))
         return self._among_the_others(x.abs(), self._join(length, length))
 
-    def frequencies(self, device: torch.device) -> Tensor:
-        """`inv_freq` on a device."""
-        return self._on(device)
-
     def rotate_half(self, x: Tensor) -> Tensor:
         """The rotated dims a quarter of a turn further, (a, b) -> (-b, a): [..., 2 pairs] in the dtype of `x`, exact.
 
@@ -109,7 +105,7 @@ class Rope:
 
     def _angles(self, x: Tensor, shift: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines of the turns, [..., pairs]."""
-        angle = shift.unsqueeze(-1) * self._on(x.device)
+        angle = shift.unsqueeze(-1) * self.frequencies(x.device)
         return angle.cos().float(), angle.sin().float()
 
     def _rotated(self, x: Tensor) -> Tensor:
@@ -130,8 +126,8 @@ class Rope:
         """What `_split` took apart, [..., 2 pairs]."""
         return torch.cat([a, b], dim=-1) if self.pairing == "half" else torch.stack([a, b], dim=-1).flatten(-2)
 
-    def _on(self, device: torch.device) -> Tensor:
-        """The frequencies on a device, to which they are moved once."""
+    def frequencies(self, device: torch.device) -> Tensor:
+        """`inv_freq` on a device, to which it is moved once."""
         if device == self.inv_freq.device:
             return self.inv_freq
         if device not in self._moved:

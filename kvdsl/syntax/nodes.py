@@ -46,11 +46,10 @@ class Unary:
 
 @dataclass(frozen=True)
 class Binary:
-    """An operator between two expressions; `op_span` is where it stands."""
+    """An operator between two expressions."""
 
     span: Span
     op: str
-    op_span: Span
     left: Expr
     right: Expr
 

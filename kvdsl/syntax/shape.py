@@ -213,7 +213,7 @@ class _Shaper:
             return syn.Unary(span, str(children[0]), self._expr(children[1]))
         if tree.data == "binary":
             left, op, right = children
-            return syn.Binary(span, str(op), self._word(op).span, self._expr(left), self._expr(right))
+            return syn.Binary(span, str(op), self._expr(left), self._expr(right))
         function, *arguments = children
         shaped = tuple(self._argument(child) for child in arguments if isinstance(child, Tree))
         return syn.Call(span, self._word(function), shaped)

@@ -87,8 +87,8 @@ def test_frequencies_move_to_the_device_of_the_vectors_once() -> None:
     for _ in range(2):
         assert rope.rotate(torch.empty(3, 2 * PAIRS, device="meta"), torch.empty(3, device="meta")).device.type == "meta"
     assert rope.inv_freq.device.type == "cpu"
-    first = rope._on(torch.device("meta"))
-    assert rope._on(torch.device("meta")) is first
+    first = rope.frequencies(torch.device("meta"))
+    assert rope.frequencies(torch.device("meta")) is first
 
 
 def test_it_traces_without_breaks() -> None:

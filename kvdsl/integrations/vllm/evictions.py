@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -105,6 +105,6 @@ def _left(caches: list[Tensor], pages: Tensor, page: Page) -> Tensor:
 @lru_cache
 def library() -> ctypes.CDLL:
     """What counts, built now if it has not been."""
-    from kvdsl.build.cxx import shared_library
+    from kvdsl.build.cxx import open_library, shared_library
 
-    return ctypes.CDLL(str(shared_library(_SOURCE, "evictions")))
+    return open_library(partial(shared_library, _SOURCE, "evictions"), "evictions")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import weakref
-from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -204,20 +203,6 @@ def _adding_up(rules: tuple[str, ...]) -> Tensor:
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:
-    from kvdsl.build.cxx import kernel_library
+    from kvdsl.build.cxx import kernel_library, open_library
 
-    path = kernel_library(source, stem)
-    try:
-        return _open(path)
-    except OSError:  # as it was built, but not for this machine's libraries: build it once more
-        with suppress(OSError):
-            path.unlink()
-    try:
-        return _open(kernel_library(source, stem))
-    except OSError as error:
-        raise KvdslError(f"the C++ kernels of `{stem}` cannot be loaded ({error}); set KVDSL_CACHE_DIR elsewhere") from error
-
-
-@lru_cache
-def _open(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
+    return open_library(partial(kernel_library, source, stem), stem)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -46,7 +46,7 @@ class Rows:
         if number >= len(self._addresses):
             more = self._addresses.new_zeros(1 + 2 * number - len(self._addresses))
             self._addresses = torch.cat([self._addresses, more])
-        self._addresses[number] = step.address
+        self._addresses[number] = step.for_one_thread()
 
     def decode(
         self,
@@ -82,6 +82,6 @@ class Rows:
 
 @lru_cache
 def _library() -> ctypes.CDLL:
-    from kvdsl.build.cxx import shared_library
+    from kvdsl.build.cxx import open_library, shared_library
 
-    return ctypes.CDLL(str(shared_library(_SOURCE, "rows")))
+    return open_library(partial(shared_library, _SOURCE, "rows"), "rows")

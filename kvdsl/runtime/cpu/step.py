@@ -49,9 +49,8 @@ class Step:
         same = all(map(is_, self._tensors_of(state), [known() for known in self._tensors]))
         return same and self._kind == _kind(call)
 
-    @property
-    def address(self) -> int:
-        """Where the arguments lie, as long as this lives: of one thread, and without what differs from token to token."""
+    def for_one_thread(self) -> int:
+        """Where the arguments lie, as long as this lives: from now on of one thread, and without what differs from token to token."""
         self._args.threads = 1
         return ctypes.addressof(self._args)
 

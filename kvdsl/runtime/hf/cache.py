@@ -395,7 +395,7 @@ class KVCache(Cache):
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
-    def expect(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
+    def announce(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
         """Told by `kvdsl.runtime.hf.listening` before a forward.
 
         Args:
@@ -406,7 +406,7 @@ class KVCache(Cache):
         self._sync.text.note(ids, embeddings, self._sync.length)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `expect`.
+        """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `announce`.
 
         Raises:
             KvdslError: if it does not continue what is cached.

@@ -107,7 +107,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             self._sync.catch_up()
         return self._counted
 
-    def count(self, tokens: int) -> None:
+    def set_length(self, tokens: int) -> None:
         """Mend the length."""
         self._counted = tokens
 
@@ -427,7 +427,7 @@ class SlotLayer(Linked, CacheLayerMixin):
                 self.state.truncate(left)
                 self.forget_steps()
         self.prompt_length = min(self.prompt_length, left)
-        self.count(left)
+        self.set_length(left)
         self._sync.add(self, -removed)
 
     def forget_steps(self) -> None:

@@ -44,7 +44,7 @@ def stop_listening(model: nn.Module) -> None:
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     if torch.compiler.is_compiling():
         return
-    tell = getattr(cache_of(kwargs), "expect", None)
+    tell = getattr(cache_of(kwargs), "announce", None)
     if tell is not None:
         ids, wanted = kwargs.get("input_ids", args[0] if args else None), kwargs.get("logits_to_keep")
         tell(ids, kwargs.get("inputs_embeds"), wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)

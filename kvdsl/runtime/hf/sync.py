@@ -136,7 +136,7 @@ class LayerSync(Linked):
         assert self.total is not None
         total = int(self.total)
         for layer in self._layers:
-            layer().count(total)
+            layer().set_length(total)
         self.ahead = False
 
     def forget(self) -> None:

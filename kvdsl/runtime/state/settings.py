@@ -76,7 +76,7 @@ class Settings(Linked):
             raise self._where_and_how_many(error, prompt) from None
         if not self.spec.numbers:
             return Table(self.spec, given.prompt.new_zeros(*given.prompt.shape, 0))
-        found = Table(self.spec, torch.stack([given.number("", named[name]) for name in self.spec.numbers], -1))
+        found = Table(self.spec, torch.stack([given.per_row(named[name]) for name in self.spec.numbers], -1))
         if self.spec.tensors is None and not given.layer_was_read:
             Settings._latest = self.spec, asked, found
         return found
