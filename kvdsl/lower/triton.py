@@ -153,24 +153,12 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
     used = _numbers_in(uses, numbers)
     constants = tensors_in(uses, "constant", policy)
     vectors, scored = (tensors_in(of, "vector", policy) for of in (uses_of(*place), _uses(score)))
-    inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
     vectors_are_read = bool(scored) or any(one.reads for one in score)
     own = policy.victims not in ("heads", "layers") and not policy.heads_share
     singles = [column.name for column in policy.columns if column.rule != "ring"]
     rings = [column.name for column in policy.columns if column.rule == "ring"]
-    args = {
-        "columns": bool(singles if policy.forgets else policy.columns),
-        "numbers": bool(used) or policy.sketch is not None,
-        "constants": bool(constants or vectors or scored),
-        "supplied": bool(names_of(uses, "given")),
-        "logits": bool({"attn", "logit"} & {*inputs}),
-        "ring_rows": bool(rings) and not policy.forgets,
-        "window": "window" in helpers,
-        "seed": "random_key" in helpers,
-        "work": settles,
-    }
     return TritonPlan(
-        args=tuple(name for name, wanted in args.items() if wanted),
+        args=_args(policy, uses, bool(used), bool(constants or vectors or scored), settles),
         numbers=used,
         constants=constants,
         vectors=vectors,
@@ -202,6 +190,24 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",
     )
+
+
+def _args(policy: Policy, uses: tuple[Use, ...], numbered: bool, reads_tensors: bool, settles: bool) -> tuple[str, ...]:
+    """The arguments of `settle` that not every policy needs."""
+    inputs, helpers = names_of(uses, "input"), names_of(uses, "helper")
+    remembered = [column for column in policy.columns if not (policy.forgets and column.rule == "ring")]
+    args = {
+        "columns": bool(remembered),
+        "numbers": numbered or policy.sketch is not None,
+        "constants": reads_tensors,
+        "supplied": bool(names_of(uses, "given")),
+        "logits": bool({"attn", "logit"} & {*inputs}),
+        "ring_rows": any(column.rule == "ring" for column in remembered),
+        "window": "window" in helpers,
+        "seed": "random_key" in helpers,
+        "work": settles,
+    }
+    return tuple(name for name, wanted in args.items() if wanted)
 
 
 def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:

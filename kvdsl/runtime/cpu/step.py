@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-import weakref
 from collections.abc import Callable
-from operator import attrgetter, is_
 from typing import Any
 
 import torch
@@ -15,6 +13,7 @@ from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point, strides_of
 from kvdsl.runtime.state.blocks import Blocks
+from kvdsl.runtime.state.bound import Bound
 from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
@@ -24,7 +23,7 @@ from kvdsl.runtime.torch.attention import in_rows
 class Step:
     """What the kernel is told of a state and of one kind of call.
 
-    It holds while the state's tensors are the same objects. They are known weakly, so that none lives longer for having been pointed to.
+    It holds while the state's tensors are the same objects.
 
     Raises:
         KvdslError: if the new tokens are not of the cache's dtype and sizes: the kernel gets bare pointers.
@@ -32,9 +31,7 @@ class Step:
 
     def __init__(self, state: SlotState, call: AttentionCall) -> None:
         state.check_fits(call.key, call.value)
-        in_layout = [one.name for one in state.layout.DECLARED]
-        self._tensors_of = attrgetter(*(f"layout.{name}" if name in in_layout else name for name in state.declared))
-        self._tensors = [weakref.ref(tensor) for tensor in self._tensors_of(state)]
+        self._bound = Bound(state)
         self._kind = _kind(call)
         self._ring_rows = state.ring_rows()
         self._args = _told_of_slots(state, self._ring_rows)
@@ -46,8 +43,7 @@ class Step:
 
     def serves(self, state: SlotState, call: AttentionCall) -> bool:
         """Whether all that was written holds for this call."""
-        same = all(map(is_, self._tensors_of(state), [known() for known in self._tensors]))
-        return same and self._kind == _kind(call)
+        return self._bound.holds(state) and self._kind == _kind(call)
 
     def for_one_thread(self) -> int:
         """Where the arguments lie, as long as this lives: from now on of one thread, and without what differs from token to token."""

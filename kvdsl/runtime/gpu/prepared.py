@@ -6,16 +6,15 @@ than most of these kernels run.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.launch import launch
+from kvdsl.runtime.state.bound import Bound
 from kvdsl.runtime.state.slots import SlotState
 
 _ALIGNED = 16
@@ -35,8 +34,7 @@ class Launch:
 class Prepared:
     """The launches of one token, made once and to be made again for others.
 
-    It holds while the state's tensors are the same objects, and calls are of one kind, in one workspace. They are known weakly, so that
-    none lives longer for having been pointed to.
+    It holds while the state's tensors are the same objects, and calls are of one kind, in one workspace.
 
     Args:
         fresh: the tensors that every token has of its own, by the names that the kernels have for them; None: not there.
@@ -45,17 +43,14 @@ class Prepared:
     def __init__(
         self, launches: Iterable[Launch], state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]
     ) -> None:
-        in_layout = [one.name for one in state.layout.DECLARED]
-        self._objects_of = attrgetter(*(f"layout.{name}" if name in in_layout else name for name in state.declared))
         self._kind = _kind(state, call, fresh)
         self._runs = [_Run(one, fresh) for one in launches]
-        self._objects = [weakref.ref(one) for one in self._objects_of(state)]
+        self._bound = Bound(state)
         self._angles = [run.angles for run in self._runs]  # they outlive their cache of tables
 
     def serves(self, state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]) -> bool:
         """Whether all that was prepared holds for this call."""
-        same = all(map(is_, self._objects_of(state), [known() for known in self._objects]))
-        return same and self._kind == _kind(state, call, fresh)
+        return self._bound.holds(state) and self._kind == _kind(state, call, fresh)
 
     def run(self, fresh: Mapping[str, Tensor | None]) -> None:
         """Launch everything for another token."""
