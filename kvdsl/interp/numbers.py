@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -11,7 +11,10 @@ from typing import Any
 from kvdsl.budget import is_rate, tokens_or_rate
 from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
 from kvdsl.interp.tensors import NO_TENSORS, Tensors, rows_of
-from kvdsl.ir.nodes import Expr, Policy
+from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
+
+Value = Callable[[Expr | None, float], float]
+"""What an expression of a policy's numbers comes to, or the number beside it where there is none."""
 
 
 @dataclass(frozen=True)
@@ -130,19 +133,14 @@ def resolve(
     def value(expr: Expr | None, default: float) -> float:
         return default if expr is None else evaluate_number(expr, params.scope)
 
-    def is_within(low: Expr | None, high: Expr | None) -> bool:
-        return value(low, -math.inf) <= layer <= value(high, math.inf)
-
     def most(scope: str) -> float:
         return max((counted(value(keep.count, 0)) for keep in policy.keeps if keep.scope == scope), default=0)
 
-    evicts, select, sketch, layers_share = policy.layers, policy.select, policy.sketch, policy.across_layers
+    evicts, sketch, layers_share = policy.layers, policy.sketch, policy.across_layers
     pool = layers_share if policy.one_pool else None
     floor_rate = value(policy.across if pool is None else pool.floor, 0)
     at_ends = 0.0 if layers_share is None else most("first") + most("last")
-    choosing = () if select is None else [floored(value(one, -1)) for one in select.choosing]
-    chooser = int(max((one for one in choosing if one <= layer), default=-1))
-    selects = select is not None and is_within(select.low, select.high) and (not choosing or chooser == layer)
+    select, chooser = _selection(policy.select, value, layer)
     return Numbers(
         params={param.name: params[param.name] for param in policy.params},
         budget=budget,
@@ -154,12 +152,12 @@ def resolve(
         trigger=counted(value(policy.trigger, 1)),
         slack=counted(value(policy.slack, 0)),
         max_drop=counted(value(policy.max_drop, 0)),
-        evicts=evicts is None or is_within(evicts.low, evicts.high),
+        evicts=evicts is None or _is_within(evicts, value, layer),
         floor=counted(floor_rate * budget) if floor_rate else 0,
         floor_rate=floor_rate,
         layer_floor=max(counted(value(layers_share.floor, 0) * budget), at_ends) if layers_share is not None else 0,
-        select=floored(value(select.count, math.inf)) if select is not None and selects else math.inf,
-        selects=selects,
+        select=math.inf if select is None else floored(value(select.count, math.inf)),
+        selects=select is not None,
         chooser=chooser,
         page=at_least_one(value(policy.pages, 1)),
         page_after=counted(value(policy.pages_after, 0)),
@@ -167,6 +165,20 @@ def resolve(
         sketch_every=at_least_one(value(sketch.every, 1) if sketch is not None else 1),
         prefill_block=math.inf if policy.prefill_block is None else at_least_one(value(policy.prefill_block, 1)),
     )
+
+
+def _selection(select: Select | None, value: Value, layer: int) -> tuple[Select | None, int]:
+    """What the layer itself selects by, and the layer that chooses for it, -1 for none."""
+    if select is None:
+        return None, -1
+    choosing = [floored(value(one, -1)) for one in select.choosing]
+    chooser = int(max((one for one in choosing if one <= layer), default=-1))
+    own = _is_within(select, value, layer) and (not choosing or chooser == layer)
+    return (select if own else None), chooser
+
+
+def _is_within(range_: LayerRange | Select, value: Value, layer: int) -> bool:
+    return value(range_.low, -math.inf) <= layer <= value(range_.high, math.inf)
 
 
 def resolve_heads(policy: Policy, *where: Any, heads: int, head_offset: int = 0, **more: Any) -> list[Numbers]:
