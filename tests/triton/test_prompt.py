@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
+from kvdsl.runtime.gpu.prompt import refuse_far
 from kvdsl.runtime.gpu.sizes import Sizes
 from kvdsl.runtime.torch import statistics
 from tests.differential import test_statements
@@ -62,3 +64,11 @@ def test_keys_that_have_turned(rope: str) -> None:
     case = replace(test_statements.PADDED, kv_heads=1, prompt=40, steps=0, rope=rope)
     total = compare(policy_of(body), spec_of(body), "triton", case)
     assert total.steps > 0 and not total.failures, "\n".join(total.failures)
+
+
+def test_a_prompt_of_more_than_32_bits_count() -> None:
+    """Who asks holds gigabytes of queries; here are none."""
+    with pytest.raises(KvdslError, match=r"700,000 tokens at once are too long .*`prefill_chunk_size`"):
+        refuse_far(torch.empty(1, 32, 700_000, 128, device="meta"), 32)
+    refuse_far(torch.empty(1, 32, 500_000, 128, device="meta"), 32)
+    refuse_far(torch.empty(1, 700_000, 32, 128, device="meta").transpose(1, 2), 32)

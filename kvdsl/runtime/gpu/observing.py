@@ -79,7 +79,7 @@ def weights(
     logit = attn
     rows = query + t[:, None].to(tl.int64) * query_token + d
     for g in range(G):
-        q = tl.load(rows + tl.cast(g, tl.int64) * query_head, mask=asked[:, None] & (d < D), other=0.0).to(k.dtype)
+        q = tl.load(rows + g * query_head, mask=asked[:, None] & (d < D), other=0.0).to(k.dtype)
         x = tl.dot(k, tl.trans(q), input_precision="ieee")
         unit = scaling  # of x
         if CAPPED:

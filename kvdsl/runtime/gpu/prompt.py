@@ -13,6 +13,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu.launch import is_hopper, launch, signed
 from kvdsl.runtime.gpu.sizes import ALONE_OPTIONS, EVERYTHING, OBSERVE_OPTIONS, SETTLED_AT_ONCE, Sizes
 from kvdsl.runtime.torch import dense, statistics
@@ -27,8 +28,12 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     Args:
         kernels: the policy's generated kernels. dot: what these multiply matrices in.
         lse: float32 [batch, kv_heads, group, tokens], as `kvdsl.runtime.torch.dense.attend` gives it.
+
+    Raises:
+        KvdslError: if the query heads of a KV head lie further apart than 32 bits count.
     """
     query, keys = (in_rows(x) for x in (_queries(prompt), prompt.keys))
+    refuse_far(query, prompt.group)
     sizes = Sizes(prompt.group, keys.shape[-1], keys.shape[-1], keys.element_size(), is_hopper(keys.device))
     batch, heads, first = len(keys), prompt.heads, statistics.first_query(prompt)
     arguments = {
@@ -57,6 +62,18 @@ def observe(kernels: Any, dot: Any, prompt: Prompt, lse: Tensor) -> None:
     tile = sizes.observe()
     grid = (heads, batch, -(-prompt.slots // tile["SLOTS"]))
     launch(kernels.observe, grid, arguments | tile, sizes.observe_options(reduced=reduces))
+
+
+def refuse_far(query: Tensor, group: int) -> None:
+    """Raise KvdslError if the query heads of a KV head, [batch, query_heads, tokens, dim], lie too far apart.
+
+    Offsets in the loop over them are 32 bits wide: 64 would take registers that `observe` does not have.
+    """
+    if (group - 1) * query.stride(1) >= 2**31:
+        raise KvdslError(
+            f"{query.shape[2]:,} tokens at once are too long a prompt for the Triton kernels, which count the numbers of {group} query "
+            f"heads in 32 bits: pass it in forwards of fewer tokens (`prefill_chunk_size`)"
+        )
 
 
 def settle(kernels: Any, held: Held) -> bool:
