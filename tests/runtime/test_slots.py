@@ -113,7 +113,7 @@ def test_numbers_that_cannot_be(given: dict[str, float], message: str) -> None:
 @pytest.mark.parametrize(
     ("body", "given", "message"),
     [
-        ("budget 4 * layer", {}, r"P protects 1 token \(keep last 1\) but its budget holds 0; raise"),
+        ("budget 4 * layer + 1\nkeep last 2", {}, r"P protects 2 tokens \(keep last 2\) but its budget holds 1; raise"),
         (
             "budget 8\nkeep last 8 / a",
             {"a": 0},
