@@ -218,4 +218,5 @@ def test_without_numpy_the_gallery_keeps_the_same(who_stays: Any, monkeypatch: p
 
 @pytest.mark.slow
 def test_without_numpy_the_same_tokens_stay_of_the_page(who_stays: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    compared(who_stays, monkeypatch, SOURCE, questions(shipped_policies(), layer=16, prompt=96, size=64))
+    some = shipped_policies()[::3]  # of fewer numbers all are tried above
+    compared(who_stays, monkeypatch, SOURCE, questions(some, layer=16, prompt=96, size=64))
