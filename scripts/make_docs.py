@@ -514,8 +514,8 @@ def search_page() -> str:
 def _so_far(found: dict[str, Any]) -> str:
     counts = found["counts"]
     return (
-        f"{counts['tried']:,} policies had been tried then, {counts['admitted']:,} of them within the bounds of the space; judging had taken "
-        f"{counts['processor_hours'] - found['choosing_hours']:.1f} hours of a processor, of {HOURS} that it is to have, and another "
+        f"{counts['tried']:,} policies had been tried then, {counts['admitted']:,} of them within the bounds of the space; judging had "
+        f"taken {counts['processor_hours'] - found['choosing_hours']:.1f} hours of a processor, of {HOURS} that it is to have, and another "
         f"{found['choosing_hours']:.1f} to choose the finalists. **Nothing is proven yet.**"
     )
 
