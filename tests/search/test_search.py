@@ -63,7 +63,9 @@ def test_the_error_by_hand(text: Recorded) -> None:
 def test_the_next_tokens_distribution(deep: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """As by a window's mask over the whole text; more tokens, less error; the full cache has none."""
     monkeypatch.setattr("kvdsl_lab.search.judge._DEEP", deep)
-    monkeypatch.setattr("kvdsl_lab.search.judge.cache_folder_at", lambda _: nullcontext())  # the driver is built there already
+    monkeypatch.setattr(
+        "kvdsl_lab.search.judge.cache_folder_at", lambda _: nullcontext()
+    )  # the driver is built there already
     from kvdsl import load_model
     from kvdsl.generation.models import read_text, windows
 
