@@ -74,7 +74,7 @@ def _prefill(
         state.text.append((call.query, position))
     before = seen_before(state, call)
     if state.spec.remembers_prompts and state.prompt_from is None:
-        state.prompt_from = before.view(-1, 1, 1)
+        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which goes on
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen, known_lengths(state, call))
     state.size_rings(numbers)
