@@ -274,15 +274,31 @@ def noisy(rng: np.random.Generator, **means: float) -> dict[str, list[float]]:
 
 def test_a_claim_is_borne_out_where_the_difference_is_real() -> None:
     measured = rows(noisy(np.random.default_rng(0), ours=0.1, worse=0.25, like_it=0.1, ahead=0.0), "loss", "books")
-    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], "ours")
+    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["ours"])
     told = {one["rival"]: one for one in found}
     assert {rival for rival, one in told.items() if one["sure"]} == {"worse"}
     assert told["worse"]["better"] == pytest.approx([0.15, 0.11, 0.19], abs=0.03)
     assert told["ahead"]["better"][2] < 0 and told["ahead"]["p"] > 0.9
-    assert report.claimed("ours", found) == [
-        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; better than the best other, `ahead`, by "
+    assert report.claimed(found) == [
+        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; better than the best of them, `ahead`, by "
         f"{told['ahead']['better'][0]:.3g} ({told['ahead']['better'][1]:.3g} to {told['ahead']['better'][2]:.3g})"
     ]  # fmt: skip
+
+
+def test_who_holds_more_is_told_apart() -> None:
+    """The full cache under another name is no counterexample to a claim about the same bytes; being better than it is no less."""
+    measured = rows(noisy(np.random.default_rng(0), ours=0.1, also=0.1, worse=0.3, all_of_it=0.0), "loss", "books")
+    for row in measured:
+        row["bytes"] = {"all_of_it": 410, "worse": 103}.get(row["policy"], 100)
+    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["ours", "also"])
+    assert [(one["policy"], one["rival"], one["bytes"], one["sure"]) for one in found] == [
+        ("ours", "worse", 1.03, True), ("ours", "all_of_it", 4.1, False), ("also", "worse", 1.03, True), ("also", "all_of_it", 4.1, False)
+    ]  # fmt: skip
+    ours, also = report.claimed(found)
+    assert ours.startswith(
+        "books, budget 0.25: `ours` is surely better than 1 of 1 that hold no more; better than the best of them, `wo"
+    )
+    assert ours.endswith("; of 1 that hold more all_of_it (4.1 ×) ahead") and "`also` is surely" in also
 
 
 def test_of_many_comparisons_none_is_sure_by_chance() -> None:
@@ -291,7 +307,7 @@ def test_of_many_comparisons_none_is_sure_by_chance() -> None:
         rng = np.random.default_rng(seed)
         measured = rows(noisy(rng, ours=0, **{f"rival{one}": 0 for one in range(20)}), "loss", "books")
         column = summary.column(measured, "books", ["books"], "loss")
-        sure += any(one["sure"] for one in claim.compare([column], "ours"))
+        sure += any(one["sure"] for one in claim.compare([column], measured, ["ours"]))
         signed = summary.Column("", ("books",), "loss", {pair: [-x for x in own] for pair, own in column.scores.items()})
         best += any(summary.better(signed, ("ours", 0.25), pair) for pair in column.scores if pair[0].startswith("rival"))
     assert sure <= 4 < best  # of 40 a fortieth is one; each comparison by itself deceives far more often
@@ -300,7 +316,7 @@ def test_of_many_comparisons_none_is_sure_by_chance() -> None:
 def test_who_was_not_measured_has_no_claim() -> None:
     measured = rows({"full": [1.0] * 8, "one": [1.0] * 8}, "loss", "books")
     with pytest.raises(KvdslError, match="nothing was measured of `other` beside others"):
-        claim.compare([summary.column(measured, "books", ["books"], "loss")], "other")
+        claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["other"])
 
 
 def test_the_command_writes_its_tables(tmp_path: Path) -> None:

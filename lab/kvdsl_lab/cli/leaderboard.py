@@ -35,7 +35,7 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
     is_flag=True,
     help="Budgets are of a policy without state: others get as many tokens less as their state takes.",
 )
-@click.option("--claim", metavar="POLICY", help="Test whether it is better than every other, all comparisons together.")
+@click.option("--claim", metavar="A,B", help="Test whether these are better than every other, all comparisons together.")
 @click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")
 @click.option("--length", type=click.IntRange(128), default=2048, show_default=True, help="Tokens of a text.")
 @click.option("--items", type=click.IntRange(1), default=10, show_default=True, help="Texts of every task.")
@@ -71,8 +71,8 @@ def command(
     (`later`). Items are measured over all tasks in turns: a run may be stopped at any time and goes on later, with more --items
     too. OUT/leaderboard.md has the tables, leaderboard.json the same for programs.
 
-    --claim tells whether a policy of yours is better than the others, and would not look so by chance in any of the comparisons;
-    with --same-bytes it has to be better with fewer tokens where it holds more state.
+    --claim tells whether policies of yours are better than the others, and would not look so by chance in any of the comparisons;
+    with --same-bytes they have to be better with fewer tokens where they hold more state.
 
     \b
     Examples:
@@ -93,9 +93,12 @@ def command(
     from kvdsl_lab.leaderboard.claim import compare
     from kvdsl_lab.leaderboard.tasks import chosen
 
-    wanted = [name for part in parse_policies(policies) for name in names_of_policies(part)]
+    wanted, claiming = (
+        [name for part in parse_policies(given) for name in names_of_policies(part)] if given else []
+        for given in (policies, claim)
+    )
     book = all_books() if text is None else read_text(text)
-    policy_names = tuple(dict.fromkeys(["full", *wanted, *([] if claim is None else [claim])]))
+    policy_names = tuple(dict.fromkeys(["full", *wanted, *claiming]))
     budgets = tuple(parse_budgets(rates)), tuple(parse_budgets(tokens))
     plan = run.Plan(model, dtype, book, length, seed, policy_names, *budgets, backend, same_bytes)
     todo = chosen(None if tasks is None else names(tasks))
@@ -117,7 +120,7 @@ def command(
             {"name": one.name, "tasks": list(one.tasks), "measure": one.measure, "rows": summary.table(one, rows)}
             for one in columns
         ],
-        "claim": None if claim is None else {"policy": claim, "comparisons": compare(columns, claim)},
+        "claim": {"policies": claiming, "comparisons": compare(columns, rows, claiming)} if claiming else None,
         "refused": [row for row in rows if "refused" in row and row["item"] == 0],
     }  # fmt: skip
     write_whole(out / "leaderboard.json", json.dumps(result, indent=1) + "\n")
@@ -152,5 +155,5 @@ def _show(result: dict[str, Any], out: Path) -> None:
             kept = ("place", "policy", "budget", "mean", "low", "high", "bytes", "note")
             show([{key: row[key] for key in kept} for row in one["rows"]])
     if result["claim"] is not None:
-        click.echo("\n".join(["", *claimed(**result["claim"]), ""]))
+        click.echo("\n".join(["", *claimed(result["claim"]["comparisons"]), ""]))
     click.echo(f"tables, figures and measurements: {out}")

@@ -1,4 +1,4 @@
-"""Whether one policy is better than every other, in everything that was measured: a claim that many comparisons must bear out.
+"""Whether policies are better than every other, in everything that was measured: a claim that many comparisons must bear out.
 
 Of many comparisons some look good by chance. So they are tested together (Westfall and Young 1993, the largest statistic): were a
 difference chance, its sign at every item would be. In a draw the signs of items are flipped, the same for all policies and budgets,
@@ -17,8 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvdsl.errors import KvdslError
-from kvdsl_lab.leaderboard.run import Pair
-from kvdsl_lab.leaderboard.summary import LESS_IS_BETTER, REFERENCE, Column, draws, interval, mean_of_tasks
+from kvdsl_lab.leaderboard.run import Pair, Row
+from kvdsl_lab.leaderboard.summary import LESS_IS_BETTER, REFERENCE, Column, draws, interval, mean_of_tasks, median_bytes
 
 DRAWS = 20_000
 LEVEL = 0.025
@@ -28,34 +28,36 @@ SUMMED_UP = ("books", "nearness: kl", "chat", "questions: known", "questions: la
 Floats = NDArray[np.float64]
 
 
-def compare(columns: Sequence[Column], policy: str, seed: int = 0) -> list[dict[str, Any]]:
-    """The policy beside every other with the same budget, in every column that sums tasks up.
+def compare(columns: Sequence[Column], rows: Sequence[Row], policies: Sequence[str], seed: int = 0) -> list[dict[str, Any]]:
+    """The policies beside every other with the same budget, in every column that sums tasks up.
 
     Returns:
-        `column`, `budget`, `rival`; `better`: the difference as in `summary.interval`, positive where the policy is better; `p`: see
-        the module; `sure`: whether that is below `LEVEL`.
+        `policy`, `column`, `budget`, `rival`; `better`: the difference as in `summary.interval`, positive where the policy is better;
+        `p`: see the module; `sure`: whether that is below `LEVEL`; `bytes`: how many times the policy's the rival's cache takes.
 
     Raises:
-        KvdslError: if nothing was measured of the policy.
+        KvdslError: if nothing was measured of a policy.
     """
     wanted = [column for column in columns if column.name in SUMMED_UP]
-    found = [one for column in wanted for one in _differences(column, policy)]
-    if not found:
-        raise KvdslError(f"nothing was measured of `{policy}` beside others: it cannot be claimed to be better")
+    found = [one for column in wanted for one in _differences(column, policies)]
+    for policy in policies:
+        if not any(one.ours[0] == policy for one in found):
+            raise KvdslError(f"nothing was measured of `{policy}` beside others: it cannot be claimed to be better")
     rng, means, largest = np.random.default_rng(seed), list[float](), np.full(DRAWS, -np.inf)
     for column in wanted:
         for mean, drawn in _flipped([one.items for one in found if one.column is column], rng):
             means.append(mean)
             largest = np.maximum(largest, drawn)
     drawn_means = {column.name: draws(column, seed) for column in wanted}
-    rows = []
+    told = []
     for one, mean in zip(found, means, strict=True):
         p = float((1 + np.sum(largest >= mean - 1e-9)) / (1 + DRAWS))
         of = drawn_means[one.column.name]
         better = interval(one.items, one.sign * (of[one.ours] - of[one.rival]))
-        rows.append({"column": one.column.name, "budget": one.ours[1], "rival": one.rival[0], "better": better,
-                     "p": round(p, 5), "sure": p < LEVEL})  # fmt: skip
-    return rows
+        times = median_bytes(rows, one.column, one.rival) / median_bytes(rows, one.column, one.ours)
+        told.append({"policy": one.ours[0], "column": one.column.name, "budget": one.ours[1], "rival": one.rival[0],
+                     "better": better, "p": round(p, 5), "sure": p < LEVEL, "bytes": round(times, 3)})  # fmt: skip
+    return told
 
 
 @dataclass(frozen=True)
@@ -69,11 +71,11 @@ class _Difference:
     items: list[Floats]
 
 
-def _differences(column: Column, policy: str) -> Iterator[_Difference]:
-    """Every budget of the policy beside every rival that has the same, or none."""
+def _differences(column: Column, policies: Sequence[str]) -> Iterator[_Difference]:
+    """Every budget of the policies beside every rival that has the same, or none."""
     sign = -1.0 if column.measure in LESS_IS_BETTER else 1.0
     for ours, rival in product(column.scores, repeat=2):
-        if ours[0] == policy and rival[0] not in (policy, REFERENCE) and rival[1] in (None, ours[1]):
+        if ours[0] in policies and rival[0] not in (*policies, REFERENCE) and rival[1] in (None, ours[1]):
             pairs = zip(column.scores[ours], column.scores[rival], strict=True)
             yield _Difference(column, ours, rival, sign, [sign * (own - theirs) for own, theirs in pairs])
 

@@ -12,6 +12,9 @@ from kvdsl.files import write_whole
 from kvdsl_lab.leaderboard.claim import LEVEL
 from kvdsl_lab.leaderboard.run import Row
 
+NO_MORE = 1.05
+"""How many times a policy's bytes another's may be that holds no more: budgets are whole tokens, and caches grow by more than one."""
+
 UNITS = {"loss": "nats a token", "kl": "nats", "same_prefix": "tokens", "known": "share answered", "later": "share answered"}
 
 
@@ -41,39 +44,52 @@ def markdown(result: Mapping[str, Any]) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _claim(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+def _claim(policies: Sequence[str], comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
     """What is claimed, in a line for every column and budget, and every comparison."""
+    are = "Is" if len(policies) == 1 else "Are"
     lines = [
-        f"## Is `{policy}` better?",
+        f"## {are} {', '.join(f'`{policy}`' for policy in policies)} better?",
         "",
         f"*surely*: of all {len(comparisons)} comparisons together none would look as good in {1 - LEVEL:.1%} of draws if all differences "
         "were chance (signs of items flipped at random, the largest of the comparisons: Westfall and Young).",
         "",
-        *(f"- {line}" for line in claimed(policy, comparisons)),
+        *(f"- {line}" for line in claimed(comparisons)),
         "",
-        "| | budget | beside | better by | p |",
-        "|---|---|---|---|---|",
+        "| | budget | policy | beside | its bytes | better by | p |",
+        "|---|---|---|---|---|---|---|",
     ]
     for one in comparisons:
-        told = _with_interval(*one["better"])
-        lines.append(f"| {one['column']} | {_budget(one['budget'])} | `{one['rival']}` | {told} | {one['p']:.2g} |")
-    return lines
-
-
-def claimed(policy: str, comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
-    """What came of a claim, a line for every column and budget: surely better than how many, and who is ahead."""
-    lines = []
-    for column, budget in dict.fromkeys((one["column"], one["budget"]) for one in comparisons):
-        own = [one for one in comparisons if (one["column"], one["budget"]) == (column, budget)]
-        ahead = [one["rival"] for one in own if one["better"][0] < 0]
-        best = min(own, key=lambda one: float(one["better"][0]))
-        at = "" if budget is None else f", budget {spelled(budget)}"
         lines.append(
-            f"{column}{at}: `{policy}` is surely better than {sum(one['sure'] for one in own)} of {len(own)}"
-            + (f"; behind {', '.join(ahead)}" if ahead else "")
-            + f"; better than the best other, `{best['rival']}`, by {_with_interval(*best['better'])}"
+            f"| {one['column']} | {_budget(one['budget'])} | `{one['policy']}` | `{one['rival']}` | {one['bytes']:.2f} × | "
+            f"{_with_interval(*one['better'])} | {one['p']:.2g} |"
         )
     return lines
+
+
+def claimed(comparisons: Sequence[Mapping[str, Any]]) -> list[str]:
+    """What came of a claim, a line for every policy, column and budget: surely better than how many, and who is ahead."""
+    groups: dict[tuple[str, float | None, str], list[Mapping[str, Any]]] = {}
+    for one in comparisons:
+        groups.setdefault((one["column"], one["budget"], one["policy"]), []).append(one)
+    return [_what_came(column, budget, policy, own) for (column, budget, policy), own in groups.items()]
+
+
+def _what_came(column: str, budget: float | None, policy: str, comparisons: Sequence[Mapping[str, Any]]) -> str:
+    """Of one policy in a column, at a budget: first beside those that hold no more, then beside the others."""
+    fair = [one for one in comparisons if one["bytes"] <= NO_MORE]
+    more = [one for one in comparisons if one["bytes"] > NO_MORE]
+    told = [f"surely better than {sum(one['sure'] for one in fair)} of {len(fair)}" + (" that hold no more" if more else "")]
+    ahead = [one["rival"] for one in fair if one["better"][0] < 0]
+    if ahead:
+        told.append(f"behind {', '.join(ahead)}")
+    if fair:
+        best = min(fair, key=lambda one: float(one["better"][0]))
+        told.append(f"better than the best of them, `{best['rival']}`, by {_with_interval(*best['better'])}")
+    if more:
+        named = ", ".join(f"{one['rival']} ({one['bytes']:.1f} ×)" for one in more if one["better"][0] < 0)
+        told.append(f"of {len(more)} that hold more {named or 'none'} ahead")
+    at = "" if budget is None else f", budget {spelled(budget)}"
+    return f"{column}{at}: `{policy}` is {'; '.join(told)}"
 
 
 def _explained(one: Mapping[str, Any]) -> str:

@@ -74,10 +74,11 @@ class Bench:
 
     def __init__(self, plan: Plan) -> None:
         from kvdsl.generation.models import load_model
+        from kvdsl_lab.eval.linear import widened
 
         model, tokenizer = load_model(plan.model, plan.dtype)
         self.plan = plan
-        self.lab = Lab(model, tokenizer, plan.book, plan.length, plan.seed)
+        self.lab = Lab(widened(model), tokenizer, plan.book, plan.length, plan.seed)
         self.policies = Policies(plan.policies, {}, plan.backend)
 
     def compiled(self, policy: str) -> str:

@@ -116,13 +116,24 @@ def interval(own: Sequence[_Floats], drawn: _Floats) -> list[float | None]:
 
 
 def _costs(rows: Sequence[Row], column: Column, pair: Pair) -> dict[str, Any]:
-    own = [row for row in rows if row["task"] in column.tasks and (row["policy"], row["budget"]) == pair and "values" in row]
+    own = _measured(rows, column, pair)
     times = [row["token_ms"] for row in own if row["token_ms"] is not None]
     return {
-        "bytes": round(float(np.median([row["bytes"] for row in own]))),
+        "bytes": round(median_bytes(rows, column, pair)),
         "token_ms": round(float(np.median(times)), 2) if times else None,
         "note": next((row["note"] for row in own if row["note"]), None) if all(row["note"] for row in own) else None,
     }
+
+
+def _measured(rows: Sequence[Row], column: Column, pair: Pair) -> list[Row]:
+    return [
+        row for row in rows if row["task"] in column.tasks and (row["policy"], row["budget"]) == pair and "values" in row
+    ]
+
+
+def median_bytes(rows: Sequence[Row], column: Column, pair: Pair) -> float:
+    """What a policy's cache takes at the end of an item."""
+    return float(np.median([row["bytes"] for row in _measured(rows, column, pair)]))
 
 
 def telling(rows: Sequence[Row], tasks: Sequence[str], measure: str, least: float = 0.2) -> list[str]:
