@@ -23,6 +23,7 @@ import click
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installation for this
 
+from kvdsl.budget import spelled  # noqa: E402
 from kvdsl.cli.list import paragraphs  # noqa: E402
 from kvdsl.codes import CODES, Code  # noqa: E402
 from kvdsl.compiler import analyse  # noqa: E402
@@ -34,6 +35,8 @@ from kvdsl.reference import STATEMENTS, form, written  # noqa: E402
 from kvdsl.resources import read_resource  # noqa: E402
 from kvdsl.sema.statements import WORDS  # noqa: E402
 from kvdsl.shipped import all_policies, found_policies, gallery_policies, shipped_policies  # noqa: E402
+from kvdsl_lab.leaderboard.claim import LEVEL  # noqa: E402
+from kvdsl_lab.leaderboard.report import NO_MORE  # noqa: E402
 from kvdsl_lab.search.space import at_budget, key, seed_of  # noqa: E402
 from scripts.prose import wrapped  # noqa: E402
 
@@ -573,6 +576,40 @@ def _cheap_step(step: dict[str, Any]) -> str:
         f"rank correlation of {step['rank_correlation']:.2f}; the best {step['best']} of them with "
         f"{step['rank_correlation_of_the_best']:.2f}."
     )
+
+
+PROOFS = {
+    "reading_2048": "SmolLM2, 2,048 tokens", "reading_4096": "SmolLM2, 4,096 tokens", "prompts_2048": "SmolLM2, 2,048 tokens",
+    "prompts_4096": "SmolLM2, 4,096 tokens", "reference": "the embedded model, 768 tokens",
+}  # fmt: skip
+"""Folder below results/search/proof -> on what."""
+
+
+def _proof() -> str:
+    """How many others each finalist is surely better than, at most as many bytes, and by how much than the best of them."""
+    found = {
+        on: json.loads((SEARCHED.parents[1] / "proof" / name / "leaderboard.json").read_text("utf-8"))
+        for name, on in PROOFS.items()
+    }
+    compared = {on: one["claim"]["comparisons"] for on, one in found.items()}
+    policies = list(dict.fromkeys(one["policy"] for own in compared.values() for one in own))
+    return _table(
+        ("on", "task", "budget", *(f"`{policy}`" for policy in policies)),
+        (
+            (on, column, spelled(budget), *(_borne_out(own, column, budget, policy) for policy in policies))
+            for on, own in compared.items()
+            for column, budget in dict.fromkeys((one["column"], one["budget"]) for one in own)
+        ),
+    )
+
+
+def _borne_out(comparisons: Sequence[dict[str, Any]], column: str, budget: float, policy: str) -> str:
+    """A cell of the proof: each of its runs is a family of comparisons, and all of them are asked together."""
+    own = [one for one in comparisons if (one["column"], one["budget"], one["policy"]) == (column, budget, policy)]
+    fair = [one for one in own if one["bytes"] <= NO_MORE]
+    sure, best = sum(one["p"] < LEVEL / len(PROOFS) for one in fair), min(fair, key=lambda one: float(one["better"][0]))
+    mean, low, high = best["better"]
+    return f"{sure} of {len(fair)}; `{best['rival']}` {mean:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 # -- all pages ---------------------------------------------------------------------------------------------------------

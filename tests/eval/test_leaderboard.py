@@ -211,13 +211,21 @@ def test_at_the_same_bytes_state_costs_tokens(bench: run.Bench) -> None:
     assert bench.given("streaming_llm", 48) == 48
 
 
+def test_a_copy_of_a_key_is_state(bench: run.Bench) -> None:
+    """EQUIP keeps a rotated half of every key, and gets as much less of the budget."""
+    bench.plan = replace(bench.plan, same_bytes=True, policies=("equip_streaming",))
+    config = bench.lab.model.config
+    key = 4 * config.hidden_size // config.num_attention_heads
+    assert bench.given("equip_streaming", 100) == 100 * (2 * key + 4) // (3 * key + 4)
+
+
 # -- what is said ------------------------------------------------------------------------------------------------------
 
 
 def rows(scores: dict[str, list[float]], measure: str = "known", task: str = "fact") -> list[run.Row]:
     return [
         {"task": task, "item": item, "policy": policy, "budget": None if policy == "full" else 0.25,
-         "values": {measure: [score]}, "bytes": 10, "token_ms": 1.0, "note": None}
+         "values": {measure: [score]}, "bytes": 20, "bytes_in_use": 10, "token_ms": 1.0, "note": None}
         for policy, own in scores.items() for item, score in enumerate(own)
     ]  # fmt: skip
 
@@ -242,8 +250,8 @@ def test_places_are_told_only_from_chance() -> None:
 
 def test_less_loss_is_a_better_place() -> None:
     base = np.linspace(2, 3, 10)
-    measured = rows({"full": base.tolist(), "worse": (base + 0.2).tolist(), "near": (base + 0.1).tolist()}, "loss", "books")
-    found = summary.table(summary.column(measured, "books", ["books"], "loss"), measured)
+    measured = rows({"full": base.tolist(), "worse": (base + 0.2).tolist(), "near": (base + 0.1).tolist()}, "kl", "chat")
+    found = summary.table(summary.column(measured, "chat", ["chat"], "kl"), measured)
     assert places(found) == {"near": 1, "worse": 2}
     assert next(row for row in found if row["policy"] == "worse")["behind_full"][0] == pytest.approx(0.2)
 
@@ -261,6 +269,32 @@ def test_items_that_not_all_were_asked_do_not_count() -> None:
     assert {len(items) for own in found.scores.values() for items in own} == {7}
 
 
+def test_parts_of_a_text_are_no_texts() -> None:
+    """Two stretches in which a policy is worse in all of 26 parts are two observations, which tell nothing from chance."""
+    base = np.linspace(2, 3, 26).tolist()
+    measured = [
+        {**row, "values": {"kl": [value + (row["policy"] == "worse") for value in base]}}
+        for row in rows({"full": [0, 0], "worse": [0, 0], "near": [0, 0]}, "kl", "chat")
+    ]
+    column = summary.column(measured, "chat", ["chat"], "kl")
+    assert {len(texts) for own in column.scores.values() for texts in own} == {2}
+    assert places(summary.table(column, measured)) == {"near": 1, "worse": 1}
+
+
+def test_a_line_of_a_book_has_several_texts() -> None:
+    parts = [1.0, 3.0, 2.0, 2.0, 5.0, 7.0, 0.0, 0.0]  # of an item's four stretches two each
+    measured = [{**row, "values": {"loss": parts}} for row in rows({"full": [0.0]}, "loss", "books")]
+    (found,) = summary.column(measured, "books", ["books"], "loss").scores["full", None]
+    assert found.tolist() == [2, 2, 6, 0]
+
+
+def test_a_task_that_not_all_were_asked_is_left_out() -> None:
+    measured = rows({"full": [1.0] * 8, "one": [0.5] * 8}, task="fact") + rows({"full": [1.0] * 8}, task="vt")
+    column = summary.column(measured, "questions: known", ["fact", "vt"], "known")
+    assert [len(texts) for texts in column.scores["one", 0.25]] == [8]
+    assert summary.table(column, measured)
+
+
 def test_tasks_that_the_full_cache_fails_tell_nothing() -> None:
     measured = rows({"full": [1.0] * 3}, task="fact") + rows({"full": [0.0] * 3}, task="vt")
     assert summary.telling(measured, ["fact", "vt"], "known") == ["fact"]
@@ -273,30 +307,30 @@ def noisy(rng: np.random.Generator, **means: float) -> dict[str, list[float]]:
 
 
 def test_a_claim_is_borne_out_where_the_difference_is_real() -> None:
-    measured = rows(noisy(np.random.default_rng(0), ours=0.1, worse=0.25, like_it=0.1, ahead=0.0), "loss", "books")
-    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["ours"])
+    measured = rows(noisy(np.random.default_rng(0), ours=0.1, worse=0.25, like_it=0.1, ahead=0.0), "kl", "chat")
+    found = claim.compare([summary.column(measured, "chat", ["chat"], "kl")], measured, ["ours"])
     told = {one["rival"]: one for one in found}
     assert {rival for rival, one in told.items() if one["sure"]} == {"worse"}
     assert told["worse"]["better"] == pytest.approx([0.15, 0.11, 0.19], abs=0.03)
     assert told["ahead"]["better"][2] < 0 and told["ahead"]["p"] > 0.9
     assert report.claimed(found) == [
-        "books, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; better than the best of them, `ahead`, by "
+        "chat, budget 0.25: `ours` is surely better than 1 of 3; behind like_it, ahead; better than the best of them, `ahead`, by "
         f"{told['ahead']['better'][0]:.3g} ({told['ahead']['better'][1]:.3g} to {told['ahead']['better'][2]:.3g})"
     ]  # fmt: skip
 
 
 def test_who_holds_more_is_told_apart() -> None:
     """The full cache under another name is no counterexample to a claim about the same bytes; being better than it is no less."""
-    measured = rows(noisy(np.random.default_rng(0), ours=0.1, also=0.1, worse=0.3, all_of_it=0.0), "loss", "books")
+    measured = rows(noisy(np.random.default_rng(0), ours=0.1, also=0.1, worse=0.3, all_of_it=0.0), "kl", "chat")
     for row in measured:
-        row["bytes"] = {"all_of_it": 410, "worse": 103}.get(row["policy"], 100)
-    found = claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["ours", "also"])
+        row["bytes_in_use"] = {"all_of_it": 410, "worse": 103}.get(row["policy"], 100)
+    found = claim.compare([summary.column(measured, "chat", ["chat"], "kl")], measured, ["ours", "also"])
     assert [(one["policy"], one["rival"], one["bytes"], one["sure"]) for one in found] == [
         ("ours", "worse", 1.03, True), ("ours", "all_of_it", 4.1, False), ("also", "worse", 1.03, True), ("also", "all_of_it", 4.1, False)
     ]  # fmt: skip
     ours, also = report.claimed(found)
     assert ours.startswith(
-        "books, budget 0.25: `ours` is surely better than 1 of 1 that hold no more; better than the best of them, `wo"
+        "chat, budget 0.25: `ours` is surely better than 1 of 1 that hold no more; better than the best of them, `wo"
     )
     assert ours.endswith("; of 1 that hold more all_of_it (4.1 ×) ahead") and "`also` is surely" in also
 
@@ -305,18 +339,21 @@ def test_of_many_comparisons_none_is_sure_by_chance() -> None:
     sure, best = 0, 0
     for seed in range(40):
         rng = np.random.default_rng(seed)
-        measured = rows(noisy(rng, ours=0, **{f"rival{one}": 0 for one in range(20)}), "loss", "books")
-        column = summary.column(measured, "books", ["books"], "loss")
+        measured = rows(noisy(rng, ours=0, **{f"rival{one}": 0 for one in range(20)}), "kl", "chat")
+        column = summary.column(measured, "chat", ["chat"], "kl")
         sure += any(one["sure"] for one in claim.compare([column], measured, ["ours"]))
-        signed = summary.Column("", ("books",), "loss", {pair: [-x for x in own] for pair, own in column.scores.items()})
-        best += any(summary.better(signed, ("ours", 0.25), pair) for pair in column.scores if pair[0].startswith("rival"))
+        signed = summary.Column("", ("chat",), "kl", {pair: [-x for x in own] for pair, own in column.scores.items()})
+        flips = summary.signs(signed, seed)
+        best += any(
+            summary.better(signed, ("ours", 0.25), pair, flips) for pair in column.scores if pair[0].startswith("rival")
+        )
     assert sure <= 4 < best  # of 40 a fortieth is one; each comparison by itself deceives far more often
 
 
 def test_who_was_not_measured_has_no_claim() -> None:
-    measured = rows({"full": [1.0] * 8, "one": [1.0] * 8}, "loss", "books")
+    measured = rows({"full": [1.0] * 8, "one": [1.0] * 8}, "kl", "chat")
     with pytest.raises(KvdslError, match="nothing was measured of `other` beside others"):
-        claim.compare([summary.column(measured, "books", ["books"], "loss")], measured, ["other"])
+        claim.compare([summary.column(measured, "chat", ["chat"], "kl")], measured, ["other"])
 
 
 def test_the_command_writes_its_tables(tmp_path: Path) -> None:
@@ -337,6 +374,22 @@ def test_an_unknown_task_is_named() -> None:
     assert found.exit_code != 0
     assert isinstance(found.exception, KvdslError)
     assert "there is no task `poetry`; there are books" in str(found.exception)
+
+
+def test_pieces_of_a_text_do_not_overlap(bench: run.Bench) -> None:
+    count = len(bench.lab.ids) // 159
+    assert sorted(bench.lab.place("books", number, 159) for number in range(count)) == [159 * at for at in range(count)]
+    with pytest.raises(KvdslError, match=f"{count} pieces of 159, and `books` asks for more: give a longer text"):
+        bench.lab.place("books", count, 159)
+    with pytest.raises(KvdslError, match="fewer --items"):
+        kinds.Loss().check(bench.lab, "books", count // 4 + 1)
+
+
+def test_what_a_cache_may_grow_to_is_not_in_use(bench: run.Bench) -> None:
+    """SnapKV has room for what comes behind the prompt; behind it, it holds as many tokens as H2O."""
+    snapkv, h2o = finished(kinds.Nearness(new_tokens=3), bench, "nearness", [("snapkv", 40), ("h2o", 40)])
+    assert snapkv.bytes > 1.2 * h2o.bytes
+    assert 0.9 * h2o.bytes_in_use < snapkv.bytes_in_use <= h2o.bytes_in_use <= h2o.bytes
 
 
 def test_a_shelf_stands_for_its_policies() -> None:

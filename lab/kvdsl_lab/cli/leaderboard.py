@@ -107,7 +107,7 @@ def command(
     kind = str(bench.lab.model.dtype).removeprefix("torch.")
     facts = {
         "model": model or "reference", "dtype": kind, "length": length, "seed": seed,
-        "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
+        "pieces": "disjoint", "text sha256": hashlib.sha256(book.encode()).hexdigest()[:16], "backend": backend,
         **({"same bytes": True} if same_bytes else {}),
     }  # fmt: skip
     count = workers or os.cpu_count() or 1
@@ -121,7 +121,7 @@ def command(
             for one in columns
         ],
         "claim": {"policies": claiming, "comparisons": compare(columns, rows, claiming)} if claiming else None,
-        "refused": [row for row in rows if "refused" in row and row["item"] == 0],
+        "refused": list({(row["policy"], row["budget"], row["task"]): row for row in rows if "refused" in row}.values()),
     }  # fmt: skip
     write_whole(out / "leaderboard.json", json.dumps(result, indent=1) + "\n")
     report.save(result, out, drawn=not no_plots)

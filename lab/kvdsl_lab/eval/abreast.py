@@ -41,12 +41,12 @@ class Abreast(Cache):
             raise KvdslError(
                 f"the caches hold texts of {', '.join(map(str, sorted(lengths)))} tokens; feed equally long ones together"
             )
-        self._caches = list(caches)
+        self.caches = list(caches)
         super().__init__(layers=[_Layer(layers, rows) for layers in zip(*(cache.layers for cache in caches), strict=True)])
 
     def expect_prompt(self, tokens: int) -> None:
         """See `KVCache.expect_prompt`."""
-        for cache in self._caches:
+        for cache in self.caches:
             cache.expect_prompt(tokens)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvdsl.budget import is_rate
 from kvdsl.generation.generate import expect_prompt
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.abreast import abreast
@@ -25,10 +26,13 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
     """Loss of every token but the first, given what the cache holds of those before it: float32 [rows, length - 1].
 
     The text is fed `chunk` tokens at a time: within a chunk a token sees those before it as well, and the policy settles after
-    each. With chunks of one token it evicts token by token, as it does while generating. A rate is of the whole stretch.
+    each. With chunks of one token it evicts token by token, as it does while generating. A rate is of the whole stretch; beside a
+    budget of tokens the prompt that a policy asks for is what comes first, as while generating.
     """
     ids = ids.to(model.device)
-    expect_prompt(cache, ids.shape[1] - 1)
+    for one in getattr(cache, "caches", [cache]):
+        if _is_of_the_prompt(one):
+            expect_prompt(one, ids.shape[1] - 1)
     losses = []
     with torch.inference_mode():
         for start in range(0, ids.shape[1] - 1, chunk):
@@ -38,6 +42,12 @@ def token_losses(model: Any, ids: Tensor, cache: Any, chunk: int, tick: Callable
             losses.append(torch.nn.functional.cross_entropy(logits.transpose(1, 2), target, reduction="none"))
             tick()
     return torch.cat(losses, dim=1).cpu()
+
+
+def _is_of_the_prompt(cache: Any) -> bool:
+    """Whether what a cache keeps may be a share of the prompt: it was given no number of tokens."""
+    budgets = [cache.layers[index].state.settings.given.get("budget") for index in getattr(cache, "managed", ())]
+    return any(budget is None or is_rate(budget) for budget in budgets)
 
 
 def losses_of_each(

@@ -35,13 +35,18 @@ class Chat:
     passage: int = 96
     reply: int = 32
     measures = ("kl",)
+    rows = 1
+
+    def check(self, lab: Lab, task: str, items: int) -> None:
+        """See `Kind.check`."""
+        lab.place(task, items - 1, lab.length)
 
     def prepare(self, lab: Lab, task: str, number: int) -> list[Tensor]:
         """What the user says in every turn, up to where the model goes on: int64 [1, tokens] each, so many that the text has its length."""
         rng = lab.rng(task, number)
         requests = rng.permutation(REQUESTS)
         opening, _, between, closing = template(lab.tokenizer, "user", "assistant", "user")
-        at, turns, told = int(rng.integers(0, max(1, len(lab.ids) - lab.length))), list[Tensor](), 0
+        at, turns, told = lab.place(task, number, lab.length), list[Tensor](), 0
         while told < lab.length:
             passage = lab.tokenizer.decode(lab.ids[at : at + self.passage])
             at += self.passage

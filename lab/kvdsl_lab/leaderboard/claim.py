@@ -1,7 +1,7 @@
 """Whether policies are better than every other, in everything that was measured: a claim that many comparisons must bear out.
 
 Of many comparisons some look good by chance. So they are tested together (Westfall and Young 1993, the largest statistic): were a
-difference chance, its sign at every item would be. In a draw the signs of items are flipped, the same for all policies and budgets,
+difference chance, its sign at every text would be. In a draw the signs of texts are flipped, the same for all policies and budgets,
 and the largest of all comparisons' means, each in units of what it is by chance, is noted. `p` of a comparison is the share of draws whose
 largest is as large as its own: the chance that any of the comparisons would look as good if all differences were chance.
 """
@@ -33,7 +33,7 @@ def compare(columns: Sequence[Column], rows: Sequence[Row], policies: Sequence[s
 
     Returns:
         `policy`, `column`, `budget`, `rival`; `better`: the difference as in `summary.interval`, positive where the policy is better;
-        `p`: see the module; `sure`: whether that is below `LEVEL`; `bytes`: how many times the policy's the rival's cache takes.
+        `p`: see the module; `sure`: whether that is below `LEVEL`; `bytes`: how many times the policy's bytes in use the rival's are.
 
     Raises:
         KvdslError: if nothing was measured of a policy.
@@ -54,15 +54,15 @@ def compare(columns: Sequence[Column], rows: Sequence[Row], policies: Sequence[s
         p = float((1 + np.sum(largest >= mean - 1e-9)) / (1 + DRAWS))
         of = drawn_means[one.column.name]
         better = interval(one.items, one.sign * (of[one.ours] - of[one.rival]))
-        times = median_bytes(rows, one.column, one.rival) / median_bytes(rows, one.column, one.ours)
+        theirs, own = (median_bytes(rows, one.column, pair, "bytes_in_use") for pair in (one.rival, one.ours))
         told.append({"policy": one.ours[0], "column": one.column.name, "budget": one.ours[1], "rival": one.rival[0],
-                     "better": better, "p": round(p, 5), "sure": p < LEVEL, "bytes": round(times, 3)})  # fmt: skip
+                     "better": better, "p": round(p, 5), "sure": p < LEVEL, "bytes": round(theirs / own, 3)})  # fmt: skip
     return told
 
 
 @dataclass(frozen=True)
 class _Difference:
-    """How much better a policy is than a rival at every item, by task: `sign` times the difference of their scores."""
+    """How much better a policy is than a rival at every text, by task: `sign` times the difference of their scores."""
 
     column: Column
     ours: Pair

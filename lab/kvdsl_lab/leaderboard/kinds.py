@@ -10,13 +10,14 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import cache_bytes, same_prefix
 from kvdsl.generation.models import encode, first_token
 from kvdsl.runtime.hf.versions import with_cache
@@ -63,11 +64,28 @@ class Lab:
         return np.random.default_rng([self.seed, number, *hashlib.sha256(task.encode()).digest()[:8]])
 
     def stretch(self, task: str, number: int, tokens: int) -> Tensor:
-        """A piece of the book, with its BOS: int64 [1, tokens]."""
+        """A piece of the book, with its BOS: int64 [1, tokens]. No two numbers share a token.
+
+        Raises:
+            KvdslError: if the book has no more.
+        """
         start = first_token(self.tokenizer)
-        body = tokens - len(start)
-        at = int(self.rng(task, number).integers(0, len(self.ids) - body + 1))
-        return torch.tensor([start + self.ids[at : at + body]])
+        at = self.place(task, number, tokens - len(start))
+        return torch.tensor([start + self.ids[at : at + tokens - len(start)]])
+
+    def place(self, task: str, number: int, tokens: int) -> int:
+        """Where a piece of so many tokens begins, which no other number's piece touches.
+
+        Raises:
+            KvdslError: if the book has no more.
+        """
+        there = len(self.ids) // tokens
+        if number >= there:
+            raise KvdslError(
+                f"the text has {len(self.ids)} tokens, {there} pieces of {tokens}, and `{task}` asks for more: give a longer text "
+                f"(--text), or fewer --items, or a smaller --length"
+            )
+        return int(self.rng(task, 0).permutation(there)[number]) * tokens
 
 
 @dataclass
@@ -77,14 +95,17 @@ class Outcome:
     Attributes:
         values: by measure.
         bytes: what the cache occupied at the end.
-        token_ms: the median time of a token that was fed to the cache alone, behind all that was measured.
+        bytes_in_use: of that what it needs for the tokens it held when the policy had evicted, without its room to grow: behind the
+            prompt where the budget is of a prompt.
         usage: what the cache held.
+        token_ms: takes the median time of a token that is fed to the cache alone, behind all that was measured.
     """
 
     values: Values
     bytes: int
-    token_ms: float
+    bytes_in_use: int
     usage: Usage
+    token_ms: Callable[[], float]
 
 
 MakeCache = Callable[[], Any]
@@ -96,6 +117,13 @@ class Kind(Protocol):
     @property
     def measures(self) -> Sequence[str]:
         """The names of what `Outcome.values` has."""
+
+    @property
+    def rows(self) -> int:
+        """Texts of an item: as many equal shares of the values are of one text each, which is what chance draws."""
+
+    def check(self, lab: Lab, task: str, items: int) -> None:
+        """Raise KvdslError if there cannot be so many items."""
 
     def prepare(self, lab: Lab, task: str, number: int) -> Any:
         """What all caches share of an item."""
@@ -115,10 +143,26 @@ _TIMED = 4
 """Tokens whose time is taken."""
 
 
-def outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
-    """What came of it, and what the cache is now; of `rows` alike, a row's share."""
-    usage, size, ms = Usage(), cache_bytes(cache), []
+def outcome(lab: Lab, cache: Any, values: Values, rows: int = 1, in_use: int | None = None) -> Outcome:
+    """What came of it, and what the cache is now; of `rows` alike, a row's share.
+
+    Args:
+        in_use: `bytes_in_use` at another time than now.
+    """
+    usage = Usage()
     usage.see(cache)
+    used = bytes_in_use(cache) // rows if in_use is None else in_use
+    return Outcome(values, cache_bytes(cache) // rows, used, usage, partial(_token_ms, lab, cache, rows))
+
+
+def bytes_in_use(cache: Any) -> int:
+    """What a cache needs for the tokens that it holds: its slots' share of what it occupies."""
+    states = [cache.layers[index].state for index in cache.managed]
+    return sum(int(state.bytes() * float((state.position >= 0).float().mean())) for state in states if state.allocated)
+
+
+def _token_ms(lab: Lab, cache: Any, rows: int) -> float:
+    ms = []
     for _ in range(_TIMED):
         begun = time.perf_counter()
         with torch.inference_mode():
@@ -128,7 +172,7 @@ def outcome(lab: Lab, cache: Any, values: Values, rows: int = 1) -> Outcome:
                 use_cache=True,
             )
         ms.append((time.perf_counter() - begun) * 1e3)
-    return Outcome(values, size // rows, float(np.median(ms)) / rows, usage)
+    return float(np.median(ms)) / rows
 
 
 def full_cache(model: Any) -> Any:
@@ -182,12 +226,16 @@ class Questions:
 
     make: Callable[[Material, int], Question]
     measures = ("known", "later")
+    rows = 1
 
     def question(self, lab: Lab, task: str, number: int) -> Question:
         """What an item asks."""
         return self.make(
             Material(lab.rng(task, number), lab.sentences, lab.length, lambda text: len(encode(lab.tokenizer, text))), number
         )
+
+    def check(self, lab: Lab, task: str, items: int) -> None:
+        """Sentences are drawn anew for every item."""
 
     def prepare(self, lab: Lab, task: str, number: int) -> _Asked:
         """The question, and the model's reading of text and question."""
@@ -205,13 +253,14 @@ class Questions:
     def finish(self, lab: Lab, item: _Asked, started: Sequence[tuple[Any, Any]]) -> list[Outcome]:
         """See the class; bytes and times are those of `known`."""
         known, later = ([pair[which] for pair in started] for which in (0, 1))
+        in_use = [bytes_in_use(cache) for cache in known]
         asked = item.reading.ids[:, item.text_tokens :].expand(len(later), -1)
         logits = torch.cat([item.reading.logits.expand(len(known), -1), feed(lab.model, later, asked)])
         written = _greedy(lab.model, known + later, logits, item.question.new_tokens, ends(lab))
         scores = [[item.question.score(lab.tokenizer.decode(tokens))] for tokens in written]
         return [
-            outcome(lab, cache, dict(zip(self.measures, own, strict=True)))
-            for cache, *own in zip(known, scores[: len(known)], scores[len(known) :], strict=True)
+            outcome(lab, cache, dict(zip(self.measures, own, strict=True)), in_use=used)
+            for cache, used, *own in zip(known, in_use, scores[: len(known)], scores[len(known) :], strict=True)
         ]
 
 
@@ -235,6 +284,10 @@ class Loss:
     part: int = 256
     rows: int = 4
     measures = ("loss",)
+
+    def check(self, lab: Lab, task: str, items: int) -> None:
+        """See `Kind.check`."""
+        lab.stretch(task, items * self.rows - 1, lab.length)
 
     def prepare(self, lab: Lab, task: str, number: int) -> Tensor:
         """Pieces of the books, int64 [rows, tokens]."""
@@ -263,6 +316,11 @@ class Nearness:
 
     new_tokens: int = 48
     measures = ("kl", "same_prefix")
+    rows = 1
+
+    def check(self, lab: Lab, task: str, items: int) -> None:
+        """See `Kind.check`."""
+        lab.stretch(task, items - 1, lab.length // 2)
 
     def prepare(self, lab: Lab, task: str, number: int) -> Reading:
         """The prompt."""
@@ -280,11 +338,12 @@ class Nearness:
         # The full cache stands in the batch itself, so that rounding is the same for it and for those that are compared with it.
         pairs = [self.start(lab, item, lambda: full_cache(lab.model)), *started]
         forced, free = ([pair[which] for pair in pairs] for which in (0, 1))
+        in_use = [bytes_in_use(cache) for cache in forced[1:]]
         own, *written = _greedy(lab.model, free, item.logits.expand(len(free), -1), self.new_tokens)
         divergences = torch.zeros(len(forced))
         for token in own:
             divergences += divergence(feed(lab.model, forced, torch.full((len(forced), 1), token))) / len(own)
         return [
-            outcome(lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))]})
-            for cache, kl, text in zip(forced[1:], divergences[1:], written, strict=True)
+            outcome(lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))]}, in_use=used)
+            for cache, used, kl, text in zip(forced[1:], in_use, divergences[1:], written, strict=True)
         ]

@@ -51,7 +51,7 @@ def _claim(policies: Sequence[str], comparisons: Sequence[Mapping[str, Any]]) ->
         f"## {are} {', '.join(f'`{policy}`' for policy in policies)} better?",
         "",
         f"*surely*: of all {len(comparisons)} comparisons together none would look as good in {1 - LEVEL:.1%} of draws if all differences "
-        "were chance (signs of items flipped at random, the largest of the comparisons: Westfall and Young).",
+        "were chance (signs of texts flipped at random, the largest of the comparisons: Westfall and Young).",
         "",
         *(f"- {line}" for line in claimed(comparisons)),
         "",
@@ -94,8 +94,8 @@ def _what_came(column: str, budget: float | None, policy: str, comparisons: Sequ
 
 def _explained(one: Mapping[str, Any]) -> str:
     tasks = ", ".join(one["tasks"])
-    items = max(row["items"] for row in one["rows"])
-    return f"{UNITS[one['measure']].capitalize()}, {items} items of {tasks}."
+    texts = max(row["items"] for row in one["rows"])
+    return f"{UNITS[one['measure']].capitalize()}, {texts} texts of {tasks}."
 
 
 def _table(rows: Sequence[Row]) -> list[str]:

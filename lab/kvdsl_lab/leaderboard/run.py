@@ -3,7 +3,7 @@
 `OUT/measurements.jsonl` has a line for every task, item, policy and budget:
 
     {"task": "fact", "item": 0, "policy": "h2o", "compiled": "1f0c…", "budget": 0.25, "values": {"known": [1.0], "later": [0.0]},
-     "bytes": 3981312, "token_ms": 31.2, "held": 356, "note": null}
+     "bytes": 3981312, "bytes_in_use": 3981312, "token_ms": 31.2, "held": 356, "note": null}
 
 or, where a policy cannot be had with that budget, `refused` in place of what was measured. `OUT/run.json` has what else the lines
 depend on.
@@ -33,6 +33,9 @@ from kvdsl_lab.eval.caches import Policies
 from kvdsl_lab.leaderboard.kinds import Lab, Outcome
 from kvdsl_lab.leaderboard.tasks import TASKS, Task
 from kvdsl_lab.processes import end_with_parent
+
+TIMED = 2
+"""Items of every task behind which a token is timed, which takes longer than what is asked."""
 
 Row = dict[str, Any]
 Pair = tuple[str, "float | None"]
@@ -102,7 +105,9 @@ class Bench:
         config, dtype = text_config(self.lab.model), str(self.lab.model.dtype).removeprefix("torch.")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         told = {name: facts(analyse(find_policy(name)).policy, head_dim, dtype) for name in self.plan.policies}
-        return {name: (one.bytes_per_token, one.state_bytes) for name, one in told.items()}
+        return {
+            name: (one.bytes_per_token + one.rotated_half, one.state_bytes + one.rotated_half) for name, one in told.items()
+        }
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         """An item under these policies."""
@@ -116,7 +121,7 @@ class Bench:
             except KvdslError as error:
                 found[policy, budget] = {"refused": str(error)}
         outcomes = task.kind.finish(self.lab, item, list(started.values())) if started else []
-        found |= {pair: _row(outcome) for pair, outcome in zip(started, outcomes, strict=True)}
+        found |= {pair: _row(outcome, timed=number < TIMED) for pair, outcome in zip(started, outcomes, strict=True)}
         return [
             {"task": name, "item": number, "policy": policy, "compiled": self.compiled(policy), "budget": budget,
              **found[policy, budget]}
@@ -124,11 +129,13 @@ class Bench:
         ]  # fmt: skip
 
 
-def _row(found: Outcome) -> Row:
+def _row(found: Outcome, *, timed: bool) -> Row:
     """What a line has of an outcome."""
     values = {measure: [round(value, 6) for value in parts] for measure, parts in found.values.items()}
-    held, note = found.usage.most_held, found.usage.note
-    return {"values": values, "bytes": found.bytes, "token_ms": round(found.token_ms, 3), "held": held, "note": note}
+    return {
+        "values": values, "bytes": found.bytes, "bytes_in_use": found.bytes_in_use,
+        "token_ms": round(found.token_ms(), 3) if timed else None, "held": found.usage.most_held, "note": found.usage.note,
+    }  # fmt: skip
 
 
 # -- what was measured before ------------------------------------------------------------------------------------------
@@ -183,7 +190,7 @@ def measure(
     fresh: bool = False,
     tick: Callable[[], None] = lambda: None,
 ) -> list[Row]:
-    """All lines of the plan's policies and tasks, those of before included.
+    """All lines of the plan's policies and budgets, those of before included.
 
     Args:
         items: of every task.
@@ -193,8 +200,10 @@ def measure(
         tick: called for every item of a task.
 
     Raises:
-        KvdslError: if the folder belongs to another run.
+        KvdslError: if the folder belongs to another run, or the text has too little for so many items.
     """
+    for task in tasks:
+        task.kind.check(bench.lab, task.name, items)
     claim(out, facts, fresh=fresh)
     known = Measurements(out)
     until = None if minutes is None else time.monotonic() + 60 * minutes
@@ -202,8 +211,12 @@ def measure(
     for rows in map_units(bench, todo, workers):
         known.add(rows)
         tick()
-    current = {(policy, bench.compiled(policy)) for policy in bench.policies.classes}
-    return [row for row in known.rows if (row["policy"], row["compiled"]) in current]
+    current = {
+        (name, policy, budget, bench.compiled(policy))
+        for name, task in TASKS.items()
+        for policy, budget in bench.pairs(task)
+    }
+    return [row for row in known.rows if (row["task"], row["policy"], row["budget"], row["compiled"]) in current]
 
 
 Unit = tuple[str, int, list[Pair]]

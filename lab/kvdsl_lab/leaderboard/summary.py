@@ -1,12 +1,14 @@
 """From measurements to a table: means, paired differences with their intervals, and places where these allow them.
 
-All policies were asked the same. A bootstrap draws items with replacement, the same for every policy, and recomputes what is compared:
+All policies were asked the same. A bootstrap draws texts with replacement, the same for every policy, and recomputes what is compared:
 the middle 95 % of the draws is its interval. Whether one policy is better than another says a paired test: if neither were, the sign of
-each item's difference would be chance. A stretch of text counts as several items, its parts of 256 tokens.
+each text's difference would be chance. What was measured of parts of a text is averaged: a token that is evicted is gone for all that
+come after it, so that parts do not stand for themselves.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -32,7 +34,7 @@ class Column:
     """What is compared: a measure of one task, or its mean over several tasks.
 
     Attributes:
-        scores: by policy and budget, for every task the values at its items: [items] each.
+        scores: by policy and budget, for every task the mean of each of its texts: [texts] each.
     """
 
     name: str
@@ -42,7 +44,9 @@ class Column:
 
 
 def column(rows: Sequence[Row], name: str, tasks: Sequence[str], measure: str) -> Column:
-    """The scores at those items that every policy and budget has been asked; policies that refused any are left out."""
+    """The scores at those items that every policy and budget has been asked; policies that refused any, and tasks without items, are
+    left out.
+    """
     of = {(row["task"], row["item"], row["policy"], row["budget"]): row for row in rows if row["task"] in tasks}
     refused = {(policy, budget) for (_, _, policy, budget), row in of.items() if "refused" in row}
     pairs = [pair for pair in dict.fromkeys((policy, budget) for _, _, policy, budget in of) if pair not in refused]
@@ -50,10 +54,17 @@ def column(rows: Sequence[Row], name: str, tasks: Sequence[str], measure: str) -
     for task in tasks:
         asked = [{item for one, item, *pair in of if one == task and tuple(pair) == wanted} for wanted in pairs]
         items = sorted(set.intersection(*asked)) if asked else []
-        for policy, budget in pairs:
+        for policy, budget in pairs if items else ():
             found = [of[task, item, policy, budget]["values"][measure] for item in items]
-            scores[policy, budget].append(np.array([value for parts in found for value in parts], dtype=np.float64))
+            scores[policy, budget].append(np.concatenate([_texts(task, parts) for parts in found]))
     return Column(name, tuple(tasks), measure, scores)
+
+
+def _texts(task: str, parts: Sequence[float]) -> _Floats:
+    """The mean of each of an item's texts, whose parts stand behind one another."""
+    from kvdsl_lab.leaderboard.tasks import TASKS
+
+    return np.asarray(np.array(parts, dtype=np.float64).reshape(TASKS[task].kind.rows, -1).mean(1), dtype=np.float64)
 
 
 def draws(column: Column, seed: int = 0) -> dict[Pair, _Floats]:
@@ -67,12 +78,21 @@ def draws(column: Column, seed: int = 0) -> dict[Pair, _Floats]:
     }
 
 
-def better(column: Column, one: Pair, other: Pair, seed: int = 0) -> bool:
-    """Whether the first has the larger scores, by a one-sided paired test at 2.5 %: the signs of differences are flipped at random."""
+def signs(column: Column, seed: int = 0) -> list[_Floats]:
+    """Of every task the signs that its texts' differences get in every draw: [DRAWS, texts] each."""
     rng = np.random.default_rng(seed)
+    return [rng.choice([-1.0, 1.0], size=(DRAWS, len(own))) for own in next(iter(column.scores.values()), [])]
+
+
+def better(column: Column, one: Pair, other: Pair, drawn: Sequence[_Floats]) -> bool:
+    """Whether the first has the larger scores, by a one-sided paired test at 2.5 %.
+
+    Args:
+        drawn: of `signs`.
+    """
     differences = [a - b for a, b in zip(column.scores[one], column.scores[other], strict=True)]
     found = np.mean([x.mean() for x in differences])
-    flipped = np.mean([rng.choice([-1.0, 1.0], size=(DRAWS, len(x))) @ x / len(x) for x in differences], axis=0)
+    flipped = np.mean([own @ x / len(x) for own, x in zip(drawn, differences, strict=True)], axis=0)
     return bool(found > 0 and np.mean(flipped >= found - 1e-12) < 0.025)
 
 
@@ -80,14 +100,15 @@ def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
     """A row for every policy and budget, the best first within a budget.
 
     `mean`, `low`, `high`; `behind_full` likewise, the paired difference, positive where the policy is worse; `place`: 1 + how many
-    policies of the same budget are better (see `better`); `bytes`, `token_ms`: medians; `note` where the policy did nothing. Of fewer
-    than `LEAST_ITEMS` items there is no interval.
+    policies of the same budget are better (see `better`); `bytes`, `token_ms`: medians; `note` where the policy did nothing; `items`:
+    how many texts. Of fewer than `LEAST_ITEMS` there is no interval.
     """
     sign = -1.0 if column.measure in LESS_IS_BETTER else 1.0
     signed = Column(
         column.name, column.tasks, column.measure, {pair: [sign * x for x in own] for pair, own in column.scores.items()}
     )
-    drawn, full = draws(column, seed), next((pair for pair in column.scores if pair[0] == REFERENCE), None)
+    drawn, flips = draws(column, seed), signs(column, seed)
+    full = next((pair for pair in column.scores if pair[0] == REFERENCE), None)
     found = []
     for pair, own in column.scores.items():
         policy, budget = pair
@@ -97,9 +118,9 @@ def table(column: Column, rows: Sequence[Row], seed: int = 0) -> list[Row]:
             lost = [sign * (whole - x) for whole, x in zip(column.scores[full], own, strict=True)]
             row["behind_full"] = interval(lost, sign * (drawn[full] - drawn[pair]))
         rivals = [other for other in column.scores if other[1] == budget and other != pair and other[0] != REFERENCE]
-        row["place"] = 1 + sum(better(signed, other, pair, seed) for other in rivals)
+        row["place"] = 1 + sum(better(signed, other, pair, flips) for other in rivals)
         found.append({**row, **_costs(rows, column, pair)})
-    return sorted(found, key=lambda row: (str(row["budget"]), -sign * row["mean"]))
+    return sorted(found, key=lambda row: (math.inf if row["budget"] is None else row["budget"], -sign * row["mean"]))
 
 
 def mean_of_tasks(own: Sequence[_Floats]) -> float:
@@ -131,9 +152,9 @@ def _measured(rows: Sequence[Row], column: Column, pair: Pair) -> list[Row]:
     ]
 
 
-def median_bytes(rows: Sequence[Row], column: Column, pair: Pair) -> float:
-    """What a policy's cache takes at the end of an item."""
-    return float(np.median([row["bytes"] for row in _measured(rows, column, pair)]))
+def median_bytes(rows: Sequence[Row], column: Column, pair: Pair, which: str = "bytes") -> float:
+    """What a policy's cache takes: `bytes`, or `bytes_in_use`, of `kinds.Outcome`."""
+    return float(np.median([row[which] for row in _measured(rows, column, pair)]))
 
 
 def telling(rows: Sequence[Row], tasks: Sequence[str], measure: str, least: float = 0.2) -> list[str]:
