@@ -557,10 +557,11 @@ def _unseen(found: dict[str, Any]) -> str:
     one = next(row for row in found["proof"] if row["name"] == found["finalists"][0]["name"])
     best = min((row for row in found["proof"] if row["is_seed"]), key=lambda row: float(row["loss"]))
     mean, low, high = one["behind"]
+    spread = "" if low is None else f" ({low:+.3f} to {high:+.3f}, the middle 95 % of bootstrap draws)"
     return (
         f"On {found['stretches']} more stretches of {found['tokens']} tokens of the books that are searched on, read token by token, "
-        f"the loss under `{found['finalists'][0]['text']}` differs from that under `{best['name']}` by {mean:+.3f} nats a token "
-        f"({low:+.3f} to {high:+.3f}, the middle 95 % of bootstrap draws)."
+        f"the loss under `{found['finalists'][0]['text']}` differs from that under `{best['name']}` by {mean:+.3f} nats a token"
+        f"{spread}."
     )
 
 

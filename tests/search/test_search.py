@@ -6,7 +6,7 @@ import json
 from contextlib import nullcontext, redirect_stdout
 from io import StringIO
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,9 +15,10 @@ from kvdsl.cli import main
 from kvdsl.compiler import compile_file
 from kvdsl.errors import KvdslError
 from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
-from kvdsl_lab.search.proof import agreement
+from kvdsl_lab.search.proof import Contestant, Proof, agreement
 from kvdsl_lab.search.run import Material, Plan, judge_of, seeds
 from kvdsl_lab.search.space import Bounds
+from kvdsl_lab.search.store import Store
 from kvdsl_lab.search.workers import Workers
 from tests.cli.harness import run
 
@@ -198,10 +199,24 @@ def test_several_processes_judge_as_one_does() -> None:
             workers.errors(policies, 0)
 
 
+@pytest.mark.parametrize(("stretches", "better"), [(8, True), (5, False)])
+def test_a_stretch_is_one_observation(stretches: int, better: bool) -> None:
+    """Better in all 40 parts of 5 stretches is better 5 times, which chance does once in 32."""
+
+    class Known:
+        def losses(self, key: str, text: str, budget: int, stretch: int) -> list[float]:
+            return [3 + stretch + part / 10 - (key == "ours") for part in range(8)]
+
+    contestants = [Contestant("ours", "ours", "ours.kv", False), Contestant("h2o", "h2o", "h2o", True)]
+    ours, _ = Proof(None, torch.zeros(stretches, 1), "a text", cast("Store", Known())).rows(contestants, [64])
+    assert ours.better == better and ours.loss == pytest.approx(2.35 + (stretches - 1) / 2)
+    assert ours.behind == (pytest.approx(-1), *((pytest.approx(-1),) * 2 if better else (None, None)))
+
+
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "short.txt").write_text("Once upon a time there was a king. " * 30)
     said = run(capsys, "search", "--text", str(tmp_path / "short.txt"), "--budget", "64", "--out", str(tmp_path / "out"))
-    assert said.code == 2 and "too few for 22 stretches of 320 that do not overlap" in said.err
+    assert said.code == 2 and "too few for 26 stretches of 320 that do not overlap" in said.err
     assert not (tmp_path / "out").exists()
 
 

@@ -51,7 +51,7 @@ PROOF_SHARE = 1 / 3
 @click.option("--choose-on", "choice", type=click.Path(path_type=Path, exists=True, dir_okay=False), metavar="FILE",
               help="Choose the finalists among the best by another text, however long that takes "
                    "[default: by what is searched on].")  # fmt: skip
-@click.option("--stretches", type=click.IntRange(1), default=4, show_default=True, help="Of unseen text, for the proof.")
+@click.option("--stretches", type=click.IntRange(1), default=8, show_default=True, help="Of unseen text, for the proof.")
 @model_option
 @text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("search"), show_default=True,

@@ -1,8 +1,7 @@
 """Policies as language models feel them: the loss of unseen text, token by token through the cache.
 
-All policies read the same stretches. A difference is a mean over the stretches' parts, with the middle 95 % of bootstrap draws; whether
-a policy is better than the best seed says a paired test of the parts (signs flipped at random), at 2.5 % divided by how often
-that is asked.
+All policies read the same stretches. A difference is a mean over stretches, with the middle 95 % of bootstrap draws; whether a policy
+is better than the best seed says a paired test of the stretches (signs flipped at random), at 2.5 % divided by how often that is asked.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from torch import Tensor
 
 from kvdsl_lab.search.store import Store
 
-PART = 32
-"""Tokens of a part: what counts as one observation."""
+LEAST = 6
+"""Of fewer stretches no test of signs can tell at 2.5 %, and a bootstrap's interval is too narrow."""
 DRAWS = 20_000
 LEVEL = 0.025
 
@@ -32,7 +31,8 @@ class Row:
 
     Attributes:
         loss: nats a token.
-        behind: how much more than the best seed's, the difference's mean and the ends of its interval; less than 0 is better.
+        behind: how much more than the best seed's, the difference's mean and the ends of its interval, None of fewer stretches than
+            `LEAST`; less than 0 is better.
         better: whether the paired test says that it is better than the best seed.
         is_seed: whether it is a policy that the search began with.
     """
@@ -40,7 +40,7 @@ class Row:
     name: str
     budget: int
     loss: float
-    behind: tuple[float, float, float]
+    behind: tuple[float, float | None, float | None]
     better: bool
     is_seed: bool
 
@@ -82,38 +82,40 @@ class Proof:
                     self._store.prove(one.key, self._text, budget, stretch, row)
 
     def _losses(self, files: Sequence[str | Path], budget: int) -> list[list[list[float]]]:
-        """Of every policy, of every stretch, of every part behind the first `budget` tokens."""
+        """Of every policy, of every stretch, of every part of 32 tokens behind the first `budget`."""
         from kvdsl.loading import load
         from kvdsl_lab.eval.perplexity import losses_of_each
 
         classes: list[Any] = [load(file) for file in files]
         caches = [cache_class(self._model, budget=budget) for cache_class in classes]
         return [
-            [[float(part.double().mean()) for part in row[budget:].split(PART)] for row in losses]
+            [[float(part.double().mean()) for part in row[budget:].split(32)] for row in losses]
             for losses in losses_of_each(self._model, self._ids, caches, 1)
         ]
 
-    def _parts(self, one: Contestant, budget: int) -> Floats:
+    def _of_stretches(self, one: Contestant, budget: int) -> Floats:
+        """The loss of every stretch, [stretches]: what is one observation, since its parts share what was evicted."""
         found = [self._store.losses(one.key, self._text, budget, stretch) for stretch in range(len(self._ids))]
-        return np.array([loss for row in found for loss in row or ()], dtype=np.float64)
+        return np.array([np.mean(parts or ()) for parts in found], dtype=np.float64)
 
     def rows(self, measured: Sequence[Contestant], budgets: Sequence[int]) -> Iterator[Row]:
         """The table of what was measured, the best first within a budget."""
         compared = sum(not one.is_seed for one in measured) * len(budgets)
         for budget in budgets:
-            parts = {one: self._parts(one, budget) for one in measured}
-            best = min((one for one in measured if one.is_seed), key=lambda one: float(parts[one].mean()))
-            rows = [self._row(one, budget, own, parts[best], compared) for one, own in parts.items()]
+            losses = {one: self._of_stretches(one, budget) for one in measured}
+            best = min((one for one in measured if one.is_seed), key=lambda one: float(losses[one].mean()))
+            rows = [self._row(one, budget, own, losses[best], compared) for one, own in losses.items()]
             yield from sorted(rows, key=lambda row: row.loss)
 
     @staticmethod
     def _row(one: Contestant, budget: int, own: Floats, best: Floats, compared: int) -> Row:
         difference, rng = own - best, np.random.default_rng(0)
-        low, high = np.quantile(rng.choice(difference, size=(DRAWS, len(difference))).mean(1), [0.025, 0.975])
+        drawn = rng.choice(difference, size=(DRAWS, len(difference))).mean(1)
+        low, high = (float(end) if len(difference) >= LEAST else None for end in np.quantile(drawn, [0.025, 0.975]))
         flipped = rng.choice([-1.0, 1.0], size=(DRAWS, len(difference))) @ difference / len(difference)
         mean = float(difference.mean())
         better = not one.is_seed and mean < 0 and float(np.mean(flipped <= mean + 1e-12)) < LEVEL / max(1, compared)
-        return Row(one.name, budget, float(own.mean()), (mean, float(low), float(high)), better, one.is_seed)
+        return Row(one.name, budget, float(own.mean()), (mean, low, high), better, one.is_seed)
 
 
 def agreement(errors: Mapping[str, float], losses: Mapping[str, float]) -> float | None:

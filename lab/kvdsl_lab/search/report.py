@@ -158,11 +158,10 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
     lines += ["| policy | budget | nats a token | behind the best seed | better |", "|---|---|---|---|---|"]
     for row in result["proof"]:
         mean, low, high = row["behind"]
+        spread = "" if low is None else f" ({low:+.4f} to {high:+.4f})"
         name = f"`{row['name']}`" + ("" if row["is_seed"] else " (found)")
         better = "" if row["is_seed"] else "yes" if row["better"] else "no"
-        lines.append(
-            f"| {name} | {row['budget']} | {row['loss']:.4f} | {mean:+.4f} ({low:+.4f} to {high:+.4f}) | {better} |"
-        )
+        lines.append(f"| {name} | {row['budget']} | {row['loss']:.4f} | {mean:+.4f}{spread} | {better} |")
     return lines
 
 
@@ -177,7 +176,7 @@ def told(found: Found) -> dict[str, Any]:
 def proof_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A proof for JSON."""
     return [
-        {"name": row.name, "budget": row.budget, "loss": round(row.loss, 5), "behind": [round(x, 5) for x in row.behind],
+        {"name": row.name, "budget": row.budget, "loss": round(row.loss, 5), "behind": [x if x is None else round(x, 5) for x in row.behind],
          "better": row.better, "is_seed": row.is_seed}
         for row in rows
     ]  # fmt: skip

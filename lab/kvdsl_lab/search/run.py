@@ -67,7 +67,7 @@ class Plan:
     tasks: tuple[str, ...]
     bounds: Bounds
     seed: int = 0
-    stretches: int = 4
+    stretches: int = 8
     texts: int = 18
     choice: Path | None = None
 
