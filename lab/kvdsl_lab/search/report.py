@@ -176,8 +176,8 @@ def told(found: Found) -> dict[str, Any]:
 def proof_rows(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """A proof for JSON."""
     return [
-        {"name": row.name, "budget": row.budget, "loss": round(row.loss, 5), "behind": [x if x is None else round(x, 5) for x in row.behind],
-         "better": row.better, "is_seed": row.is_seed}
+        {"name": row.name, "budget": row.budget, "loss": round(row.loss, 5),
+         "behind": [end if end is None else round(end, 5) for end in row.behind], "better": row.better, "is_seed": row.is_seed}
         for row in rows
     ]  # fmt: skip
 
