@@ -20,7 +20,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
-from kvdsl.diagnostics import Diagnostic, Sink
+from kvdsl.diagnostics import Diagnostic, DiagnosticError, Sink
 from kvdsl.sema.files import Analysis as Analysis
 from kvdsl.sema.files import check_file
 from kvdsl.sema.modules import Loader
@@ -95,7 +95,10 @@ def compile_file(name_or_path: str | Path, settings: Mapping[str, str] = NO_SETT
         DiagnosticError: if there is no such file, or if it has errors.
     """
     path = find_policy(name_or_path)
-    return _compiled(analyse(path, settings=settings), path.read_text(encoding="utf-8-sig"))
+    analysis = analyse(path, settings=settings)
+    if not analysis.ok:  # of a file that cannot be read, too
+        raise DiagnosticError(analysis.diagnostics)
+    return _compiled(analysis, path.read_text(encoding="utf-8-sig"))
 
 
 def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:

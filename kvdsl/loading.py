@@ -6,6 +6,7 @@ import builtins
 import hashlib
 import importlib.util
 import sys
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, SourceFileLoader
@@ -53,8 +54,8 @@ def compile(source: str, **settings: Any) -> type[KVCache]:
     """
     from kvdsl.compiler import compile_text
 
-    if "\n" not in source and Path(source).suffix == ".kv":
-        raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({source!r})` compiles the file")
+    if isinstance(source, Path) or ("\n" not in source and Path(source).suffix == ".kv"):
+        raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({str(source)!r})` compiles the file")
     return cache_class(compile_text(source, {name: str(value) for name, value in settings.items()}))
 
 
@@ -88,16 +89,17 @@ def class_in_memory(policy: Policy, files: Mapping[str, str] | None = None) -> t
         **{f"{name}.{part}": ModuleType(f"{name}.{part}") for part in ("kernels_torch", "cache")},
     }
     modules[name].__path__ = []
-    sys.modules.update(modules)
-    try:
-        for part in ("kernels_torch", "cache"):
-            made = modules[f"{name}.{part}"]
-            made.__file__, made.__package__ = f"/nowhere/{name}/{part}.py", name
-            exec(builtins.compile(files[f"{part}.py"], f"<{part} of {policy.stem}>", "exec"), made.__dict__)
-            setattr(modules[name], part, made)
-    finally:
-        for own in modules:
-            del sys.modules[own]
+    with _IMPORTING:
+        sys.modules.update(modules)
+        try:
+            for part in ("kernels_torch", "cache"):
+                made = modules[f"{name}.{part}"]
+                made.__file__, made.__package__ = f"/nowhere/{name}/{part}.py", name
+                exec(builtins.compile(files[f"{part}.py"], f"<{part} of {policy.stem}>", "exec"), made.__dict__)
+                setattr(modules[name], part, made)
+        finally:
+            for own in modules:
+                del sys.modules[own]
     found: type[KVCache] = getattr(modules[f"{name}.cache"], f"{policy.name}Cache")
     return found
 
@@ -110,7 +112,7 @@ def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, 
         dtype: `fp32`, `bf16` or `fp16`; None for what the checkpoint holds.
 
     Raises:
-        KvdslError: if there is no such model; nothing is fetched for a name of `kvdsl models`.
+        KvdslError: if there is no such model or dtype; nothing is fetched for a name of `kvdsl models`.
     """
     with _needing("a model"):
         from kvdsl.generation.models import load_model
@@ -143,10 +145,17 @@ class _SourceLoader(SourceFileLoader):
         return self.source_to_code(self.get_data(self.path), self.path)
 
 
+_IMPORTING = threading.RLock()
+"""Held while a package is imported: another thread would find it half made."""
+
+
 def _import(folder: Path, name: str) -> ModuleType:
     """Import the folder as a package of this name, once a process."""
-    if name in sys.modules:
-        return sys.modules[name]
+    with _IMPORTING:
+        return sys.modules.get(name) or _imported(folder, name)
+
+
+def _imported(folder: Path, name: str) -> ModuleType:
     sys.path_importer_cache[str(folder)] = FileFinder(str(folder), (_SourceLoader, [".py"]))  # for the modules in it
     spec = importlib.util.spec_from_loader(name, _SourceLoader(name, str(folder / "__init__.py")), is_package=True)
     assert spec is not None and spec.loader is not None

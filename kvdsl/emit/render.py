@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import json
 import re
@@ -40,14 +39,19 @@ def render(plan: PackagePlan, source: str, data: Mapping[str, bytes] = NO_DATA) 
     files = {name: env.get_template(f"python/{name}.jinja").render(context) for name in _PYTHON}
     for name, text in files.items():
         files[name] = _tidy(text)
-        ast.parse(files[name], filename=f"{plan.stem}/{name}")
+        _check(files[name], f"{plan.stem}/{name}")
     if plan.cpp is not None:
         files[_CPP] = _tidy(env.get_template("cpu/kernels_cpu.cpp.jinja").render(context))
     if plan.triton is not None:
         files[_TRITON] = _tidy(env.get_template("triton/kernels_triton.py.jinja").render(context))
-        ast.parse(files[_TRITON], filename=f"{plan.stem}/{_TRITON}")
+        _check(files[_TRITON], f"{plan.stem}/{_TRITON}")
     files["manifest.json"] = _manifest(plan, source, {**files, **data})
     return files
+
+
+def _check(text: str, name: str) -> None:
+    """Raise SyntaxError if this is no Python."""
+    compile(text, name, "exec", dont_inherit=True)
 
 
 def _banner(plan: PackagePlan, source: str) -> str:

@@ -24,8 +24,10 @@ def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
         dtype: `fp32`, `bf16` or `fp16`; None for float32 (the shipped model) or what the checkpoint holds.
 
     Raises:
-        KvdslError: if there is no such model, in one line; nothing is fetched for a name of `kvdsl models`.
+        KvdslError: if there is no such model or dtype, in one line; nothing is fetched for a name of `kvdsl models`.
     """
+    if dtype is not None and dtype not in DTYPES:
+        raise KvdslError(f"`{dtype}` is no dtype; give one of {', '.join(DTYPES)}")
     kind = None if dtype is None else DTYPES[dtype]
     if name is None:
         from kvdsl.assets import load_reference_model

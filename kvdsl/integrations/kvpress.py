@@ -96,8 +96,7 @@ class PolicyPress(BasePress):
             return keys, values
         _refuse_parts(hidden_states, keys)
         window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
-        if window is None:
-            _refuse_padding(kwargs.get("attention_mask"))
+        _refuse_padding(kwargs.get("attention_mask"), window)
         call = AttentionCall(
             _queries(module, hidden_states, *kwargs["position_embeddings"]), keys, values, None, float(module.scaling),
             softcap=getattr(module, "attn_logit_softcapping", None), window=window, rope=self._ropes.get(module.layer_idx),
@@ -153,11 +152,18 @@ def _refuse_parts(hidden_states: Tensor, keys: Tensor) -> None:
         )
 
 
-def _refuse_padding(mask: Tensor | None) -> None:
-    """Raise KvdslError where the last query does not see the whole row: kvpress does not tell padding from text."""
-    if mask is None or mask.ndim != 4:
+def _refuse_padding(mask: Tensor | None, window: int | None) -> None:
+    """Raise KvdslError where a token is hidden from itself, or from the last one: kvpress does not tell padding from text.
+
+    Args:
+        mask: [batch, tokens] as flash attention has it, or [batch, 1, tokens, tokens] of booleans or of numbers that are added.
+        window: tokens that a query sees, if not all: the last one sees no more of the text then.
+    """
+    if mask is None:
         return
-    last = mask[:, :, -1]
-    seen = last if last.dtype == torch.bool else last == 0
-    if not bool(seen.all()):
+    shown = mask if mask.dtype == torch.bool else mask != 0 if mask.ndim == 2 else mask == 0
+    seen = (
+        [shown] if mask.ndim == 2 else [shown.diagonal(dim1=-2, dim2=-1), *([] if window is not None else [shown[:, :, -1]])]
+    )
+    if not all(bool(part.all()) for part in seen):
         raise KvdslError("the prompts are padded, which a press cannot know of once they are pressed: pass them one by one")

@@ -97,23 +97,41 @@ def _param(param: Param) -> ParamPlan:
 
 
 def _resolve(policy: Policy) -> Iterator[Fragment]:
-    """Params in order; the capacity as soon as the params that it reads are known, since later ones may read it."""
-    counts = set(_counts(policy))
-    awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
-    if policy.budget and not awaited:
+    """Params in order; the capacity as soon as the params that it reads are known, and behind it those that read it."""
+    counts, early = set(_counts(policy)), _ahead_of_the_budget(policy)
+    for param in early:
+        yield _assigned(param, counts)
+    if policy.budget:
         yield _capacity(policy.budget)
     for param in policy.params:
-        yield fragment(f"{spelled(param.name)} = {{}}", _given(param, counts))
-        if param.name in awaited:
-            awaited.remove(param.name)
-            if policy.budget and not awaited:
-                yield _capacity(policy.budget)
+        if param not in early:
+            yield _assigned(param, counts)
     if policy.select:
         if policy.select.choosing:
             listed = [_RESOLVE(layer) for layer in policy.select.choosing]
             yield fragment(f"chooser = given.chooser({', '.join('{}' for _ in listed)})", *listed)
         yield fragment("select = {}", _selected(policy.select))
     yield from _fits(policy)
+
+
+def _ahead_of_the_budget(policy: Policy) -> list[Param]:
+    """The params up to the last that the budget reads, without those that read the budget, themselves or by params before them."""
+    awaited = {node.name for node in walk(policy.budget) if isinstance(node, ParamRef)} if policy.budget else set()
+    behind, ahead, count = set[str](), list[Param](), 0
+    for param in policy.params:
+        nodes = list(walk(param.default))
+        reads = any(isinstance(node, Input) and node.name == "budget" for node in nodes)
+        if reads or behind & {node.name for node in nodes if isinstance(node, ParamRef)}:
+            behind.add(param.name)
+            continue
+        ahead.append(param)
+        if param.name in awaited:
+            count = len(ahead)
+    return ahead[:count]
+
+
+def _assigned(param: Param, counts: set[str]) -> Fragment:
+    return fragment(f"{spelled(param.name)} = {{}}", _given(param, counts))
 
 
 def _selected(select: Select) -> Fragment:

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import ast
 import re
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 _VIEWS = frozenset({"unsqueeze", "number", "scalar", "exact", "vector", "vectors", "column", "ring", "double", "item"})
 """Calls that are not worth a name."""
+
+_PARSING = threading.Lock()
+"""Held for `ast.parse`: some Python 3.11 and 3.12 fail where two threads are in it at once."""
 
 _SIGNS: dict[type[ast.AST], str] = {
     ast.Add: "sum", ast.Sub: "difference", ast.Mult: "product", ast.Div: "quotient", ast.Mod: "rest", ast.Pow: "power",
@@ -51,7 +55,9 @@ def _places(text: str) -> Iterator[_Place]:
     starts = [0]
     for line in text.split("\n"):
         starts.append(starts[-1] + len(line) + 1)
-    for statement in ast.parse(_as_function(text)).body[0].body:  # type: ignore[attr-defined]
+    with _PARSING:
+        module = ast.parse(_as_function(text))
+    for statement in module.body[0].body:  # type: ignore[attr-defined]
         for node in _outside_lambdas(statement):
             if isinstance(node, ast.expr) and _worth(node):
                 assert node.end_lineno is not None and node.end_col_offset is not None

@@ -207,8 +207,9 @@ class _Collector:
             target = next((one.name.span for one in function.let.parameters or () if one.name.text == word.text), None)
             yield Name(word.span, "argument", target)
         yield from self._expr(argument.value, local)
-        if argument.over is not None and argument.over.last is not None:
-            yield from self._expr(argument.over.last, local)
+        for count in () if argument.over is None else (argument.over.last, argument.over.after):
+            if count is not None:
+                yield from self._expr(count, local)
 
     def _read(self, span: Span, text: str, local: Mapping[str, syn.Word]) -> Name:
         if text in local:

@@ -65,15 +65,14 @@ class Workspace:
 
     def others(self, uri: str, word: str) -> Iterator[Document]:
         """The other open texts, and the .kv files of the workspace's folders, that have a word in them."""
-        seen = {uri}
+        seen = {path.resolve() for path in map(path_of, [uri, *self._open]) if path is not None}
         for other in list(self._open):
-            seen.add(other)
             if other != uri and word in self._open[other]:
                 yield self.document(other)
         for path in self._files():
-            other = uri_of(path)
-            if other not in seen:
-                seen.add(other)
+            if path.resolve() not in seen:
+                other = uri_of(path)
+                seen.add(path.resolve())
                 try:
                     text = path.read_text(encoding="utf-8-sig")
                 except (OSError, UnicodeDecodeError):

@@ -21,11 +21,18 @@ def prelude_scope(prelude: syn.Module) -> Scope:
     return scope
 
 
-def module_scope(module: Module, prelude: Scope, sink: Sink) -> Scope:
-    """The lets of a file and those that it imports; names mean what they mean in the file that defines them."""
-    scope = Scope({}, prelude)
+def module_scope(module: Module, prelude: Scope, sink: Sink, known: dict[Module, Scope] | None = None) -> Scope:
+    """The lets of a file and those that it imports; names mean what they mean in the file that defines them.
+
+    Args:
+        known: the scopes of files that were read already; those that are read now join them.
+    """
+    known = {} if known is None else known
+    if module in known:
+        return known[module]
+    scope = known[module] = Scope({}, prelude)
     first: dict[str, syn.Let] = {}
-    inner = {other: module_scope(other, prelude, sink) for other in module.imports}
+    inner = {other: module_scope(other, prelude, sink, known) for other in module.imports}
     for let, where in module.lets():
         name = let.name.text
         if where is module and not check_definition(let, sink):

@@ -39,7 +39,17 @@ class Module:
     @property
     def broken(self) -> bool:
         """Whether so much of it could not be read that names may be missing."""
-        return self.syntax.broken or any(imported.broken for imported in self.imports)
+        return any(module.syntax.broken for module in self._all())
+
+    def _all(self) -> Iterator[Module]:
+        """The file and everything that it imports, each once, however many ways lead to it."""
+        waiting, seen = [self], set[Module]()
+        while waiting:
+            module = waiting.pop()
+            if module not in seen:
+                seen.add(module)
+                yield module
+                waiting += module.imports
 
     def lets(self) -> Iterator[tuple[syn.Let, Module]]:
         """Its own lets, then those of the files that it imports; each with the file in which its names mean something."""

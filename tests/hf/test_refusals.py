@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import cache_of
 from tests.hf import policies, zoo
@@ -211,6 +212,68 @@ def test_unrelated_prompt_in_a_bare_forward() -> None:
         model(ids, position_ids=torch.arange(7)[None], past_key_values=cache)
     said(error)
     model(ids, past_key_values=cache)  # says nothing about its place, so it continues
+
+
+def test_a_mask_that_hides_what_is_cached() -> None:
+    model, cache = used()
+    ids, mask = zoo.prompt(1, 7), torch.ones(1, 32, dtype=torch.long)
+    mask[0, :9] = 0
+    with pytest.raises(KvdslError, match=r"row 0 of the attention mask leaves out 9 of 25 tokens.*reset\(\)") as error:
+        model(ids, attention_mask=mask, past_key_values=cache)
+    said(error)
+    with pytest.raises(KvdslError, match="leaves out 9 of 25"):
+        model(ids[:, :1], attention_mask=mask[:, :26], past_key_values=cache)
+    assert cache.get_seq_length() == 25
+    model(ids, attention_mask=torch.ones_like(mask), past_key_values=cache)
+
+
+def test_padding_that_was_padding_when_it_came_is_left_out_again() -> None:
+    model = zoo.model("llama")
+    cache, ids, mask = cache_for(model), zoo.prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
+    mask[1, :6] = mask[0, 18:20] = 0
+    for start, end in ((0, 20), (20, 24), (24, 25)):
+        model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+    mask[1, 12] = 0
+    with pytest.raises(KvdslError, match="row 1 of the attention mask leaves out 1 of 19 tokens"):
+        model(ids[:, 25:], attention_mask=mask, past_key_values=cache)
+
+
+def test_a_row_that_ended_early_cannot_be_gone_on_with() -> None:
+    """What `generate` wrote behind a row's end is cached; a mask that says it is padding comes too late."""
+    model = zoo.model("llama")
+    cache, prompts = cache_for(model), zoo.prompt(2, 12)
+    written = zoo.greedy(model, zoo.plain(prompts), 8, past_key_values=cache)[0]
+    text = torch.cat([prompts, written, zoo.prompt(2, 5, seed=3)], 1)
+    mask = torch.ones_like(text)
+    mask[0, 15:20] = 0
+    with pytest.raises(KvdslError, match=r"row 0 .* leaves out 4 of 19"):
+        zoo.greedy(model, {"input_ids": text, "attention_mask": mask}, 3, past_key_values=cache)
+
+
+def test_a_prompt_that_was_refused_leaves_nothing() -> None:
+    """Of what a policy scores over the whole text, too: the next prompt's tokens are all that it sees."""
+    model = zoo.model("llama")
+    fresh, late = (policies.cache_class("expected_attention")(model, budget=0.1) for _ in range(2))
+    with pytest.raises(KvdslError, match="protects"):
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, past_key_values=late)
+    for cache in (late, fresh):
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 200, seed=3)), 2, past_key_values=cache)
+    assert all(late.positions(layer).equal(fresh.positions(layer)) for layer in range(2))
+
+
+@pytest.mark.parametrize("share", ["0.25", "0.25 * prompt"])
+def test_a_share_by_default_of_a_prompt_of_one_token(share: str) -> None:
+    model = zoo.model("llama")
+    text = f'kv 1\npolicy Mine {{\n  "A test."\n  param budget = {share}\n  score position\n}}\n'
+    cache = kvdsl.compile(text)(model)
+    with pytest.raises(
+        KvdslError, match="`budget` of Mine is by default a rate of the prompt, and one token has come"
+    ) as error:
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=cache)
+    said(error)
+    cache.reset()
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=kvdsl.compile(text)(model, budget=1))
 
 
 def test_an_unrelated_longer_prompt() -> None:

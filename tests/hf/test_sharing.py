@@ -397,3 +397,11 @@ def test_a_saved_cache_is_for_its_policy_and_its_model() -> None:
     loaded.attach(zoo.make("Llama"))
     with pytest.raises(KvdslError, match="a model already"):
         loaded.attach(model)
+
+
+def test_threads_that_load_a_policy_at_once() -> None:
+    """Its package is imported once; who comes while that goes on waits."""
+    text = 'kv 1\npolicy AtOnce {\n  "A test."\n  param budget = 8\n  score min(mean(attn), std(attn)) + mean(attn)\n}\n'
+    with ThreadPoolExecutor(8) as pool:
+        classes = list(pool.map(lambda _: kvdsl.compile(text), range(8)))
+    assert len(set(classes)) == 1

@@ -260,3 +260,12 @@ def test_kernels_are_given_what_their_text_needs_whatever_names_are_in_it() -> N
     plan = make_plan(evicting("score sum(attn > mean(attn over slots))")).triton
     assert plan is not None
     assert plan.args == ("columns", "numbers", "logits", "window", "work")
+
+
+# -- params ------------------------------------------------------------------------------------------------------------
+
+
+def test_params_that_read_the_budget_stand_behind_it_wherever_they_are_declared() -> None:
+    body = "param recent = budget / 4\nparam half = recent + 1\nparam extra = 3\nparam budget = 64 + extra\nscore position\nkeep last half"
+    lines = [line.partition(" = ")[0] for line in make_plan(checked(body)).resolve]
+    assert lines[:5] == ["extra", "budget", "capacity", "recent", "half"]

@@ -9,6 +9,8 @@ import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
+from kvdsl.lsp.document import read_document
+from kvdsl.lsp.navigation import references
 from kvdsl.lsp.positions import Positions
 from kvdsl.lsp.workspace import Workspace
 from tests.lsp.harness import Client, client, marked
@@ -221,3 +223,26 @@ def test_files_of_the_folder_that_are_not_open_are_renamed_in(editor: Client, fo
     counts = {Path(uri).name: len(edits) for uri, edits in (edit.changes or {}).items()}
     assert counts == {"mine.kv": 2, "child.kv": 1}
     editor.close(document.uri)
+
+
+def test_a_folder_behind_a_link_is_one_folder(tmp_path: Path) -> None:
+    """What is open by the link's name is not read from the disk once more."""
+    (tmp_path / "real").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "real")
+    for name in ("mine", "other"):
+        (tmp_path / "real" / f"{name}.kv").write_text(GOOD)
+    texts = Workspace()
+    texts.folders = [tmp_path / "link"]
+    mine = (tmp_path / "link" / "mine.kv").as_uri()
+    texts.put(mine, GOOD)
+    assert [Path(document.uri).name for document in texts.others(mine, "weight")] == ["other.kv"]
+
+
+def test_a_name_behind_after_is_found(tmp_path: Path) -> None:
+    text = (
+        'kv 1\npolicy P {\n  "A test."\n  param budget = 64\n  param sinks = 4\n'
+        "  score mean(dot(q, k) over text after sinks)\n  when prefill\n}\n"
+    )
+    document = read_document((tmp_path / "p.kv").as_uri(), text, "utf-16")
+    assert not document.diagnostics
+    assert len(references(document, document.positions.position(text.index("sinks")), [])) == 2

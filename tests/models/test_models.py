@@ -204,3 +204,10 @@ def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pyte
     kept.write_bytes(b"of one that was killed after it had made the model")
     fetch.get(model, convert, lambda text: None)
     assert not kept.exists()
+
+
+def test_a_dtype_that_there_is_not() -> None:
+    from kvdsl import load_model
+
+    with pytest.raises(KvdslError, match="`bfloat16` is no dtype; give one of fp32, bf16, fp16"):
+        load_model(None, "bfloat16")

@@ -385,3 +385,13 @@ def test_errors_of_an_imported_file_are_shown_there(tmp_path: Path) -> None:
 def test_warnings_of_an_imported_file_are_not(tmp_path: Path) -> None:
     own = "policy H2O { param budget = 3; param a = 2; score age }\n"
     assert analyse(write(tmp_path, main=extending(module='"./h2o.kv"'), h2o=own)).diagnostics == ()
+
+
+def test_a_file_that_many_ways_lead_to_is_read_once(tmp_path: Path) -> None:
+    """Each of three files a level imports all three below: a walk along every way would never end."""
+    for level in range(14):
+        for file in "abc":
+            below = "".join(f'import "{other}{level - 1}.kv"\n' for other in "abc") if level else ""
+            (tmp_path / f"{file}{level}.kv").write_text(f"kv 1\n{below}\nlet {file}{level} = mean(attn)\n")
+    text = 'kv 1\nimport "a13.kv"\n\npolicy P {\n  "A test."\n  param budget = 9\n  score a13\n}\n'
+    assert analyse(write(tmp_path, main=text)).ok

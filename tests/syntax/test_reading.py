@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from kvdsl.compiler import analyse
-from kvdsl.diagnostics import Sink
+from kvdsl.compiler import analyse, compile_file
+from kvdsl.diagnostics import DiagnosticError, Sink
 from kvdsl.source import SourceFile
 from kvdsl.syntax.reader import MAX_BYTES, decode
 from tests.diagnostics.expect import check, expect, only
@@ -100,3 +100,8 @@ def test_keywords_are_not_reserved() -> None:
     text += " param budget = 512\n score where(age > score, queries, age)\n keep first first\n keep last by\n keep top top by age\n}"
     policy = check(text).policy
     assert [param.name for param in policy.params] == ["first", "by", "top", "score", "queries", "budget"]
+
+
+def test_a_file_that_cannot_be_read_is_not_compiled(tmp_path: Path) -> None:
+    with pytest.raises(DiagnosticError, match="is not UTF-8: line 3 has the byte 0xe4"):
+        compile_file(write(tmp_path, FULL.replace("all", "älles").encode("latin-1")))

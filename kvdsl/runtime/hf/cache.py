@@ -395,15 +395,30 @@ class KVCache(Cache):
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
-    def announce(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
+    def announce(self, ids: Tensor | None, embeddings: Tensor | None, mask: Any, guesses: int | None) -> None:
         """Told by `kvdsl.runtime.hf.listening` before a forward.
 
         Args:
             ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
+            mask: what the forward has as its attention mask.
             guesses: how many of the last ones are guesses, None: who knows.
+
+        Raises:
+            KvdslError: if the mask leaves out tokens that are cached.
         """
+        new = embeddings if ids is None else ids
+        self.check_mask(mask, one_token=new is not None and new.shape[1] == 1)
         self._sync.guesses = guesses
         self._sync.text.note(ids, embeddings, self._sync.length)
+
+    def check_mask(self, mask: Any, *, one_token: bool = False) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before a forward, and before text is generated: the mask of the whole text.
+
+        Raises:
+            KvdslError: if it leaves out tokens that are cached.
+        """
+        if isinstance(mask, Tensor) and mask.ndim == 2 and self.managed:
+            self.layers[self.managed[0]].check_mask(mask, one_token=one_token)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
         """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `announce`.

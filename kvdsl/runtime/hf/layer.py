@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import CacheLayerMixin
 
-from kvdsl.budget import is_rate, spelled
+from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
@@ -221,7 +221,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             out = self.backend.prefill(self.state, call)
         self.prompt_length = self.length + tokens
         reads_one = max(self.prompt_length, self.state.expected) == 1
-        self._has_rate_of_one = reads_one and is_rate(self.state.settings.given.get("budget"))
+        self._has_rate_of_one = reads_one and self.state.settings.keeps_a_share()
         return out
 
     def _serve_and_note(self, log: UndoLog, call: AttentionCall) -> Tensor:
@@ -269,11 +269,12 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     def _check_rate(self) -> None:
         """Raise KvdslError where a rate would bound the whole text by its first token: a prompt that comes token by token, say."""
-        rate = self.state.settings.given.get("budget")
-        if self._has_rate_of_one and rate is not None:
+        if self._has_rate_of_one:
+            given = self.state.settings.given.get("budget")
+            told = "by default" if given is None else f"{spelled(given)},"
             raise KvdslError(
-                f"`budget` of {self.state.spec.name} is {spelled(rate)}, a rate of the prompt, and one token has come as "
-                f"the prompt: pass the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
+                f"`budget` of {self.state.spec.name} is {told} a rate of the prompt, and one token has come as the prompt: pass the prompt "
+                f"in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
                 f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
             )
 
@@ -306,6 +307,24 @@ class SlotLayer(Linked, CacheLayerMixin):
             raise KvdslError(
                 f"position {int(positions.max())} comes after {int(self.state.seen.max())} cached tokens: this text does not "
                 f"continue the cached one; call `cache.reset()` before an unrelated prompt"
+            )
+
+    def check_mask(self, mask: Tensor, *, one_token: bool) -> None:
+        """Raise KvdslError for a mask of the whole text, [batch, columns], that leaves out tokens which are cached.
+
+        They would be attended to all the same. Never waits for a GPU's decode step.
+        """
+        if not self.state.allocated or self._sync.ahead or (one_token and mask.device.type != "cpu"):
+            return
+        seen, columns = self.state.seen, self._counted
+        if mask.shape[1] < columns or len(mask) != len(seen):
+            return  # which is looked at where the mask is read
+        left_out = seen - (mask[:, :columns] != 0).sum(1).to(seen)
+        if bool((left_out > 0).any()):
+            row = int(left_out.argmax())
+            raise KvdslError(
+                f"row {row} of the attention mask leaves out {int(left_out[row])} of {int(seen[row])} tokens that were cached as text: a "
+                f"cache of slots cannot hide them again; mask padding when it comes, or call `cache.reset()` and pass the text anew"
             )
 
     # -- what transformers asks ----------------------------------------------------------------------------------------

@@ -47,7 +47,8 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     tell = getattr(cache_of(kwargs), "announce", None)
     if tell is not None:
         ids, wanted = kwargs.get("input_ids", args[0] if args else None), kwargs.get("logits_to_keep")
-        tell(ids, kwargs.get("inputs_embeds"), wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
+        mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        tell(ids, kwargs.get("inputs_embeds"), mask, wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
 
 
 # -- generation --------------------------------------------------------------------------------------------------------
@@ -67,6 +68,7 @@ def _preparing_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
                     "one of the two"
                 )
             _refuse_right_padding(kwargs.get("attention_mask"))
+            cache.check_mask(kwargs.get("attention_mask"))
             embeddings = kwargs.get("inputs_embeds")
             ids = input_ids if embeddings is None else None
             if new is not None and new < (input_ids if embeddings is None else embeddings).shape[1]:

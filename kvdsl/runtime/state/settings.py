@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from kvdsl.budget import is_rate
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.given import Given, TooManyKeptError
 from kvdsl.runtime.linked import Linked
@@ -94,6 +95,14 @@ class Settings(Linked):
             return list(self._found(torch.tensor([1.0, _LONG])).numbers.split(1))
         except KvdslError:
             return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
+
+    def keeps_a_share(self) -> bool:
+        """Whether the param `budget` is a share of the prompt, by what was given or by its default, and no number of tokens."""
+        given = self.given.get("budget")
+        if given is not None or "budget" not in self.spec.params or not self.spec.bounded:
+            return given is not None and is_rate(given)
+        short, long = (None if found is None else self.named(found)["capacity"] for found in map(self.tried, (1.0, _LONG)))
+        return short is not None and long is not None and bool((short <= 1).all() & (long > 1).any())
 
     def refuse_hopeless(self) -> None:
         """Raise KvdslError for params that fit neither the shortest nor a very long prompt; others show when the prompt is known."""

@@ -70,14 +70,15 @@ def _prefill(
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     state.read_constants(call.key, call.value)
     position = new_positions(state, call)
-    if state.spec.reads_text:
-        state.text.append((call.query, position))
     before = seen_before(state, call)
-    if state.spec.remembers_prompts and state.prompt_from is None:
-        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which goes on
     seen = before + (position >= 0).sum(1, dtype=torch.int32)
     numbers = state.resolve_after(seen, known_lengths(state, call))
     state.size_rings(numbers)
+    # What is noted of the prompt comes behind all that may be refused: the next prompt is another one.
+    if state.spec.reads_text:
+        state.text.append((call.query, position))
+    if state.spec.remembers_prompts and state.prompt_from is None:
+        state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which goes on
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, attend, kernel)
     kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
