@@ -340,9 +340,9 @@ trillion tokens), a language model that people use: where a table has a column f
 policies on a model of 7 billion parameters need not separate them on either, and the other way round:
 `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).
 
-A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): differences below the spread of the repeats
-decide nothing. Every claim is taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; none was left out or
-judged by hand.
+A claim holds ("yes"), does not ("no"), or is left open by what was measured ("open"): of times the quartiles decide, perplexities within
+1 % and scores within 0.01 of each other decide nothing. No more is known of how far another text would change a score. Every claim is
+taken from the rows of its table by the code that wrote it, `lab/kvdsl_lab/reproduce/`; none was left out or judged by hand.
 """
 HOLDS = {True: "yes", False: "**no**", None: "open"}
 
@@ -580,8 +580,8 @@ def _cheap_step(step: dict[str, Any]) -> str:
 
 
 PROOFS = {
-    "reading_2048": "SmolLM2, 2,048 tokens", "reading_4096": "SmolLM2, 4,096 tokens", "prompts_2048": "SmolLM2, 2,048 tokens",
-    "prompts_4096": "SmolLM2, 4,096 tokens", "reference": "the embedded model, 768 tokens",
+    "reading_2048": "SmolLM2, 2,048 tokens", "reading_4096": "SmolLM2, 4,096 tokens", "chat": "SmolLM2, 1,024 tokens",
+    "prompts_2048": "SmolLM2, 2,048 tokens", "prompts_4096": "SmolLM2, 4,096 tokens", "reference": "the embedded model, 768 tokens",
 }  # fmt: skip
 """Folder below results/search/proof -> on what."""
 
@@ -589,16 +589,16 @@ PROOFS = {
 def _proof() -> str:
     """How many others each finalist is surely better than, at most as many bytes, and by how much than the best of them."""
     found = {
-        on: json.loads((SEARCHED.parents[1] / "proof" / name / "leaderboard.json").read_text("utf-8"))
-        for name, on in PROOFS.items()
+        name: json.loads((SEARCHED.parents[1] / "proof" / name / "leaderboard.json").read_text(encoding="utf-8"))
+        for name in PROOFS
     }
-    compared = {on: one["claim"]["comparisons"] for on, one in found.items()}
+    compared = {name: one["claim"]["comparisons"] for name, one in found.items()}
     policies = list(dict.fromkeys(one["policy"] for own in compared.values() for one in own))
     return _table(
         ("on", "task", "budget", *(f"`{policy}`" for policy in policies)),
         (
-            (on, column, spelled(budget), *(_borne_out(own, column, budget, policy) for policy in policies))
-            for on, own in compared.items()
+            (PROOFS[name], column, spelled(budget), *(_borne_out(own, column, budget, policy) for policy in policies))
+            for name, own in compared.items()
             for column, budget in dict.fromkeys((one["column"], one["budget"]) for one in own)
         ),
     )

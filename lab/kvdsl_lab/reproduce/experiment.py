@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -99,6 +100,28 @@ class Finding:
     claim: str
     holds: bool | None
     measured: str
+
+
+NEAR = 0.01
+"""Scores that lie nearer to each other, and perplexities that differ by a smaller share, decide nothing: they are of one text, or of 25
+trials, each of which is 0.04."""
+
+
+def below(one: float, other: float) -> bool | None:
+    """Whether a perplexity is below another; open if they are near each other."""
+    return None if abs(one - other) < NEAR * other else one < other
+
+
+def within(value: tuple[float, float], low: float = -math.inf, high: float = math.inf) -> bool | None:
+    """Whether a number lies between two others, of which the quartiles are known; open if only one of these does."""
+    inside = [low <= quartile <= high for quartile in value]
+    return inside[0] if inside[0] == inside[1] else None
+
+
+def all_of(verdicts: Iterable[bool | None]) -> bool | None:
+    """Whether several claims hold together; open if one is, and none does not hold."""
+    found = list(verdicts)
+    return False if False in found else None if None in found else True
 
 
 def _nothing(_: Sequence[Row]) -> list[Finding]:

@@ -103,6 +103,7 @@ def _notes(rows: Sequence[Row]) -> list[str]:
     told: dict[str, list[str]] = {}
     for row, note in notes(rows):
         words = [shown(value) for value in row.values() if isinstance(value, str)]
+        words = words or [f"{name} {shown(value)}" for name, value in [*row.items()][:1]]
         told.setdefault(note, []).append(", ".join(words))
     return [f"{note[0].upper()}{note[1:]}: {'; '.join(dict.fromkeys(who))}." for note, who in told.items()]
 

@@ -14,7 +14,7 @@ from statistics import fmean, median
 from typing import TYPE_CHECKING, Any
 
 from kvdsl_lab.reproduce import plots, tables
-from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Paper, Row, Setup
+from kvdsl_lab.reproduce.experiment import NEAR, Cell, Experiment, Finding, Paper, Row, Setup, all_of, below
 from kvdsl_lab.reproduce.recall import TEXT, faithful, recalled, usage
 
 if TYPE_CHECKING:
@@ -95,8 +95,9 @@ def _map_findings(rows: Sequence[Row]) -> list[Finding]:
     if not heads:
         return [Finding(claim, None, f"in no KV head does the first token get more than {SINK:.0%} of attention")]
     small = [row["ratio"] for row in heads if row["ratio"] < 1]
+    holds = all_of(below(row["ratio"], 1) for row in heads)
     told = f"in {len(small)} of {len(heads)} KV heads with a sink; the median ratio is {median(row['ratio'] for row in heads):.2f}"
-    return [Finding(claim, len(small) == len(heads), told)]
+    return [Finding(claim, holds, told)]
 
 
 def _map_plot(figure: Figure, rows: Sequence[Row]) -> None:
@@ -151,10 +152,12 @@ def _over_bases(rows: Sequence[Row]) -> list[Finding]:
     found = []
     for base, ours in BASES.items():
         pairs = [(by[ours, budget, task], score) for (name, budget, task), score in by.items() if name == base]
-        above, equal = sum(a > b for a, b in pairs), sum(a == b for a, b in pairs)
+        above, near = sum(a > b + NEAR for a, b in pairs), sum(abs(a - b) <= NEAR for a, b in pairs)
+        half = len(pairs) / 2
         found.append(Finding(
-            f"{_NAMES[ours]} is above {_NAMES[base]} in most of what is measured", above > len(pairs) / 2,
-            f"above in {above}, equal in {equal} of {len(pairs)}; on average {fmean(a - b for a, b in pairs):+.4f}",
+            f"{_NAMES[ours]} is above {_NAMES[base]} in most of what is measured",
+            True if above > half else None if above + near > half else False,
+            f"above in {above}, within {NEAR} in {near} of {len(pairs)}; on average {fmean(a - b for a, b in pairs):+.4f}",
         ))  # fmt: skip
     return found
 
@@ -209,7 +212,8 @@ def _norms(setup: Setup, norm: str, policy: str) -> list[Row]:
 def _norm_findings(rows: Sequence[Row]) -> list[Finding]:
     means = {norm: fmean(row["score"] for row in rows if row["norm"] == norm) for norm in _NORMS}
     told = ", ".join(f"{norm} {value:.4f}" for norm, value in means.items())
-    return [Finding("the l1 norm has the highest average", means["l1"] > max(means["l2"], means["linf"]), told)]
+    ahead = means["l1"] - max(means["l2"], means["linf"])
+    return [Finding("the l1 norm has the highest average", None if abs(ahead) < NEAR else ahead > 0, told)]
 
 
 def _norm_table(rows: Sequence[Row]) -> list[Row]:

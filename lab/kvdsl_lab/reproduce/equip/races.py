@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from kvdsl_lab.reproduce import plots
 from kvdsl_lab.reproduce.equip.common import NAMES, ROTATED, layers, prompt
-from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
+from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of, within
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -111,7 +111,9 @@ def _findings(rows: Sequence[Row], bounds: dict[str, float]) -> list[Finding]:
         share = sum(_share(row, "", part) for row in own for part in _PARTS) / len(own)
         told += f"; attention and update are {share:.0%} of a token's time in place"
         claim = f"{NAMES[policy]}: in place is {bound:g} times as fast as shift and append (geometric mean)"
-        found.append(Finding(claim, min(means.values()) >= bound if own[0]["model"] != TOY else None, told))
+        quartiles = {way: (_mean(own, f"{way}_q1"), _mean(own, f"{way}_q3")) for way in ways}
+        holds = all_of(within(ends, low=bound) for ends in quartiles.values())
+        found.append(Finding(claim, holds if own[0]["model"] != TOY else None, told))
     return found
 
 
@@ -186,7 +188,7 @@ def _larger_cells(setup: Setup) -> Iterator[Cell]:
 TABLE1 = Experiment(
     "table1", "H2O in place, by cache size", "Table 1", _larger_cells,
     says="1.61, 1.90 and 1.96 times as fast for Llama 2 7B, 1.89, 1.99 and 2.04 for 13B (MI210).",
-    findings=partial(_findings, bounds={"equip_h2o": 1.61}), table=race_table,
+    findings=partial(_findings, bounds={"equip_h2o": 1.89}), table=race_table,
 )  # fmt: skip
 
 
@@ -198,7 +200,7 @@ def _neox_cells(setup: Setup) -> Iterator[Cell]:
 TABLE2 = Experiment(
     "table2", "H2O in place, in GPT-NeoX", "Table 2", _neox_cells,
     says="1.27 to 1.43 times as fast for GPT-NeoX 20B; GPT-J, its other model, has an attention that no cache can reach.",
-    findings=partial(_findings, bounds={"h2o": 1.27}), table=race_table,
+    findings=partial(_findings, bounds={"h2o": 1.35}), table=race_table,
 )  # fmt: skip
 
 # -- D.3 ---------------------------------------------------------------------------------------------------------------

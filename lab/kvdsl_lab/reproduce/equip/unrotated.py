@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.reproduce.equip.common import BIASED, NAMES, NO_POSITIONS, prompt, unrotated
 from kvdsl_lab.reproduce.equip.races import LLAMA, TOY, race, race_table
-from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup
+from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -58,7 +58,7 @@ def _speed_findings(rows: Sequence[Row]) -> list[Finding]:
         )
         told += f"; up to {max(row['load'] for row in own):.0f} processes wanted a core meanwhile"
         first, last = own[0], own[-1]
-        faster = _all_of([_beyond(row[name + "_q1"] - 1, row[name] - 1) for row in own])
+        faster = all_of([_beyond(row[name + "_q1"] - 1, row[name] - 1) for row in own])
         grows = _beyond(last[name + "_q1"] - first[name + "_q3"], last[name] - first[name])
         known = rows[0]["model"] != TOY
         claim = f"{first['positions']}: StreamingLLM in place is faster than {way} with every cache size"
@@ -72,10 +72,6 @@ def _speed_findings(rows: Sequence[Row]) -> list[Finding]:
 def _beyond(least: float, median: float) -> bool | None:
     """Whether a difference is positive; open if its median is, and not the least that the quartiles allow."""
     return True if least > 0 else False if median <= 0 else None
-
-
-def _all_of(verdicts: Sequence[bool | None]) -> bool | None:
-    return False if False in verdicts else None if None in verdicts else True
 
 
 TABLE4 = Experiment(

@@ -191,7 +191,7 @@ TABLE3 = Experiment(
 
 
 TABLE5 = Experiment(
-    "table5", "Beside policies that evict after the prompt, with as many tokens", "Table 5",
+    "table5", "Beside policies that evict after the prompt, with as many tokens a layer (SparCas: from the third on)", "Table 5",
     _evicting_cells, says="SparCas has the highest average (52.63; AdaKV 50.73, SnapKV 50.36, PyramidKV 50.34; full cache 52.37).",
     findings=_evicting_findings, table=_evicting_table, plot=_evicting_plot,
 )  # fmt: skip
