@@ -18,11 +18,12 @@ def refuse_statements(policy: Policy, own: Mapping[str, bool]) -> None:
         NotLowerable: if the policy states any of it.
     """
     decodes = policy.when != "prefill"
+    reads_pages = decodes or policy.select is not None  # what a prompt has left is selected from as well
     refused = {
         "a budget that reads what is cached": policy.measured is not None and decodes,
         "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
-        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and decodes,
-        "`pages` that do not begin with the text": policy.pages_after is not None and decodes,
+        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
+        "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
         **own,
     }
     found = [statement for statement, stated in refused.items() if stated]

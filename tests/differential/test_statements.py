@@ -45,6 +45,11 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     ),
     "prompt in blocks": ("param budget = 8\nprefill blocks of 6\nscore sum(attn)", PADDED),
     "prompt in blocks, lazily": ("param budget = 8\nprefill blocks of 4\ntrigger overflow >= 3\nscore last(attn)", PADDED),
+    "prompt in one block": ("param budget = 8\nprefill blocks of everything\nscore sum(attn)", PADDED),
+    "prompt in one block in some layers": (
+        "param budget = 8\nprefill blocks of where(layer < 1, everything, 6)\nscore sum(attn)",
+        replace(PADDED, layers=3),
+    ),
     "blocks per row": ("param budget = 8\nprefill blocks of prompt / 5\nscore mean(attn)", PADDED),
     # who agrees
     "heads agree": ("param budget = 8\nvictims shared by heads\nscore sum(attn)", PADDED),
@@ -90,6 +95,8 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     ),
     # how many
     "hard cap": ("param budget = 8\nscore sum(attn)\ncap hard", PADDED),
+    # of protected tokens the newest that is there stays longest, not the row's newest, which may have left
+    "hard cap among the protected": ("param budget = 8\nscore age\nkeep where age > 3\nkeep last 0\ncap hard", PADDED),
     "hard cap, one token": ("param budget = 1\nscore sum(attn)\ncap hard\nkeep last 0", PADDED),
     "hard cap, lazily": (
         "param budget = 8\nscore sum(attn)\ncap hard\ntrigger overflow >= 4\nslack 2\nmax_drop 3",
@@ -140,6 +147,14 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
     "select pages above a threshold": ("pages 4\nselect top sum(dot(q, k) > 0 over slots) by dot(q, k)", PADDED),
     "select pages": (
         "pages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
+        PADDED,
+    ),
+    "select from one page": (
+        "pages everything\nselect top 6 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
+        PADDED,
+    ),
+    "select behind a prompt that evicts, by pages": (
+        "param budget = 8\nscore sum(attn)\nwhen prefill\npages 4\nselect top 6 by dot(q, k)",
         PADDED,
     ),
     "select pages by token": ("pages 5\nselect top 16 by dot(q, k)\nkeep first 1", PADDED),

@@ -173,6 +173,11 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
         ("victims shared by heads", "`victims shared by heads`"),
         ("victims shared by layers", "`victims shared by layers`"),
         ("pages 4\nselect top 4 by dot(q, k)", "`pages` of what eviction leaves"),
+        ("when prefill\npages 4\nselect top 4 by dot(q, k)", "`pages` of what eviction leaves"),
+        (
+            "when prefill\npages 4 after 2\nselect top 4 by dot(q, k)",
+            "`pages` of what eviction leaves, `pages` that do not begin with the text",
+        ),
     ],
 )
 def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:

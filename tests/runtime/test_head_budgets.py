@@ -18,7 +18,9 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.layouts import slot_state
+from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.state.undo import UndoLog
 
 LAYERS, HEADS, DIMS = 3, 2, 16
@@ -230,3 +232,30 @@ def test_a_compiled_step_is_an_eager_one(model: LlamaForCausalLM, policy: Path, 
     for layer in range(LAYERS):
         assert torch.equal(ours.positions(layer), theirs.positions(layer))
     torch._dynamo.reset()
+
+
+def test_a_head_has_room_when_the_longest_has_shrunk(tmp_path: Path) -> None:
+    """A budget that reads the data lets the longest row shrink, while the others, whose room grew with it, go on."""
+    save_file({"flag": torch.zeros(HEADS)}, tmp_path / "measured.safetensors")
+    text = """kv 1
+
+policy Measured {
+  "Everything of a short text, four tokens of a longer one."
+  tensor flag [heads] from "measured.safetensors"
+  budget where(seen > 100, 4, seen) at most where(flag > 0.5, 8, everything)
+  score position
+}
+"""
+    (tmp_path / "measured.kv").write_text(text)
+    spec = kvdsl.load(tmp_path / "measured.kv").spec
+    states = [make(spec, {}, layer=0, layers=1) for make in (slot_state, SlotState)]
+    assert isinstance(states[0].layout, Flat)
+    backend, make = choose(spec, "torch", torch.device("cpu"), torch.float32), torch.Generator().manual_seed(0)
+    for step in range(100):
+        tokens = 60 if step == 0 else 1
+        key, value = torch.randn(2, 2, HEADS, tokens, DIMS, generator=make)
+        real = torch.arange(tokens) >= torch.tensor([[0], [50]]) if step == 0 else None
+        call = AttentionCall(torch.randn(2, HEADS * 2, tokens, DIMS, generator=make), key, value, real, 0.25)
+        serve = backend.prefill if step == 0 else backend.decode
+        flat, padded = (serve(state, call) for state in states)
+        assert torch.equal(flat, padded), step

@@ -21,6 +21,10 @@ TEXTS = "kvdsl.integrations.vllm.tracing:Texts"
 """What vLLM tells the requests' tokens to, among its logits processors."""
 
 
+_PROMPTS = 2**17
+"""Lengths of prompts that are all tried: a number may depend on the prompt in some range of lengths alone."""
+
+
 def refuse_policy(state: SlotState) -> None:
     """Raise KvdslError for a policy of which a request's state has no size that is known before the request is.
 
@@ -81,9 +85,15 @@ def _may_leave_more(state: SlotState) -> bool:
 
 
 def _same_for_all_prompts(state: SlotState) -> bool:
-    """Whether the policy's numbers are the same after the shortest prompt and after a very long one."""
+    """Whether the policy's numbers are the same for every prompt up to `_PROMPTS` tokens, and for a very long one."""
     served = state.settings.served()
-    return len(served) == 2 and bool((served[0] == served[1]).all())
+    if len(served) < 2 or not bool((served[0] == served[1]).all()):
+        return False
+    try:
+        numbers = state.settings.resolve(torch.arange(1, _PROMPTS + 1))
+    except KvdslError:
+        return False
+    return bool((numbers == served[0]).all())
 
 
 def refuse_release(version: str) -> None:

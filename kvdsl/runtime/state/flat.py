@@ -24,6 +24,10 @@ if TYPE_CHECKING:
     from kvdsl.runtime.state.slots import SlotState
 
 
+_AHEAD = 64
+"""Slots that a head gets beyond what it needs now, so that not every token moves all of them."""
+
+
 class Flat(Layout):
     """Keys and values of heads that differ in length; of policies that evict in the prompt only, or by a budget of each head's own.
 
@@ -56,6 +60,18 @@ class Flat(Layout):
     def grow(self, state: SlotState, held: Tensor) -> None:
         at = self.places(held)
         self._fill(state, self.key_pool[at], self.value_pool[at], self.room)
+
+    def make_room(self, state: SlotState, tokens: int) -> None:
+        """See `Layout.make_room`. While the longest head grows, all have room for what it has; under a budget that reads the data it
+        may have shrunk.
+        """
+        if not state.spec.measures:
+            return
+        held = state.position >= 0
+        wanted = held.sum(2) + tokens
+        if bool((wanted > self.room).any()):
+            at = self.places(held)
+            self._fill(state, self.key_pool[at], self.value_pool[at], (wanted + _AHEAD).clamp(max=state.slots))
 
     def _fill(self, state: SlotState, keys: Tensor, values: Tensor, least: Tensor | int) -> None:
         """Fresh pools with the live tokens, head by head [any, dim].

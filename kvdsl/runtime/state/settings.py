@@ -19,6 +19,10 @@ from kvdsl.runtime.state.table import Table, most_while_attending, named
 _MOST_TOKENS = 2**24
 """Budgets that are tried out, to say which would do."""
 
+_SIZES = frozenset({"page", "sketch_every", "prefill_block", "block"})
+_LARGEST = 2.0**31 - 1
+"""Tokens of a page, a block or between two sketches that are as good as all: positions are counted by it, and inf is no integer."""
+
 _LONG = 2.0**30
 """Tokens of a prompt that stands for all long ones."""
 
@@ -77,7 +81,10 @@ class Settings(Linked):
             raise self._where_and_how_many(error, prompt) from None
         if not self.spec.numbers:
             return Table(self.spec, given.prompt.new_zeros(*given.prompt.shape, 0))
-        found = Table(self.spec, torch.stack([given.per_row(named[name]) for name in self.spec.numbers], -1))
+        columns = (
+            given.per_row(named[name]).clamp(max=_LARGEST if name in _SIZES else torch.inf) for name in self.spec.numbers
+        )
+        found = Table(self.spec, torch.stack([*columns], -1))
         if self.spec.tensors is None and not given.layer_was_read:
             Settings._latest = self.spec, asked, found
         return found

@@ -15,8 +15,10 @@ void Head::evict(const float* score, int n) {
   const Grade* const grades = grades_;
   const int candidates = total([=](int i) { return grades[i] != above_all; });
   if (candidates >= n) return free_lowest(n);
+  const int32_t* const at = position;
+  const int last = -least([=](int i) { return -at[i]; });  // the newest that is there: the row's may have left before
   if (candidates > 0) free_lowest(candidates);
-  grade_protected(score);
+  grade_protected(score, last);
   free_lowest(n - candidates);
 }
 
@@ -99,9 +101,8 @@ void Head::grade_candidates(const float* score) {
   }
 }
 
-void Head::grade_protected(const float* score) {
+void Head::grade_protected(const float* score, int last) {
   const int32_t* const at = position;
-  const int last = newest;
   fill(grades_, [=](int i) {
     const Grade own = at[i] == last ? above_all - 1 : grade(score[i]);
     return at[i] >= 0 ? own : above_all;

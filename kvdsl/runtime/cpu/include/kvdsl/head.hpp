@@ -141,8 +141,8 @@ class Head : public Slots {
   // Ranks the slots that may leave.
   void grade_candidates(const float* score);
 
-  // Ranks all that is still held, the newest token above the rest.
-  void grade_protected(const float* score);
+  // Ranks all that is still held, the token at position `last` above the rest.
+  void grade_protected(const float* score, int last);
 
   // Frees the n lowest-ranked slots.
   void free_lowest(int n);
