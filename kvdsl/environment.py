@@ -40,12 +40,18 @@ def version(package: str) -> str | None:
         return None
 
 
+_WIDEST = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16", "avx512f": "AVX-512", "avx2": "AVX2"}
+"""What Linux calls instructions that decide how fast kernels are, the widest first, and what they are called."""
+
+
 def processor() -> str:
-    """The processor's name."""
+    """The processor's name and, where Linux tells, its widest instructions: some makers call all that they make by one name."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
+        told = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in reversed(lines))}
+        has = told.get("flags", "").split()
+        return ", ".join([told["model name"], *(name for flag, name in _WIDEST.items() if flag in has)][:2])
+    except (OSError, KeyError):
         return platform.processor() or platform.machine()
 
 
