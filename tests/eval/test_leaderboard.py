@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -367,6 +368,16 @@ def test_the_command_writes_its_tables(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "leaderboard.json").read_text()) == result
     page = (tmp_path / "leaderboard.md").read_text()
     assert "`streaming_llm` | 0.5" in page and "nearness: kl" in page and "## Is `window` better?" in page
+
+
+def _die(plan: run.Plan) -> None:
+    os._exit(1)
+
+
+def test_a_process_that_was_killed_is_one_line(bench: run.Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "_begin", _die)
+    with pytest.raises(KvdslError, match="a process that measures has ended, killed or out of memory"):
+        list(run.map_units(bench, iter([("fact", 0, [("full", None)])]), 2))
 
 
 def test_an_unknown_task_is_named() -> None:

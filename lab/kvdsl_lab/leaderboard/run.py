@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
@@ -251,6 +252,11 @@ def map_units(bench: Bench, units: Iterator[Unit], workers: int) -> Iterator[lis
             while running:
                 done, running = wait(running, return_when=FIRST_COMPLETED)
                 yield from (future.result() for future in done)
+        except BrokenProcessPool as error:
+            raise KvdslError(
+                "a process that measures has ended, killed or out of memory: what came so far is kept, and the same command goes on; fewer "
+                "--workers take less memory"
+            ) from error
         except BaseException:
             pool.shutdown(wait=False, cancel_futures=True)
             raise
