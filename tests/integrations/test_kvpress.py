@@ -11,7 +11,7 @@ kvpress = pytest.importorskip(
     "kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is"
 )
 
-from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM  # noqa: E402
+from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM  # noqa: E402
 
 import kvdsl  # noqa: E402
 from kvdsl.errors import KvdslError  # noqa: E402
@@ -118,3 +118,17 @@ def test_padded_prompts(model: Any) -> None:
     mask[0, :9] = 0
     with pytest.raises(KvdslError, match="the prompts are padded"):
         pressed(model, PolicyPress("h2o", settings={"budget": 20}), IDS.repeat(2, 1), attention_mask=mask)
+
+
+def test_padded_prompts_of_a_model_with_windows() -> None:
+    """A window hides the beginning of a text from its end, but no token from itself."""
+    sizes = {"vocab_size": 100, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 8}
+    model = MistralForCausalLM(
+        MistralConfig(**sizes, num_key_value_heads=4, head_dim=8, sliding_window=24, attn_implementation="sdpa")
+    ).eval()
+    press = PolicyPress("h2o", settings={"budget": 20})
+    pressed(model, press)
+    mask = torch.ones(2, TOKENS, dtype=torch.long)
+    mask[0, :9] = 0
+    with pytest.raises(KvdslError, match="the prompts are padded"):
+        pressed(model, press, IDS.repeat(2, 1), attention_mask=mask)
