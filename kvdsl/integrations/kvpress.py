@@ -161,9 +161,12 @@ def _refuse_padding(mask: Tensor | None, window: int | None) -> None:
     """
     if mask is None:
         return
-    shown = mask if mask.dtype == torch.bool else mask != 0 if mask.ndim == 2 else mask == 0
-    seen = (
-        [shown] if mask.ndim == 2 else [shown.diagonal(dim1=-2, dim2=-1), *([] if window is not None else [shown[:, :, -1]])]
-    )
-    if not all(bool(part.all()) for part in seen):
+    if mask.ndim == 2:
+        hidden = mask == 0
+    else:
+        shown = mask if mask.dtype == torch.bool else mask == 0
+        hidden = ~shown.diagonal(dim1=-2, dim2=-1)
+        if window is None:
+            hidden = hidden | ~shown[:, :, -1]
+    if bool(hidden.any()):
         raise KvdslError("the prompts are padded, which a press cannot know of once they are pressed: pass them one by one")
