@@ -11,27 +11,32 @@ import pytest
 from kvdsl.codes import CODES
 from kvdsl.compiler import find_policy
 from kvdsl.ir.ops import NAMED_FUNCTIONS, NAMED_INPUTS
+from kvdsl.reference import STATEMENTS
+from kvdsl.resources import read_resource
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "scripts"))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-import make_docs
+from scripts.make_docs import COMMITTED
+from scripts.pages.diagnostics import diagnostics_page
+from scripts.pages.language import language_reference
+from scripts.pages.markdown import DOCS, ROOT
+from scripts.pages.policies import policy_page, policy_pages
+from scripts.pages.reach import reach_page, reached
 
-ROOT = make_docs.ROOT
 
-
-@pytest.mark.parametrize("name", make_docs.COMMITTED)
+@pytest.mark.parametrize("name", COMMITTED)
 def test_pages_are_up_to_date(name: str) -> None:
-    assert (make_docs.DOCS / name).read_text(encoding="utf-8") == make_docs.COMMITTED[name](), "run scripts/make_docs.py"
+    assert (DOCS / name).read_text(encoding="utf-8") == COMMITTED[name](), "run scripts/make_docs.py"
 
 
 def test_a_policy_s_page_has_its_file_its_notes_and_its_tests() -> None:
-    page = make_docs.policy_page(find_policy("roco"))
+    page = policy_page(find_policy("roco"))
     for path in (ROOT / "policies/roco.kv", ROOT / "docs/notes/roco.md", ROOT / "policies/roco_test.kv"):
         assert path.read_text(encoding="utf-8") in page
 
 
 def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() -> None:
-    page = make_docs.reach_page()
+    page = reach_page()
     total, exact, near, missing = map(
         int, re.findall(r"Of (\d+) published.*?\*\*(\d+) ex.*?\*\*(\d+) app.*?(\d+) not", page, re.DOTALL)[0]
     )
@@ -39,34 +44,34 @@ def test_reach_counts_every_method_once_and_links_every_policy_that_names_one() 
     exactly, nearly, out = (re.findall(r"^\| ([^|`]+?) \| [^|]+ \|", part, re.MULTILINE) for part in page.split("\n## ")[1:])
     heads = {"method", "---", "idea"}
     assert [len({*rows} - heads) for rows in (exactly, {*nearly} - {*exactly}, out)] == [exact, near, missing]
-    for reached in make_docs._reached():
-        assert reached.link in page
+    for one in reached():
+        assert one.link in page
 
 
 def test_a_gallery_policy_has_a_page() -> None:
-    page = make_docs.policy_page(find_policy("keydiff"))
+    page = policy_page(find_policy("keydiff"))
     assert "## policies/gallery/keydiff.kv" in page
     assert "| year | 2025, arXiv 2504.15364 |" in page
-    assert "policies/gallery/keydiff.md" in make_docs.policy_pages()
+    assert "policies/gallery/keydiff.md" in policy_pages()
 
 
 def test_every_code_has_its_place() -> None:
-    page = make_docs.diagnostics_page()
+    page = diagnostics_page()
     assert all(f"### {code}: " in page for code in CODES)
     assert page.count("\n## ") == len({code[:4] for code in CODES})
 
 
 def test_the_tables_know_the_whole_language() -> None:
     """A statement, input or function that is added to the language has to be explained."""
-    plain = re.search(r"^\?plain: (.*?)\n\n", make_docs.read_resource("grammar", "kv.lark"), re.MULTILINE | re.DOTALL)
+    plain = re.search(r"^\?plain: (.*?)\n\n", read_resource("grammar", "kv.lark"), re.MULTILINE | re.DOTALL)
     assert plain is not None
-    assert set(re.findall(r"\w+", plain[1])) == make_docs.STATEMENTS.keys()
-    page = make_docs.language_reference()
+    assert set(re.findall(r"\w+", plain[1])) == STATEMENTS.keys()
+    page = language_reference()
     assert all(re.search(rf"^\| .*`{name}\b", page, re.MULTILINE) for name in NAMED_INPUTS | NAMED_FUNCTIONS)
 
 
 def test_examples_are_shown_as_they_are() -> None:
-    page = make_docs.diagnostics_page()
+    page = diagnostics_page()
     for code in CODES.values():
         if code.example and len(code.example) < 2_000 and code.example.replace("\n", "").isprintable():
             assert f"```text\n{code.example}```" in page

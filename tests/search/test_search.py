@@ -16,6 +16,7 @@ from kvdsl.compiler import compile_file
 from kvdsl.errors import KvdslError
 from kvdsl_lab.search.judge import TASKS, Attention, Case, Judge, NextToken, Recorded, Task, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, agreement
+from kvdsl_lab.search.report import behind, proof_rows
 from kvdsl_lab.search.run import Material, Plan, judge_of, seeds
 from kvdsl_lab.search.space import Bounds
 from kvdsl_lab.search.store import Store
@@ -175,6 +176,12 @@ def test_the_command_goes_on(searched: tuple[Path, dict[str, Any]], capsys: pyte
     for name in ("finalists", "proof", "counts", "curve"):
         assert one[name] == other[name], name
     assert (folder / "search.png").stat().st_size > 1000
+    ours = next(row for row in one["proof"] if row["name"] == "found_1")
+    said = run(capsys, *SEARCH, "--out", str(folder)).out
+    assert (
+        f"found_1 at 8, unseen text: not shown to be better than the best seed, {ours['behind'][0]:+.4f} nats a token"
+        in said
+    )
     refused = run(capsys, *SEARCH, "--seed", "1", "--out", str(folder))
     assert refused.code == 2 and "is of another search: seed was 0" in refused.err
 
@@ -211,6 +218,7 @@ def test_a_stretch_is_one_observation(stretches: int, better: bool) -> None:
     ours, _ = Proof(None, torch.zeros(stretches, 1), "a text", cast("Store", Known())).rows(contestants, [64])
     assert ours.better == better and ours.loss == pytest.approx(2.35 + (stretches - 1) / 2)
     assert ours.behind == (pytest.approx(-1), *((pytest.approx(-1),) * 2 if better else (None, None)))
+    assert behind(proof_rows([ours])[0]) == ("-1.0000 (-1.0000 to -1.0000)" if better else "-1.0000")
 
 
 def test_a_text_that_is_too_short(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

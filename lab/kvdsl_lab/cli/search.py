@@ -113,6 +113,7 @@ def command(
 
 def _show(result: dict[str, Any], out: Path) -> None:
     from kvdsl_lab.cli.measuring import show
+    from kvdsl_lab.search.report import behind
 
     rows = [*result["finalists"], *result["seeds"]]
     show(
@@ -123,9 +124,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     )
     for row in result["proof"]:
         if not row["is_seed"]:
-            mean, low, high = row["behind"]
             verdict = "better than the best seed" if row["better"] else "not shown to be better than the best seed"
-            click.echo(
-                f"{row['name']} at {row['budget']}, unseen text: {verdict} ({mean:+.4f} nats a token, {low:+.4f} to {high:+.4f})"
-            )
+            click.echo(f"{row['name']} at {row['budget']}, unseen text: {verdict}, {behind(row)} nats a token")
     click.echo(f"policies, page and database: {out}")

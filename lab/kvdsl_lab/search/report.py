@@ -157,12 +157,17 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
         lines += [""]
     lines += ["| policy | budget | nats a token | behind the best seed | better |", "|---|---|---|---|---|"]
     for row in result["proof"]:
-        mean, low, high = row["behind"]
-        spread = "" if low is None else f" ({low:+.4f} to {high:+.4f})"
         name = f"`{row['name']}`" + ("" if row["is_seed"] else " (found)")
         better = "" if row["is_seed"] else "yes" if row["better"] else "no"
-        lines.append(f"| {name} | {row['budget']} | {row['loss']:.4f} | {mean:+.4f}{spread} | {better} |")
+        lines.append(f"| {name} | {row['budget']} | {row['loss']:.4f} | {behind(row)} | {better} |")
     return lines
+
+
+def behind(row: Mapping[str, Any], decimals: int = 4) -> str:
+    """How far a row of the proof is from the best seed, with the interval if there were stretches enough for one."""
+    mean, low, high = row["behind"]
+    spread = "" if low is None else f" ({low:+.{decimals}f} to {high:+.{decimals}f})"
+    return f"{mean:+.{decimals}f}{spread}"
 
 
 def told(found: Found) -> dict[str, Any]:

@@ -1,0 +1,91 @@
+"""docs/choosing.md: which policy for which job."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from scripts.pages.markdown import MADE, ROOT, note, table
+from scripts.prose import wrapped
+
+PICTURE = "![What SmolLM2 loses, by what the cache takes](assets/choosing.svg)"
+"""Its place is told from the page's own."""
+BOARD = ROOT / "results" / "leaderboard"
+
+
+def choosing_page() -> str:
+    """Which policy for which job: what was written, and the leaderboard's table in it."""
+    written = note("pages", "choosing.md")
+    tables = {"{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{picture}": PICTURE}
+    for place, made in tables.items():
+        written = written.replace(place, made)
+    return wrapped(MADE + written)
+
+
+@dataclass(frozen=True)
+class _Measured:
+    """A column of the leaderboard at one budget, as the page shows it."""
+
+    head: str
+    folder: str
+    column: str
+    budget: float
+    shown: str = "mean"
+    digits: int = 2
+
+    def cells(self) -> dict[str, str]:
+        """By policy: what it is, with its interval and place."""
+        found = json.loads((BOARD / self.folder / "leaderboard.json").read_text(encoding="utf-8"))
+        rows = next(one["rows"] for one in found["columns"] if one["name"] == self.column)
+        return {row["policy"]: self._cell(row) for row in rows if row["budget"] in (None, self.budget)}
+
+    def _cell(self, row: dict[str, Any]) -> str:
+        if self.shown == "bytes":
+            return f"{row['bytes'] / 2**20:.1f}"
+        whole = row["policy"] == "full"
+        if row["note"] and not whole:  # it did nothing: no number under its name
+            return str(row["note"]).partition(",")[0]
+        if self.shown == "count":
+            return f"{row['mean'] * row['items']:.0f}"
+        if self.shown == "behind_full":
+            return "0" if whole else f"{self._interval(*row['behind_full'])}, {row['place']}"
+        return self._interval(row["mean"], row["low"], row["high"]) + ("" if whole else f", {row['place']}")
+
+    def _interval(self, mean: float, low: float, high: float) -> str:
+        return "{:.{d}f} ({:.{d}f} to {:.{d}f})".format(mean, low, high, d=self.digits)
+
+
+QUALITY = (
+    _Measured("a book, 256 tokens: nats more", "books", "books", 256, "behind_full", 3),
+    _Measured("behind a prompt, a quarter: KL", "questions", "nearness: kl", 0.25, digits=3),
+    _Measured("asked in the prompt, a quarter", "questions", "questions: known", 0.25),
+    _Measured("half", "questions", "questions: known", 0.5),
+    _Measured("asked later, a quarter", "questions", "questions: later", 0.25),
+    _Measured("half", "questions", "questions: later", 0.5),
+    _Measured("cache at a quarter, MiB", "questions", "questions: known", 0.25, "bytes"),
+)
+
+
+def quality_table() -> str:
+    """Policies by what they keep of SmolLM2's quality."""
+    columns = [one.cells() for one in QUALITY]
+    policies = dict.fromkeys(policy for cells in reversed(columns) for policy in cells)
+    lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
+    return table(("policy", *(one.head for one in QUALITY)), lines)
+
+
+EVERYBODY = (
+    _Measured("behind a prompt: KL", "gallery", "nearness: kl", 0.25, digits=3),
+    _Measured("of six codes, asked for in the prompt", "gallery", "fact: known", 0.25, "count"),
+    _Measured("later", "gallery", "fact: later", 0.25, "count"),
+    _Measured("MiB", "gallery", "nearness: kl", 0.25, "bytes"),
+)
+
+
+def everybody_table() -> str:
+    """The short list and the gallery, the nearest to the full cache first."""
+    columns = [one.cells() for one in EVERYBODY]
+    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
+    return table(("policy", *(one.head for one in EVERYBODY)), lines)

@@ -1,0 +1,134 @@
+"""docs/search.md: what `kvdsl search` has found, and what is known of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from kvdsl.budget import spelled
+from kvdsl.compiler import analyse
+from kvdsl.shipped import found_policies
+from kvdsl_lab.leaderboard.claim import LEVEL
+from kvdsl_lab.leaderboard.report import NO_MORE
+from kvdsl_lab.search.report import behind
+from kvdsl_lab.search.space import at_budget, key, seed_of
+from scripts.pages.markdown import MADE, ROOT, note, table
+from scripts.prose import wrapped
+
+SEARCHED = ROOT / "results" / "search" / "smollm2_128" / "search.json"
+FRONT = "![The best error by policies tried, and the front of errors by bytes of state](assets/search.svg)"
+
+
+def search_page() -> str:
+    """What the committed search has found: what was written, and its own figures in it."""
+    found = json.loads(SEARCHED.read_text(encoding="utf-8"))
+    written = note("pages", "search.md")
+    tables = {
+        "{so_far}": _so_far(found), "{picture}": FRONT, "{finalists}\n": _finalists(found),
+        "{ablations}\n": table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in found["ablations"])),
+        "{unseen}": _unseen(found), "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
+    }  # fmt: skip
+    for place, made in tables.items():
+        assert place in written
+        written = written.replace(place, made)
+    return wrapped(MADE + written)
+
+
+def _so_far(found: dict[str, Any]) -> str:
+    counts = found["counts"]
+    return (
+        f"{counts['tried']:,} policies were tried, {counts['admitted']:,} of them within the bounds of the space; judging took "
+        f"{counts['processor_hours'] - found['choosing_hours']:.1f} hours of a processor, and another {found['choosing_hours']:.1f} to "
+        "choose the finalists."
+    )
+
+
+def _finalists(found: dict[str, Any]) -> str:
+    """The finalists, by the names that they have on the shelf, among what the search began with."""
+    (budget,) = found["budgets"]
+
+    def same(path: Path) -> str:
+        policy = seed_of(analyse(path).policy)
+        assert policy is not None, path
+        return key(at_budget(policy, budget))
+
+    shelf = {same(path): f"[`{path.stem}`](policies/found/{path.stem}.md)" for path in found_policies()}
+    named = [
+        (shelf.get(same(SEARCHED.with_name(f"{one['name']}.kv")), f"`{one['name']}`"), one) for one in found["finalists"]
+    ]
+    began = [(f"`{one['name']}`", one) for one in found["seeds"]]
+    rows = sorted([*named, *began], key=lambda row: float(row[1]["error"]))
+    return table(
+        ("policy", "error", "in a text", "behind a prompt", "state", "what it says"),
+        (
+            (
+                name,
+                *(f"{error:.4f}" for error in (one["error"], *one["errors"])),
+                str(one["state_bytes"]),
+                f"`{one['text']}`",
+            )
+            for name, one in rows
+        ),
+    )
+
+
+def _unseen(found: dict[str, Any]) -> str:
+    """What the first finalist loses beside the best that the search began with, on text that neither saw."""
+    one = next(row for row in found["proof"] if row["name"] == found["finalists"][0]["name"])
+    best = min((row for row in found["proof"] if row["is_seed"]), key=lambda row: float(row["loss"]))
+    few = ": too few stretches for an interval" if one["behind"][1] is None else ""
+    return (
+        f"On {found['stretches']} more stretches of {found['tokens']} tokens of the books that are searched on, read token by token, "
+        f"the loss under `{found['finalists'][0]['text']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
+        f"token{few}."
+    )
+
+
+def _moves(moves: list[dict[str, Any]]) -> str:
+    heads = ("move", "tried", "admitted", "climbed", "better")
+    told = {"admitted": "let in", "climbed": "judged by the model", "better": "better than its parents"}
+    return table(tuple(told.get(head, head) for head in heads), (tuple(str(one[head]) for head in heads) for one in moves))
+
+
+def _cheap_step(step: dict[str, Any]) -> str:
+    return (
+        f"The error of the attention's output orders the {step['policies']} policies that the model judged, too, as the model does with a "
+        f"rank correlation of {step['rank_correlation']:.2f}; the best {step['best']} of them with "
+        f"{step['rank_correlation_of_the_best']:.2f}."
+    )
+
+
+PROOFS = {
+    "reading_2048": "SmolLM2, 2,048 tokens", "reading_4096": "SmolLM2, 4,096 tokens", "chat": "SmolLM2, 1,024 tokens",
+    "prompts_2048": "SmolLM2, 2,048 tokens", "prompts_4096": "SmolLM2, 4,096 tokens", "reference": "the embedded model, 768 tokens",
+}  # fmt: skip
+"""Folder below results/search/proof -> on what."""
+
+
+def _proof() -> str:
+    """How many others each finalist is surely better than, at most as many bytes, and by how much than the best of them."""
+    found = {
+        name: json.loads((SEARCHED.parents[1] / "proof" / name / "leaderboard.json").read_text(encoding="utf-8"))
+        for name in PROOFS
+    }
+    compared = {name: one["claim"]["comparisons"] for name, one in found.items()}
+    policies = list(dict.fromkeys(one["policy"] for own in compared.values() for one in own))
+    return table(
+        ("on", "task", "budget", *(f"`{policy}`" for policy in policies)),
+        (
+            (PROOFS[name], column, spelled(budget), *(_borne_out(own, column, budget, policy) for policy in policies))
+            for name, own in compared.items()
+            for column, budget in dict.fromkeys((one["column"], one["budget"]) for one in own)
+        ),
+    )
+
+
+def _borne_out(comparisons: Sequence[dict[str, Any]], column: str, budget: float, policy: str) -> str:
+    """A cell of the proof: each of its runs is a family of comparisons, and all of them are asked together."""
+    own = [one for one in comparisons if (one["column"], one["budget"], one["policy"]) == (column, budget, policy)]
+    fair = [one for one in own if one["bytes"] <= NO_MORE]
+    sure, best = sum(one["p"] < LEVEL / len(PROOFS) for one in fair), min(fair, key=lambda one: float(one["better"][0]))
+    mean, low, high = best["better"]
+    return f"{sure} of {len(fair)}; `{best['rival']}` {mean:+.4f} ({low:+.4f} to {high:+.4f})"
