@@ -15,7 +15,11 @@ from kvdsl.resources import read_resource
 from kvdsl.sema.statements import WORDS
 
 STATEMENTS = {
-    "param": ("a number that the user may set; of `budget` a whole number of tokens, or a rate of the prompt", ""),
+    "param": (
+        "a number that the user may set; a second name is its unit, which `explain` shows; of `budget` a whole number of tokens, or a rate "
+        "of the prompt",
+        "",
+    ),
     "let": ("a name for an expression, or a function", ""),
     "tensor": (
         "numbers of a file: what is read is this layer's and KV head's; one without `dims` may say how much a head keeps",
@@ -98,9 +102,16 @@ def first_word(rule: str) -> str:
 
 
 def form(rule: str) -> str:
-    """How a rule is written, with the words of its options: `cap soft or hard`."""
-    text = re.sub(r'"(\S+?)"', r"\1", re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    """How a rule is written, with the words of its options, `cap soft or hard`, and its optional parts, `[at most expr]`."""
+    whole = re.sub(r"\[(\w+)\]", _part, re.sub(r"_open .*", "{ ... }", grammar_rules()[rule]))
+    text = re.sub(r'"(\S+?)"', r"\1", whole)
     return text.replace("NAME", " or ".join(WORDS[rule]), 1) if rule in WORDS else text
+
+
+def _part(optional: re.Match[str]) -> str:
+    """What an optional rule that begins with a word is made of; other names stay."""
+    body = grammar_rules().get(optional[1], "")
+    return f"[{body}]" if re.match(r'"\w', body) else optional[0]
 
 
 _PARAMETERS = (("x",), ("a", "b"), ("c", "a", "b"))

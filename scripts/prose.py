@@ -50,13 +50,13 @@ def _filled(lines: list[str]) -> list[str]:
     inner = " " * (len(item[0]) if item else len(lines[0]) - len(lines[0].lstrip()))
     text = _CODE.sub(lambda code: code[0].replace(" ", _STAYS), " ".join(line.strip() for line in lines))
     first = item[1] if item else inner
-    filled = textwrap.wrap(
-        text, WIDTH, initial_indent=first, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False
-    )
-    filled = [line.replace(_STAYS, " ") for line in filled]
-    if any(_MARK.match(line) for line in filled[1:]):  # a line that would begin another item
-        return lines
-    return filled
+    for width in range(WIDTH, WIDTH // 2, -1):  # a narrower one where a line would begin another item
+        filled = textwrap.wrap(
+            text, width, initial_indent=first, subsequent_indent=inner, break_long_words=False, break_on_hyphens=False
+        )
+        if not any(_MARK.match(line) for line in filled[1:]):
+            return [line.replace(_STAYS, " ") for line in filled]
+    return lines
 
 
 def pages() -> Iterator[Path]:

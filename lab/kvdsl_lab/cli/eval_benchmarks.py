@@ -123,7 +123,7 @@ def _measure(
     chat = _check_chat(begun.tokenizer, chat)
     about = environment(dtype=str(begun.model.dtype).removeprefix("torch."))
     asked = {
-        "benchmark": benchmark, "model": given["model"] or "the model that ships with kvdsl", "max_length": max_length, "chat": chat,
+        "benchmark": benchmark, "model": given["model"] or "the model that ships with kvdsl-lab", "max_length": max_length, "chat": chat,
     }  # fmt: skip
     facts = {**asked, "backend": given["backend"], **{key: about[key] for key in _CHANGES_PREDICTIONS}}
     asking = run.Asking(begun.model, begun.tokenizer, max_length, chat)

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 @click.option("--shape", metavar="NAME[:LAYERS]",
               help="Instead of a model, one with random weights: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="What the prompts are taken from [default: the book that ships with kvdsl].")  # fmt: skip
+              help="What the prompts are taken from [default: the book that ships with kvdsl-lab].")  # fmt: skip
 @click.option("--prompt-tokens", type=click.IntRange(1), default=512, show_default=True, help="Length of a prompt.")
 @click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to generate after it.")
 @click.option("--batch", type=click.IntRange(1), default=1, show_default=True, help="Rows.")

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 text_option = click.option(
     "--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-    help="A text file [default: the book that ships with kvdsl].",
+    help="A text file [default: the book that ships with kvdsl-lab].",
 )  # fmt: skip
 
 

@@ -16,7 +16,7 @@ from kvdsl_lab.reproduce import PAPERS
 
 _LIST = "\n".join(f"  {name:<9}{line}" for name, line in PAPERS.items())
 
-_HELP = f"""Measure a paper's tables and figures anew, on the model that ships with kvdsl or on another.
+_HELP = f"""Measure a paper's tables and figures anew, on the model that ships with kvdsl-lab or on another.
 
 \b
 Papers:
@@ -39,7 +39,7 @@ Examples:
 @click.option("--quick", is_flag=True, help="Toy sizes: about a minute, to see how it works.")
 @model_option
 @click.option("--text", type=click.Path(path_type=Path, exists=True, dir_okay=False),
-              help="What the model reads [default: the book that ships with kvdsl].")  # fmt: skip
+              help="What the model reads [default: the book that ships with kvdsl-lab].")  # fmt: skip
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results"), show_default=True,
               help="Folder for the results.")  # fmt: skip
 @click.option("--only", metavar="A,B", help="Experiments to run [default: all; an unknown name lists them].")

@@ -65,7 +65,7 @@ def command(
         "policy": cache_class.spec.name,
         "expression": "" if score is None else print_expression(score),
         "settings": ", ".join(f"{name}={value}" for name, value in settings.items()) or "its own settings",
-        "model": model or "the model that ships with kvdsl",
+        "model": model or "the model that ships with kvdsl-lab",
     }
     head = {"format_version": FORMAT_VERSION, "environment": environment(dtype=dtype_name)}
     write_whole(out, tracing.page({**head, **facts, **tracing.as_data(made, tokenizer)}))

@@ -47,7 +47,7 @@ class KvdslLM(HFLM):
     """A causal model of transformers whose every forward goes through a kvdsl cache.
 
     Args:
-        pretrained: a folder, a hub id or a model; None for the model that ships with kvdsl.
+        pretrained: a folder, a hub id or a model; None for the model that ships with kvdsl-lab.
         policy: a shipped policy, or a .kv file.
         kv_backend: what runs it, `auto` or one of `kvdsl.runtime.backends.NAMES`.
         tail: so many tokens at the end of a context, for example its question, are read after the prompt before them was evicted

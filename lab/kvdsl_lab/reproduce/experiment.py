@@ -24,9 +24,9 @@ class Setup:
 
     Attributes:
         quick: toy sizes.
-        model_name: a folder or a hub id; None for the model that ships with kvdsl.
+        model_name: a folder or a hub id; None for the model that ships with kvdsl-lab.
         dtype: of the model: `fp32`, `bf16`, `fp16`; None for float32 (the shipped model) or the checkpoint's own.
-        text_file: what the model reads; None for the book that ships with kvdsl.
+        text_file: what the model reads; None for the book that ships with kvdsl-lab.
         backend: what runs the policies.
         repeats: how often a time is taken.
     """
@@ -79,7 +79,7 @@ class Setup:
         """What makes a result another one, for JSON; the model and its text only if a paper uses them."""
         read = {
             "model": self.model_name or f"the reference model ({reference_weights()})",
-            "text": "the book that ships with kvdsl" if self.text_file is None else str(self.text_file),
+            "text": "the book that ships with kvdsl-lab" if self.text_file is None else str(self.text_file),
         }
         own = {"quick": self.quick, "backend": self.backend, "seed": self.seed, "repeats": self.repeats}
         return (read if reads_text else {}) | own

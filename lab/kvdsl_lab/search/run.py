@@ -52,7 +52,7 @@ class Plan:
 
     Attributes:
         model, dtype: as for `load_model`.
-        text: a file; None for the books that ship with kvdsl.
+        text: a file; None for the books that ship with kvdsl-lab.
         budgets: tokens, ascending.
         tasks: names of `judge.TASKS`.
         stretches: of unseen text, for the proof.
