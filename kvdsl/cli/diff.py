@@ -70,13 +70,12 @@ def _search(paths: tuple[Path, Path], fixed: Mapping[str, str]) -> Search:
         names = {param.name for param in _policy(path, fixed).params}
 
         def make(settings: Mapping[str, str]) -> Policy | None:
-            own = {name: value for name, value in settings.items() if name in names}
-            analysis = analyse(path, settings=own | dict(fixed))
+            analysis = analyse(path, settings={name: value for name, value in settings.items() if name in names})
             return analysis.policy if analysis.ok else None
 
         return make
 
-    return find_witness(variant(paths[0]), variant(paths[1]))
+    return find_witness(variant(paths[0]), variant(paths[1]), fixed=fixed)
 
 
 def _in_words(names: tuple[str, str], found: Difference, search: Search | None) -> list[str]:

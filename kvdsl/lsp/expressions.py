@@ -75,7 +75,7 @@ def value(document: Document, placed: Placed) -> Value | None:
     if document.checker is None or document.module is None:
         return None
     unknown: dict[str, Definition] = {name: Bound(None) for name in placed.local}
-    scope = Scope(unknown, document.checker.scope(document.module))
+    scope = Scope(unknown, document.checker.scope)
     return Expressions(Sink(), lenient=True).check(placed.node, scope)
 
 

@@ -77,7 +77,7 @@ class _Check:
         self._order()
         use = next((step for step in self.test.steps if isinstance(step, syn.Use)), None)
         heads, group = self._heads(), self._same_size(self._brought("query"), "query heads")
-        key_dim, value_dim = self._dims("query", "key"), self._dims("value")
+        key_dim, value_dim = max(1, self._dims("query", "key")), max(1, self._dims("value"))
         policy = None if use is None else self._policy(use)
         if use is None or self.failed:
             return None
@@ -290,14 +290,14 @@ class _Meaning:
 
     def check(self) -> None:
         """Checks every step."""
-        decoded, known = False, True
+        decoded, first = False, True
         for step in self.test.steps:
             if isinstance(step, syn.Prompt):
                 decoded = False
-                self._prompt(step, sized=known)
-                known = False
+                self._prompt(step, sized=first)
+                first = False
             elif isinstance(step, syn.Incoming):
-                decoded, known = True, False
+                decoded, first = not first or step.times > 1, False  # the very first token is a prompt
                 self._token(step)
             elif isinstance(step, syn.Expect):
                 self._expect(step, decoded)
@@ -328,6 +328,7 @@ class _Meaning:
         exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
         reads = {part.name for expr in exprs for part in walk(expr) if isinstance(part, Input)}
         why = "selects what a query attends to" if self.policy.select is not None else None
+        why = "reads the prompt's queries" if why is None and self.policy.reads_text else why
         why = next((f"reads `{name}`" for name in ("q", "logit") if name in reads), None) if why is None else why
         if why is not None:
             message = f"`{self.policy.name}` {why}, which `attend` does not say"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -16,6 +16,7 @@ from kvdsl.interp.step import Step
 from kvdsl.interp.tensors import values
 from kvdsl.interp.text import Text
 from kvdsl.ir.nodes import Policy
+from kvdsl.passes.fold import value_of
 from kvdsl.scenarios.scenario import Scenario, of_head
 from kvdsl.scenarios.show import numbers_in_words, positions_in_words, table
 from kvdsl.source import Span
@@ -24,6 +25,8 @@ from kvdsl.tensorfile import check_sizes
 
 TOLERANCE = 1e-6
 """How far a number may lie from what is expected, absolutely and relative to it."""
+_LONG = 2.0**20
+"""Tokens of a prompt that is longer than budgets are."""
 
 
 @dataclass(frozen=True)
@@ -124,14 +127,14 @@ class _Run:
             raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` takes this")
 
     def _take(self) -> None:
-        if not isinstance(next(iter(self.scenario.tokens), None), syn.Prompt):
+        if not any(self.scenario.tokens):
             self._check_refusal(self.text.decoding)
         for step in self.scenario.test.steps:
             if isinstance(step, syn.Prompt):
                 self._prompt(step)
             elif isinstance(step, syn.Incoming):
                 for _ in range(step.times):
-                    self._token(step)
+                    self._incoming(step)
             elif isinstance(step, syn.Expect) and step.what != "error":
                 self._expect(step)
 
@@ -155,13 +158,32 @@ class _Run:
                 row[place, : len(attention)] = attention
         self.last = layer.observe_rows(self.heads, rows, k, v, given)
 
+    def _incoming(self, token: syn.Incoming) -> None:
+        """A token that comes alone; the very first is a prompt."""
+        if self.text.is_prompt(1):
+            self._prompt(syn.Prompt(token.span, (replace(token, times=1),)))
+        else:
+            self._token(token)
+
     def _token(self, token: syn.Incoming) -> None:
+        if self.heads[0].seen == 1 and self._has_a_rate():
+            message = f"`budget` of {self.policy.name} is a rate of the prompt, and one token has come as the prompt"
+            raise _RefusedError(token.span, message)
         k, v, given = self._vectors(token, "key"), self._vectors(token, "value"), self._given([token])
         if _brought(token, "attend") is None:
             self.last = self.text.decoding.decode(self.heads, self._queries(token), k, v, given)
             return
         rows = self._attention(token, [head.live + 1 for head in self.heads])
         self.last = self.text.decoding.observe_row(self.heads, rows, k, v, given)
+
+    def _has_a_rate(self) -> bool:
+        """Whether the budget is a share of the prompt, which a cache refuses where the text comes token by token."""
+        defaults = {param.name: param.default for param in self.policy.params}
+        if "budget" not in defaults:
+            return False
+        others = {name: value for name, default in defaults.items() if (value := value_of(default, {})) is not None}
+        short, long = (value_of(defaults["budget"], others | {"@prompt": prompt}) for prompt in (1.0, _LONG))
+        return short is not None and long is not None and short <= 1 < long
 
     def _layer_of_prompt(self, tokens: int) -> Layer:
         """The layer as it takes in a prompt of so many tokens."""
@@ -284,7 +306,7 @@ def refusal(policy: Policy, layer: Layer, key_dim: int) -> str | None:
 
 
 def _refusal(policy: Policy, numbers: Numbers, key_dim: int) -> str | None:
-    if policy.sketch is not None and key_dim and numbers.sketch_dims > key_dim:
+    if policy.sketch is not None and numbers.sketch_dims > key_dim:
         return f"the sketch has {numbers.sketch_dims:g} dims, but the vectors have {key_dim}"
     first, last = (_protects(policy, scope, numbers) for scope in ("first", "last"))
     if first + last > numbers.budget:

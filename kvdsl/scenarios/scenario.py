@@ -22,7 +22,7 @@ class Scenario:
         layer, layers: which layer it is, counted from 0, and of how many.
         heads: how many KV heads there are.
         group: how many query heads each of them has.
-        key_dim, value_dim: the sizes of keys and values; 0 if the test gives none.
+        key_dim, value_dim: the sizes of keys and values; 1, and every number 0, if the test gives none.
     """
 
     test: syn.Test
@@ -31,8 +31,8 @@ class Scenario:
     layers: int = 1
     heads: int = 1
     group: int = 1
-    key_dim: int = 0
-    value_dim: int = 0
+    key_dim: int = 1
+    value_dim: int = 1
 
     @property
     def title(self) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import numpy as np
 
@@ -20,6 +21,8 @@ from kvdsl.scenarios.run import refusal
 
 Variant = Callable[[Mapping[str, str]], Policy | None]
 """A policy with some of its params set, those passed over that it does not have; None if it is refused then."""
+
+NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 34, 40)
 """The budgets that are tried."""
@@ -68,18 +71,22 @@ class Search:
     why_not: str = ""
 
 
-def find_witness(a: Variant, b: Variant, seed: int = 0) -> Search:
+def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str] = NOTHING_SET) -> Search:
     """Looks for the first text, from small to large, that tells them apart.
 
     None is tried of a policy that reads tensors of files, which have the sizes of a model, or whose layers share a budget.
+
+    Args:
+        fixed: values of params that the user has set: they go before those that are tried.
     """
-    whole = [policy for one in (a, b) if (policy := one({})) is not None]
+    whole = [policy for one in (a, b) if (policy := one(fixed)) is not None]
     if any(policy.tensors for policy in whole):
         return Search(None, 0, "tensors of files have the sizes of a model, not of small texts")
     if any(policy.across_layers is not None for policy in whole):
         return Search(None, 0, "layers that share a budget are several, and a test has one")
     form, random, tried = Form(whole), np.random.default_rng(seed), 0
-    for size, settings in _choices(whole):
+    for size, tried_out in _choices(whole):
+        settings = tried_out | dict(fixed)
         policies = a(settings), b(settings)
         if policies[0] is None or policies[1] is None:
             continue

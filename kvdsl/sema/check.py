@@ -13,7 +13,7 @@ from kvdsl.ir.visitors import walk
 from kvdsl.sema.combinations import Combinations
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
-from kvdsl.sema.modules import EDITION, Module
+from kvdsl.sema.modules import EDITION
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
@@ -39,7 +39,8 @@ class Checker:
         self.broken = self.flat.broken
         self.expressions = Expressions(self.sink, lenient=ANYTHING in self.broken)
         self.params = Params(self.flat, self.settings, self._value, self.sink)
-        self.scopes: dict[Module, Scope] = {}
+        outer = {module: module_scope(module, self.prelude, self.sink) for module in self.flat.modules}
+        self.scopes = [Scope({}, outer[module]) for module in self.flat.modules]
         self.own: dict[str, Definition] = {}
 
     def check(self) -> ir.Policy | None:
@@ -63,16 +64,23 @@ class Checker:
         """Makes the policy's own names known. `budget` is not one of them: it means the tokens kept, not the param."""
         for name, placed in self.flat.names.items():
             if isinstance(placed.statement, syn.Let):
-                self.own[name] = LetName(placed.statement, self.scope(placed.module))
+                self._own(name, LetName(placed.statement, self.scopes[placed.level]), placed.since)
             elif isinstance(placed.statement, syn.Tensor):
                 tensor = check_tensor(placed.statement, placed.module.file, self.sink)
-                self.own[name] = Bound(None) if tensor is None else TensorName(tensor)
+                self._own(name, Bound(None) if tensor is None else TensorName(tensor), placed.since)
             elif isinstance(placed.statement, syn.Given):
-                self.own[name] = self._given(placed.statement, placed)
+                self._own(name, self._given(placed.statement, placed), placed.since)
             elif name != "budget":
-                self.own[name] = ParamName(name)
-        for name in self.broken:
-            self.own.setdefault(name, Bound(None))
+                self._own(name, ParamName(name), placed.since)
+        for name in self.broken - self.own.keys():
+            self._own(name, Bound(None), 0)
+
+    def _own(self, name: str, definition: Definition, since: int) -> None:
+        """Makes a name known from the policy on that defined it first; in inherited statements only if it meant nothing there."""
+        self.own[name] = definition
+        for level, scope in enumerate(self.scopes):
+            if level >= since or scope.find(name) is None:
+                scope.names[name] = definition
 
     def _given(self, statement: syn.Given, placed: Placed) -> Definition:
         """A value from the caller, whose default is a constant."""
@@ -89,17 +97,16 @@ class Checker:
             default = value.constant
         return GivenName(ir.Given(name=statement.name.text, default=default))
 
-    def scope(self, module: Module) -> Scope:
-        """What a name means in a statement of the policy that stands in a certain file."""
-        if module not in self.scopes:
-            self.scopes[module] = Scope(self.own, module_scope(module, self.prelude, self.sink))
-        return self.scopes[module]
+    @property
+    def scope(self) -> Scope:
+        """What a name means in the policy's own statements, those that are not inherited."""
+        return self.scopes[-1]
 
     def _tensors(self) -> list[ir.Tensor]:
         return [one.tensor for one in self.own.values() if isinstance(one, TensorName)]
 
     def _scope_at(self, placed: Placed) -> Scope:
-        return self.scope(placed.module)
+        return self.scopes[placed.level]
 
     def _value(self, node: syn.Expr, placed: Placed) -> Value | None:
         return self.expressions.check(node, self._scope_at(placed))
@@ -123,7 +130,7 @@ class Checker:
 
     def _unused(self, read: set[str]) -> None:
         """Checks the lets that no statement uses, and warns of them and of params, tensors and given values that nothing reads."""
-        outer = self.scope(self.flat.module).outer
+        outer = self.scope.outer
         definitions = [*self.own.values(), *(() if outer is None else outer.names.values())]
         lets = [one for one in definitions if isinstance(one, LetName) and not one.used]
         check_lets(lets, self.expressions)

@@ -32,7 +32,7 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
         report(codes.COUNT_AXES, span, message)
         return False
     for part in walk(value.expr):
-        if isinstance(part, Reduce):
+        if isinstance(part, (Reduce, Enough, Random, GivenRef)):
             message = f"{what} cannot depend on what is cached, as `{text}` does"
             report(codes.NOT_HERE, span, message, help)
             return False
@@ -58,12 +58,6 @@ def reads_data(expr: Expr) -> bool:
 def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
     """Whether a value that reads the data is a single number; reports if not."""
     text = span.quoted()
-    if reads_heads(value.expr):
-        message = (
-            f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
-        )
-        report(codes.ACROSS, span, message)
-        return False
     if not value.axes:
         return True
     message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"

@@ -12,6 +12,7 @@ from kvdsl.diagnostics import Label, Sink
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
+from kvdsl.passes.fold import value_of
 from kvdsl.sema import values
 from kvdsl.sema.needs import is_fixed
 from kvdsl.sema.resolve import FlatPolicy, Placed
@@ -37,6 +38,7 @@ class Params:
         evaluate: checks an expression of a statement.
         checked: those without errors.
         inputs: what each of them reads (`budget`, `prompt`, tensors), itself or by other params.
+        known: the values of those that depend on nothing.
     """
 
     flat: FlatPolicy
@@ -45,6 +47,7 @@ class Params:
     sink: Sink
     checked: dict[str, CheckedParam] = field(default_factory=dict)
     inputs: dict[str, frozenset[str]] = field(default_factory=dict)
+    known: dict[str, float] = field(default_factory=dict)
 
     def check(self) -> None:
         """Checks them all."""
@@ -80,7 +83,7 @@ class Params:
         """A budget as a rate of the prompt, if it is one; reports one with a fraction. 1.0 is a rate where it `is_written` so."""
         if 0 < number < 1 or (is_written and number == 1 and is_rate(number)):
             rate = values.binary("*", values.number(number), values.read_input("prompt"))
-            return values.call("max", values.number(1), rate)
+            return values.call("max", values.number(1), values.call("floor", rate))
         if is_written and number > 1 and number != int(number):
             message = f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a rate up to 1.0"
             help = f"write `{print_number(int(number))}`, or `0.25` for a quarter of the prompt"
@@ -105,10 +108,10 @@ class Params:
                 help = None if is_itself else f"move `param {part.name}` before it"
                 self.sink.report(codes.NOT_HERE, span, message, help)
                 return False
-            if name == "budget" and isinstance(part, ir.Input) and part.name == "budget":
-                message = "the default of `budget` cannot read `budget`"
-                self.sink.report(codes.BUDGET_CYCLE, span, message, "a rate of the prompt is written `0.25 * prompt`")
-                return False
+        if name == "budget" and "budget" in self.inputs_of(value.expr):
+            message = "the default of `budget` cannot read `budget`"
+            self.sink.report(codes.BUDGET_CYCLE, span, message, "a rate of the prompt is written `0.25 * prompt`")
+            return False
         return True
 
     def _range(self, statement: syn.Param, placed: Placed) -> tuple[float | None, float | None]:
@@ -133,9 +136,10 @@ class Params:
         self, name: str, value: Value, span: Span, low: float | None, high: float | None, statement: syn.Param
     ) -> Value:
         """The value, after a report if it lies outside of the range."""
-        number = value.constant
+        number = value_of(value.expr, self.known)
         if number is None:
             return value
+        self.known[name] = number
         if (low is not None and number < low) or (high is not None and number > high):
             place = cast(syn.Range, statement.range).span
             message = f"`{name}` is {print_number(number)}, but its range is `{place.quoted()}`"

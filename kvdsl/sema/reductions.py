@@ -248,7 +248,7 @@ class Reductions:
         span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
         word = "queries" if over is None else over.axis.text
         allowed = {Axis.SLOT} if word == "prunes" else {Axis.QUERY, Axis.SLOT}
-        if word not in ("queries", "prunes") or (over is not None and over.last is not None):
+        if word not in ("queries", "prunes") or (over is not None and (over.last is not None or over.after is not None)):
             assert over is not None
             help = f"write `fold({text}, ...)`, or `fold({text} over prunes, ...)`"
             self.report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)

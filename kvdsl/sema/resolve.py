@@ -17,11 +17,18 @@ MAX_STATEMENTS = 256
 
 @dataclass(frozen=True)
 class Placed:
-    """A statement, the file in which its names mean something, and the policy that it stands in."""
+    """A statement, and where it stands.
+
+    Attributes:
+        module: the file.
+        level: the policy, as a place in the line of those that extend each other: 0 is the one that extends nothing.
+        since: of a name, the level that defined it first, of which the others are overrides.
+    """
 
     statement: syn.Named | syn.Single | syn.Keep
     module: Module
-    policy: syn.Policy
+    level: int
+    since: int = 0
 
 
 @dataclass
@@ -29,6 +36,7 @@ class FlatPolicy:
     """A policy with everything that it inherits.
 
     Attributes:
+        modules: the files of the policies that extend each other, the base first.
         names: params, lets, tensors and given values by name, in the order in which they were first defined.
         settings: the statements by keyword that may stand once; for `budget` also those that it overrides, the base first.
         broken: what would be defined by statements that have errors (see `kvdsl.syntax.parser`).
@@ -36,6 +44,7 @@ class FlatPolicy:
 
     syntax: syn.Policy
     module: Module
+    modules: list[Module] = field(default_factory=list)
     names: dict[str, Placed] = field(default_factory=dict)
     settings: dict[str, list[Placed]] = field(default_factory=dict)
     keeps: list[Placed] = field(default_factory=list)
@@ -47,7 +56,8 @@ def resolve(policy: syn.Policy, module: Module, sink: Sink) -> FlatPolicy:
     check_name(policy.name, "policy", sink)
     flat = FlatPolicy(policy, module)
     for level, (syntax, where) in enumerate(reversed(_ancestry(policy, module, flat, sink))):
-        _Level(flat, syntax, where, sink, inherits=level > 0).add()
+        flat.modules.append(where)
+        _Level(flat, syntax, where, sink, level).add()
     return flat
 
 
@@ -62,6 +72,9 @@ def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) 
             if not where.broken:
                 _unknown_parent(parent, where, sink)
             break
+        if _is_ambiguous(parent, found, where, sink):
+            flat.broken.add(ANYTHING)
+            break
         if any(item[0] is found[0][0] for item in line):
             flat.broken.add(ANYTHING)
             help = "give one of the two another name" if len(found) > 1 else None
@@ -69,6 +82,17 @@ def _ancestry(policy: syn.Policy, module: Module, flat: FlatPolicy, sink: Sink) 
             break
         line.append(found[0])
     return line
+
+
+def _is_ambiguous(name: syn.Word, found: list[tuple[syn.Policy, Module]], where: Module, sink: Sink) -> bool:
+    """Whether several imported files have a policy of this name, and the file itself has none; reports if so."""
+    (first, origin), *others = found
+    if origin is where or not others:
+        return False
+    labels = [Label(first.name.span, "here"), Label(others[0][0].name.span, "and here")]
+    message = f"two imported files have a policy `{name.text}`"
+    sink.report(codes.DUPLICATE, name.span, message, "import one of them, or give one another name", labels)
+    return True
 
 
 def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
@@ -82,8 +106,8 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
 class _Level:
     """Adds the statements of one policy of the line to what the policies before it gave."""
 
-    def __init__(self, flat: FlatPolicy, policy: syn.Policy, module: Module, sink: Sink, inherits: bool) -> None:
-        self.flat, self.policy, self.module, self.sink, self.inherits = flat, policy, module, sink, inherits
+    def __init__(self, flat: FlatPolicy, policy: syn.Policy, module: Module, sink: Sink, level: int) -> None:
+        self.flat, self.policy, self.module, self.sink, self.level = flat, policy, module, sink, level
         self.own: dict[str, Span] = {}
         self.inherited: dict[str, Span] = {}
         self.dropped = False
@@ -112,13 +136,14 @@ class _Level:
         if not self._once(statement, name, codes.DUPLICATE, f"`{name}` is defined twice"):
             return
         before = self.flat.names.get(name)
-        if before is not None and before.policy is not self.policy:
+        if before is not None and before.level != self.level:
             self.inherited[name] = before.statement.span
         if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
             return
         if before is not None and type(before.statement) is not type(statement):
             del self.flat.names[name]
-        self.flat.names[name] = Placed(statement, self.module, self.policy)
+        since = self.level if before is None else before.since
+        self.flat.names[name] = Placed(statement, self.module, self.level, since)
 
     def _single(self, statement: syn.Single) -> None:
         keyword = statement.keyword
@@ -126,20 +151,20 @@ class _Level:
             return
         before = self.flat.settings.get(keyword, [])
         inherited = before[-1].statement.span if before else None
-        if keyword == "budget" and inherited is None and self.inherits and "budget" in self.flat.names:
+        if keyword == "budget" and inherited is None and self.level > 0 and "budget" in self.flat.names:
             param = self.flat.names["budget"]  # perhaps changed here, which does not make it any less inherited
-            inherited = self.inherited.get("budget") if param.policy is self.policy else param.statement.span
+            inherited = self.inherited.get("budget") if param.level == self.level else param.statement.span
         if self._may_change(statement, f"`{keyword}`", inherited):
-            self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.policy)]
+            self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.level)]
 
     def _keep(self, statement: syn.Keep) -> None:
         if statement.override and not self.dropped:
             self.dropped = True
-            inherited = [keep for keep in self.flat.keeps if keep.policy is not self.policy]
+            inherited = [keep for keep in self.flat.keeps if keep.level != self.level]
             self._may_change(statement, "`keep`", inherited[0].statement.span if inherited else None)
-            self.flat.keeps = [keep for keep in self.flat.keeps if keep.policy is self.policy]
+            self.flat.keeps = [keep for keep in self.flat.keeps if keep.level == self.level]
         if statement.scope != "nothing":
-            self.flat.keeps.append(Placed(statement, self.module, self.policy))
+            self.flat.keeps.append(Placed(statement, self.module, self.level))
         elif not statement.override:
             help = "for example `keep last 16`"
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)

@@ -54,7 +54,9 @@ PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 
 MAX_HEAD_SIZE = 256
 
-WEIGHT = "what a layer's share goes by"
+SCORE, BUDGET, WEIGHT = "a score", "the budget", "what a layer's share goes by"
+SELECTION = RANKS, SELECTED = "what `select` ranks by", "the count of `select`"
+"""What messages call values that may read what others may not."""
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
 
@@ -132,45 +134,50 @@ class Statements:
     # -- what statements are made of ---------------------------------------------------------------------------------
 
     def _value(self, node: syn.Expr, placed: Placed, what: str) -> Value | None:
-        """An expression that is evaluated per slot or dim. Only a score pools, and only `select` reads the sketch."""
+        """An expression that is evaluated per slot or dim, if it reads nothing that is not there for it."""
         value = self.expressions.check(node, self.scope(placed))
-        if value is None:
-            return None
-        if value.pools and what != "a score":
+        return value if value is not None and self._may_read(value, node.span, what) else None
+
+    def _may_read(self, value: Value, span: Span, what: str) -> bool:
+        """Whether all that a value reads is there where it is evaluated; reports if not.
+
+        Only a score pools, only what selects reads the sketch, and so on.
+        """
+        if value.pools and what != SCORE:
             message = f"{what} cannot pool: the pool leaves out what is protected, which is known for a score only"
-            self.sink.report(codes.POOL, node.span, message)
-            return None
-        if what not in ("a score", "what `select` ranks by") and of_query_heads_at_once(value.expr):
+            self.sink.report(codes.POOL, span, message)
+            return False
+        if what not in (SCORE, *SELECTION) and of_query_heads_at_once(value.expr):
             message = f"{what} belongs to a KV head, and cannot read a tensor that each query head has of its own"
-            self.sink.report(codes.NOT_HERE, node.span, message, "read it in the score")
-            return None
-        if what != "a score" and reads_text(value.expr):
+            self.sink.report(codes.NOT_HERE, span, message, "read it in the score")
+            return False
+        if what != SCORE and reads_text(value.expr):
             message = f"{what} cannot read `over text`: the prompt's queries are there when it is scored"
-            self.sink.report(codes.TEXT, node.span, message, "read it in the score")
-            return None
-        if value.sketched and what != "what `select` ranks by":
+            self.sink.report(codes.TEXT, span, message, "read it in the score")
+            return False
+        if value.sketched and what not in SELECTION:
             message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
-            self.sink.report(codes.SKETCH_READ, node.span, message, "write `over dims`")
-            return None
+            self.sink.report(codes.SKETCH_READ, span, message, "write `over dims`")
+            return False
         counts = of_counts(value.expr)
-        if counts is not None and (what != WEIGHT or counts == "seen"):
+        if counts is not None and what not in (BUDGET, SELECTED) and (what != WEIGHT or counts == "seen"):
             message = f"{what} cannot read `{counts}`, which is for a budget and for how many tokens `select` takes"
             help = "of any token, `position + age + 1` are the tokens so far" if counts == "seen" else None
-            self.sink.report(codes.NOT_HERE, node.span, message, help)
-            return None
-        if what != "what `select` ranks by" and any(part == ir.Input(name="query_head") for part in walk(value.expr)):
+            self.sink.report(codes.NOT_HERE, span, message, help)
+            return False
+        if what not in SELECTION and any(part == ir.Input(name="query_head") for part in walk(value.expr)):
             message = f"{what} cannot read `query_head`, which is for what `select` ranks by: the query heads of a group share its tokens"
-            self.sink.report(codes.NOT_HERE, node.span, message)
-            return None
-        if what != "a score" and ranks_across(value.expr):
+            self.sink.report(codes.NOT_HERE, span, message)
+            return False
+        if what != SCORE and ranks_across(value.expr):
             message = f"{what} cannot read `rank(... over heads)`, which is for the score of heads that share a budget"
-            self.sink.report(codes.ACROSS, node.span, message)
-            return None
-        if what not in (WEIGHT, "what `select` ranks by", "a score") and reads_heads(value.expr):
+            self.sink.report(codes.ACROSS, span, message)
+            return False
+        if what not in (WEIGHT, RANKS, SCORE) and reads_heads(value.expr):
             message = f"{what} belongs to one KV head, and cannot read `over heads`: that is for `across layers by`, and for `select`"
-            self.sink.report(codes.ACROSS, node.span, message)
-            return None
-        return value
+            self.sink.report(codes.ACROSS, span, message)
+            return False
+        return True
 
     def _orders_slots(self, value: Value, span: Span, what: str) -> bool:
         """Whether slots can be ranked by a value, and what it reduces over queries can be remembered; reports if not."""
@@ -285,11 +292,11 @@ class Statements:
         if "budget" in self.params.inputs_of(value.expr):
             self._is_cyclic(span)
             return False
-        if value.sketched:
-            message = "the budget cannot read `over sketch`: a sketch is for the query that selects"
-            self.sink.report(codes.SKETCH_READ, span, message, "write `over dims`")
-            return False
-        return is_measured(value, span, "the budget", self.sink.report) and self._remembers_numbers(value)
+        return (
+            self._may_read(value, span, BUDGET)
+            and is_measured(value, span, BUDGET, self.sink.report)
+            and self._remembers_numbers(value)
+        )
 
     def _remembers_numbers(self, value: Value) -> bool:
         """Whether what a value reduces over queries can be remembered; reports if not."""
@@ -299,7 +306,7 @@ class Statements:
         return not vectors
 
     def _is_budget(self, value: Value, span: Span) -> bool:
-        if not is_fixed(value, span, "the budget", self.sink.report, per_head=True):
+        if not is_fixed(value, span, BUDGET, self.sink.report, per_head=True):
             return False
         if "budget" in self.params.inputs_of(value.expr):
             self._is_cyclic(span)
@@ -334,15 +341,15 @@ class Statements:
             self.parts.exprs["across_layers.by"] = Part(value.expr, across.by.span)
 
     def _score(self, node: syn.Expr, placed: Placed) -> None:
-        value = self._value(node, placed, "a score")
-        if value is not None and self._orders_slots(value, node.span, "a score"):
+        value = self._value(node, placed, SCORE)
+        if value is not None and self._orders_slots(value, node.span, SCORE):
             self.parts.exprs["score"] = Part(value.expr, node.span)
         else:
             self.flat.broken.add("score")
 
     def _select(self, statement: syn.Select, placed: Placed) -> None:
         self._select_count(statement.count, placed)
-        value = self._value(statement.by, placed, "what `select` ranks by")
+        value = self._value(statement.by, placed, RANKS)
         if value is not None and selects(value, statement.by.span, self.sink):
             self.parts.exprs["select.by"] = Part(value.expr, statement.by.span)
         if statement.range is not None:
@@ -354,11 +361,10 @@ class Statements:
 
     def _select_count(self, node: syn.Expr, placed: Placed) -> None:
         """How many tokens are selected: a number, or what each query finds out."""
-        what = "the count of `select`"
         value = self.expressions.check(node, self.scope(placed))
         if value is None or not reads_data(value.expr):
-            self._number("select.count", node, placed, what, 1)
-        elif self._asks_ahead(value, node.span, what):
+            self._number("select.count", node, placed, SELECTED, 1)
+        elif self._may_read(value, node.span, SELECTED) and self._asks_ahead(value, node.span, SELECTED):
             self.parts.exprs["select.measured"] = Part(value.expr, node.span)
             self.parts.exprs["select.count"] = Part(ir.Input(name="everything"), node.span)
 

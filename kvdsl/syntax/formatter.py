@@ -143,7 +143,8 @@ def _alignment(entry: Entry, owner: str) -> tuple[str, int]:
     types = [piece.type for piece in entry.pieces]
     words = types[:2] if entry.kind == "OVERRIDE" else types[:1]
     if words[-1] in ("PARAM", "LET"):
-        return " ".join(words), types.index("EQUAL")
+        parameters = types.index("RPAR") if "LPAR" in types[: types.index("EQUAL")] else 0
+        return " ".join(words), types.index("EQUAL", parameters)
     if owner != "POLICY" or entry.kind in ("OVERRIDE", "STRING") or len(entry.pieces) == 1:
         return "", 0
     return "STATEMENT", 1

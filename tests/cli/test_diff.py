@@ -154,3 +154,13 @@ def test_of_tensors_of_files_no_text_is_tried(capsys: Capture) -> None:
 def test_no_text_of_layers_that_share(capsys: Capture) -> None:
     out = run(capsys, "diff", "cake", "lava").out
     assert "No text was tried: layers that share a budget are several, and a test has one." in out
+
+
+def test_what_is_set_stands_in_the_test(capsys: Capture) -> None:
+    a = write("w.kv", "param budget = 64", "param n = 2", "score position", "keep first n")
+    b = write("w2.kv", "param budget = 64", "param n = 2", "score position", "keep first n + 1")
+    scenario = diff(capsys, a, b, "--set", "budget=7", "--set", "n=3")[0]["scenario"]
+    assert {"budget": "7", "n": "3"}.items() <= scenario["settings"].items()
+    Path("found_test.kv").write_text(f'kv 1\nimport "w.kv"\n\n{scenario["test"]}\n')
+    (one,) = analyse(Path("found_test.kv")).scenarios
+    assert scenario["passes"] == "a" and run_scenario(one).passed

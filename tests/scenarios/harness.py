@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from kvdsl.compiler import Analysis, analyse
 from kvdsl.resources import resource
 from kvdsl.scenarios.run import Outcome, run_scenario
@@ -41,3 +43,14 @@ def failures(*steps: str) -> list[tuple[str, str]]:
 def found(*steps: str) -> list[tuple[str, str, str, str | None]]:
     """What is said of the test: code, message, marked text and help."""
     return [(one.code, one.message, one.span.text, one.help) for one in check(text(*steps)).diagnostics]
+
+
+def own_outcome(folder: Path, policy: str, *steps: str) -> Outcome:
+    """How a test of a policy of these statements runs; both are written into a folder."""
+    (folder / "own.kv").write_text(f'kv 1\n\npolicy Own {{\n  "A test."\n  {policy}\n}}\n')
+    lines = "\n  ".join(("use Own", *steps))
+    (folder / "own_test.kv").write_text(f'kv 1\nimport "own.kv"\n\ntest "it works" {{\n  {lines}\n}}\n')
+    analysis = analyse(folder / "own_test.kv")
+    assert not analysis.diagnostics, [found.message for found in analysis.diagnostics]
+    (only,) = analysis.scenarios
+    return run_scenario(only)

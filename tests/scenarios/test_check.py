@@ -238,3 +238,13 @@ def test_a_file_of_tests_has_no_policy() -> None:
     assert analysis.ok
     with pytest.raises(DiagnosticError, match="there are tests in this file, but no policy"):
         _ = analysis.policy
+
+
+def test_a_policy_that_reads_the_prompts_queries_needs_them(tmp_path: Path) -> None:
+    (tmp_path / "p.kv").write_text(
+        'kv 1\npolicy P {\n"A."\nparam budget = 9\nscore mean(query_position - position over text)\nwhen prefill\n}\n'
+    )
+    tests = tmp_path / "p_test.kv"
+    tests.write_text('kv 1\nimport "p.kv"\ntest "a" {\nuse P\nprompt { attend 1 }\nexpect live 1\n}\n')
+    (one,) = analyse(tests).diagnostics
+    assert one.message == "`P` reads the prompt's queries, which `attend` does not say"

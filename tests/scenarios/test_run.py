@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from tests.scenarios.harness import failures, outcome
+from tests.scenarios.harness import failures, outcome, own_outcome
 
 H2O = ("use H2O", "set budget = 2", "set recent = 1")
 PROMPT = "prompt { attend 1; attend 0.5, 0.5 }"
@@ -180,3 +182,27 @@ def test_a_sketch_of_more_dims_than_there_are_is_refused() -> None:
 def test_many_tokens_are_shown_in_parts() -> None:
     (failure,) = outcome("use Full", "prompt { 20 times attend rest 0 }", "expect live 1").failures
     assert [line.split()[1:3] for line in failure.state if line.startswith("position")] == [["0", "1"], ["16", "17"]]
+
+
+def test_the_very_first_token_is_a_prompt(tmp_path: Path) -> None:
+    """As a cache takes it: `prompt` is 1 from then on."""
+    first = "param budget = 2\n  score position\n  keep first prompt\n  keep last 0"
+    for begins in ("attend 1", "prompt { attend 1 }"):
+        assert own_outcome(tmp_path, first, begins, "expect protected 0", "2 times attend rest 1", "expect evicted 1").passed
+
+
+def test_a_rate_of_a_prompt_that_comes_token_by_token_is_refused() -> None:
+    steps = ("use TOVA", "set budget = 0.5", "attend 1", "attend 0.5, 0.5", "expect live 1")
+    ((message, at),) = failures(*steps)
+    assert (message, at) == (
+        "`budget` of TOVA is a rate of the prompt, and one token has come as the prompt",
+        "attend 0.5, 0.5",
+    )
+    assert not failures(*steps[:-1], 'expect error "is a rate of the prompt"')
+    assert not failures(
+        "use TOVA", "set budget = 0.5", "prompt { 4 times attend rest 1 }", "attend 1, rest 0", "expect live 2"
+    )
+
+
+def test_vectors_that_no_token_brings_are_zero(tmp_path: Path) -> None:
+    assert own_outcome(tmp_path, "param budget = 4\n  score norminf(v) + 1", "prompt { attend 1 }", "expect score 1").passed

@@ -53,6 +53,10 @@ def test_equal_policies_are_one(one: str, other: str) -> None:
     ("one", "other"),
     [
         ("score -sum(attn)", "score sum(attn)"),
+        (
+            "score sum(attn)\nkeep last 0.75 * budget\nkeep top 0.5 * budget by sum(attn)",
+            "score sum(attn)\nkeep last 0.75 * budget",
+        ),
         ("score 3 - sum(attn)", "score sum(attn)"),
         ("score (sum(attn) - 3) * age", "score sum(attn) * age"),
         ("score sum(attn) * 2 + age", "score sum(attn) + age"),

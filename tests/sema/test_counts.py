@@ -94,3 +94,40 @@ def test_a_selection_is_counted_before_the_query_attends() -> None:
     only(body("select top sum(attn over slots) by dot(q, k)"), "KV0315")
     only(body("select top sum(attn) by dot(q, k)"), "KV0315")
     only(body("select top dot(q, k) by dot(q, k)"), "KV0302")
+
+
+@pytest.mark.parametrize(
+    ("lines", "code", "says"),
+    [
+        (("budget sum(max_pool(sum(attn), 3) over slots)", "score sum(attn)"), "KV0313", "the budget cannot pool"),
+        (
+            ("budget sum(mean(dot(q, k) over text) over slots)", "score sum(attn)", "when prefill"),
+            "KV0324",
+            "the budget cannot read `over text`",
+        ),
+        (("budget sum(mean(query_head) over slots)", "score sum(attn)"), "KV0308", "the budget cannot read `query_head`"),
+        (
+            ("select top sum(max_pool(position, 3) over slots) by dot(q, k)",),
+            "KV0313",
+            "the count of `select` cannot pool",
+        ),
+    ],
+)
+def test_counts_read_what_is_there_for_them(lines: tuple[str, ...], code: str, says: str) -> None:
+    found = only(body(*lines), code)
+    assert found.message.startswith(says)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "keep last enough(importance, 0.9)",
+        "trigger overflow >= enough(random(), 0.5)",
+        "slack enough(age, 0.5)",
+        "budget budget at most enough(random(), 0.5)",
+    ],
+)
+def test_what_is_enough_is_no_fixed_number(line: str) -> None:
+    lines = ["given importance = 0", "score sum(attn) * importance"] if "importance" in line else ["score sum(attn)"]
+    found = only(body("param budget = 8", *lines, line), "KV0308")
+    assert "cannot depend on what is cached" in found.message

@@ -323,3 +323,8 @@ def test_numbers_inside_of_lets_are_checked_where_they_stand() -> None:
     assert found.message == "the width of `max_pool` is at least 1, but `w` is -1"
     unused = check(body("param budget = 8", "let a = ema(attn, 2)", "score age")).diagnostics
     assert {one.code for one in unused} == {"KV0212", "KV0410"}
+
+
+def test_a_fold_leaves_out_no_first_queries() -> None:
+    found = only(body("param budget = 64", "score fold(max(0.9 * prev, attn) over queries after nonsense, 0)"), "KV0307")
+    assert found.message == "a fold goes on query by query, or prune by prune"

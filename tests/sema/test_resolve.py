@@ -395,3 +395,31 @@ def test_a_file_that_many_ways_lead_to_is_read_once(tmp_path: Path) -> None:
             (tmp_path / f"{file}{level}.kv").write_text(f"kv 1\n{below}\nlet {file}{level} = mean(attn)\n")
     text = 'kv 1\nimport "a13.kv"\n\npolicy P {\n  "A test."\n  param budget = 9\n  score a13\n}\n'
     assert analyse(write(tmp_path, main=text)).ok
+
+
+@pytest.mark.parametrize(
+    ("base", "read", "own", "score"),
+    [
+        ("let worth = mean(attn)", "worth", "let worth = position", "mean(attn)"),
+        ("let worth = mean(attn)", "worth", "param worth = 3", "mean(attn)"),
+        ("", "norm1(v)", "let norm1(x) = position", "sum(abs(v) over dims)"),
+        ("", "worth", "let worth = position", "position"),  # it meant nothing before
+    ],
+)
+def test_a_new_name_changes_nothing_that_is_inherited(tmp_path: Path, base: str, read: str, own: str, score: str) -> None:
+    text = f"kv 1\n{base}\n" + body("param budget = 8", f"score {read}").removeprefix("kv 1\n")
+    more = "keep where worth > 1" if "worth" in own else "keep where norm1(v) > 1"
+    child = f'kv 1\nimport "base.kv"\npolicy Q extends P {{ "d"; {own}; {more} }}'
+    policy = analyse(write(tmp_path, base=text, main=child)).policy
+    assert policy.score is not None and print_expression(policy.score) == score
+    assert "attn" not in print_keep(policy.keeps[0])
+
+
+def test_two_imported_policies_of_one_name(tmp_path: Path) -> None:
+    a, b = (body("param budget = 8", f"score {score}") for score in ("position", "-position"))
+    own = 'policy Q extends P { "d" }'
+    found = analyse(write(tmp_path, a=a, b=b, main=f'kv 1\nimport "a.kv"\nimport "b.kv"\n{own}')).diagnostics
+    assert [(one.code, one.message) for one in found if one.severity == "error"] == [
+        ("KV0206", "two imported files have a policy `P`")
+    ]
+    assert not analyse(write(tmp_path, main=f'kv 1\nimport "a.kv"\n{own}')).diagnostics

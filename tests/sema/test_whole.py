@@ -67,10 +67,10 @@ def test_a_budget_keeps_at_least_one_token(value: str, shown: str) -> None:
 def test_a_rate_of_the_prompt() -> None:
     for text, settings in (("0.25", {}), ("512", {"budget": "0.25"}), ("512 in 1..4096", {"budget": "0.25"})):
         checked = policy(f"param budget = {text}", "score age", **settings)
-        assert print_expression(checked.params[0].default) == "max(1, 0.25 * prompt)"
+        assert print_expression(checked.params[0].default) == "max(1, floor(0.25 * prompt))"
     for text, settings in (("1.0", {}), ("512", {"budget": "1.0"}), ("512", {"budget": "1e0"})):
         checked = policy(f"param budget = {text}", "score age", **settings)
-        assert print_expression(checked.params[0].default) == "max(1, 1 * prompt)"
+        assert print_expression(checked.params[0].default) == "max(1, floor(1 * prompt))"
     for text, settings in (("1", {}), ("512", {"budget": "1"})):
         assert print_expression(policy(f"param budget = {text}", "score age", **settings).params[0].default) == "1"
     assert print_expression(policy("param budget = 512", "score age", budget="2.0").params[0].default) == "2"
@@ -141,6 +141,8 @@ def test_defaults_read_earlier_params_only() -> None:
     found = only(body("param a = b", "param b = 3", "budget a", "score age"), "KV0308")
     assert (found.message, found.help) == ("`b` is defined after `a`", "move `param b` before it")
     assert only(body("param a = a + 1", "budget a", "score age"), "KV0308").message == "`a` is defined by itself"
+    found = only(body("param x = budget / 4", "param budget = 8 * x", "score age", "keep last x"), "KV0409")
+    assert found.message == "the default of `budget` cannot read `budget`"
 
 
 # -- more kept than the budget holds -----------------------------------------------------------------------------------
@@ -201,6 +203,9 @@ def test_values_outside_of_their_range() -> None:
     assert (found.message, found.span.text) == ("`budget` is 512, but its range is `1..256`", "512")
     found = only(body("param budget = 8 in 1..256", "score age"), "KV0406", budget="300")
     assert (found.message, found.span.text, found.file) == ("`budget` is 300, but its range is `1..256`", "300", "--set")
+    computed = ("param a = 0.5", "param b = 4 * a in 0..1", "param budget = 8", "score age * b")
+    assert only(body(*computed), "KV0406").message == "`b` is 2, but its range is `0..1`"
+    assert policy(*computed, a="0.25").params[1].high == 1
 
 
 def test_empty_ranges() -> None:

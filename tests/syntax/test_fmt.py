@@ -159,6 +159,19 @@ def test_neighbours_stand_below_each_other() -> None:
     """)
 
 
+def test_default_arguments_are_not_what_is_aligned() -> None:
+    text = """\
+      let f(x = 1) = x
+      let foo(x = 2) = x
+      score f(foo(position))
+    """
+    assert laid_out(text) == dedent("""\
+      let f(x = 1)   = x
+      let foo(x = 2) = x
+      score f(foo(position))
+    """)
+
+
 def test_comments_stay_with_what_they_are_about() -> None:
     text = """\
     # the file

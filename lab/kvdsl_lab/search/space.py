@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -17,11 +18,13 @@ from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Param,
 from kvdsl.ir.ops import COMPARISONS, LOGICAL
 from kvdsl.ir.printer import print_expression, print_keep, print_policy
 from kvdsl.ir.visitors import children, expressions, rewrite, walk, with_policy
-from kvdsl.passes.fold import fold, fold_expression
+from kvdsl.passes.fold import fold, fold_expression, value_of
 
 BUDGET = Input(name="budget")
 """What a count may read."""
 _PARAM = ParamRef(name="budget")
+LEAST = 8
+"""Budgets that are searched for are not below: what fits into this one fits into all."""
 ZERO, ONE = Number(value=0), Number(value=1)
 SEARCHED = ("score", "keeps", "trigger", "group")
 """The fields of a policy that differ; all others have their defaults."""
@@ -106,7 +109,8 @@ def canonical(policy: Policy) -> Policy:
         )
         for keep in policy.keeps
     ]
-    told = {_line(keep): keep for keep in keeps if keep.count != ZERO and not (keep.scope == "top" and keep.by == score)}
+    idle = [keep for keep in keeps if keep.scope == "top" and keep.by == score] if _fit_together(keeps) else []
+    told = {_line(keep): keep for keep in keeps if keep.count != ZERO and keep not in idle}
     return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
 
 
@@ -121,6 +125,12 @@ def at_budget(policy: Policy, budget: int) -> Policy:
         for keep in policy.keeps
     )
     return canonical(with_policy(policy, keeps=keeps))
+
+
+def _fit_together(keeps: Sequence[Keep]) -> bool:
+    """Whether a budget holds all that is protected: then the highest scores stay, whether a `keep top` names them or not."""
+    counts = [value_of(keep.count, {"@budget": LEAST}) for keep in keeps if keep.count is not None]
+    return sum(math.inf if count is None else count for count in counts) <= LEAST
 
 
 def _whole(count: Expr) -> Expr:
