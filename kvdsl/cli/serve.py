@@ -46,7 +46,7 @@ def command(
       kvdsl serve smollm2 --policy h2o --set budget=1024
       kvdsl serve MODEL --policy mine.kv --port 8001 --dtype bfloat16
     """
-    if any(word.startswith("--additional-config") for word in more):
+    if any(_option(word).startswith("--additional-config") for word in more):
         raise click.UsageError(
             "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
         )
@@ -76,7 +76,7 @@ def served(
     """
     from kvdsl.integrations.vllm import INSTALL
     from kvdsl.integrations.vllm.launch import installed
-    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_policy, refuse_release, refuse_trace_file
+    from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_release, refuse_trace_file
     from kvdsl.integrations.vllm.settings import Settings
 
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
@@ -88,8 +88,7 @@ def served(
     place = _place(model)
     config = _config(place)
     layers = int(getattr(config, "num_hidden_layers", 1))
-    for layer in range(layers):
-        refuse_policy(asked.state(layer, layers))
+    refuse_layers([asked.state(layer, layers) for layer in range(layers)])
     longest = max_model_len or _longest(place, config)
     _build(asked)
     told: dict[str, Any] = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
@@ -99,9 +98,14 @@ def served(
         refuse_trace_file(trace)
         told["kvdsl_trace"] = str(trace.resolve())
         ours |= {"--additional-config": json.dumps(told), "--logits-processors": TEXTS}
-    given = {word.partition("=")[0] for word in more}
+    given = {_option(word) for word in more}
     options = [str(word) for name, value in ours.items() if name not in given for word in (name, value)]
     return [sys.executable, "-m", "kvdsl.integrations.vllm.launch", "serve", place, *options, *more]
+
+
+def _option(word: str) -> str:
+    """An option's name, as vLLM takes it: with dashes or underscores, and before its value."""
+    return word.partition("=")[0].replace("_", "-")
 
 
 def _number(name: str, text: str) -> float:

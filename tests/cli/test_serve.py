@@ -77,6 +77,7 @@ def test_the_manifest_asks_what_can_be_served(vllm: None) -> None:
         (["--policy", "h2o", "--set", "budgt=64"], "budgt"),
         (["--policy", "snapkv", "--set", "budget=0.5"], "a rate of each prompt"),
         (["--policy", "h2o", "--additional-config", "{}"], "--policy and --set say"),
+        (["--policy", "h2o", "--additional_config={}"], "--policy and --set say"),
     ],
 )
 def test_what_is_refused(vllm: None, capsys: pytest.CaptureFixture[str], words: list[str], said: str) -> None:

@@ -7,7 +7,7 @@ import math
 import pytest
 
 from kvdsl.errors import KvdslError
-from kvdsl.integrations.vllm.refusals import refuse_policy
+from kvdsl.integrations.vllm.refusals import refuse_layer, refuse_layers, refuse_policy
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.state.slots import SlotState
 from tests.texts import spec_of
@@ -38,3 +38,34 @@ def test_a_budget_that_holds_less_than_is_kept() -> None:
 def test_a_budget_that_is_none(budget: float) -> None:
     with pytest.raises(KvdslError, match="`budget` of H2O"):
         Settings("h2o", (("budget", budget),)).state(0, 1)
+
+
+@pytest.mark.parametrize(
+    ("lines", "what"),
+    [
+        ("param budget = 64\nscore sum(attn)\nselect top 32 by sum(q * max(k over page) over dims)\npages 4 + 4 * layer", "`pages`"),
+        (
+            "select top 32 by sum(q * k over sketch)\nsketch top 4 + layer dims by abs(q) every 8 queries",
+            "`sketch`",
+        ),
+        ("param budget = 64\nscore mean(attn over last (8 + 4 * layer) queries)", "`over last N queries`"),
+    ],
+)
+def test_what_layers_cannot_have_of_their_own(lines: str, what: str) -> None:
+    """A page has one size for all: bounds of more pages than it has room for were written over what lies behind them."""
+    spec = spec_of(lines)
+    with pytest.raises(KvdslError, match=f"{what} of P differs between layers"):
+        refuse_layers([SlotState(spec, {}, layer=layer, layers=4) for layer in range(4)])
+    refuse_layers([SlotState(spec, {}, layer=1, layers=4)] * 2)
+
+
+def test_a_kind_of_a_known_layer_is_unknown() -> None:
+    """It attends to something else, as vLLM's layers with sinks of their own do."""
+
+    class Full: ...
+
+    class WithSinks(Full): ...
+
+    refuse_layer(Full(), Full)
+    with pytest.raises(KvdslError, match="a layer's cache is vLLM's WithSinks"):
+        refuse_layer(WithSinks(), Full)

@@ -10,7 +10,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from kvdsl.integrations.vllm.refusals import refuse_policy
+from kvdsl.integrations.vllm.refusals import refuse_layers
 from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.backend import TILE
@@ -136,13 +136,16 @@ def _one_token_read(
 ) -> SlotState:
     """The state of the layer that holds most, behind one token; see `page`."""
     states = [settings.state(layer, layers) for layer in range(layers)]
-    for state in states:
-        refuse_policy(state)
+    refuse_layers(states)
     state = max(states, key=_most)
     state.longest = longest
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
+    if (
+        state.evicts and "prefill_block" in state.spec.numbers
+    ):  # a prompt ends in the midst of a block, which leaves with what follows
+        state.widen(int(state.settings.named(state.numbers)["prefill_block"].max()) - 1)
     if aligned:
         state.align()
     state.selects = state.spec.selects  # in some layers; all pages have one size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,27 @@ TEXTS = "kvdsl.integrations.vllm.tracing:Texts"
 
 _PROMPTS = 2**17
 """Lengths of prompts that are all tried: a number may depend on the prompt in some range of lengths alone."""
+
+
+def refuse_layers(states: Sequence[SlotState]) -> None:
+    """Raise KvdslError for a policy that is refused in some layer, or whose state has other shapes in some than in others.
+
+    Args:
+        states: of all layers, empty.
+    """
+    for state in states:
+        refuse_policy(state)
+    spec, numbers = states[0].spec, [state.settings.named(state.settings.served()[0]) for state in states]
+    for name, what in {**_SHAPES, **{size: "`over last N queries`" for _, size in spec.rings}}.items():
+        if name in spec.numbers and len({float(found[name]) for found in numbers}) > 1:
+            raise KvdslError(
+                f"{what} of {spec.name} differs between layers, and a page of vLLM's cache has one size for all: state a number that does "
+                f"not read `layer`"
+            )
+
+
+_SHAPES = {"page": "`pages`", "sketch_dims": "`sketch`"}
+"""Numbers that tensors have as a size, and what states them."""
 
 
 def refuse_policy(state: SlotState) -> None:
@@ -119,6 +141,15 @@ def refuse_configuration(config: Any, spec: PolicySpec) -> None:
             "this model's images attend to what follows them as well, and kvdsl serves causal attention: have it take text only, by "
             "--limit-mm-per-prompt '{\"image\": 0}'"
         )
+    if config.model_config.is_hybrid:
+        raise KvdslError(
+            "this model has layers that are no attention, whose state would lie among kvdsl's pages: serve it without a policy"
+        )
+    if spec.compact and config.model_config.quantization == "gguf":
+        raise KvdslError(
+            f"vLLM turns keys of GGUF files in other pairs, and {spec.name} has to turn them again: serve the model's own weights, or a "
+            f"policy that leaves positions as they are (h2o, roco)"
+        )
     parallel = config.parallel_config
     if max(parallel.decode_context_parallel_size, parallel.prefill_context_parallel_size) > 1:
         raise KvdslError("kvdsl does not spread a request's tokens over processes in vLLM: leave context parallelism out")
@@ -167,7 +198,7 @@ def refuse_layer(spec: Any, *served: type) -> None:
     Args:
         served: vLLM's descriptions of these.
     """
-    if not isinstance(spec, served):
+    if type(spec) not in served:  # a kind of these attends in another way, which kvdsl would not know of
         raise KvdslError(
             f"a layer's cache is vLLM's {type(spec).__name__}: kvdsl serves models in which every layer attends to the whole text or to "
             f"a sliding window; leave the policy out for this one"

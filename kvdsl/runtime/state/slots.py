@@ -414,6 +414,12 @@ class SlotState(Linked):
             self.limit = _multiple(self.limit, _ALIGNED)
             self._extend(self.limit)
 
+    def widen(self, tokens: int) -> None:
+        """Have room for so many tokens more than are enough for ever, or for the longest text."""
+        if self.limit is not None:
+            self.limit = self.limit + tokens if self.longest is None else min(self.limit + tokens, self.longest)
+            self._extend(self.limit)
+
     def reserve(self) -> None:
         """Allocate all slots that will ever be needed: now, and at the end of every prompt to come."""
         self.reserves, self._fixed = True, None
