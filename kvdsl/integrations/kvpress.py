@@ -96,7 +96,9 @@ class PolicyPress(BasePress):
             return keys, values
         _refuse_parts(hidden_states, keys)
         if getattr(module, "sinks", None) is not None:
-            raise KvdslError("this model's attention has sinks of its own, and rotates otherwise than the models that kvpress serves")
+            raise KvdslError(
+                "this model's attention has sinks of its own, and rotates otherwise than the models that kvpress serves"
+            )
         window = getattr(module, "sliding_window", getattr(module.config, "sliding_window", None))
         _refuse_padding(kwargs.get("attention_mask"), window)
         call = AttentionCall(

@@ -43,7 +43,10 @@ def test_a_budget_that_is_none(budget: float) -> None:
 @pytest.mark.parametrize(
     ("lines", "what"),
     [
-        ("param budget = 64\nscore sum(attn)\nselect top 32 by sum(q * max(k over page) over dims)\npages 4 + 4 * layer", "`pages`"),
+        (
+            "param budget = 64\nscore sum(attn)\nselect top 32 by sum(q * max(k over page) over dims)\npages 4 + 4 * layer",
+            "`pages`",
+        ),
         (
             "select top 32 by sum(q * k over sketch)\nsketch top 4 + layer dims by abs(q) every 8 queries",
             "`sketch`",
