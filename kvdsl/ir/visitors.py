@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
+    EXPRESSIONS,
     Axis,
     Binary,
     Call,
@@ -109,6 +110,15 @@ def expressions(policy: Policy) -> Iterator[Expr]:
     for keep in policy.keeps:
         if keep.by is not None:
             yield keep.by
+
+
+def everywhere(part: object) -> Iterator[Expr]:
+    """Every expression of a policy or of a part of it, whatever it stands for: defaults, counts, ranges, and what a settle evaluates."""
+    if isinstance(part, EXPRESSIONS):
+        yield part
+    elif isinstance(part, (Node, tuple)):
+        for one in part:
+            yield from everywhere(one[1] if isinstance(part, Node) else one)  # of a node its fields, by name
 
 
 def with_policy(policy: Policy, **changes: object) -> Policy:

@@ -10,7 +10,7 @@ from typing import TypeVar
 from kvdsl.errors import KvdslError
 from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
-from kvdsl.ir.visitors import expressions, walk
+from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
 from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
@@ -194,12 +194,9 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
 
 def _tensors_of_values(policy: Policy) -> bool:
     """Whether a reduction over dims has dims of tensors beside those of values."""
-    exprs = [*expressions(policy), *(column.body for column in policy.columns)]
-    exprs += [part.by for part in (policy.select, policy.sketch) if part is not None]
-    exprs += [] if policy.select is None or policy.select.measured is None else [policy.select.measured]
     return any(
         isinstance(node, Reduce) and node.axis is Axis.DIM and reads(node.body, "v") and reads_vectors(node.body)
-        for expr in exprs
+        for expr in everywhere(policy)
         for node in walk(expr)
     )
 

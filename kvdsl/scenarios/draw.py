@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 
 from kvdsl.interp.evaluate import Array
-from kvdsl.ir.nodes import Expr, Input, Policy
-from kvdsl.ir.visitors import expressions, walk
+from kvdsl.ir.nodes import Input, Policy
+from kvdsl.ir.visitors import everywhere, expressions, walk
 
 DIMS = 4
 
@@ -73,7 +73,13 @@ class Form:
         """The layers, counted from 0, of how many, in which the policies may do different things."""
         ranged = any(policy.layers is not None for policy in self.policies)
         ranged |= any((policy.select.low or policy.select.high) is not None for policy in self.policies if policy.select)
-        numbers = {part.name for policy in self.policies for part in _numbers(policy) if isinstance(part, Input)}
+        numbers = {
+            part.name
+            for policy in self.policies
+            for expr in everywhere(policy)
+            for part in walk(expr)
+            if isinstance(part, Input)
+        }
         return [(0, 1), (0, 4), (3, 4)] if ranged or numbers & {"layer", "layers"} else [(0, 1)]
 
     def draw(self, random: np.random.Generator, size: int) -> Drawn:
@@ -89,24 +95,3 @@ class Form:
         names = dict.fromkeys(given.name for policy in self.policies for given in policy.given)
         given = {name: random.integers(0, 10, (self.heads, count)) / 10 for name in names}
         return Drawn(prompt, attend, query, key, value, given)
-
-
-def _numbers(policy: Policy) -> Iterator[Expr]:
-    """The parts of everything that is evaluated."""
-    exprs = [
-        *expressions(policy),
-        policy.budget,
-        policy.trigger,
-        policy.slack,
-        policy.max_drop,
-        policy.pages,
-        policy.pages_after,
-    ]
-    exprs += [param.default for param in policy.params] + [keep.count for keep in policy.keeps]
-    if policy.select is not None:
-        exprs += [policy.select.count, policy.select.by]
-    if policy.sketch is not None:
-        exprs += [policy.sketch.count, policy.sketch.by]
-    for expr in exprs:
-        if expr is not None:
-            yield from walk(expr)

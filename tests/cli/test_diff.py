@@ -164,3 +164,10 @@ def test_what_is_set_stands_in_the_test(capsys: Capture) -> None:
     Path("found_test.kv").write_text(f'kv 1\nimport "w.kv"\n\n{scenario["test"]}\n')
     (one,) = analyse(Path("found_test.kv")).scenarios
     assert scenario["passes"] == "a" and run_scenario(one).passed
+
+
+def test_what_differs_in_higher_layers_alone_is_found(capsys: Capture) -> None:
+    lines = ("param budget = 64", "score position", "when prefill")
+    a = write("one.kv", *lines, "prefill blocks of 2 + 4 * layer")
+    b = write("two.kv", *lines, "prefill blocks of 2 + 8 * layer")
+    assert diff(capsys, a, b)[0]["scenario"]["layer"] > 0
