@@ -70,9 +70,6 @@ PRESSES = {
 }
 """The policies of kvpress that kvdsl has too. `observed` is the mean attention of all queries, near H2O."""
 
-_EAGER = {"observed"}
-"""What takes attention from the model, which then has to compute it in full."""
-
 
 def _contest(race: str, policy: str, by: str, what: str, every: int | None = None) -> Contestant:
     eager = by == KVPRESS and what == PRESSES["observed"]

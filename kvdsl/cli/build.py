@@ -69,14 +69,14 @@ def command(
 def _build(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dict[str, int] | None) -> Iterator[Row]:
     try:
         from kvdsl.runtime.gpu.build import Shape, build, parse_target
-        from kvdsl.runtime.gpu.report import Step
+        from kvdsl.runtime.gpu.report import Workload
     except ImportError as error:
         raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
     gpus = {target: parse_target(target) for target in targets if target != "cpu"}
     if gpus:
         if not spec.triton_source.exists():
             raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
-        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Step(**step))
+        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Workload(**step))
     if "cpu" in targets:
         yield _cpu(spec)
 

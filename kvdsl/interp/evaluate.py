@@ -440,6 +440,12 @@ def page_of(position: Array | Indices, page: float, after: float = 0) -> Indices
     return np.floor((position - after) / page).astype(np.int64)
 
 
+@np.errstate(over="ignore")
+def as_float32(x: Array) -> Array:
+    """The numbers as float32 has them; what is too large there is infinite."""
+    return x.astype(np.float32).astype(np.float64)
+
+
 def floored(count: float) -> float:
     """Counts of tokens are floored; inf and NaN stay what they are."""
     return float(math.floor(count)) if math.isfinite(count) else count

@@ -13,7 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array, Indices, Remembered, at_least_one, fold, per_slot
+from kvdsl.interp.evaluate import Array, Indices, Remembered, as_float32, at_least_one, fold, per_slot
 from kvdsl.ir.nodes import Axis, Column, ColumnRef, Expr, Fold, Policy, Reduce, RingRef
 from kvdsl.ir.ops import REDUCTIONS, RULES
 from kvdsl.ir.visitors import children, expressions, walk
@@ -158,7 +158,7 @@ class Columns:
         for column in self._columns:
             old, new = self.values[column.name], np.zeros(0)
             if column.rule == "token":
-                new = _as_float32(values(column.body))
+                new = as_float32(values(column.body))
             elif column.rule == "ring":
                 new = np.full((count, old.shape[1] if len(old) else _ring_size(column, number)), np.nan)
             else:
@@ -219,11 +219,6 @@ class Columns:
     def clone(self) -> Columns:
         """An independent copy."""
         return deepcopy(self)
-
-
-@np.errstate(over="ignore")
-def _as_float32(x: Array) -> Array:
-    return x.astype(np.float32).astype(np.float64)
 
 
 def _ring_size(column: Column, number: Callable[[Expr], float]) -> int:

@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from kvdsl.interp.evaluate import Array
+from kvdsl.interp.evaluate import Array, as_float32
 from kvdsl.ir.nodes import Policy
 
 Supplied = Mapping[str, Array]
@@ -30,16 +30,11 @@ def filled(policy: Policy, supplied: Supplied, tokens: int) -> dict[str, Array]:
     found = {}
     for given in policy.given:
         if given.name in supplied:
-            found[given.name] = _rounded(np.asarray(supplied[given.name]))
+            found[given.name] = as_float32(np.asarray(supplied[given.name]))
         elif given.default is not None:
-            found[given.name] = _rounded(np.full(tokens, given.default))
+            found[given.name] = as_float32(np.full(tokens, given.default))
         else:
             raise ValueError(
                 f"`{given.name}` of {policy.name} is given by the caller and has no default, and nothing was given"
             )
     return found
-
-
-@np.errstate(over="ignore")
-def _rounded(x: Array) -> Array:
-    return x.astype(np.float32).astype(np.float64)

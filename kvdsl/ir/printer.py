@@ -134,7 +134,7 @@ def _call(expr: Call) -> tuple[str, int]:
 
 
 def print_number(value: float) -> str:
-    """A number as one would write it."""
+    """A number as one would write it, which every target reads as the same double."""
     return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
 
 

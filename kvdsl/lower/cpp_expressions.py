@@ -25,6 +25,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import LOGICAL, OPERATORS
+from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
     ATOM,
     Fragment,
@@ -37,7 +38,6 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
-    literal,
     pair,
 )
 from kvdsl.lower.spelling import spelled
@@ -268,10 +268,10 @@ def ring_name(ref: RingRef | Use) -> str:
 def _float(value: float) -> str:
     if math.isinf(as_float32(value)):
         return "-INFINITY" if value < 0 else "INFINITY"
-    text = literal(value)
+    text = print_number(value)
     return f"{text}.0f" if text.lstrip("-").isdigit() else f"{text}f"
 
 
 def _double(value: float) -> str:
-    text = literal(value)
+    text = print_number(value)
     return f"{text}.0" if text.lstrip("-").isdigit() else text

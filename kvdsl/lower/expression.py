@@ -394,8 +394,3 @@ _LARGEST = (2 - 2.0**-23) * 2.0**127
 def as_float32(value: float) -> float:
     """The number, or the infinity that it is in float32: a literal that is too large would be an error there."""
     return value if abs(value) <= _LARGEST else math.copysign(math.inf, value)
-
-
-def literal(value: float) -> str:
-    """A number that every target reads as the same double."""
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)

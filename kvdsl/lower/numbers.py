@@ -7,9 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef
-from kvdsl.ir.printer import print_expression, print_keep
+from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
-from kvdsl.lower.expression import Fragment, fragment, literal, names_of, reads, texts, uses_of
+from kvdsl.lower.expression import Fragment, fragment, names_of, reads, texts, uses_of
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.torch_expressions import NumberPrinter
 
@@ -182,7 +182,7 @@ def _given(param: Param, counts: set[str]) -> Fragment:
     method = "tokens" if param.name == "budget" else "number"
     low = 0.0 if param.low is None and param.name in counts and method == "number" else param.low
     bounds = (("low", low), ("high", param.high))
-    limits = "".join(f", {side}={literal(bound)}" for side, bound in bounds if bound is not None)
+    limits = "".join(f", {side}={print_number(bound)}" for side, bound in bounds if bound is not None)
     return fragment(f'given.{method}("{param.name}", {{}}{limits})', _RESOLVE(param.default))
 
 

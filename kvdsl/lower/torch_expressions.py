@@ -35,6 +35,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import of_query_heads, walk
 from kvdsl.lower.expression import (
     ATOM,
@@ -46,7 +47,6 @@ from kvdsl.lower.expression import (
     as_float32,
     dims_of,
     fragment,
-    literal,
     pair,
 )
 from kvdsl.lower.spelling import spelled
@@ -97,7 +97,7 @@ class _TorchPrinter(Printer):
 
     def number(self, value: float) -> Fragment:
         """A literal."""
-        return Fragment(literal(value))
+        return Fragment(print_number(value))
 
     def of_dtype(self, value: float) -> Fragment:
         """A literal that has the dtype of values by itself, where no tensor stands beside it: float32."""
@@ -155,7 +155,7 @@ class NumberPrinter(_TorchPrinter):
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return Fragment(literal(expr.value))
+            return Fragment(print_number(expr.value))
         if isinstance(expr, ParamRef):
             return Fragment(self._param.format(spelled(expr.name)))
         if isinstance(expr, TensorRef):
@@ -164,7 +164,7 @@ class NumberPrinter(_TorchPrinter):
         return Fragment(self.inputs[expr.name])
 
     def of_dtype(self, value: float) -> Fragment:
-        return Fragment(f"torch.tensor({literal(value)}, dtype=torch.float64)", uses=(TORCH,))
+        return Fragment(f"torch.tensor({print_number(value)}, dtype=torch.float64)", uses=(TORCH,))
 
     def reduce(self, expr: Reduce) -> Fragment:
         raise AssertionError("a number reduces nothing")
@@ -204,14 +204,14 @@ class TokenPrinter(_TorchPrinter):
     """What new tokens have by themselves, read from `NewTokens` called `new`; see `kvdsl.runtime.torch.tokens`."""
 
     def of_dtype(self, value: float) -> Fragment:
-        return Fragment(f"new.number({literal(value)})")
+        return Fragment(f"new.number({print_number(value)})")
 
     def library(self, function: str, argument: Fragment) -> Fragment:
         return fragment("new.sqrt({})", argument) if function == "sqrt" else super().library(function, argument)
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return Fragment(literal(expr.value))
+            return Fragment(print_number(expr.value))
         if isinstance(expr, TensorRef):
             return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
         if isinstance(expr, GivenRef):
@@ -263,7 +263,7 @@ class TensorPrinter(_TorchPrinter):
         """A literal beside float32 tensors."""
         known = as_float32(value)
         if math.isfinite(known):
-            return Fragment(literal(known))
+            return Fragment(print_number(known))
         return Fragment(f"{'-' if known < 0 else ''}torch.inf", uses=(TORCH,))
 
     def leaf(self, expr: Leaf) -> Fragment:

@@ -28,6 +28,7 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import FIXED, LOGICAL, OPERATORS
+from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
     ATOM,
     Fragment,
@@ -39,7 +40,6 @@ from kvdsl.lower.expression import (
     dims_of,
     fragment,
     is_vector,
-    literal,
     names_of,
     pair,
     texts,
@@ -157,7 +157,7 @@ class BlockPrinter(_TritonPrinter):
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            text = literal(expr.value)
+            text = print_number(expr.value)
             return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)
         if isinstance(expr, ParamRef):
             return fragment("{}.to(tl.float32)", number(spelled(expr.name)))
@@ -266,7 +266,7 @@ def ring_size(ring: str) -> Fragment:
 
 def _float64(value: float) -> Fragment:
     """A literal among doubles: one that is an operand of a function becomes a float32 first."""
-    return Fragment(literal(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
+    return Fragment(print_number(value) if _is_float32(value) else f"tl.full([], {value!r}, tl.float64)")
 
 
 def _is_float32(value: float) -> bool:

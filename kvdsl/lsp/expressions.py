@@ -27,13 +27,17 @@ class Placed:
     local: tuple[str, ...] = ()
 
 
+def statements(document: Document) -> list[syn.Statement]:
+    """Lets of the file, and what its policies say."""
+    if document.module is None:
+        return []
+    syntax = document.module.syntax
+    return [*syntax.lets, *(one for policy in syntax.policies for one in policy.statements)]
+
+
 def roots(document: Document) -> Iterator[Placed]:
     """The expressions of all statements, each as a whole."""
-    if document.module is None:
-        return
-    syntax = document.module.syntax
-    statements = [*syntax.lets, *(one for policy in syntax.policies for one in policy.statements)]
-    for statement in statements:
+    for statement in statements(document):
         names: tuple[str, ...] = ()
         if isinstance(statement, syn.Let):
             names = tuple(one.name.text for one in statement.parameters or ())

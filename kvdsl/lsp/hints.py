@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lsprotocol import types as lsp
 
 from kvdsl.lsp.document import Document
-from kvdsl.lsp.expressions import Placed, axes_in_words, value
+from kvdsl.lsp.expressions import Placed, axes_in_words, statements, value
 from kvdsl.syntax import nodes as syn
 
 COMMANDS = {"explain": "kvdsl.explain", "test": "kvdsl.test", "compile": "kvdsl.compile"}
@@ -21,11 +21,7 @@ def inlay_hints(document: Document, range: lsp.Range) -> list[lsp.InlayHint]:
 
 
 def _axes(document: Document) -> Iterator[lsp.InlayHint]:
-    if document.module is None:
-        return
-    syntax = document.module.syntax
-    statements = [*syntax.lets, *(one for policy in syntax.policies for one in policy.statements)]
-    for let in statements:
+    for let in statements(document):
         if isinstance(let, syn.Let) and let.parameters is None:
             known = value(document, Placed(let.value))
             if known is not None:

@@ -68,8 +68,7 @@ class Rope:
         """
         cos, sin = self._angles(x, shift)
         x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], shift.shape), -1)
-        a, b = self._split(self._rotated(x))
-        return self._among_the_others(x, self._join(a * cos - b * sin, a * sin + b * cos))
+        return self._turned(x, cos, sin)
 
     def rotate_mean(self, x: Tensor, angle: Tensor, weight: Tensor) -> Tensor:
         """The weighted mean of the vectors turned by several angles, float32 [..., dim].
@@ -79,6 +78,9 @@ class Rope:
         """
         cos, sin = ((f(angle) * weight).sum(0).float() for f in (torch.cos, torch.sin))
         x = x.float().expand(*torch.broadcast_shapes(x.shape[:-1], cos.shape[:-1]), -1)
+        return self._turned(x, cos, sin)
+
+    def _turned(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         a, b = self._split(self._rotated(x))
         return self._among_the_others(x, self._join(a * cos - b * sin, a * sin + b * cos))
 

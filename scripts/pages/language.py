@@ -33,24 +33,16 @@ def language_reference() -> str:
     """Statements, inputs, functions, the prelude, and the grammar itself."""
     parts = [
         MADE + "# The language, edition 1\n",
-        "One KV head of one layer sees a matrix of queries × slots; a slot holds one cached token. Every expression varies over some of "
+        "One KV head of one layer sees a matrix of queries × slots; a slot holds one cached token, and is *live* while it does. A policy "
+        "*settles* when it decides which tokens leave, and frees their slots. Every expression varies over some of "
         "the axes query, slot and dim, and every statement says which it needs. `#` begins a comment; a line ends a statement, except "
         "inside parentheses, and so does `;`. Words are reserved only where the grammar has them.\n",
         "## Statements\n",
         table(("statement", "meaning", "default"), (_statement(rule) for rule in STATEMENTS)),
         "A policy that `extends` another takes over its statements; `keep` lines accumulate; `override` stands before a statement that "
         'changes one. `import roco` makes a shipped policy known (`kvdsl list` shows them), and `import "mine.kv"` the policies and lets '
-        "of a file, by its path from the importing one: no file of yours can be taken for a shipped policy, or the other way round.\n",
-        "## Prompts and rates\n",
-        _said("prompts"),
-        "## Tensors of files\n",
-        _said("tensors"),
-        "## Values from the caller\n",
-        _said("given"),
-        "## Counts that read the data\n",
-        _said("counts"),
-        "## Budgets that are shared, and heads that vote\n",
-        _said("shared_budgets"),
+        "of a file, by its path from the importing one: no file of yours can be taken for a shipped policy, or the other way round. What a "
+        "policy names anew changes nothing in the statements that it inherits, except by `override`.\n",
         "## Inputs\n",
         table(("name", "axes", "meaning"), (_input(ops.INPUTS[name]) for name in ops.INPUTS if name in ops.NAMED_INPUTS)),
         "## Reductions\n",
@@ -63,13 +55,23 @@ def language_reference() -> str:
         table(("", "meaning", "ranges over"), map(_reduction, ops.REDUCTIONS.values())),
         "## Functions and operators\n",
         table(("", "meaning"), _functions()),
-        "### Ranks\n",
+        "## Prompts and rates\n",
+        _said("prompts"),
+        "## Tensors of files\n",
+        _said("tensors"),
+        "## Values from the caller\n",
+        _said("given"),
+        "## Counts that read the data\n",
+        _said("counts"),
+        "## Budgets that are shared, and heads that vote\n",
+        _said("shared_budgets"),
+        "## Ranks\n",
         _said("ranks"),
-        "### Slots against each other\n",
+        "## Slots against each other\n",
         _said("others"),
-        "### Folds\n",
+        "## Folds\n",
         _said("folds"),
-        "### The prompt's queries, and rotated vectors\n",
+        "## The prompt's queries, and rotated vectors\n",
         _said("prompt_queries"),
         "## What is equal on every backend\n",
         _said("equality"),

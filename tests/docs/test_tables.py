@@ -277,3 +277,13 @@ def test_promises_are_held_by_tests_that_exist() -> None:
     for file, test in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text):
         assert not test or f"\ndef {test}(" in read(file), f"{file}::{test}"
         assert "\ndef test_" in read(file), file
+
+
+def test_the_python_interface_has_every_public_member_of_a_cache() -> None:
+    """But what kvdsl's own modules call (`announce` and the like), and how it is put together."""
+    from kvdsl.runtime.hf.cache import KVCache
+
+    ours = {"announce", "assemble", "check_closed", "check_mask", "check_text", "spec"}
+    public = {name for name in vars(KVCache) if not name.startswith("_")} - ours
+    told = {name for member, _ in rows("docs/api.md", "A cache") for name in re.findall(r"\w+", member)}
+    assert public <= told, public - told

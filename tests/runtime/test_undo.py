@@ -15,7 +15,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
-from kvdsl.runtime.state.undo import Step, UndoLog
+from kvdsl.runtime.state.undo import Before, UndoLog
 
 BATCH, HEADS, DIM = 2, 2, 16
 
@@ -139,7 +139,7 @@ def test_a_step_costs_what_it_says() -> None:
         assert (len(state.spec.columns), len(state.spec.rings)) == (columns, rings)
         slot_and_seen = BATCH * HEADS * 8 + BATCH * 4
         expected = BATCH * HEADS * (2 * DIM * 4 + 4 * state.slots * (1 + columns + rings + rank)) + slot_and_seen
-        assert Step.before(state).bytes() == expected
+        assert Before.of(state).bytes() == expected
 
 
 def test_the_log_keeps_the_last_steps_only() -> None:
@@ -148,7 +148,7 @@ def test_the_log_keeps_the_last_steps_only() -> None:
         log.note(run.state)
         run.step(seed)
     assert len(log) == 4
-    assert log.bytes() == 4 * Step.before(run.state).bytes()
+    assert log.bytes() == 4 * Before.of(run.state).bytes()
     for seed in range(10, 17):
         log.note(run.state, at_least=7)
         run.step(seed)

@@ -14,7 +14,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.arguments import DecodeArgs, PromptArgs, address, point, strides_of
-from kvdsl.runtime.cpu.step import Step
+from kvdsl.runtime.cpu.prepared import Prepared
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state import choices, copies
@@ -144,7 +144,7 @@ class CpuBackend:
         check(self.step(state, call).run(self._replace, call, None, ctypes.c_void_p(where.data_ptr())))
 
     @staticmethod
-    def step(state: SlotState, call: AttentionCall) -> Step:
+    def step(state: SlotState, call: AttentionCall) -> Prepared:
         """The state's step: prepared anew where its tensors, or the kind of call, are others than last time."""
         step = _steps.get(state)
         if step is None or not step.serves(state, call):
@@ -152,11 +152,11 @@ class CpuBackend:
                 copies.keep_halves(state, call.rope)
                 copies.forget_length(state)
                 copies.keep(state, TILE)
-                step = _steps[state] = Step(state, call)
+                step = _steps[state] = Prepared(state, call)
         return step
 
 
-_steps: weakref.WeakKeyDictionary[SlotState, Step] = weakref.WeakKeyDictionary()
+_steps: weakref.WeakKeyDictionary[SlotState, Prepared] = weakref.WeakKeyDictionary()
 """What every state's last call was told."""
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.arguments import address
 from kvdsl.runtime.cpu.backend import CpuBackend, check
-from kvdsl.runtime.cpu.step import Step
+from kvdsl.runtime.cpu.prepared import Prepared
 from kvdsl.runtime.state.slots import SlotState
 
 _SOURCE = Path(__file__).parent / "rows.cpp"
@@ -28,7 +28,7 @@ class Rows:
     def __init__(self, backend: CpuBackend) -> None:
         self._kernel = backend.kernel
         self._function = _library().kvdsl_decode_rows
-        self._known: dict[int, tuple[SlotState, Step]] = {}
+        self._known: dict[int, tuple[SlotState, Prepared]] = {}
         """The states are held here, too: a step does not keep their tensors alive."""
         self._addresses = torch.zeros(0, dtype=torch.int64)
         """By number: where the step's arguments lie."""
@@ -40,7 +40,7 @@ class Rows:
             call: what a token of it is like: sizes, dtype, scaling, window and so on; not its values.
             longest: tokens of the longest text that it may be of.
         """
-        step = Step(state, call)
+        step = Prepared(state, call)
         step.reach(longest)
         self._known[number] = state, step
         if number >= len(self._addresses):

@@ -22,7 +22,7 @@ from kvdsl.runtime.gpu import versions
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.layout import give_back, take
-from kvdsl.runtime.gpu.report import Step, Taken, taken
+from kvdsl.runtime.gpu.report import Taken, Workload, taken
 from kvdsl.runtime.gpu.sizes import (
     ALONE_OPTIONS,
     CHOOSE_OPTIONS,
@@ -178,7 +178,7 @@ def parse_target(text: str) -> GPUTarget:
 
 
 def build(
-    stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None, step: Step | None = None
+    stem: str, source: Path, targets: dict[str, GPUTarget], shape: Shape | None = None, step: Workload | None = None
 ) -> Iterator[Row]:
     """Compile a policy's kernels for every target.
 
@@ -286,7 +286,7 @@ class _Kernel:
 
 
 def _row(
-    stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, options: dict[str, int], step: Step | None
+    stem: str, kernel: str, name: str, target: GPUTarget, what: _Kernel, options: dict[str, int], step: Workload | None
 ) -> Row:
     begun = time.perf_counter()
     try:

@@ -24,7 +24,6 @@ class Syntax:
         always, maybe: names of branches that are always taken, or under a condition.
         loads: a pattern of loads from global memory. widths: what tells their bits, the first that is found; else 32.
         products, barrier: patterns of products of matrices, and of barriers.
-        lanes: threads of a warp.
     """
 
     label: str
@@ -37,7 +36,6 @@ class Syntax:
     widths: tuple[tuple[str, int], ...]
     products: str
     barrier: str
-    lanes: int
 
 
 NVIDIA = Syntax(
@@ -51,7 +49,6 @@ NVIDIA = Syntax(
     widths=((r"\.128", 128), (r"\.64", 64), (r"\.[US]16", 16), (r"\.[US]8", 8)),
     products=r"^[HI]?(GMMA|MMA)|^HGMMA",
     barrier=r"^BAR\.SYNC",
-    lanes=32,
 )
 AMD = Syntax(
     label=r"^(\.LBB\d+_\d+):",
@@ -64,7 +61,6 @@ AMD = Syntax(
     widths=((r"x4", 128), (r"x3", 96), (r"x2", 64), (r"[us]short", 16), (r"[us]byte", 8)),
     products=r"^v_(s?mfma|wmma)_",
     barrier=r"^s_barrier",
-    lanes=64,
 )
 
 

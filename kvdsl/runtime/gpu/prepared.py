@@ -14,7 +14,7 @@ from torch import Tensor
 
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.gpu.launch import launch
-from kvdsl.runtime.state.bound import Bound
+from kvdsl.runtime.state.same import SameTensors
 from kvdsl.runtime.state.slots import SlotState
 
 _ALIGNED = 16
@@ -45,12 +45,12 @@ class Prepared:
     ) -> None:
         self._kind = _kind(state, call, fresh)
         self._runs = [_Run(one, fresh) for one in launches]
-        self._bound = Bound(state)
+        self._same = SameTensors(state)
         self._angles = [run.angles for run in self._runs]  # they outlive their cache of tables
 
     def serves(self, state: SlotState, call: AttentionCall, fresh: Mapping[str, Tensor | None]) -> bool:
         """Whether all that was prepared holds for this call."""
-        return self._bound.holds(state) and self._kind == _kind(state, call, fresh)
+        return self._same.holds(state) and self._kind == _kind(state, call, fresh)
 
     def run(self, fresh: Mapping[str, Tensor | None]) -> None:
         """Launch everything for another token."""

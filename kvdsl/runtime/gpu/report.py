@@ -58,7 +58,7 @@ _REGISTERS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Step:
+class Workload:
     """The step that times are estimated for: rows, KV heads of each, slots of each of those."""
 
     batch: int = 8
@@ -104,7 +104,7 @@ class Taken:
     loops: list[LoopRow]
 
 
-def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], step: Step, target: str) -> Taken:
+def taken(kernel: str, compiled: Any, registers: int, shape: dict[str, int], step: Workload, target: str) -> Taken:
     """The report of one compiled kernel.
 
     Args:
@@ -127,7 +127,7 @@ def _programs(chip: Chip, registers: int, shared: int, warps: int, lanes: int) -
     return min(chip.registers // each, chip.shared // (shared + chip.reserved or 1), chip.warps // warps)
 
 
-def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: Any, step: Step, chip: Chip) -> LoopRow:
+def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: Any, step: Workload, chip: Chip) -> LoopRow:
     round_of = _round(loop, shape)
     issue_us = read_us = None
     if "SLOTS" not in shape and (kernel != "choose" or loop.name.startswith(_OF_ALL_SLOTS)):
@@ -142,7 +142,7 @@ def _loop_row(kernel: str, loop: Loop, times: int, shape: dict[str, int], meta: 
     return LoopRow(kernel, loop.name, times, per_slot, loads, loop.products, loop.barriers, issue_us, read_us)
 
 
-def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Step, chip: Chip) -> int:
+def _spread(kernel: str, loop: Loop, shape: dict[str, int], step: Workload, chip: Chip) -> int:
     """Multiprocessors that share a step's rounds. What `settle` calls when the last of a head's programs has arrived, one program does."""
     if kernel in _SPLIT:
         return chip.processors

@@ -24,7 +24,7 @@ from kvdsl.runtime.state.slots import SlotState
 
 
 @dataclass(frozen=True)
-class Step:
+class Before:
     """One layer before a token came.
 
     Attributes:
@@ -43,7 +43,7 @@ class Step:
     filled: int
 
     @classmethod
-    def before(cls, state: SlotState) -> Step:
+    def of(cls, state: SlotState) -> Before:
         """Note what the state's next token may overwrite."""
         whole = {name: getattr(state, name).clone() for name, one in state.declared.items() if one.noted}
         whole["columns"] = state.columns[: len(state.spec.columns)].clone()
@@ -95,14 +95,14 @@ class UndoLog:
 
     def __init__(self, steps: int) -> None:
         self.steps = steps
-        self._noted: deque[Step] = deque()
+        self._noted: deque[Before] = deque()
 
     def __len__(self) -> int:
         return len(self._noted)
 
     def note(self, state: SlotState, at_least: int = 0) -> None:
         """Note the state before a token comes; the oldest step is dropped when there are more than `steps` and `at_least`."""
-        self._noted.append(Step.before(state))
+        self._noted.append(Before.of(state))
         while len(self._noted) > max(self.steps, at_least):
             self._noted.popleft()
 

@@ -14,9 +14,6 @@ from typing import Any
 
 from kvdsl.generation.times import quartiles
 
-MIN_REPEATS = 11
-"""A median of fewer rounds is not reported, save for what takes seconds."""
-
 
 @dataclass(frozen=True)
 class Candidate:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import Any
 
-from kvdsl_lab.reproduce.experiment import Setup
+from kvdsl_lab.reproduce.experiment import Row, Setup
 
 NAMES = {
     "h2o": "H2O", "equip_h2o": "H2O", "streaming_llm": "StreamingLLM", "equip_streaming": "StreamingLLM",
     "transformers": "growing cache",
 }  # fmt: skip
+
+
+def named(rows: Sequence[Row]) -> list[Row]:
+    """Rows with the names that the paper has for policies."""
+    return [{**row, "policy": NAMES[row["policy"]]} for row in rows]
 
 
 ROTATED, NO_POSITIONS, BIASED = "rotated", "no positions", "a bias by distance"

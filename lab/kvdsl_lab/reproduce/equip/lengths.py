@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvdsl_lab.reproduce import plots
-from kvdsl_lab.reproduce.equip.common import NAMES, layers, prompt
+from kvdsl_lab.reproduce.equip.common import NAMES, layers, named, prompt
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of, within
 
 if TYPE_CHECKING:
@@ -46,10 +46,6 @@ def _length_cells(setup: Setup) -> Iterator[Cell]:
         yield Cell(f"{length} tokens", partial(_generated, length=length, names=(NATIVE, *_EVICTING)))
 
 
-def _named(rows: Sequence[Row]) -> list[Row]:
-    return [{**row, "policy": NAMES[row["policy"]]} for row in rows]
-
-
 def _length_findings(rows: Sequence[Row]) -> list[Finding]:
     found = []
     for policy in _EVICTING:
@@ -68,13 +64,13 @@ def _length_findings(rows: Sequence[Row]) -> list[Finding]:
 
 
 def _length_plot(figure: Figure, rows: Sequence[Row]) -> None:
-    plots.lines(figure.subplots(), _named(rows), x="length", y="tpot_ms", by="policy", log_x=True)
+    plots.lines(figure.subplots(), named(rows), x="length", y="tpot_ms", by="policy", log_x=True)
 
 
 FIGURE3 = Experiment(
     "figure3", "A token's time behind texts of several lengths", "Figure 3", _length_cells,
     says="it rises with the length where the cache grows, and stays flat where tokens are evicted, lowest in place.",
-    findings=_length_findings, table=_named, plot=_length_plot,
+    findings=_length_findings, table=named, plot=_length_plot,
 )  # fmt: skip
 
 # -- Figure 10 ---------------------------------------------------------------------------------------------------------

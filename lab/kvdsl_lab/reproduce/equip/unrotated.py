@@ -12,7 +12,7 @@ from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kvdsl.runtime.hf.versions import with_cache
-from kvdsl_lab.reproduce.equip.common import BIASED, NAMES, NO_POSITIONS, prompt, unrotated
+from kvdsl_lab.reproduce.equip.common import BIASED, NAMES, NO_POSITIONS, named, prompt, unrotated
 from kvdsl_lab.reproduce.equip.races import LLAMA, TOY, race, race_table
 from kvdsl_lab.reproduce.experiment import Cell, Experiment, Finding, Row, Setup, all_of
 
@@ -165,12 +165,8 @@ def _equal_findings(rows: Sequence[Row]) -> list[Finding]:
     return found
 
 
-def _equal_table(rows: Sequence[Row]) -> list[Row]:
-    return [{**row, "policy": NAMES[row["policy"]]} for row in rows]
-
-
 EQUAL = Experiment(
     "equal", "In place beside shift and append where no keys are turned", "Appendices B.3 and D.7", _equal_cells,
     says="attention is the same whatever the order of keys, values and the mask or bias; every generated token is the same.",
-    findings=_equal_findings, table=_equal_table,
+    findings=_equal_findings, table=named,
 )  # fmt: skip

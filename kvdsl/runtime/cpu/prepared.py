@@ -13,14 +13,14 @@ from kvdsl.runtime.angles import Angles, angles
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.cpu.arguments import DecodeArgs, address, point, strides_of
 from kvdsl.runtime.state.blocks import Blocks
-from kvdsl.runtime.state.bound import Bound
 from kvdsl.runtime.state.flat import Flat
+from kvdsl.runtime.state.same import SameTensors
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import supplied_of
 from kvdsl.runtime.torch.attention import in_rows
 
 
-class Step:
+class Prepared:
     """What the kernel is told of a state and of one kind of call.
 
     It holds while the state's tensors are the same objects.
@@ -31,7 +31,7 @@ class Step:
 
     def __init__(self, state: SlotState, call: AttentionCall) -> None:
         state.check_fits(call.key, call.value)
-        self._bound = Bound(state)
+        self._same = SameTensors(state)
         self._kind = _kind(call)
         self._ring_rows = state.ring_rows()
         self._args = _told_of_slots(state, self._ring_rows)
@@ -43,7 +43,7 @@ class Step:
 
     def serves(self, state: SlotState, call: AttentionCall) -> bool:
         """Whether all that was written holds for this call."""
-        return self._bound.holds(state) and self._kind == _kind(call)
+        return self._same.holds(state) and self._kind == _kind(call)
 
     def for_one_thread(self) -> int:
         """Where the arguments lie, as long as this lives: from now on of one thread, and without what differs from token to token."""

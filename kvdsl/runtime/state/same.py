@@ -8,7 +8,7 @@ from operator import attrgetter, is_
 from kvdsl.runtime.state.slots import SlotState
 
 
-class Bound:
+class SameTensors:
     """The tensors of a state as they were, known weakly, so that none lives longer for having been pointed to."""
 
     def __init__(self, state: SlotState) -> None:
