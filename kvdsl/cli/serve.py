@@ -78,6 +78,7 @@ def served(
     from kvdsl.integrations.vllm.launch import installed
     from kvdsl.integrations.vllm.refusals import TEXTS, refuse_layers, refuse_release, refuse_trace_file
     from kvdsl.integrations.vllm.settings import Settings
+    from kvdsl.models import place_of
 
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
     asked = Settings(policy, tuple(sorted((name, _number(name, text)) for name, text in settings.items())))
@@ -85,7 +86,7 @@ def served(
     if version is None:
         raise KvdslError(f"vLLM is not installed here: {INSTALL}; docs/howto/serving.md")
     refuse_release(version)
-    place = _place(model)
+    place = place_of(model)
     config = _config(place)
     layers = int(getattr(config, "num_hidden_layers", 1))
     refuse_layers([asked.state(layer, layers) for layer in range(layers)])
@@ -117,12 +118,6 @@ def _number(name: str, text: str) -> float:
         return float(text)
     except ValueError as error:
         raise KvdslError(f"`{name}` is set to `{text}`, which is no number") from error
-
-
-def _place(model: str) -> str:
-    from kvdsl.models import CATALOGUE, model_folder
-
-    return str(model_folder(model)) if model in CATALOGUE else model
 
 
 def _config(place: str) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
-from kvdsl.models import CATALOGUE, model_folder
+from kvdsl.models import place_of
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -42,39 +42,12 @@ def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
 def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    place = _place(name)
+    place = place_of(name)
     try:
         with quiet():
             return AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto"), AutoTokenizer.from_pretrained(place)
     except (OSError, ValueError, ImportError) as error:
         raise KvdslError(f"cannot load the model `{name}`: {_first_sentence(error)}") from error
-
-
-def _place(name: str) -> str:
-    """What transformers is to load: the folder of a named model, or the folder or hub id that the user gave."""
-    if name not in CATALOGUE:
-        _check_folder(name)
-        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
-    if Path(name).is_dir():
-        raise KvdslError(
-            f"`{name}` is a folder here and the name of a model: write ./{name} for the folder, $(kvdsl models path {name}) for the model"
-        )
-    return str(model_folder(name))
-
-
-def _check_folder(name: str) -> None:
-    """Tell a folder that is not there from a hub id, which has at most one slash and does not begin with a dot or a slash."""
-    path = Path(name).expanduser()
-    if path.is_dir():
-        if not (path / "config.json").exists():
-            raise KvdslError(f"{path} holds no config.json: it is not the folder of a model")
-        return
-    if path.is_file():
-        raise KvdslError(f"{path} is a file; give the folder of a model")
-    if name.count("/") > 1 or name.startswith((".", "/", "~")):
-        raise KvdslError(
-            f"there is no model folder {name}; give a folder with a config.json, or a model's id on the Hugging Face hub"
-        )
 
 
 def _first_sentence(error: Exception) -> str:

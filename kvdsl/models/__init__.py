@@ -4,6 +4,6 @@ Nothing here downloads unasked: `fetch.get` does, and only `kvdsl models get` ca
 """
 
 from kvdsl.models.catalogue import CATALOGUE, NamedModel, named
-from kvdsl.models.place import here, model_folder
+from kvdsl.models.place import here, model_folder, place_of
 
-__all__ = ["CATALOGUE", "NamedModel", "here", "model_folder", "named"]
+__all__ = ["CATALOGUE", "NamedModel", "here", "model_folder", "named", "place_of"]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from kvdsl.build import store
 from kvdsl.errors import KvdslError
-from kvdsl.models.catalogue import NamedModel, named
+from kvdsl.models.catalogue import CATALOGUE, NamedModel, named
 
 
 def data_folder() -> Path:
@@ -41,3 +41,34 @@ def model_folder(name: str) -> Path:
         state = f"is damaged ({flaw})" if place(model).exists() else "is not on this machine"
         raise KvdslError(f"the model `{name}` {state}: run `kvdsl models get {name}`")
     return place(model)
+
+
+def place_of(name: str) -> str:
+    """What transformers is to load: the folder of a named model, or the folder or hub id that the user gave.
+
+    Raises:
+        KvdslError: if there is no such folder, if the named model is not here, or if the name is a folder's, too.
+    """
+    if name not in CATALOGUE:
+        _check_folder(name)
+        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+    if Path(name).is_dir():
+        raise KvdslError(
+            f"`{name}` is a folder here and the name of a model: write ./{name} for the folder, $(kvdsl models path {name}) for the model"
+        )
+    return str(model_folder(name))
+
+
+def _check_folder(name: str) -> None:
+    """Tell a folder that is not there from a hub id, which has at most one slash and does not begin with a dot or a slash."""
+    path = Path(name).expanduser()
+    if path.is_dir():
+        if not (path / "config.json").exists():
+            raise KvdslError(f"{path} holds no config.json: it is not the folder of a model")
+        return
+    if path.is_file():
+        raise KvdslError(f"{path} is a file; give the folder of a model")
+    if name.count("/") > 1 or name.startswith((".", "/", "~")):
+        raise KvdslError(
+            f"there is no model folder {name}; give a folder with a config.json, or a model's id on the Hugging Face hub"
+        )

@@ -101,3 +101,14 @@ def test_without_vllm_and_with_another_release(monkeypatch: pytest.MonkeyPatch, 
         monkeypatch.setattr("kvdsl.integrations.vllm.launch.installed", lambda found=found: found)
         assert main(["serve", MODEL, "--policy", "h2o", "--set", "budget=64"]) == 2
         assert said in capsys.readouterr().err
+
+
+def test_a_name_that_is_a_folder_too(
+    vllm: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "smollm2").mkdir()
+    assert main(["serve", "smollm2", "--policy", "h2o"]) != 0
+    assert "`smollm2` is a folder here and the name of a model" in capsys.readouterr().err
+    assert main(["serve", "./smollm2", "--policy", "h2o"]) != 0
+    assert "holds no config.json" in capsys.readouterr().err

@@ -21,7 +21,7 @@ _SMALLER = {"vatp_h2o": {"sinks": 2}}
 
 
 LAYOUTS = {
-    "roco_blocks": ("RocoBlocks extends RoCo", "param block = 5\n  storage blocks block"),
+    "roco_stored_in_blocks": ("RocoBlocks extends RoCo", "param block = 5\n  storage blocks block"),
     "streaming_blocks": ("StreamingBlocks extends StreamingLLM", "storage blocks 5"),
     "fused": ("Fused extends EQUIP_H2O", "override rope fused"),
     "paged": ("Paged extends EQUIP_H2O", "storage blocks 4"),

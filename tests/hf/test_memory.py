@@ -189,7 +189,7 @@ def test_a_budget_takes_memory_as_it_is_filled() -> None:
     assert cache.bytes() > 90 * small
 
 
-@pytest.mark.parametrize("policy", ["h2o", "streaming_llm", "roco_blocks"])
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm", "roco_stored_in_blocks"])
 def test_kernels_follow_slots_that_grow(policy: str) -> None:
     """The tokens that a cache keeps, and the logits, are those of one whose slots were all there from the beginning."""
     model, ids = zoo.model("llama"), zoo.prompt(1, 1090)

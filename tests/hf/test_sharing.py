@@ -305,7 +305,7 @@ SAVED = {
     "vatp_scissorhands": {"budget": 12, "sinks": 2, "history": 8},  # rings
     "roco_sparcas": {"budget": 20, "protect": 4, "tokens": 9, "dims": 4},  # a sketch
     "adakv": {"budget": 34},  # heads of different lengths
-    "roco_blocks": {"budget": 12},
+    "roco_stored_in_blocks": {"budget": 12},
     "scissorhands_window": {"budget": 20, "history": 8},
 }
 
