@@ -95,7 +95,8 @@ def test_a_compiled_step_is_an_eager_one(policy: str, backend: str, model: Any) 
 
 
 @pytest.mark.parametrize(
-    ("layout", "backend"), [slow("roco_stored_in_blocks", "cpu"), slow("equip_h2o", "cpu"), ("paged", "cpu"), slow("paged", "torch")]
+    ("layout", "backend"),
+    [slow("roco_stored_in_blocks", "cpu"), slow("equip_h2o", "cpu"), ("paged", "cpu"), slow("paged", "torch")],
 )
 def test_a_compiled_step_in_every_layout(layout: str, backend: str, model: Any) -> None:
     """Slots in blocks, whose pool and table stay where they are; keys' halves kept beside them; both."""
