@@ -28,7 +28,8 @@ def search_page() -> str:
     tables = {
         "{so_far}": _so_far(found), "{picture}": FRONT, "{finalists}\n": _finalists(found),
         "{ablations}\n": table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in found["ablations"])),
-        "{unseen}": _unseen(found), "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
+        "{unseen}": _unseen(found), "{proof}\n": _proof(),
+        "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
     }  # fmt: skip
     for place, made in tables.items():
         assert place in written
@@ -81,7 +82,7 @@ def _unseen(found: dict[str, Any]) -> str:
     few = ": too few stretches for an interval" if one["behind"][1] is None else ""
     return (
         f"On {found['stretches']} more stretches of {found['tokens']} tokens of the books that are searched on, read token by token, "
-        f"the loss under `{found['finalists'][0]['text']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
+        f"the loss under `{found['finalists'][0]['name']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
         f"token{few}."
     )
 
@@ -109,13 +110,12 @@ PROOFS = {
 
 def _proof() -> str:
     """How many others each finalist is surely better than, at most as many bytes, and by how much than the best of them."""
-    found = {
-        name: json.loads((SEARCHED.parents[1] / "proof" / name / "leaderboard.json").read_text(encoding="utf-8"))
-        for name in PROOFS
-    }
+    folders = {name: SEARCHED.parents[1] / "proof" / name / "leaderboard.json" for name in PROOFS}
+    found = {name: json.loads(path.read_text(encoding="utf-8")) for name, path in folders.items() if path.exists()}
     compared = {name: one["claim"]["comparisons"] for name, one in found.items()}
     policies = list(dict.fromkeys(one["policy"] for own in compared.values() for one in own))
-    return table(
+    measured = "All of them are measured" if len(found) == len(PROOFS) else f"Measured so far: {len(found)} of {len(PROOFS)}"
+    return f"{measured}.\n\n" + table(
         ("on", "task", "budget", *(f"`{policy}`" for policy in policies)),
         (
             (PROOFS[name], column, spelled(budget), *(_borne_out(own, column, budget, policy) for policy in policies))
@@ -131,4 +131,4 @@ def _borne_out(comparisons: Sequence[dict[str, Any]], column: str, budget: float
     fair = [one for one in own if one["bytes"] <= NO_MORE]
     sure, best = sum(one["p"] < LEVEL / len(PROOFS) for one in fair), min(fair, key=lambda one: float(one["better"][0]))
     mean, low, high = best["better"]
-    return f"{sure} of {len(fair)}; `{best['rival']}` {mean:+.4f} ({low:+.4f} to {high:+.4f})"
+    return f"{sure} of {len(fair)}; {mean:+.3f} ({low:+.3f} to {high:+.3f}) beside `{best['rival']}`"
