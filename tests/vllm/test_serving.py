@@ -118,8 +118,8 @@ def test_policies_that_select_or_keep_what_is_decoded(policy: str) -> None:
     assert differs < NEAR if policy == "full" else differs > 100 * NEAR
 
 
-@pytest.mark.parametrize("statement", ["layers 2..", "budget budget + 16 * layer"])
-def test_layers_that_hold_more_than_others(statement: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("statement", ["layers 2..", "budget budget + 16 * layer", "prefill blocks of 64"])
+def test_what_holds_more_in_some_layers_or_behind_a_prompt(statement: str, tmp_path: Path) -> None:
     policy = tmp_path / "layered.kv"
     policy.write_text(
         f"kv 1\npolicy Layered {{\n  param budget = 48\n  score sum(attn)\n  keep last 0.5 * budget\n  {statement}\n}}\n"
