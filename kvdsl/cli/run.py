@@ -79,7 +79,7 @@ def command(
     check_defaults(model, prompt, prompt_file)
     import torch
 
-    from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up
+    from kvdsl.generation.generate import generate, generate_full, same_prefix, warm_up, warm_up_full
     from kvdsl.generation.models import check_length, load_model
     from kvdsl.loading import load
     from kvdsl.runtime.supplied import refuse_required
@@ -91,7 +91,10 @@ def command(
     lm, tokenizer = load_model(model, dtype)
     ids = prompt_ids(tokenizer, prompt, prompt_file)
     check_length(lm, len(ids) + max_new_tokens)
-    full = generate_full(lm, tokenizer, ids, max_new_tokens) if compare else None
+    full = None
+    if compare:
+        warm_up_full(lm, tokenizer, ids)
+        full = generate_full(lm, tokenizer, ids, max_new_tokens)
     cache = cache_class(lm, backend=backend)
     warm_up(lm, tokenizer, ids, cache)
     ours = generate(lm, tokenizer, ids, max_new_tokens, cache)

@@ -117,6 +117,11 @@ def warm_up(model: Any, tokenizer: Any, prompt: Sequence[int], cache: Any) -> No
     cache.reset()
 
 
+def warm_up_full(model: Any, tokenizer: Any, prompt: Sequence[int]) -> None:
+    """The same under the full cache, before it is timed."""
+    generate_full(model, tokenizer, prompt[:_WARM_UP_TOKENS], 3)
+
+
 # -- sizes -------------------------------------------------------------------------------------------------------------
 
 

@@ -104,17 +104,22 @@ def first_token(tokenizer: Any) -> list[int]:
     return [] if bos is None else [int(bos)]
 
 
-def windows(tokenizer: Any, text: str, length: int, count: int) -> Tensor:
+def windows(tokenizer: Any, text: str, length: int, count: int, *, apart: bool = False) -> Tensor:
     """`count` stretches of the text, evenly over it, each `length` tokens with its BOS: int64 [count, length].
 
     Raises:
-        KvdslError: if the text is too short for one.
+        KvdslError: if the text is too short for one, or, if they are to lie `apart`, for all of them.
     """
     bos, ids = first_token(tokenizer), encode(tokenizer, text)
     body = length - len(bos)
     if body < 1 or len(ids) < body:
         raise KvdslError(
             f"the text has {len(ids)} tokens, fewer than the {body} that one stretch needs; give a longer text or fewer tokens"
+        )
+    if apart and len(ids) < count * body:
+        raise KvdslError(
+            f"the text has {len(ids)} tokens, too few for {count} stretches of {body} that do not overlap; give a longer text, fewer "
+            f"stretches or shorter ones"
         )
     last = len(ids) - body
     starts = [last * index // max(1, count - 1) for index in range(count)]

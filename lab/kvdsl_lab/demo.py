@@ -124,7 +124,7 @@ def _model(console: Any, name: str) -> tuple[Any, Any]:
 
 
 def _find(console: Any, model: Any, tokenizer: Any) -> None:
-    from kvdsl.generation.generate import generate_full
+    from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.report import FULL
     from kvdsl.loading import load
     from kvdsl_lab.leaderboard.questions import lay_out
@@ -133,7 +133,7 @@ def _find(console: Any, model: Any, tokenizer: Any) -> None:
     question = shown_question(model, tokenizer, counted)
     prompt = [token for part in lay_out(tokenizer, question) for token in part]
     _show_question(console, question, len(prompt))
-    _wake(model, tokenizer, prompt)
+    warm_up_full(model, tokenizer, prompt)
     found = {FULL: generate_full(model, tokenizer, prompt, question.new_tokens)}
     for name, policy in FINDING.items():
         cache_class: Any = load(policy)
@@ -203,7 +203,7 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 
 def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_tokens: int) -> None:
 
-    from kvdsl.generation.generate import generate_full
+    from kvdsl.generation.generate import generate_full, warm_up_full
     from kvdsl.generation.models import encode, first_token, page
     from kvdsl.generation.report import FULL, comparison
 
@@ -213,20 +213,13 @@ def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_token
     console.print(f"    ... {' '.join(text.split()[-30:])}", style="cyan", markup=False)
     console.print(f"(The likeliest token each time, with a repetition penalty of {PENALTY}.)")
     model.generation_config.repetition_penalty = PENALTY
-    _wake(model, tokenizer, prompt)
+    warm_up_full(model, tokenizer, prompt)
     full = generate_full(model, tokenizer, prompt, new_tokens)
     cache = cache_class(model, budget=RATE)
     found = {FULL: full, f"RoCo, {RATE:.0%} of the prompt": _timed(model, tokenizer, prompt, new_tokens, cache)}
     for table in comparison(found):
         console.print(table)
     _explain(console, cache)
-
-
-def _wake(model: Any, tokenizer: Any, prompt: Sequence[int]) -> None:
-    """Some tokens under the full cache, so that threads and memory are there when it is timed."""
-    from kvdsl.generation.generate import generate_full
-
-    generate_full(model, tokenizer, prompt[:64], 3)
 
 
 def _timed(model: Any, tokenizer: Any, prompt: Sequence[int], new_tokens: int, cache: Any) -> Generated:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from click.testing import CliRunner
 
 from kvdsl.errors import KvdslError
+from kvdsl_lab.assets import reference_weights, weights_of
 from kvdsl_lab.cli.eval import command as evaluate
 from kvdsl_lab.eval.benchmarks import longbench, metrics, ruler, run
 from kvdsl_lab.eval.benchmarks.tasks import Example, Task
@@ -252,6 +254,25 @@ def test_prompts_are_cut_in_the_middle(asked: run.Asking, prompt: str) -> None:
     task = Task("t", "f1", lambda text, example: 0.0, 4, [], chat=True)
     found = asked.ids(task, Example("abcdefghij", {}))
     assert "".join(map(chr, found)) == prompt
+
+
+def test_a_prompt_that_is_not_to_be_cut_is_refused() -> None:
+    """RULER hides its needle somewhere in the middle."""
+    task = Task("niah", "f1", lambda text, example: 0.0, 4, [])
+    asked = replace(asking(14), cuts=False)
+    assert len(asked.ids(task, Example("abcdefghi", {}))) == 10
+    with pytest.raises(KvdslError, match="a prompt of niah has 11 tokens, and its answer 4, but the model was made for 14"):
+        asked.ids(task, Example("abcdefghij", {}))
+
+
+def test_weights_are_told_from_others_of_the_same_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    (tmp_path / "model.safetensors").write_bytes(b"one")
+    before = weights_of(str(tmp_path))
+    assert weights_of(str(tmp_path)) == before
+    (tmp_path / "model.safetensors").write_bytes(b"others")
+    assert weights_of(str(tmp_path)) != before
+    assert weights_of(None) == reference_weights() and weights_of("org/model", "c0ffee") == "c0ffee"
 
 
 def test_no_room_for_a_prompt() -> None:

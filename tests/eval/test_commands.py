@@ -221,3 +221,8 @@ def test_what_the_demo_counts_is_there():
     assert items == 20
     assert set(demo.FINDING.values()) | {"full"} <= set(right)
     assert all(0 <= count <= items for count in right.values())
+
+
+def test_budgets_are_given_once(capsys):
+    assert main(["eval", "ppl", "--policies", "h2o", "--set", "budget=32"]) == 2
+    assert "budgets are given by --budgets here, and not by --set" in capsys.readouterr().err

@@ -11,7 +11,7 @@ import torch
 
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
-from kvdsl.generation.models import windows
+from kvdsl.generation.models import encode, windows
 from kvdsl_lab.eval import fidelity, perplexity, retrieval
 from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
 
@@ -122,15 +122,33 @@ def test_trials_hold_the_fact_at_its_depth(tokenizer):
         assert one.prompts.shape == (2, 300)
         for prompt, answer in zip(one.prompts.tolist(), one.answers, strict=True):
             assert prompt[0] == tokenizer.bos_token_id
-            starts = [at for at in range(300) if prompt[at : at + len(answer)] == list(answer)]
-            assert starts and starts[-1] + len(answer) < 300, "the answer stands in the text, and not at its end"
+            ids = encode(tokenizer, answer)
+            starts = [at for at in range(300) if prompt[at : at + len(ids)] == ids]
+            assert starts and starts[-1] + len(ids) < 300, "the answer stands in the text, and not at its end"
             assert all(abs(start / 300 - one.depth) < 0.35 for start in starts)
+
+
+class Spaced:
+    """A tokenizer that writes a space before a text, as SentencePiece does, and has no BOS."""
+
+    bos_token_id = None
+
+    def __call__(self, text, **_):
+        return {"input_ids": [0, *(ord(letter) for letter in text)]}
+
+    def decode(self, ids):
+        return "".join(" " if index == 0 else str(index) for index in ids)
+
+
+def test_a_tokenizer_without_a_bos(tokenizer):
+    (one, *_) = retrieval.make_trials(Spaced(), TEXT * 4, 700, 1, pairs=2)
+    assert one.prompts.shape == (1, 700) and one.new_tokens == 1 + len(one.answers[0])
 
 
 def test_accuracy_counts_whole_answers(monkeypatch):
     prompts = torch.zeros(3, 4, dtype=torch.int64)
-    trials = retrieval.Trials("pass-key", 0.5, prompts, ((1, 2), (1, 3), (1, 2)))
-    monkeypatch.setattr(retrieval, "greedy", lambda model, ids, *_: torch.tensor([[1, 2]] * len(ids)))
+    trials = retrieval.Trials("pass-key", 0.5, prompts, ("12", "13", "12"), 3, Spaced())
+    monkeypatch.setattr(retrieval, "greedy", lambda model, ids, *_: torch.tensor([[0, 1, 2]] * len(ids)))
     assert retrieval.accuracy(None, trials, lambda: None, None, batch=2) == pytest.approx(2 / 3)
 
 
@@ -156,6 +174,9 @@ def test_the_asked_for_pair_stands_at_the_depth():
 def test_short_texts_are_refused(tokenizer):
     with pytest.raises(KvdslError, match="fewer than"):
         windows(tokenizer, "Too short.", 400, 1)
+    assert len(windows(tokenizer, TEXT, 40, 200)) == 200
+    with pytest.raises(KvdslError, match="too few for 200 stretches of 39 that do not overlap"):
+        windows(tokenizer, TEXT, 40, 200, apart=True)
     with pytest.raises(KvdslError, match="fewer than"):
         retrieval.make_trials(tokenizer, "Too short.", 400, 1)
     with pytest.raises(KvdslError, match="longer prompts"):

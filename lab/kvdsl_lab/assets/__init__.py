@@ -52,6 +52,22 @@ def reference_weights() -> str:
     return digests["model.safetensors"][:8]
 
 
+def weights_of(name: str | None, commit: str | None = None) -> str:
+    """What tells a model's weights from others of the same name.
+
+    Args:
+        name: as for `load_model`.
+        commit: of the hub, for a model from there.
+    """
+    if name is None:
+        return reference_weights()
+    from kvdsl.models import place_of
+
+    files = sorted(Path(place_of(name)).glob("*.safetensors")) + sorted(Path(place_of(name)).glob("*.bin"))
+    told = [f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files]
+    return hashlib.sha256("\n".join(told).encode()).hexdigest()[:8] if told else commit or name
+
+
 def load_reference_model(dtype: Any = None, folder: Path | None = None) -> tuple[Any, Any]:
     """The reference model, ready for inference, and its tokenizer.
 

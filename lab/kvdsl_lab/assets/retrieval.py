@@ -57,8 +57,8 @@ def key_values(rng: np.random.Generator, count: int, asked: int | None = None, d
     return Recall(facts, tuple((f"\n\nThe number of the {name}: ", values[str(name)]) for name in order))
 
 
-def lay_out(task: Recall, filler: Sequence[int], length: int, encode: Encode, bos: int, answered: bool) -> list[int]:
-    """`length` tokens: BOS, filler with the facts in it, the questions; the last answer only if `answered`.
+def lay_out(task: Recall, filler: Sequence[int], length: int, encode: Encode, bos: int | None, answered: bool) -> list[int]:
+    """`length` tokens: BOS (where the tokenizer has one), filler with the facts in it, the questions; the last answer only if `answered`.
 
     All questions but the last are answered in the text, as a reader would have done.
     """
@@ -68,12 +68,13 @@ def lay_out(task: Recall, filler: Sequence[int], length: int, encode: Encode, bo
         if answered or index < len(task.questions) - 1:
             tail += encode(answer + ".")
     facts = [(depth, list(encode(text))) for depth, text in sorted(task.facts)]
-    room = length - 1 - len(tail) - sum(len(ids) for _, ids in facts)
+    out = [] if bos is None else [bos]
+    room = length - len(out) - len(tail) - sum(len(ids) for _, ids in facts)
     if room < 0:
         raise ValueError(f"{length} tokens are too few for this task: it needs at least {length - room}")
     if len(filler) < room:
         raise ValueError(f"the filler has {len(filler)} tokens, {room} are needed")
-    out, used = [bos], 0
+    used = 0
     for depth, ids in facts:
         upto = round(depth * room)
         out += [*filler[used:upto], *ids]

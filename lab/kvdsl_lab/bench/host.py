@@ -31,8 +31,9 @@ def narrow_model(shape: str, dtype: str, seed: int = 0) -> Any:
     name, layers = parse_shape(shape)
     config = dict(SHAPES[name])
     heads, hidden = int(config["num_attention_heads"]), int(config["hidden_size"])
-    config |= {"num_hidden_layers": layers, "head_dim": hidden // heads, "hidden_size": 8 * heads, "intermediate_size": 8,
-               "vocab_size": _VOCABULARY}  # fmt: skip
+    config |= {"num_hidden_layers": layers, "head_dim": hidden // heads, "intermediate_size": 8, "vocab_size": _VOCABULARY}
+    if config["model_type"] != "gpt_neox":  # its heads are as wide as the hidden size says
+        config["hidden_size"] = 8 * heads
     torch.manual_seed(seed)
     with quiet():
         made = AutoConfig.for_model(config.pop("model_type"), **config)

@@ -63,7 +63,7 @@ def ppl(tokens: int, stretches: int, chunk: int, by: int | None, as_json: bool, 
 
     if by is None:
         check_length(begun.model, tokens)
-    ids = windows(begun.tokenizer, begun.text, tokens, stretches)
+    ids = windows(begun.tokenizer, begun.text, tokens, stretches, apart=True)
     with progress("perplexity", begun.pairs * steps(tokens, chunk)) as tick:
         rows = perplexities(begun.model, ids, begun.policies, begun.budgets, chunk, tick, by)
     begun.finish(rows, as_json, stretches=stretches, stretch_tokens=tokens, chunk=chunk)

@@ -118,6 +118,7 @@ def _measure(
     from kvdsl.cli.progress import progress
     from kvdsl.environment import environment
     from kvdsl.files import write_whole
+    from kvdsl_lab.assets import weights_of
     from kvdsl_lab.eval.benchmarks import run
 
     chat = _check_chat(begun.tokenizer, chat)
@@ -125,8 +126,13 @@ def _measure(
     asked = {
         "benchmark": benchmark, "model": given["model"] or "the model that ships with kvdsl-lab", "max_length": max_length, "chat": chat,
     }  # fmt: skip
-    facts = {**asked, "backend": given["backend"], **{key: about[key] for key in _CHANGES_PREDICTIONS}}
-    asking = run.Asking(begun.model, begun.tokenizer, max_length, chat)
+    facts = {
+        **asked,
+        "weights": weights_of(given["model"], getattr(begun.model.config, "_commit_hash", None)),
+        "backend": given["backend"],
+    }
+    facts |= {key: about[key] for key in _CHANGES_PREDICTIONS}
+    asking = run.Asking(begun.model, begun.tokenizer, max_length, chat, cuts=benchmark != "ruler")
     with progress(benchmark, begun.pairs * sum(len(task.examples) for task in loaded)) as tick:
         rows = run.evaluate(asking, loaded, begun.policies, begun.budgets, out, facts, fresh=fresh, tick=tick)
     means = run.averages(rows)

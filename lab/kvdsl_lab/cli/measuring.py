@@ -67,7 +67,7 @@ class Measured:
         from kvdsl.generation.models import check_length, windows
 
         check_length(self.model, length)
-        return windows(self.tokenizer, self.text, length, count)
+        return windows(self.tokenizer, self.text, length, count, apart=True)
 
     def print_json(self, content: Mapping[str, Any], seed: int | None = None) -> None:
         """The command's one JSON object."""
@@ -80,6 +80,8 @@ class Setting(Measured):
     def __init__(self, policies: str, budgets: str, settings: Mapping[str, str], **given: Any) -> None:
         from kvdsl_lab.eval.caches import Policies, parse_budgets, parse_policies
 
+        if "budget" in settings:
+            raise click.UsageError("budgets are given by --budgets here, and not by --set")
         self.budgets = parse_budgets(budgets)
         self.policies: Policies = Policies(parse_policies(policies), settings, given["backend"])
         super().__init__(**given)

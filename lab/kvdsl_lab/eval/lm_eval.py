@@ -95,6 +95,10 @@ class KvdslLM(HFLM):
         return {**super().get_model_info(), "kvdsl_policy": self.policy, "kvdsl_params": self.params}
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **generation: Any) -> Tensor:
+        if self.tail:
+            raise KvdslError(
+                "`tail` is for log-likelihoods: a text that is generated follows the whole context; leave it out here"
+            )
         return super()._model_generate(context, max_length, stop, past_key_values=self.make_cache(), **generation)
 
     def _loglikelihood_tokens(
@@ -120,6 +124,8 @@ class KvdslLM(HFLM):
 
     def _scores_through(self, cache: Any, batch: Sequence[Group]) -> dict[int, Answer]:
         ids, mask = left_padded([context for context, _ in batch], self.device)
+        if ids.shape[1] == 1:  # there is no prompt that a rate could be of: it is of the whole text, as in `kvdsl eval ppl`
+            cache.expect_prompt(1 + max(len(wanted) for _, those in batch for _, wanted in those))
         for start, stop in steps(ids.shape[1], ids.shape[1] - tail_of(batch[0], self.tail)):
             logits = self._forward(ids[:, start:stop], mask[:, :stop], cache, logits_to_keep=1)
         asked = [(row, number, wanted) for row, (_, those) in enumerate(batch) for number, wanted in those]
@@ -175,12 +181,17 @@ def tail_of(group: Group, tail: int) -> int:
     return min(tail, len(group[0]) - 1)
 
 
+def _kind(group: Group, tail: int) -> tuple[int, bool]:
+    """What contexts of a batch have in common: how long their tails are, and whether they are single tokens."""
+    return tail_of(group, tail), len(group[0]) == 1
+
+
 def batches(groups: Sequence[Group], size: int, tail: int = 0) -> Iterator[list[Group]]:
     """Contexts with `size` continuations together, or a single one that has more; their tails are of one length."""
     batch: list[Group] = []
     rows = 0
     for group in groups:
-        if batch and (rows + len(group[1]) > size or tail_of(group, tail) != tail_of(batch[0], tail)):
+        if batch and (rows + len(group[1]) > size or _kind(group, tail) != _kind(batch[0], tail)):
             yield batch
             batch, rows = [], 0
         batch.append(group)

@@ -29,12 +29,18 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Trials:
-    """Prompts of equal length about one task at one depth, and their answers."""
+    """Prompts of equal length about one task at one depth, and their answers.
+
+    Attributes:
+        new_tokens: as many as the longest answer has, encoded by itself, where some tokenizers put a space before it.
+    """
 
     task: str
     depth: float
     prompts: Tensor
-    answers: tuple[tuple[int, ...], ...]
+    answers: tuple[str, ...]
+    new_tokens: int
+    tokenizer: Any
 
 
 def make_task(name: str, rng: np.random.Generator, depth: float, pairs: int) -> Recall:
@@ -76,23 +82,24 @@ def _trials(
         task = make_task(name, rng, depth, pairs)
         start = int(rng.integers(0, len(ids) - length + 1))
         prompts.append(lay_out(task, ids[start : start + length], length, cached, tokenizer.bos_token_id, answered=False))
-        answers.append(tuple(cached(task.questions[-1][1])))
-    return Trials(name, depth, torch.tensor(prompts), tuple(answers))
+        answers.append(task.questions[-1][1])
+    longest = max(len(cached(answer)) for answer in answers)
+    return Trials(name, depth, torch.tensor(prompts), tuple(answers), longest, tokenizer)
 
 
 def accuracy(
     model: Any, trials: Trials, make_cache: Callable[[], Any], chunk: int | None, batch: int = 10, usage: Usage | None = None
 ) -> float:
     """Share of answers that greedy decoding gives in full; `usage` sees the caches."""
-    longest = max(len(answer) for answer in trials.answers)
-    right = []
+    right: list[bool] = []
     for at in range(0, len(trials.answers), batch):
         cache = make_cache()
-        found = greedy(model, trials.prompts[at : at + batch], longest, cache, chunk).tolist()
+        found = greedy(model, trials.prompts[at : at + batch], trials.new_tokens, cache, chunk).tolist()
         if usage is not None:
             usage.see(cache)
         right += [
-            row[: len(answer)] == list(answer) for row, answer in zip(found, trials.answers[at : at + batch], strict=True)
+            trials.tokenizer.decode(row).lstrip().startswith(answer)
+            for row, answer in zip(found, trials.answers[at : at + batch], strict=True)
         ]
     return statistics.fmean(right)
 

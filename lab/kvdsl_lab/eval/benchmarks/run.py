@@ -33,21 +33,31 @@ class Asking:
     Attributes:
         max_length: tokens of a prompt, from whose middle the rest is cut; None for what the model was made for.
         chat: whether prompts that may have one get the tokenizer's chat template.
+        cuts: whether a prompt that is too long is cut, as LongBench's scripts do; it is refused otherwise.
     """
 
     model: Any
     tokenizer: Any
     max_length: int | None = None
     chat: bool = False
+    cuts: bool = True
 
     def ids(self, task: Task, example: Example) -> list[int]:
         """The prompt's tokens.
 
         Raises:
-            KvdslError: if the chat template alone is longer than what the model was made for.
+            KvdslError: if the chat template alone is longer than what the model was made for, or the prompt, which is not to be cut.
         """
         made_for = getattr(self.model.config.get_text_config(), "max_position_embeddings", None)
         room = None if made_for is None else made_for - task.new_tokens
+        if not self.cuts:
+            whole = self._whole(task, example.prompt)
+            if room is not None and len(whole) > room:
+                raise KvdslError(
+                    f"a prompt of {task.name} has {len(whole)} tokens, and its answer {task.new_tokens}, but the model was made for "
+                    f"{made_for}: lay the task out for this model's tokenizer, and shorter"
+                )
+            return whole
         keep = min((one for one in (self.max_length, room) if one is not None), default=None)
         while keep is None or keep > 1:
             found = self._whole(task, example.prompt if keep is None else cut_middle(self.tokenizer, example.prompt, keep))
@@ -106,13 +116,13 @@ def evaluate(
     Raises:
         KvdslError: if predictions of an earlier run are of other examples, or were made with something else.
     """
-    folders = {(name, budget): out / _folder(name, budget) for name, budget in policies.pairs(budgets)}
-    for (name, _), folder in folders.items():
+    folders = [(name, budget, out / _folder(name, budget)) for name, budget in policies.pairs(budgets)]
+    for name, _, folder in folders:
         # The package that a policy was compiled to is named by a digest: another text, setting or compiler makes another one.
         digest = policies.classes[name].__module__.partition(".")[0].rpartition("_")[2]
         claim(folder, {"policy": name, "compiled policy": digest, **facts}, fresh=fresh)
     rows: list[Row] = []
-    for (name, budget), folder in folders.items():
+    for name, budget, folder in folders:
         for task in tasks:
             usage = Usage()
             found = predict(asking, task, lambda: policies.make(name, asking.model, budget), folder, tick, usage)  # noqa: B023
