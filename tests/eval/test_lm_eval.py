@@ -109,6 +109,23 @@ def test_under_a_small_budget_every_token_is_predicted_through_the_cache(
     )
 
 
+def test_a_rate_where_there_is_no_context(model: Any, tokenizer: Any) -> None:
+    """It is of the whole text, whatever stands beside it in a batch, and a window behind another has no other context."""
+    requests = instances("loglikelihood", [("", LONG), ("", "The"), (LONG, " He lit it"), ("", LONG + " Nobody")])
+    found = [
+        harness(ours.KvdslLM, model, tokenizer, policy="roco", budget=0.25, batch_size=size).loglikelihood(
+            requests, disable_tqdm=True
+        )
+        for size in (1, 64)
+    ]
+    assert close(*found)
+    whole = 1 + len(tokenizer(LONG, add_special_tokens=False)["input_ids"])
+    assert close(found[0][:1], [one_by_one(model, tokenizer, "", LONG, "roco", whole // 4)])
+    rolling = instances("loglikelihood_rolling", [(LONG * 8,)])
+    lm = harness(ours.KvdslLM, model, tokenizer, policy="roco", budget=0.25)
+    assert lm.loglikelihood_rolling(rolling, disable_tqdm=True)[0] < 0
+
+
 def ending(tokenizer: Any) -> Any:
     """The harness's own model needs a token that ends texts, which this tokenizer lacks."""
     made = copy.deepcopy(tokenizer)
@@ -214,3 +231,9 @@ def test_what_is_fed_together(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(ours.steps(9)) == [(0, 3), (3, 6), (6, 9)]
     assert list(ours.steps(9, 5)) == [(0, 5), (5, 8), (8, 9)] and list(ours.steps(9, 9)) == [(0, 9)]
     assert list(ours.steps(1)) == [(0, 1)] and list(ours.steps(2, 1)) == [(0, 1), (1, 2)]
+
+
+def test_a_tail_where_text_is_generated_is_refused(model: Any, tokenizer: Any) -> None:
+    requests = instances("generate_until", [(LONG, {"max_gen_toks": 6, "until": ["\0"], "do_sample": False})])
+    with pytest.raises(KvdslError, match="`tail` is for log-likelihoods"):
+        harness(ours.KvdslLM, model, tokenizer, policy="h2o", budget=8, tail=4).generate_until(requests, disable_tqdm=True)

@@ -125,7 +125,7 @@ class KvdslLM(HFLM):
     def _scores_through(self, cache: Any, batch: Sequence[Group]) -> dict[int, Answer]:
         ids, mask = left_padded([context for context, _ in batch], self.device)
         if ids.shape[1] == 1:  # there is no prompt that a rate could be of: it is of the whole text, as in `kvdsl eval ppl`
-            cache.expect_prompt(1 + max(len(wanted) for _, those in batch for _, wanted in those))
+            cache.expect_prompt(1 + _longest(batch[0]))
         for start, stop in steps(ids.shape[1], ids.shape[1] - tail_of(batch[0], self.tail)):
             logits = self._forward(ids[:, start:stop], mask[:, :stop], cache, logits_to_keep=1)
         asked = [(row, number, wanted) for row, (_, those) in enumerate(batch) for number, wanted in those]
@@ -163,17 +163,18 @@ class KvdslLM(HFLM):
 
 
 def by_context(requests: Sequence[Request], max_length: int) -> list[Group]:
-    """Continuations of the same context together, the longest texts first.
+    """Continuations of the same context together, the longest texts first; behind a single token, of which nothing can be shared, alone.
 
     As the harness has it, what is too long for the model loses its beginning; the last token of a continuation is never fed.
     """
-    groups: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+    groups: dict[tuple[tuple[int, ...], int | None], list[tuple[int, list[int]]]] = {}
     for number, (_, context, wanted) in enumerate(requests):
         if not 0 < len(wanted) <= max_length:
             raise KvdslError(f"a continuation of {len(wanted)} tokens does not fit into the model's {max_length}")
         kept = (context + wanted)[-(max_length + 1) : -len(wanted)]
-        groups.setdefault(tuple(kept), []).append((number, wanted))
-    return sorted(groups.items(), key=lambda group: -len(group[0]) - max(len(wanted) for _, wanted in group[1]))
+        groups.setdefault((tuple(kept), number if len(kept) == 1 else None), []).append((number, wanted))
+    found = [(context, those) for (context, _), those in groups.items()]
+    return sorted(found, key=lambda group: -len(group[0]) - max(len(wanted) for _, wanted in group[1]))
 
 
 def tail_of(group: Group, tail: int) -> int:
@@ -181,9 +182,14 @@ def tail_of(group: Group, tail: int) -> int:
     return min(tail, len(group[0]) - 1)
 
 
-def _kind(group: Group, tail: int) -> tuple[int, bool]:
-    """What contexts of a batch have in common: how long their tails are, and whether they are single tokens."""
-    return tail_of(group, tail), len(group[0]) == 1
+def _kind(group: Group, tail: int) -> tuple[int, int]:
+    """What contexts of a batch have in common: how long their tails are and, of single tokens, how long the whole text becomes."""
+    return tail_of(group, tail), _longest(group) if len(group[0]) == 1 else 0
+
+
+def _longest(group: Group) -> int:
+    """Tokens of the longest continuation."""
+    return max(len(wanted) for _, wanted in group[1])
 
 
 def batches(groups: Sequence[Group], size: int, tail: int = 0) -> Iterator[list[Group]]:
