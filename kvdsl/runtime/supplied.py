@@ -48,7 +48,7 @@ def in_rows(
         KvdslError: if something is missing that has no default, or if a value is of another kind or shape.
     """
     batch, kv_heads, tokens, _ = key.shape
-    made = torch.empty(len(spec.supplied), batch, kv_heads, tokens, device=key.device)
+    made = torch.empty(len(spec.supplied), batch, kv_heads, tokens, dtype=torch.float32, device=key.device)
     for row, (name, default) in zip(made, spec.supplied, strict=True):
         if name in values:
             check(spec, name, values[name])

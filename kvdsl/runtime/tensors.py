@@ -54,7 +54,7 @@ class Tensors:
             KvdslError: if the model is not what the tensors were made for, or if the file is another than it was.
         """
         self.check(sizes)
-        made = torch.empty(sum(self.ranks), heads.stop - heads.start, sizes["dims"])
+        made = torch.empty(sum(self.ranks), heads.stop - heads.start, sizes["dims"], dtype=torch.float32)
         for rows, (name, axes, _) in zip(made.split(self.ranks), self.tensors, strict=True):
             values = _values(self, name)[layer if "layers" in axes else 0]
             own = values[heads] if "heads" in axes else values

@@ -354,3 +354,26 @@ def test_the_fused_kernels_keep_the_same_tokens() -> None:
         feed(model, cache, ids, [9, *[1] * 12, 5, *[1] * 4])
         found.append(cache.positions(0))
     assert torch.equal(*(position.sort(-1).values for position in found))
+
+
+@pytest.mark.parametrize("backend", ["torch", "cpu"])
+def test_torch_s_defaults_change_nothing(backend: str) -> None:
+    """Kernels read float32 on the CPU, whatever a script has made torch's default."""
+    model, ids = zoo.model("llama"), zoo.prompt(2, 24)
+    kind = cache_class(
+        f"param budget = {BUDGET}\ngiven importance\nscore sum(attn) * importance + mean(attn over last 3 queries)"
+    )
+
+    def left() -> tuple[Tensor, list[Tensor]]:
+        cache = kind(model, backend=backend, importance=importance)
+        said = model.generate(**zoo.plain(ids), past_key_values=cache, max_new_tokens=8, do_sample=False)
+        return said, [cache.positions(layer) for layer in range(len(cache.layers))]
+
+    expected = left()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        found = left()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert torch.equal(found[0], expected[0])
+    assert all(torch.equal(one, other) for one, other in zip(found[1], expected[1], strict=True))

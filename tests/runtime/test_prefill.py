@@ -370,6 +370,19 @@ def test_what_is_not_finite_touches_only_who_sees_it(backend: str, where: str, w
         assert sums[0, :40].isnan().any()
 
 
+@pytest.mark.parametrize("bits", [0x7FFFFFFF, -1, 0x7FC00001])
+def test_a_nan_is_a_nan_whatever_its_bits(bits: int) -> None:
+    """GPUs make others than torch does."""
+    case, spec = Case(tokens=40, group=2), spec_of(WATCH)
+    found = []
+    for nan in (torch.tensor(torch.nan), torch.tensor(bits, dtype=torch.int32).view(torch.float32)):
+        call, state = case.call(), SlotState(spec, {})
+        call.key[0, 0, 25, 3] = nan
+        served_by(spec, "cpu", torch.float32).prefill(state, call)
+        found.append(state.columns)
+    assert found[0].isnan().any() and torch.equal(*(one.nan_to_num(nan=-7.0) for one in found))
+
+
 # -- only what matters, in bounded memory --------------------------------------------------------------------------------
 
 

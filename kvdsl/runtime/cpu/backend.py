@@ -199,7 +199,7 @@ def _prompt_args(prompt: Prompt, out: Tensor | None) -> tuple[tuple[object, ...]
 
 @lru_cache
 def _adding_up(rules: tuple[str, ...]) -> Tensor:
-    return torch.tensor([rule in ("sum", "squares") for rule in rules], dtype=torch.uint8)
+    return torch.tensor([rule in ("sum", "squares") for rule in rules], dtype=torch.uint8, device="cpu")
 
 
 def _library(source: Path, stem: str) -> ctypes.CDLL:

@@ -30,7 +30,7 @@ class Rows:
         self._function = _library().kvdsl_decode_rows
         self._known: dict[int, tuple[SlotState, Prepared]] = {}
         """The states are held here, too: a step does not keep their tensors alive."""
-        self._addresses = torch.zeros(0, dtype=torch.int64)
+        self._addresses = torch.zeros(0, dtype=torch.int64, device="cpu")
         """By number: where the step's arguments lie."""
 
     def know(self, number: int, state: SlotState, call: AttentionCall, longest: int) -> None:

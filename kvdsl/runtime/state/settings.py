@@ -92,14 +92,14 @@ class Settings(Linked):
     def tried(self, prompt: float) -> Tensor | None:
         """The numbers for one prompt of this length, None if the policy does not serve it."""
         try:
-            return self.resolve(torch.full((1,), prompt))
+            return self.resolve(torch.full((1,), prompt, dtype=torch.float64))
         except KvdslError:
             return None
 
     def served(self) -> list[Tensor]:
         """The numbers for the shortest prompt and for a very long one, as far as the policy serves them."""
         try:
-            return list(self._found(torch.tensor([1.0, _LONG])).numbers.split(1))
+            return list(self._found(torch.tensor([1.0, _LONG], dtype=torch.float64)).numbers.split(1))
         except KvdslError:
             return [numbers for numbers in map(self.tried, (1.0, _LONG)) if numbers is not None]
 
@@ -114,7 +114,7 @@ class Settings(Linked):
     def refuse_hopeless(self) -> None:
         """Raise KvdslError for params that fit neither the shortest nor a very long prompt; others show when the prompt is known."""
         if self.tried(1.0) is None:
-            self.resolve(torch.full((1,), _LONG))
+            self.resolve(torch.full((1,), _LONG, dtype=torch.float64))
 
     def named(self, numbers: Tensor) -> dict[str, Tensor]:
         """See `kvdsl.runtime.state.table.named`."""

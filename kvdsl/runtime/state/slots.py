@@ -308,7 +308,7 @@ class SlotState(Linked):
     def ring_rows(self) -> Tensor:
         """The row of `columns` with which each ring begins, int32 [rings]."""
         starts = accumulate(self.ring_sizes[:-1], initial=len(self.spec.columns)) if self.ring_sizes else ()
-        return torch.tensor(list(starts), dtype=torch.int32)
+        return torch.tensor(list(starts), dtype=torch.int32, device="cpu")
 
     # -- storage -------------------------------------------------------------------------------------------------------
 

@@ -146,7 +146,7 @@ class View:
     @property
     def scaling(self) -> Tensor:
         """The factor of products of queries and keys: [1, 1, 1, 1]."""
-        return torch.full((1, 1, 1, 1), self.factor, device=self.visible.device)
+        return torch.full((1, 1, 1, 1), self.factor, dtype=torch.float32, device=self.visible.device)
 
     @property
     def observed(self) -> Tensor:
@@ -399,7 +399,7 @@ class View:
 
         def folded(op: str, body: Callable[[View], Tensor]) -> Tensor:
             fill, fold = _TEXT_FOLDS[op]
-            total = torch.full((1, 1, 1, 1), fill, device=self.visible.device)
+            total = torch.full((1, 1, 1, 1), fill, dtype=torch.float32, device=self.visible.device)
             for view, counts in self._text(after):
                 counts = counts.unsqueeze(2) if grouped else counts
                 counts = counts.unsqueeze(-1) if dims else counts

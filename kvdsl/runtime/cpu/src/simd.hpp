@@ -147,7 +147,7 @@ inline Floats exp2(Floats x) {
   p = p * r + 1.0f;
   // The whole part joins the exponent; of what is added to it for rounding, the shift leaves nothing.
   const Bits result = reinterpret_cast<Bits>(p) + (reinterpret_cast<Bits>(shifted) << 23);
-  return x < -125.0f ? Floats{} : reinterpret_cast<Floats>(result);
+  return x < -125.0f ? Floats{} : x == x ? reinterpret_cast<Floats>(result) : x;  // a NaN may have bits that would join, too
 }
 
 // Small arguments by a polynomial, which keeps their relative precision; the rest by 1 - 2 / (e^2|x| + 1).
