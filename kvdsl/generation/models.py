@@ -112,14 +112,14 @@ def windows(tokenizer: Any, text: str, length: int, count: int, *, apart: bool =
     """
     bos, ids = first_token(tokenizer), encode(tokenizer, text)
     body = length - len(bos)
+    if apart and len(ids) < count * body:
+        raise KvdslError(
+            f"the text has {len(ids)} tokens, too few for {count} stretches of {length} that do not overlap; give a longer text, fewer "
+            f"stretches or shorter ones"
+        )
     if body < 1 or len(ids) < body:
         raise KvdslError(
             f"the text has {len(ids)} tokens, fewer than the {body} that one stretch needs; give a longer text or fewer tokens"
-        )
-    if apart and len(ids) < count * body:
-        raise KvdslError(
-            f"the text has {len(ids)} tokens, too few for {count} stretches of {body} that do not overlap; give a longer text, fewer "
-            f"stretches or shorter ones"
         )
     last = len(ids) - body
     starts = [last * index // max(1, count - 1) for index in range(count)]

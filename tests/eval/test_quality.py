@@ -175,7 +175,7 @@ def test_short_texts_are_refused(tokenizer):
     with pytest.raises(KvdslError, match="fewer than"):
         windows(tokenizer, "Too short.", 400, 1)
     assert len(windows(tokenizer, TEXT, 40, 200)) == 200
-    with pytest.raises(KvdslError, match="too few for 200 stretches of 39 that do not overlap"):
+    with pytest.raises(KvdslError, match="too few for 200 stretches of 40 that do not overlap"):
         windows(tokenizer, TEXT, 40, 200, apart=True)
     with pytest.raises(KvdslError, match="fewer than"):
         retrieval.make_trials(tokenizer, "Too short.", 400, 1)

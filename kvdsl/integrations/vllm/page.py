@@ -142,9 +142,8 @@ def _one_token_read(
     state.reserve()
     one = torch.zeros(1, kv_heads, 1, dim, dtype=dtype)
     TorchBackend().prefill(state, AttentionCall(one, one, one, None, 1.0))
-    if (
-        state.evicts and "prefill_block" in state.spec.numbers
-    ):  # a prompt ends in the midst of a block, which leaves with what follows
+    if state.evicts and "prefill_block" in state.spec.numbers:
+        # A prompt that ends in the midst of a block keeps what it has of it, until more comes.
         state.widen(int(state.settings.named(state.numbers)["prefill_block"].max()) - 1)
     if aligned:
         state.align()

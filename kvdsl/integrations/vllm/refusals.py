@@ -26,6 +26,10 @@ _PROMPTS = 2**17
 """Lengths of prompts that are all tried: a number may depend on the prompt in some range of lengths alone."""
 
 
+_SHAPES = {"page": "`pages`", "sketch_dims": "`sketch`"}
+"""Numbers that tensors have as a size, and what states them."""
+
+
 def refuse_layers(states: Sequence[SlotState]) -> None:
     """Raise KvdslError for a policy that is refused in some layer, or whose state has other shapes in some than in others.
 
@@ -41,10 +45,6 @@ def refuse_layers(states: Sequence[SlotState]) -> None:
                 f"{what} of {spec.name} differs between layers, and a page of vLLM's cache has one size for all: state a number that does "
                 f"not read `layer`"
             )
-
-
-_SHAPES = {"page": "`pages`", "sketch_dims": "`sketch`"}
-"""Numbers that tensors have as a size, and what states them."""
 
 
 def refuse_policy(state: SlotState) -> None:

@@ -174,7 +174,7 @@ def by_context(requests: Sequence[Request], max_length: int) -> list[Group]:
         kept = (context + wanted)[-(max_length + 1) : -len(wanted)]
         groups.setdefault((tuple(kept), number if len(kept) == 1 else None), []).append((number, wanted))
     found = [(context, those) for (context, _), those in groups.items()]
-    return sorted(found, key=lambda group: -len(group[0]) - max(len(wanted) for _, wanted in group[1]))
+    return sorted(found, key=lambda group: -len(group[0]) - _longest(group))
 
 
 def tail_of(group: Group, tail: int) -> int:

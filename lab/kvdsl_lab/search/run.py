@@ -13,7 +13,6 @@ from typing import Any
 
 from torch import Tensor
 
-from kvdsl.errors import KvdslError
 from kvdsl.files import write_whole
 from kvdsl.ir.nodes import Policy
 from kvdsl_lab.search import history, report
@@ -134,15 +133,9 @@ class Stretches:
         Raises:
             KvdslError: if they would overlap.
         """
-        from kvdsl.generation.models import encode, windows
+        from kvdsl.generation.models import windows
 
-        there = len(encode(tokenizer, text))
-        if there < tokens * count:
-            raise KvdslError(
-                f"the text has {there} tokens, too few for {count} stretches of {tokens} that do not overlap; "
-                "give a longer text, a smaller --budget, or fewer --texts or --stretches"
-            )
-        return Stretches(windows(tokenizer, text, tokens, count), hashlib.sha256(text.encode()).hexdigest()[:16])
+        return Stretches(windows(tokenizer, text, tokens, count, apart=True), hashlib.sha256(text.encode()).hexdigest()[:16])
 
 
 def judge_of(plan: Plan, material: Material) -> Judge:

@@ -23,8 +23,6 @@ from kvdsl.passes.fold import fold, fold_expression, value_of
 BUDGET = Input(name="budget")
 """What a count may read."""
 _PARAM = ParamRef(name="budget")
-LEAST = 8
-"""Budgets that are searched for are not below: what fits into this one fits into all."""
 ZERO, ONE = Number(value=0), Number(value=1)
 SEARCHED = ("score", "keeps", "trigger", "group")
 """The fields of a policy that differ; all others have their defaults."""
@@ -94,8 +92,12 @@ def seed_of(policy: Policy) -> Policy | None:
 # -- one form ----------------------------------------------------------------------------------------------------------
 
 
-def canonical(policy: Policy) -> Policy:
-    """The form that stands for all policies which keep the same tokens as this one, as far as algebra tells."""
+def canonical(policy: Policy, budget: int = 2) -> Policy:
+    """The form that stands for all policies which keep the same tokens as this one, as far as algebra tells.
+
+    Args:
+        budget: what it is at least: what fits into that, a share and some tokens, fits into any larger one.
+    """
     policy = fold(policy)
     assert policy.score is not None
     score = ranked(policy.score)
@@ -109,7 +111,7 @@ def canonical(policy: Policy) -> Policy:
         )
         for keep in policy.keeps
     ]
-    idle = [keep for keep in keeps if keep.scope == "top" and keep.by == score] if _fit_together(keeps) else []
+    idle = [keep for keep in keeps if keep.scope == "top" and keep.by == score] if _fit_together(keeps, budget) else []
     told = {_line(keep): keep for keep in keeps if keep.count != ZERO and keep not in idle}
     return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
 
@@ -124,13 +126,13 @@ def at_budget(policy: Policy, budget: int) -> Policy:
         keep.model_copy(update={"count": None if keep.count is None else rewrite(keep.count, number)})
         for keep in policy.keeps
     )
-    return canonical(with_policy(policy, keeps=keeps))
+    return canonical(with_policy(policy, keeps=keeps), budget)
 
 
-def _fit_together(keeps: Sequence[Keep]) -> bool:
-    """Whether a budget holds all that is protected: then the highest scores stay, whether a `keep top` names them or not."""
-    counts = [value_of(keep.count, {"@budget": LEAST}) for keep in keeps if keep.count is not None]
-    return sum(math.inf if count is None else count for count in counts) <= LEAST
+def _fit_together(keeps: Sequence[Keep], budget: int) -> bool:
+    """Whether the budget holds all that is protected: then the highest scores stay, whether a `keep top` names them or not."""
+    counts = [value_of(keep.count, {"@budget": budget}) for keep in keeps if keep.count is not None]
+    return sum(math.inf if count is None else count for count in counts) <= budget
 
 
 def _whole(count: Expr) -> Expr:
