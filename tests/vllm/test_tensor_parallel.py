@@ -14,6 +14,7 @@ pytest.importorskip("vllm", reason="`make test-vllm` runs this in an environment
 from vllm import LLM
 
 from kvdsl.integrations.vllm.ledger import Ledger
+from kvdsl_lab.assets import reference_model_path
 from tests.vllm.alone import NEAR, alone
 from tests.vllm.conftest import bound_to_processors
 from tests.vllm.test_serving import engine, logprobs, sets, wanted
@@ -117,10 +118,10 @@ def _configuration(**parallel: int) -> Any:
     """What `refuse_configuration` reads of a `VllmConfig`, for the reference model."""
     from types import SimpleNamespace
 
-    from vllm.config import CacheConfig, ParallelConfig
+    from vllm.config import CacheConfig, ModelConfig, ParallelConfig
 
     return SimpleNamespace(
         speculative_config=None, kv_transfer_config=None, cache_config=CacheConfig(),
-        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: 4, is_mm_prefix_lm=False),
+        model_config=ModelConfig(str(reference_model_path()), dtype="float32"),
         parallel_config=ParallelConfig(**parallel, distributed_executor_backend="mp"),
     )  # fmt: skip
