@@ -121,22 +121,11 @@ def _kvdsl(policy: str) -> Callable[[Any, Task], Any]:
 
 # -- kvpress -----------------------------------------------------------------------------------------------------------
 
-_LIKE_OURS = {"SnapKVPress": {"window_size": 32, "kernel_size": 7}}
-"""Settings that the shipped policies and the papers have, where kvpress's defaults differ."""
-
 
 def _press(one: Contestant, task: Task) -> Any:
-    import kvpress
+    from kvdsl_lab.bench.presses import press
 
-    def made(**settings: float) -> Any:
-        return getattr(kvpress, one.what)(**settings, **_LIKE_OURS.get(one.what, {}))
-
-    # kvpress keeps int(length * (1 - ratio)) tokens: half a token more makes that the budget, whatever the rounding.
-    once = made(compression_ratio=1 - (task.budget + 0.5) / task.prompt)
-    if one.every is None:
-        return once
-    always = kvpress.DecodingPress(made(), compression_interval=one.every, target_size=task.budget)
-    return kvpress.PrefillDecodingPress(once, always)
+    return press(one.what, task.budget, task.prompt, one.every)
 
 
 # -- transformers ------------------------------------------------------------------------------------------------------

@@ -13,8 +13,10 @@ from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.generate import greedy
 from kvdsl_lab.bench import generate, measure
-from kvdsl_lab.bench.generate import NATIVE, Text, Times, bench_generate, contenders
+from kvdsl_lab.bench.contenders import NATIVE, RECOMPUTE, STATIC, Contender, contenders
+from kvdsl_lab.bench.generate import Times, bench_generate
 from kvdsl_lab.bench.shapes import SHAPES, parse_shape, shaped_model
+from kvdsl_lab.bench.texts import Text
 from kvdsl_lab.eval.caches import Policies
 
 
@@ -39,8 +41,21 @@ def test_what_is_timed_is_greedy_generation(model: Any, ids: torch.Tensor) -> No
     assert torch.equal(torch.cat(found, 1), greedy(model, ids, 6, DynamicCache(config=model.config)))
 
 
+def test_a_cache_with_room_for_the_text(model: Any, ids: torch.Tensor) -> None:
+    (static,) = contenders([STATIC], {}, [8], model, "torch", room=46)
+    with torch.inference_mode():
+        text = static.begin(model)
+        text.read(ids)
+        found = [text.newest]
+        for _ in range(5):
+            text.go_on()
+            found.append(text.newest)
+    assert torch.equal(torch.cat(found, 1), greedy(model, ids, 6, DynamicCache(config=model.config)))
+    assert [layer.keys.shape[2] for layer in text.cache.layers] == [46, 46]
+
+
 def test_a_window_is_computed_anew_for_every_token(model: Any, ids: torch.Tensor) -> None:
-    (whole, narrow) = contenders([generate.RECOMPUTE], {}, [100, 8], model, "torch")
+    (whole, narrow) = contenders([RECOMPUTE], {}, [100, 8], model, "torch")
     with torch.inference_mode():
         wide, few = whole.begin(model), narrow.begin(model)
         found = []
@@ -97,19 +112,19 @@ def test_contenders_take_turns_token_by_token(model: Any, ids: torch.Tensor, mon
         return read(self, tokens)
 
     monkeypatch.setattr(Text, "read", noting)
-    wanted = [generate.Contender(str(index), None, lambda cache=cache: cache) for index, cache in enumerate(caches)]
+    wanted = [Contender(str(index), None, lambda cache=cache: cache) for index, cache in enumerate(caches)]
     with torch.inference_mode():
         generate.Race(model, ids, 4, wanted).round([Times(), Times()], turn=1)
     assert order == [(1, 40), (0, 40), (0, 1), (1, 1), (1, 1), (0, 1), (0, 1), (1, 1)]
 
 
-RACE = ["shift:equip_h2o", "fresh:equip_h2o", "equip_h2o", "shift:streaming_llm", NATIVE, generate.RECOMPUTE]
+RACE = ["shift:equip_h2o", "fresh:equip_h2o", "equip_h2o", "shift:streaming_llm", NATIVE, STATIC, RECOMPUTE]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["cpu", "torch"])
 def test_shares_of_a_tokens_time(model: Any, ids: torch.Tensor, backend: str) -> None:
-    wanted = contenders(RACE, {}, [16], model, backend)
+    wanted = contenders(RACE, {}, [16], model, backend, room=46)
     rows = bench_generate(model, ids, 6, wanted, repeats=1)
     shares = {row["policy"]: row["shares"] for row in rows}
     known = {name: {share for share, value in found.items() if value is not None} for name, found in shares.items()}
@@ -123,14 +138,15 @@ def test_shares_of_a_tokens_time(model: Any, ids: torch.Tensor, backend: str) ->
         "equip_h2o": in_place,
         "shift:streaming_llm": {"attention", "update", "rotation", "head"},
         NATIVE: {"attention", "update", "head"},
-        generate.RECOMPUTE: {"attention", "head"},
+        STATIC: {"attention", "head"},
+        RECOMPUTE: {"attention", "head"},
     }
     assert not any(module._forward_hooks for module in model.modules()), "hooks should be gone"
 
 
 def test_rows_share_a_prompt(model: Any, ids: torch.Tensor) -> None:
     """Each goes on with another token, as if it had read the prompt itself."""
-    for one in contenders([*RACE, "streaming_llm"], {}, [16], model, "torch"):
+    for one in contenders([*(name for name in RACE if name != STATIC), "streaming_llm"], {}, [16], model, "torch"):
         with torch.inference_mode():
             shared, own = one.begin(model), one.begin(model)
             shared.read(ids[:1])
@@ -211,6 +227,8 @@ def test_command(capsys: pytest.CaptureFixture[str]) -> None:
         (("--shape", "tiny", "--policies", ","), "no policy is named"),
         (("--shape", "tiny", "--policies", "roco,shift:roco"), "written for h2o, equip_h2o"),
         (("--shape", "tiny", "--policies", "fresh:nothing"), "not for `nothing`"),
+        (("--shape", "tiny", "--policies", "static,h2o", "--share-prompt"), "leave `static` out"),
+        (("--shape", "tiny", "--policies", "kvpress:SnapKVPress"), "needs kvpress, which is not installed"),
     ],
 )
 def test_what_cannot_be(capsys: pytest.CaptureFixture[str], words: tuple[str, ...], told: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from kvdsl.cli import main
-from kvdsl_lab.bench.generate import contenders
+from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.host import WARMUP, bench_host, narrow_model
 
 

@@ -7,156 +7,22 @@ beforehand, while each generates alone.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from kvdsl.budget import tokens_of
 from kvdsl.generation.generate import cache_bytes, full_cache_bytes
-from kvdsl.runtime.hf.versions import with_cache
-from kvdsl_lab.bench import measure, shifting
+from kvdsl_lab.bench import measure
+from kvdsl_lab.bench.contenders import Contender
 from kvdsl_lab.bench.shares import Shares, shares
-from kvdsl_lab.eval.caches import Policies
+from kvdsl_lab.bench.texts import Text
 from kvdsl_lab.eval.usage import Usage
 
 Row = dict[str, Any]
 T = TypeVar("T")
-
-NATIVE = "transformers"
-"""The name of transformers' own growing cache, with the model's own attention."""
-
-RECOMPUTE = "recompute"
-"""The name of a window of `budget` tokens that is computed anew for every token, without a cache."""
-
-SHIFT, FRESH = "shift:", "fresh:"
-"""Before a policy's name: its rule with a cache that is shifted for every token, done well or as published (`kvdsl_lab.bench.shifting`)."""
-
-
-@dataclass(frozen=True)
-class Contender:
-    """Something that generates: `make` gives it a fresh cache, or None where a `window` of tokens is computed anew.
-
-    Attributes:
-        model: one of its own, where its cache needs another attention; otherwise everybody's.
-    """
-
-    policy: str
-    budget: float | None
-    make: Callable[[], Any] = lambda: None
-    window: float | None = None
-    model: Any = None
-
-    def begin(self, model: Any) -> Text:
-        """A text of which nothing has been read."""
-        if self.window is not None:
-            return Recomputed(model, None, window=self.window)
-        return Text(model if self.model is None else self.model, self.make())
-
-
-def contenders(
-    names: Sequence[str], settings: Mapping[str, str], budgets: Sequence[float], model: Any, backend: str
-) -> list[Contender]:
-    """Every policy, and `recompute`, with every budget, in the order of the names; those without a budget, and `transformers`, come once.
-
-    Raises:
-        DiagnosticError: if there is no such policy.
-        KvdslError: if a policy is to be shifted for which that is not written.
-    """
-    for name in names:
-        if name.startswith((SHIFT, FRESH)):
-            shifting.check_served(_plain(name))
-    own = [_plain(name) for name in names if name not in (NATIVE, RECOMPUTE)]
-    policies = Policies(list(dict.fromkeys(own)), settings, backend)
-    found: dict[str, list[Contender]] = {
-        NATIVE: [Contender(NATIVE, None, lambda: _native_cache(model))],
-        RECOMPUTE: [Contender(RECOMPUTE, budget, window=budget) for budget in budgets],
-    }
-    for name, budget in policies.pairs(budgets):
-        found.setdefault(name, []).append(Contender(name, budget, partial(policies.make, name, model, budget)))
-    twin = shifting.twin(model) if any(name.startswith((SHIFT, FRESH)) for name in names) else None
-    for name in names:
-        if name.startswith((SHIFT, FRESH)):
-            spec, fresh = policies.classes[_plain(name)].spec, name.startswith(FRESH)
-            for one in found[_plain(name)]:
-                make = partial(shifting.ShiftedCache, twin, spec, {"budget": one.budget}, fresh=fresh)
-                found.setdefault(name, []).append(Contender(name, one.budget, make, model=twin))
-    return [one for name in names for one in found[name]]
-
-
-def _plain(name: str) -> str:
-    """The policy's name, where it is to be shifted as well."""
-    return name.removeprefix(SHIFT).removeprefix(FRESH)
-
-
-def _native_cache(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
-# -- what is timed -----------------------------------------------------------------------------------------------------
-
-
-@dataclass
-class Text:
-    """One contender's text as far as it has come: the cache, and the next token of every row, int64 [batch, 1]."""
-
-    model: Any
-    cache: Any
-    newest: Tensor = field(default_factory=lambda: torch.empty(0))
-    _logits: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def read(self, ids: Tensor) -> float:
-        """Feed the prompt, or the newest token; milliseconds until the next is there."""
-        _finish(ids.device)
-        begun = time.perf_counter()
-        self._logits = self.model(
-            input_ids=ids, **with_cache(self.cache), use_cache=self.cache is not None, logits_to_keep=1
-        ).logits[:, -1]
-        self.newest = self._logits.argmax(-1, keepdim=True)
-        _finish(ids.device)
-        return (time.perf_counter() - begun) * 1e3
-
-    def share(self, rows: int) -> None:
-        """The one prompt that was read becomes that of many rows, each of which goes on with another of its likeliest tokens."""
-        if self.cache is not None:
-            self.cache.batch_repeat_interleave(rows)
-        self.newest = self._logits[0].topk(rows).indices[:, None]
-
-    def go_on(self) -> float:
-        """One token more."""
-        return self.read(self.newest)
-
-
-@dataclass
-class Recomputed(Text):
-    """The same without a cache: every token is computed from the `window` tokens before it, of which all are run; a rate of the prompt."""
-
-    window: float = 1
-    seen: Tensor = field(default_factory=lambda: torch.empty(0))
-
-    def read(self, ids: Tensor) -> float:
-        """See `Text.read`."""
-        if not self.seen.numel():
-            self.window = tokens_of(self.window, ids.shape[1])
-        self.seen = torch.cat([self.seen, ids], 1) if self.seen.numel() else ids
-        return super().read(self.seen[:, -int(self.window) :])
-
-    def share(self, rows: int) -> None:
-        """See `Text.share`."""
-        super().share(rows)
-        self.seen = self.seen.expand(rows, -1)
-
-
-def _finish(device: torch.device) -> None:
-    """Wait for what the device has been asked to do."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
 
 
 def _peak(device: torch.device, run: Callable[[], object]) -> int | None:

@@ -15,8 +15,10 @@ from torch import Tensor
 
 from kvdsl.generation.models import DTYPES, quiet
 from kvdsl_lab.bench import measure
-from kvdsl_lab.bench.generate import Contender, Row, Text
+from kvdsl_lab.bench.contenders import Contender
+from kvdsl_lab.bench.generate import Row
 from kvdsl_lab.bench.shapes import SHAPES, parse_shape
+from kvdsl_lab.bench.texts import Text
 
 WARMUP = 10
 """Tokens that are not recorded."""

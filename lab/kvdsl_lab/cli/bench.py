@@ -216,7 +216,7 @@ def host(
     """
     refuse_triton(backend)
     from kvdsl.cli.progress import progress
-    from kvdsl_lab.bench.generate import contenders
+    from kvdsl_lab.bench.contenders import contenders
     from kvdsl_lab.bench.host import WARMUP, bench_host, narrow_model
     from kvdsl_lab.eval.caches import parse_budgets, parse_policies
 

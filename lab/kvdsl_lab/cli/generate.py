@@ -20,8 +20,9 @@ if TYPE_CHECKING:
 @click.command()
 @policies_option(
     "transformers,full,h2o,roco",
-    help="Shipped policies, .kv files, `transformers` for its own growing cache, `recompute` for a window without one, `shift:h2o` "
-    "for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` for the same as published code has it.",
+    help="Shipped policies, .kv files, `transformers` for its own growing cache, `static` for its other one, with room for the whole text, "
+    "`recompute` for a window without one, `shift:h2o` for the rule of h2o with a cache that is shifted for every token, `fresh:h2o` "
+    "for the same as published code has it, `kvpress:SnapKVPress` for a press, where kvpress is installed.",
 )  # fmt: skip
 @click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
 @set_option
@@ -64,6 +65,7 @@ def generate(
       kvdsl bench generate --policies transformers,full,h2o,roco --budgets 128,256 --prompt-tokens 1024
       kvdsl bench generate --policies full,sparcas --set tokens=128 --model path/to/model --prompt-tokens 8192
       kvdsl bench generate --policies full,streaming_llm --shape llama-2-7b:2 --batch 8 --dtype bf16
+      kvdsl bench generate --policies transformers,kvpress:SnapKVPress,snapkv --budgets 512 --prompt-tokens 2048
       kvdsl bench generate --policies shift:equip_h2o,equip_h2o --shape llama-2-7b:2 --batch 8 --share-prompt --prompt-tokens 256
     """
     refuse_triton(backend)
@@ -71,11 +73,16 @@ def generate(
         raise click.UsageError("give --model or --shape, not both")
     if shape is not None and text is not None:
         raise click.UsageError("random weights read random tokens: give --text with a model only")
+    if share_prompt and "static" in policies.split(","):
+        raise click.UsageError(
+            "transformers cannot share what a static cache has read: leave `static` out, or --share-prompt"
+        )
     import torch
 
     from kvdsl.cli.progress import progress
     from kvdsl.generation.models import check_length
-    from kvdsl_lab.bench.generate import bench_generate, contenders, steps
+    from kvdsl_lab.bench.contenders import contenders
+    from kvdsl_lab.bench.generate import bench_generate, steps
     from kvdsl_lab.eval.caches import parse_budgets, parse_policies
 
     if threads:
@@ -86,7 +93,7 @@ def generate(
         _random(shape, dtype, prompts, prompt_tokens, seed) if shape else _read(model, text, dtype, prompts, prompt_tokens)
     )
     check_length(loaded, prompt_tokens + new_tokens)
-    wanted = contenders(names, settings, sizes, loaded, backend)
+    wanted = contenders(names, settings, sizes, loaded, backend, prompt_tokens + new_tokens)
     with progress("generate", steps(wanted, repeats, warmup)) as tick:
         rows = bench_generate(
             loaded, ids, new_tokens, wanted, rows=batch if share_prompt else None, repeats=repeats, warmup=warmup, tick=tick

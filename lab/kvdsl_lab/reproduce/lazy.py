@@ -120,7 +120,8 @@ def _perplexity(setup: Setup, method: str, long: bool) -> float:
 
 def _timed(setup: Setup, methods: tuple[str, ...], long: bool) -> list[Row]:
     """Times and memory of all methods in turns, generating past C tokens."""
-    from kvdsl_lab.bench.generate import Contender, bench_generate
+    from kvdsl_lab.bench.contenders import Contender
+    from kvdsl_lab.bench.generate import bench_generate
 
     capacity, length = _capacity(setup), (_long(setup) if long else _short(setup)).shape[1]
     wanted = [

@@ -226,7 +226,8 @@ def _norm_table(rows: Sequence[Row]) -> list[Row]:
 def _speed(setup: Setup, names: Sequence[str], rates: Sequence[float]) -> list[Row]:
     """Contenders in turns, token by token."""
     from kvdsl.generation.models import windows
-    from kvdsl_lab.bench.generate import bench_generate, contenders
+    from kvdsl_lab.bench.contenders import contenders
+    from kvdsl_lab.bench.generate import bench_generate
 
     length, new_tokens, batch = setup.size((1024, 32, 4), (160, 4, 1))
     ids = windows(setup.tokenizer, setup.text, length, batch)

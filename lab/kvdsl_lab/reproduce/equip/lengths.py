@@ -21,7 +21,8 @@ BATCH, BUDGET = 8, 256
 
 def _generated(setup: Setup, length: int, names: Sequence[str]) -> list[Row]:
     """A token's time behind one prompt of that length, which all rows share."""
-    from kvdsl_lab.bench.generate import bench_generate, contenders
+    from kvdsl_lab.bench.contenders import contenders
+    from kvdsl_lab.bench.generate import bench_generate
 
     shape, batch, budget, new = setup.size((SHAPE, BATCH, BUDGET, 24), ("tiny:2", 2, 16, 4))
     model = layers(setup, shape)
@@ -40,7 +41,7 @@ _EVICTING = ("h2o", "streaming_llm")
 
 
 def _length_cells(setup: Setup) -> Iterator[Cell]:
-    from kvdsl_lab.bench.generate import NATIVE
+    from kvdsl_lab.bench.contenders import NATIVE
 
     for length in setup.size((256, 512, 1024, 2048), (16, 48)):
         yield Cell(f"{length} tokens", partial(_generated, length=length, names=(NATIVE, *_EVICTING)))

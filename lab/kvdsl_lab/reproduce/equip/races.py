@@ -29,7 +29,8 @@ def race(
     """A token's time in place and with both baselines; shares of it."""
     import torch
 
-    from kvdsl_lab.bench.generate import FRESH, SHIFT, bench_generate, contenders
+    from kvdsl_lab.bench.contenders import FRESH, SHIFT, contenders
+    from kvdsl_lab.bench.generate import bench_generate
 
     model, new = layers(setup, shape, kind), setup.size(12, 4)
     wanted = contenders([policy, SHIFT + policy, FRESH + policy], {}, [budget], model, setup.backend)

@@ -1,0 +1,41 @@
+"""Presses in `kvdsl bench generate`, in kvpress's own environment (`make peers`)."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is")
+
+from kvdsl.cli import main  # noqa: E402
+from kvdsl_lab.bench.contenders import contenders  # noqa: E402
+from kvdsl_lab.bench.shapes import shaped_model  # noqa: E402
+
+
+@pytest.mark.parametrize(("budget", "left"), [(16, 16), (0.5, 20), (64, 40)])
+def test_a_press_leaves_the_budget_of_the_prompt(budget: float, left: int) -> None:
+    """What is generated stays, and another text is pressed anew."""
+    model = shaped_model("tiny:2")
+    (pressed,) = contenders(["kvpress:KnormPress"], {}, [budget], model, "torch")
+    ids = torch.randint(128, (2, 40), generator=torch.Generator().manual_seed(1))
+    for _ in range(2):
+        with torch.inference_mode():
+            text = pressed.begin(model)
+            text.read(ids)
+            assert [layer.keys.shape[2] for layer in text.cache.layers] == [left, left]
+            text.go_on()
+            text.go_on()
+        assert [layer.keys.shape[2] for layer in text.cache.layers] == [left + 2, left + 2]
+    assert not any(module._forward_hooks for module in model.modules()), "the press should have let go"
+
+
+def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "generate", "--shape", "tiny:2", "--prompt-tokens", "40", "--new-tokens", "3", "--repeats", "1"]
+    assert main([*words, "--policies", "transformers,kvpress:SnapKVPress,h2o", "--budgets", "16", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["policy"] for row in rows] == ["transformers", "kvpress:SnapKVPress", "h2o"]
+    assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
+    assert main([*words, "--policies", "kvpress:SnapPress"]) == 2
+    assert "kvpress has no press `SnapPress`" in capsys.readouterr().err
