@@ -133,6 +133,36 @@ def test_a_run_goes_on_and_a_policy_that_cannot_is_said(
         run.measure(bench, TODO, 2, tmp_path, {"length": 128})
 
 
+@pytest.mark.slow
+def test_what_a_line_lacks_is_measured(bench: run.Bench, tmp_path: Path) -> None:
+    """A line of before its task measured as much counts as none."""
+    first = run.measure(bench, TODO[1:2], 1, tmp_path, {"length": 160})
+    lines = tmp_path / "measurements.jsonl"
+    whole = lines.read_text()
+    rows = [json.loads(line) for line in whole.splitlines()]
+    del rows[1]["values"]["rouge_l"]
+    lines.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    again = run.measure(bench, TODO[1:2], 1, tmp_path, {"length": 160})
+    assert len(again) == len(first) == 4
+    before, now = ({row["policy"]: row.get("values", {}) for row in found} for found in (first, again))
+    assert before.keys() == now.keys() and len([own for own in now.values() if own]) == 3
+    for policy, own in now.items():
+        assert own == {measure: pytest.approx(values, rel=1e-4) for measure, values in before[policy].items()}
+
+
+def test_codes_by_depth() -> None:
+    """Item by item another depth; a task that hides none has none."""
+    asked = [
+        {"task": task, "item": item, "policy": "h2o", "budget": 0.5, "values": {"known": [float(item < 5)], "later": [0.0]}}
+        for task in ("fact", "facts", "niah_single_1")
+        for item in range(7)
+    ]
+    found = summary.by_depth([*asked, {"task": "fact", "item": 7, "policy": "h2o", "budget": 0.5, "refused": "why"}])
+    known = {row["depth"]: (row["mean"], row["texts"]) for row in found if row["measure"] == "known"}
+    assert known == {0.1: (0.5, 4), 0.3: (0.5, 4), 0.5: (1.0, 2), 0.7: (1.0, 2), 0.9: (1.0, 2)}
+    assert all(row["mean"] == 0 for row in found if row["measure"] == "later")
+
+
 def finished(kind: Any, bench: run.Bench, task: str, pairs: list[run.Pair]) -> list[kinds.Outcome]:
     item = kind.prepare(bench.lab, task, 0)
     make = partial(bench.policies.make, model=bench.lab.model)
@@ -143,6 +173,7 @@ def finished(kind: Any, bench: run.Bench, task: str, pairs: list[run.Pair]) -> l
 def test_the_full_cache_is_not_behind_itself(bench: run.Bench) -> None:
     found = finished(kinds.Nearness(new_tokens=6), bench, "nearness", [("full", None), ("h2o", 200), ("h2o", 0.1)])
     assert [one.values["kl"][0] < 1e-6 and one.values["same_prefix"] == [6] for one in found] == [True, True, False]
+    assert [one.values["rouge_l"][0] for one in found[:2]] == [1, 1] and 0 <= found[2].values["rouge_l"][0] < 1
 
 
 def test_losses_are_those_of_the_evaluation(bench: run.Bench) -> None:
@@ -367,6 +398,8 @@ def test_the_command_writes_its_tables(tmp_path: Path) -> None:
     assert {one["rival"] for one in result["claim"]["comparisons"]} == {"streaming_llm"}
     assert json.loads((tmp_path / "leaderboard.json").read_text()) == result
     page = (tmp_path / "leaderboard.md").read_text()
+    assert [row["depth"] for row in result["depths"]] == [0.1] * 6 and "## By depth: later" in page
+    assert "nearness: rouge_l" in page
     assert "`streaming_llm` | 0.5" in page and "nearness: kl" in page and "## Is `window` better?" in page
 
 

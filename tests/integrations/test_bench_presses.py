@@ -9,9 +9,9 @@ import torch
 
 pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` tests this in an environment where it is")
 
-from kvdsl.cli import main  # noqa: E402
-from kvdsl_lab.bench.contenders import contenders  # noqa: E402
-from kvdsl_lab.bench.shapes import shaped_model  # noqa: E402
+from kvdsl.cli import main
+from kvdsl_lab.bench.contenders import contenders
+from kvdsl_lab.bench.shapes import shaped_model
 
 
 @pytest.mark.parametrize(("budget", "left"), [(16, 16), (0.5, 20), (64, 40)])

@@ -62,7 +62,7 @@ def command(
 
     \b
     books            the loss of a book's tokens, fed one by one under a budget of tokens
-    nearness         KL divergence from the full cache's distribution, and how long the greedy texts agree
+    nearness         KL divergence from the full cache's distribution, and how near the greedy texts are
     chat             KL divergence in the replies of a conversation about a book, under a budget of tokens
     fact, facts      a code hidden in a book, alone or among eight
     niah_…, vt, cwe, fwe    RULER's tasks, made from its paper
@@ -121,6 +121,7 @@ def command(
             for one in columns
         ],
         "claim": {"policies": claiming, "comparisons": compare(columns, rows, claiming)} if claiming else None,
+        "depths": summary.by_depth(rows),
         "refused": list({(row["policy"], row["budget"], row["task"]): row for row in rows if "refused" in row}.values()),
     }  # fmt: skip
     write_whole(out / "leaderboard.json", json.dumps(result, indent=1) + "\n")

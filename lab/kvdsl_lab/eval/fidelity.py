@@ -64,6 +64,13 @@ def check_installed() -> None:
         raise KvdslError(f"fidelity needs {error.name}, which is not installed: pip install 'kvdsl[lab]'") from error
 
 
+def rouge_l(found: str, wanted: str) -> float:
+    """The F-measure of the longest common subsequence of words, 0..1."""
+    from rouge_score.rouge_scorer import RougeScorer
+
+    return float(RougeScorer(["rougeL"]).score(wanted, found)["rougeL"].fmeasure)
+
+
 def text_scores(found: Sequence[str], wanted: Sequence[str]) -> dict[str, float]:
     """Mean ROUGE F-measures in 0..1 and the corpus' BLEU in 0..100."""
     import sacrebleu

@@ -17,9 +17,14 @@ PLACES = (
 )  # fmt: skip
 
 
+def depth_of(number: int) -> float:
+    """How deep the code of an item stands, 0 (first) to 1 (last)."""
+    return DEPTHS[number % len(DEPTHS)]
+
+
 def fact(material: Material, number: int, among: int = 1) -> Question:
     """One of `among` secret codes of five digits, hidden in pages of a book; the item's number says how deep it stands."""
-    rng, depth = material.rng, DEPTHS[number % len(DEPTHS)]
+    rng, depth = material.rng, depth_of(number)
     places = [str(place) for place in rng.permutation(PLACES)[:among]]
     codes = [str(rng.integers(10**4, 10**5)) for _ in places]
     said = [f"The secret code of the {place} is {code}." for place, code in zip(places, codes, strict=True)]

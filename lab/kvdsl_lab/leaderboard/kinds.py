@@ -22,6 +22,7 @@ from kvdsl.generation.generate import cache_bytes, same_prefix
 from kvdsl.generation.models import encode, first_token
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.abreast import feed
+from kvdsl_lab.eval.fidelity import check_installed, rouge_l
 from kvdsl_lab.eval.perplexity import losses_of_each, token_losses
 from kvdsl_lab.eval.reading import Reading, read
 from kvdsl_lab.eval.usage import Usage
@@ -311,15 +312,16 @@ class Nearness:
 
     `kl`: the divergence of its distribution from the full cache's, in nats, while both are fed the full cache's greedy text: the first
     token after the prompt is not counted, since nothing has been evicted yet. `same_prefix`: how many tokens of its own greedy text
-    are the full cache's.
+    are the full cache's. `rouge_l`: how much of the full cache's text is in its own, word by word.
     """
 
     new_tokens: int = 48
-    measures = ("kl", "same_prefix")
+    measures = ("kl", "same_prefix", "rouge_l")
     rows = 1
 
     def check(self, lab: Lab, task: str, items: int) -> None:
         """See `Kind.check`."""
+        check_installed()
         lab.stretch(task, items - 1, lab.length // 2)
 
     def prepare(self, lab: Lab, task: str, number: int) -> Reading:
@@ -343,7 +345,11 @@ class Nearness:
         divergences = torch.zeros(len(forced))
         for token in own:
             divergences += divergence(feed(lab.model, forced, torch.full((len(forced), 1), token))) / len(own)
+        words = lab.tokenizer.decode(own)
         return [
-            outcome(lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))]}, in_use=used)
+            outcome(
+                lab, cache, {"kl": [float(kl)], "same_prefix": [float(same_prefix(text, own))],
+                             "rouge_l": [rouge_l(lab.tokenizer.decode(text), words)]}, in_use=used
+            )
             for cache, used, kl, text in zip(forced[1:], in_use, divergences[1:], written, strict=True)
-        ]
+        ]  # fmt: skip

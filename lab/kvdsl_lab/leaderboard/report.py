@@ -10,12 +10,19 @@ from typing import Any
 from kvdsl.budget import spelled
 from kvdsl.files import write_whole
 from kvdsl_lab.leaderboard.claim import LEVEL
-from kvdsl_lab.leaderboard.run import Row
+from kvdsl_lab.leaderboard.run import Pair, Row
 
 NO_MORE = 1.05
 """How many times a policy's bytes another's may be that holds no more: budgets are whole tokens, and caches grow by more than one."""
 
-UNITS = {"loss": "nats a token", "kl": "nats", "same_prefix": "tokens", "known": "share answered", "later": "share answered"}
+UNITS = {
+    "loss": "nats a token",
+    "kl": "nats",
+    "same_prefix": "tokens",
+    "rouge_l": "ROUGE-L, F",
+    "known": "share answered",
+    "later": "share answered",
+}
 
 
 def markdown(result: Mapping[str, Any]) -> str:
@@ -35,6 +42,9 @@ def markdown(result: Mapping[str, Any]) -> str:
         lines += ["", *_claim(**result["claim"])]
     for one in result["columns"]:
         lines += ["", f"## {one['name']}", "", _explained(one), "", *_table(one["rows"])]
+    for measure in dict.fromkeys(row["measure"] for row in result["depths"]):
+        own = [row for row in result["depths"] if row["measure"] == measure]
+        lines += ["", f"## By depth: {measure}", "", *_by_depth(own)]
     if result["refused"]:
         lines += ["", "## Not measured", ""]
         lines += [
@@ -95,7 +105,8 @@ def _what_came(column: str, budget: float | None, policy: str, comparisons: Sequ
 def _explained(one: Mapping[str, Any]) -> str:
     tasks = ", ".join(one["tasks"])
     texts = max(row["items"] for row in one["rows"])
-    return f"{UNITS[one['measure']].capitalize()}, {texts} texts of {tasks}."
+    unit = UNITS[one["measure"]]
+    return f"{unit[0].upper()}{unit[1:]}, {texts} texts of {tasks}."
 
 
 def _table(rows: Sequence[Row]) -> list[str]:
@@ -108,6 +119,23 @@ def _table(rows: Sequence[Row]) -> list[str]:
             f"| {place} | `{row['policy']}` | {_budget(row['budget'])} | {_with_interval(row['mean'], row['low'], row['high'])} | {told} | "
             f"{row['bytes'] / 2**20:.1f} MiB | {row['note'] or ''} |"
         )
+    return lines
+
+
+def _by_depth(rows: Sequence[Row]) -> list[str]:
+    depths = sorted({row["depth"] for row in rows})
+    texts = min(row["texts"] for row in rows)
+    lines = [
+        f"Share answered, by where the code stands, of {texts} texts or more a cell.",
+        "",
+        f"| policy | budget | {' | '.join(f'{depth:.0%}' for depth in depths)} |",
+        "|---" * (2 + len(depths)) + "|",
+    ]
+    found: dict[Pair, dict[float, str]] = {}
+    for row in rows:
+        found.setdefault((row["policy"], row["budget"]), {})[row["depth"]] = f"{row['mean']:.2f}"
+    for (policy, budget), own in found.items():
+        lines.append(f"| `{policy}` | {_budget(budget)} | {' | '.join(own.get(depth, '') for depth in depths)} |")
     return lines
 
 

@@ -165,11 +165,11 @@ class Measurements:
         self.rows += rows
 
     def missing(self, bench: Bench, task: Task, number: int) -> list[Pair]:
-        """The policies and budgets of which nothing is known at an item; what another text of a policy gave does not count."""
+        """The policies and budgets of which something is unknown at an item; what another text of a policy gave does not count."""
         known = {
             (row["policy"], row["budget"], row["compiled"])
             for row in self.rows
-            if row["task"] == task.name and row["item"] == number
+            if row["task"] == task.name and row["item"] == number and _whole(row)
         }
         return [
             (policy, budget) for policy, budget in bench.pairs(task) if (policy, budget, bench.compiled(policy)) not in known
@@ -217,7 +217,14 @@ def measure(
         for name, task in TASKS.items()
         for policy, budget in bench.pairs(task)
     }
-    return [row for row in known.rows if (row["task"], row["policy"], row["budget"], row["compiled"]) in current]
+    return [
+        row for row in known.rows if (row["task"], row["policy"], row["budget"], row["compiled"]) in current and _whole(row)
+    ]
+
+
+def _whole(row: Row) -> bool:
+    """Whether a line has all that its task measures today."""
+    return "refused" in row or {*TASKS[row["task"]].kind.measures} <= {*row["values"]}
 
 
 Unit = tuple[str, int, list[Pair]]

@@ -168,6 +168,24 @@ def telling(rows: Sequence[Row], tasks: Sequence[str], measure: str, least: floa
     return found
 
 
+def by_depth(rows: Sequence[Row]) -> list[Row]:
+    """How many of the hidden codes are found, by how deep they stand: `measure, policy, budget, depth, mean, texts`."""
+    from kvdsl_lab.leaderboard.facts import DEPTHS, depth_of
+    from kvdsl_lab.leaderboard.kinds import Questions
+
+    found: list[Row] = []
+    asked = [row for row in rows if row["task"] in ("fact", "facts") and "values" in row]
+    for measure in Questions.measures:
+        for policy, budget in dict.fromkeys((row["policy"], row["budget"]) for row in asked):
+            own = [row for row in asked if (row["policy"], row["budget"]) == (policy, budget)]
+            for depth in DEPTHS:
+                scores = [row["values"][measure][0] for row in own if depth_of(row["item"]) == depth]
+                if scores:
+                    row = {"measure": measure, "policy": policy, "budget": budget, "depth": depth}
+                    found.append({**row, "mean": round(float(np.mean(scores)), 4), "texts": len(scores)})
+    return found
+
+
 def columns(rows: Sequence[Row]) -> list[Column]:
     """What the leaderboard shows: books, nearness, questions (mean of the tasks that tell something), then every question task."""
     from kvdsl_lab.leaderboard.kinds import Questions
