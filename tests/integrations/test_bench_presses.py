@@ -12,6 +12,7 @@ pytest.importorskip("kvpress", reason="kvpress is not installed; `make peers` te
 from kvdsl.cli import main
 from kvdsl_lab.bench.contenders import contenders
 from kvdsl_lab.bench.shapes import shaped_model
+from kvdsl_lab.bench.shares import watching
 
 
 @pytest.mark.parametrize(("budget", "left"), [(16, 16), (0.5, 20), (64, 40)])
@@ -39,3 +40,16 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[1]["cache_bytes"] < rows[0]["cache_bytes"]
     assert main([*words, "--policies", "kvpress:SnapPress"]) == 2
     assert "kvpress has no press `SnapPress`" in capsys.readouterr().err
+
+
+def test_shares_are_of_the_model_that_a_press_has_left() -> None:
+    """A press hangs the model's rotary embedding on every attention module, and nothing takes it off."""
+    model = shaped_model("tiny:2")
+    ids = torch.randint(128, (1, 40), generator=torch.Generator().manual_seed(1))
+    (pressed,) = contenders(["kvpress:KnormPress"], {}, [16], model, "torch")
+    with torch.inference_mode():
+        text = pressed.begin(model)
+        text.read(ids)
+        with watching(model, text.cache) as spent:
+            text.go_on()
+    assert 0 < spent["projections"] < spent["modules"] - spent["update"]
