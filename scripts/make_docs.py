@@ -5,7 +5,7 @@ The pages of the policies are for the site only, and are not committed.
 
 What is hand-written of a policy, such as what its authors' code does, lies in `docs/notes/STEM.md` and is put into its page; what is
 of a paper's results, such as why something does not hold, in `docs/notes/results/PAPER.md`; of a part of the language, its corners
-first of all, in `docs/notes/language/PART.md`; and what is said of the leaderboard's table in `docs/notes/pages/choosing.md`.
+first of all, in `docs/notes/language/PART.md`; and what is said around other tables in `docs/notes/pages`.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ sys.path[:0] = [str(HERE), str(HERE / "lab")]  # a checkout needs no installatio
 
 from scripts.pages.choosing import choosing_page  # noqa: E402
 from scripts.pages.diagnostics import diagnostics_page  # noqa: E402
+from scripts.pages.generation import generation_page  # noqa: E402
 from scripts.pages.language import language_reference  # noqa: E402
 from scripts.pages.markdown import DOCS, ROOT  # noqa: E402
 from scripts.pages.policies import policy_pages  # noqa: E402
@@ -33,6 +34,7 @@ COMMITTED: dict[str, Callable[[], str]] = {
     "choosing.md": choosing_page,
     "diagnostics.md": diagnostics_page,
     "language.md": language_reference,
+    "performance/models.md": generation_page,
     "reach.md": reach_page,
     "results.md": results_page,
     "search.md": search_page,

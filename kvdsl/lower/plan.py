@@ -59,7 +59,7 @@ class PackagePlan:
     Attributes:
         resolve: the statements that compute the numbers of a row from what the user gave. `resolve_uses_torch`: whether they, or
             the numbers' expressions, need torch.
-        tensors: of files, in the order of `SlotState.constants`; `tensor_names`: how kernels call them.
+        tensors: of files, in the order of `SlotState.constants`: those of one row first; `tensor_names`: how kernels call them.
         given: what the caller gives of each token, in the order of `AttentionCall.supplied`.
         numbers: names and expressions of the numbers that kernels read per row, in the order of the table.
         heads_differ: whether numbers differ between the KV heads of a layer; then the table has a row for each.
@@ -109,7 +109,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     Raises:
         KvdslError: if not even torch has code for something in it.
     """
-    policy = fold(policy)
+    policy = _tensors_in_order(fold(policy))
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
     names = tuple(name for name, _ in numbers.numbers)
@@ -190,6 +190,15 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "tensors_of_values": _tensors_of_values(policy),
     }
     yield from ((name, "True") for name, true in holds.items() if true)
+
+
+def _tensors_in_order(policy: Policy) -> Policy:
+    """The policy with those tensors first that take one row of `SlotState.constants`, which kernels find by their number.
+
+    Of the others, matrices and vectors of query heads, kernels read none.
+    """
+    in_order = sorted(policy.tensors, key=lambda tensor: not {"rank", "group"}.isdisjoint(tensor.axes))
+    return policy.model_copy(update={"tensors": tuple(in_order)})
 
 
 def _tensors_of_values(policy: Policy) -> bool:

@@ -78,6 +78,7 @@ class _TritonPrinter(Printer):
     spelling: ClassVar[dict[str, str]] = {"and": "&", "or": "|"}
     negation = ("-", _UNARY)
     sqrt: ClassVar[str] = "tl.sqrt"
+    raised: ClassVar[str] = "ops.power"
 
     def as_number(self, condition: Fragment) -> Fragment:
         return fragment("tl.where({}, 1.0, 0.0)", condition)
@@ -97,7 +98,7 @@ class _TritonPrinter(Printer):
         """A power, in double precision but for squares."""
         if expr.right == Number(value=2):
             return fragment("ops.square({})", self.value(expr.left))
-        return fragment("ops.power({}, {})", self.value(expr.left), self.value(expr.right))
+        return fragment(f"{self.raised}({{}}, {{}})", self.value(expr.left), self.value(expr.right))
 
     def _operand(self, side: Expr, whole: Expr) -> Fragment:
         alone = Axis.SLOT in axes_of(whole) and Axis.SLOT not in axes_of(side)
@@ -118,6 +119,8 @@ class _TritonPrinter(Printer):
 
 class CountPrinter(_TritonPrinter):
     """One double per row and KV head."""
+
+    raised = "ops.count_power"
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):

@@ -81,6 +81,9 @@ _READING = {
     "- norm2(project(k * vector, matrix))",
     "a projection of a mean": "param budget = 7\nscore dot(project(mean(k over slots), matrix), project(k, matrix)) "
     "+ max(project(k, matrix) over dims)",
+    "a reduction over queries, beside a projection": "param budget = 7\nwhen prefill\n"
+    "score sum(attn * head + layer_) * sum(abs(project(k, turned)) over dims)",
+    "a count that heads agree on": "param budget = 7\nvictims shared by heads\nscore sum(attn)\nkeep top 1 + 2 * (layer_ > 0) by std(attn)",
     "vectors of query heads": "param budget = 7\nscore dot(asking, ahead(k, 3)) + norm2(project(k, spread))"
     " + max(attn * dot(asking, pairs(k)))",
     "vectors of query heads, in the text": "param budget = 7\nwhen prefill\ngroup max\nscore mean(dot(q * asking, k) over text) + age / 9",
@@ -256,7 +259,8 @@ def placed() -> Iterator[tuple[str, Policy]]:
 
 
 def _with_tensors(text: str) -> str:
-    lines = [f"{print_tensor(tensor)}\n" for tensor in (*TENSORS, *MATRICES, *GROUPED)]
+    # Those first that kernels read nothing of and that take several rows, as nobody who writes a policy thinks of.
+    lines = [f"{print_tensor(tensor)}\n" for tensor in (*MATRICES, *GROUPED, *TENSORS)]
     return "".join(line for line in lines if line.split()[1] in text) + text
 
 

@@ -681,7 +681,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
             made["pages_after"] = maker.count(7)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}
-    made["tensors"] = tuple(one for one in (*maker.tensors, *maker.matrices, *maker.grouped) if _reads(made, one))
+    made["tensors"] = tuple(one for one in (*maker.grouped, *maker.matrices, *maker.tensors) if _reads(made, one))
     made["given"] = tuple(one for one in maker.given if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))

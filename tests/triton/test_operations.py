@@ -39,6 +39,28 @@ def test_tanh_is_right_to_five_units_in_the_last_place() -> None:
     assert out[:2].tolist() == [1, -1] and out[2].isnan() and out[3] == 0
 
 
+@triton.jit
+def _count_power(x, y, out, N: tl.constexpr):
+    i = tl.arange(0, N)
+    tl.store(out + i, ops.count_power(tl.load(x + i), tl.load(y + i)))
+
+
+def test_a_power_that_is_a_whole_number_is_one_in_a_count() -> None:
+    """Of which a floor is taken: by logarithms the root of 256 is 15.999999999999998."""
+    numbers = [(float(n * n), 0.5) for n in range(1, 400)] + [(float(n), 3.0) for n in range(-50, 50)]
+    numbers += [(2.0, float(n)) for n in range(-20, 40)] + [(0.0, 2.0), (0.0, 0.0), (10.0, 9.0)]
+    others = [(2.0, 0.5), (3.0, -1.5), (0.999999, 40.0), (1e300, 2.0), (float("inf"), 1.0), (-2.0, 0.5), (0.0, -1.0)]
+    numbers += others + [(1.0, 1.0)] * (1024 - len(numbers) - len(others))
+    x, y = torch.tensor(numbers, dtype=torch.float64).T.contiguous()
+    out = torch.empty_like(x)
+    _count_power[(1,)](x, y, out, N=len(numbers))
+    exact = x.pow(y)
+    whole = exact == exact.floor()
+    assert torch.equal(out[whole], exact[whole]) and int(whole.sum()) > 500
+    torch.testing.assert_close(out, exact, rtol=1e-14, atol=0, equal_nan=True)
+    assert out[~whole & exact.isfinite()].frac().count_nonzero() == int((~whole & exact.isfinite()).sum())
+
+
 OPERATIONS = dict(all_operations())
 FAST = ("std over slots", "ema over queries", "var over the last N queries", "a tensor in a budget")
 NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in OPERATIONS]

@@ -11,6 +11,7 @@ from kvdsl.integrations.vllm.settings import Settings
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
+from kvdsl.runtime.state import copies
 from kvdsl.runtime.state.slots import SlotState
 
 HEADS, DIM = 2, 16
@@ -108,3 +109,23 @@ def test_a_prompt_is_laid_into_its_page(policy: str, budget: int) -> None:
     generator.set_state(tokens)
     got = answers(settings, state, generator)
     assert all(torch.equal(ours, wanted) for ours, wanted in zip(got, expected, strict=True))
+
+
+@pytest.mark.parametrize("policy", ["sparcas", "quest", "equip_h2o", "equip_streaming"])
+def test_what_steps_of_an_accelerator_keep_has_its_place_in_a_page(policy: str) -> None:
+    """Else it would be made beside the pages, for all of them, in memory that vLLM has given to them."""
+    pytest.importorskip("triton", reason="steps of an accelerator are Triton's")
+    from kvdsl.runtime.gpu.rows import Rows
+
+    settings = Settings(policy, (("budget", 40),) if policy.startswith("equip") else ())
+    found = page(settings, HEADS, DIM, torch.float32, layers=1, longest=LONGEST, aligned=True)
+    blocks, state = torch.zeros(3, found.bytes, dtype=torch.uint8), settings.state(0, 1)
+    found.adopt(state, found.spread(blocks, state))
+    kept = {name: tensor for name, tensor in state.tensors().items() if name in copies.NAMES and tensor.numel()}
+    assert kept
+    Rows(NoBackend(), state, ROPE)  # type: ignore[arg-type]
+    assert all(getattr(state, name) is tensor for name, tensor in kept.items())
+
+
+class NoBackend:
+    """Serves nothing."""

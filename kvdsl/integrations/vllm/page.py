@@ -148,7 +148,9 @@ def _one_token_read(
     if aligned:
         state.align()
     state.selects = state.spec.selects  # in some layers; all pages have one size
-    copies.keep(state, TILE)
+    copies.keep(state, 1 if aligned else TILE)  # as `runtime.gpu.rows` wants it, and as C++ does
+    if aligned:
+        copies.keep_room_for_halves(state)
     return state
 
 

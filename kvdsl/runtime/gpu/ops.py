@@ -237,6 +237,15 @@ def power(x, y):
 
 
 @triton.jit
+def count_power(x, y):
+    """The power of numbers of which a count is made: a whole number where C says one, which a logarithm's rounding would miss."""
+    found = power(x, y)
+    nearest = tl.floor(found + 0.5)
+    wide = tl.abs(tl.cast(y, tl.float64) * tl.log(tl.abs(tl.cast(x, tl.float64))))  # by which the exponential's error grows
+    return tl.where(tl.abs(found - nearest) <= 4e-16 * (2 + wide) * tl.abs(nearest), nearest, found)
+
+
+@triton.jit
 def ema(old, x, decay, age):
     """A moving average after x has joined it. A token's own query, at which its age is 0, is the first to."""
     return tl.where(age == 0, x, decay * old + (1 - decay) * x)

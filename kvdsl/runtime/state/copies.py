@@ -79,6 +79,12 @@ def keep_halves(state: SlotState, rope: Rope | None) -> None:
         stays_where_it_is(state.half_keys)
 
 
+def keep_room_for_halves(state: SlotState) -> None:
+    """Have a tensor for the rotated halves, of a policy that keeps them, with whatever in it."""
+    if state.spec.rope_cached:
+        state.half_keys = torch.empty_like(state.keys)
+
+
 def forget_halves(state: SlotState) -> None:
     """The rotated halves no longer hold."""
     if state.spec.rope_cached:

@@ -102,8 +102,11 @@ def _recomputed_losses(setup: Setup, long: bool) -> Tensor:
 
 
 def _sampled(setup: Setup, ids: Tensor) -> range:
-    """The tokens of which all perplexities are: the recomputed window is too slow for every one."""
-    return range(_capacity(setup), ids.shape[1], setup.size(8, 4))
+    """The tokens of which all perplexities are: the recomputed window is too slow for every one.
+
+    Prunes come every 8th and every 32nd token, quick ones every 2nd and 8th: an odd step meets all that lies between two alike.
+    """
+    return range(_capacity(setup), ids.shape[1], setup.size(7, 3))
 
 
 def _perplexity(setup: Setup, method: str, long: bool) -> float:
@@ -203,7 +206,8 @@ def _ablation_findings(rows: Sequence[Row]) -> list[Finding]:
 
 # -- token by token around prunes --------------------------------------------------------------------------------------
 
-_BEFORE, _AFTER = 4, 8
+_BEFORE, _AFTER = 3, 4
+"""Places around a prune: as many as lie between two of those that come most often."""
 
 
 def _prune_cells(setup: Setup) -> Iterator[Cell]:
@@ -212,7 +216,10 @@ def _prune_cells(setup: Setup) -> Iterator[Cell]:
 
 
 def _around(setup: Setup, method: str) -> list[Row]:
-    """Mean loss of the tokens before and after a prune, above that of all tokens."""
+    """Mean loss of the tokens before and after a prune, above that of all tokens.
+
+    A policy settles when a token has attended: the token at offset 0 is still predicted from all that was there, the next is not.
+    """
     from kvdsl_lab.eval.perplexity import token_losses
 
     cache, held = _cache(setup, method), list[int]()
@@ -242,7 +249,7 @@ def _prune_findings(rows: Sequence[Row]) -> list[Finding]:
 def _rise(rows: Sequence[Row], method: str) -> tuple[float, float]:
     """The loss of the places after a prune above that of those before it, in nats; its standard error, by the places' scatter."""
     own = [(row["offset"], row["extra_nll"]) for row in rows if row["method"] == method and row["extra_nll"] is not None]
-    before, after = ([loss for at, loss in own if (at >= 0) == late] for late in (False, True))
+    before, after = ([loss for at, loss in own if (at > 0) == late] for late in (False, True))
     if min(len(before), len(after)) < 2:
         return math.nan, math.nan
     error = math.hypot(*(statistics.stdev(places) / math.sqrt(len(places)) for places in (before, after)))

@@ -71,6 +71,15 @@ def faithful(setup: Setup, policy: str, **settings: int) -> float:
     return score
 
 
+def by_depth(setup: Setup, policy: str, **settings: int) -> list[Row]:
+    """One row for every task and depth of the asked-for fact: `task, depth, score`."""
+    return [
+        {"task": row["task"], "depth": depth, "score": score}
+        for row in _rows(setup, policy, **settings)
+        for depth, score in zip(row["depths"], row["by_depth"], strict=True)
+    ]
+
+
 def by_task(setup: Setup, policy: str, **settings: int) -> list[Row]:
     """One row for every task: `policy, task, accuracy`, and the settings."""
     found = recalled(setup, policy, **settings)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from kvdsl_lab.reproduce import plots, tables
 from kvdsl_lab.reproduce.experiment import NEAR, Cell, Experiment, Finding, Paper, Row, Setup, all_of, below
-from kvdsl_lab.reproduce.recall import TEXT, faithful, recalled, usage
+from kvdsl_lab.reproduce.recall import TEXT, by_depth, faithful, recalled, usage
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -194,6 +194,41 @@ def _ratio_plot(figure: Figure, rows: Sequence[Row]) -> None:
         axes.set_title(task, fontsize="medium")
 
 
+# -- what of that is the norm's ---------------------------------------------------------------------------------------
+
+
+def _depth_cells(setup: Setup) -> Iterator[Cell]:
+    for ratio in setup.size((0.2, 0.5), (0.5,)):
+        for policy in (name for pair in BASES.items() for name in pair):
+            yield Cell(f"{_NAMES[policy]} at {ratio:g}", partial(_at_depths, policy=policy, ratio=ratio))
+
+
+def _at_depths(setup: Setup, policy: str, ratio: float) -> list[Row]:
+    rows = by_depth(setup, policy, budget=int(ratio * _prompt(setup)))
+    return [{"policy": policy, "ratio": ratio, **row} for row in rows]
+
+
+def _depth_table(rows: Sequence[Row]) -> list[Row]:
+    return tables.pivot(_named(rows), ["policy", "ratio", "task"], "depth", "score")
+
+
+def _depth_findings(rows: Sequence[Row]) -> list[Finding]:
+    """A fact that stands first lies within the tokens that VATP's policies protect, and that their bases do not."""
+    by = {(row["policy"], row["ratio"], row["task"], row["depth"]): row["score"] for row in rows}
+    found = []
+    for base, ours in BASES.items():
+        gains = [
+            (depth, score - by[base, ratio, task, depth])
+            for (policy, ratio, task, depth), score in by.items() if policy == ours
+        ]  # fmt: skip
+        first, later = (fmean(gain for depth, gain in gains if (depth == 0) == at_first) for at_first in (True, False))
+        found.append(Finding(
+            f"{_NAMES[ours]} recalls more than {_NAMES[base]} of what lies behind the {SINKS} tokens that it protects",
+            None if abs(later) < NEAR else later > 0, f"{later:+.3f} there, {first:+.3f} of what stands first",
+        ))  # fmt: skip
+    return found
+
+
 # -- Table 2 -----------------------------------------------------------------------------------------------------------
 
 _NORMS = {"l1": "vatp_h2o", "l2": str(VARIANTS / "vatp_h2o_norm2.kv"), "linf": str(VARIANTS / "vatp_h2o_norminf.kv")}
@@ -300,6 +335,10 @@ PAPER = Paper(
             "figure3", "Facts recalled, by the budget's ratio", "Figure 3", _ratio_cells,
             says="Scissorhands with VATP is best at nearly all ratios; H2O gains mainly at the larger ones (2WikiMultihopQA).",
             findings=_over_bases, table=_ratio_table, plot=_ratio_plot,
+        ),
+        Experiment(
+            "depths", "Facts recalled, by the depth at which they stand", "Figure 3, taken apart", _depth_cells,
+            findings=_depth_findings, table=_depth_table,
         ),
         Experiment(
             "table2", "Norms of the value, with H2O's attention", "Table 2", _norm_cells,

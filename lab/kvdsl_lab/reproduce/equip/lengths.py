@@ -19,6 +19,18 @@ SHAPE = "llama-2-7b:2"
 BATCH, BUDGET = 8, 256
 
 
+_KEPT = ("tpot_ms", "tpot_ms_q1", "tpot_ms_q3", "vs_first", "vs_first_q1", "vs_first_q3", "cache_bytes")
+
+
+def _row(row: Row, length: int) -> Row:
+    return {
+        "policy": Path(row["policy"]).stem,
+        "length": length,
+        "batch": row["batch"],
+        **{name: row[name] for name in _KEPT},
+    }
+
+
 def _generated(setup: Setup, length: int, names: Sequence[str]) -> list[Row]:
     """A token's time behind one prompt of that length, which all rows share."""
     from kvdsl_lab.bench.contenders import contenders
@@ -27,11 +39,8 @@ def _generated(setup: Setup, length: int, names: Sequence[str]) -> list[Row]:
     shape, batch, budget, new = setup.size((SHAPE, BATCH, BUDGET, 24), ("tiny:2", 2, 16, 4))
     model = layers(setup, shape)
     wanted = contenders(names, {}, [budget], model, setup.backend)
-    rows = bench_generate(model, prompt(setup, model, length), new, wanted, rows=batch, repeats=1)
-    kept = ("tpot_ms", "tpot_ms_q1", "tpot_ms_q3", "vs_first", "vs_first_q1", "vs_first_q3", "cache_bytes")
     return [
-        {"policy": Path(row["policy"]).stem, "length": length, "batch": batch, **{name: row[name] for name in kept}}
-        for row in rows
+        _row(row, length) for row in bench_generate(model, prompt(setup, model, length), new, wanted, rows=batch, repeats=1)
     ]
 
 
@@ -40,11 +49,37 @@ def _generated(setup: Setup, length: int, names: Sequence[str]) -> list[Row]:
 _EVICTING = ("h2o", "streaming_llm")
 
 
-def _length_cells(setup: Setup) -> Iterator[Cell]:
-    from kvdsl_lab.bench.contenders import NATIVE
+_ROUNDS = 3
 
-    for length in setup.size((256, 512, 1024, 2048), (16, 48)):
-        yield Cell(f"{length} tokens", partial(_generated, length=length, names=(NATIVE, *_EVICTING)))
+
+def _length_cells(_: Setup) -> Iterator[Cell]:
+    yield Cell("all lengths", _in_turns)
+
+
+def _in_turns(setup: Setup) -> list[Row]:
+    """A token's time behind prompts of all lengths, in turns; `rises`: times that behind the shortest one, round by round."""
+    import torch
+
+    from kvdsl_lab.bench import measure
+    from kvdsl_lab.bench.contenders import NATIVE, contenders
+    from kvdsl_lab.bench.generate import Race, Times, figures
+
+    shape, batch, budget, new = setup.size((SHAPE, BATCH, BUDGET, 24), ("tiny:2", 2, 16, 4))
+    model = layers(setup, shape)
+    wanted = contenders((NATIVE, *_EVICTING), {}, [budget], model, setup.backend)
+    lengths = setup.size((256, 512, 1024, 2048), (16, 48))
+    races = [Race(model, prompt(setup, model, length), new, wanted, batch) for length in lengths]
+    times = [[Times() for _ in wanted] for _ in lengths]
+    with torch.inference_mode():
+        for turn in range(-1, _ROUNDS):  # the first warms up
+            for race, own in zip(races, times, strict=True):
+                race.round(own if turn >= 0 else [Times() for _ in wanted], turn)
+    rows = []
+    for length, race, own in zip(lengths, races, times, strict=True):
+        for one, found, shortest in zip(race.wanted, own, times[0], strict=True):
+            row = {"policy": one.policy, "batch": batch, **figures(found, own[0], batch)}
+            rows.append(_row(row, length) | measure.summary("rises", measure.ratios(found.later, shortest.later)))
+    return rows
 
 
 def _length_findings(rows: Sequence[Row]) -> list[Finding]:
@@ -52,14 +87,10 @@ def _length_findings(rows: Sequence[Row]) -> list[Finding]:
     for policy in _EVICTING:
         own = sorted((row for row in rows if row["policy"] == policy), key=lambda row: row["length"])
         first, last = own[0], own[-1]
-        rises = [row["tpot_ms"] / first["tpot_ms"] for row in own[1:]]
         claim = f"with {NAMES[policy]} in place a token takes as long behind {last['length']} tokens as behind {first['length']} (10 %)"
-        told = f"{', '.join(f'{rise:.3g}' for rise in rises)} times as long; {last['vs_first']:.3g}x as fast as the growing cache there"
-        # The lengths are measured one after the other: the quartiles say how far another hour may be from this one.
-        holds = all_of(
-            within((row["tpot_ms_q1"] / first["tpot_ms_q3"], row["tpot_ms_q3"] / first["tpot_ms_q1"]), high=1.1)
-            for row in own[1:]
-        )
+        rises = ", ".join(f"{row['rises']:.3g}" for row in own[1:])
+        told = f"{rises} times as long; {last['vs_first']:.3g}x as fast as the growing cache there"
+        holds = all_of(within((row["rises_q1"], row["rises_q3"]), high=1.1) for row in own[1:])
         found.append(Finding(claim, holds if last["length"] >= 1024 else None, told))
     return found
 
