@@ -127,7 +127,7 @@ peers: $(PEERS)/.ready  ## kvdsl beside kvpress and transformers, in build/peers
 	mkdir -p build
 	$(PEERS)/bin/python benchmarks/peers.py --out build/peers.json
 	$(PEERS)/bin/python benchmarks/peers.py --memory --repeats 2 --out build/peers_memory.json
-	for file in peers peers_memory; do $(PEERS)/bin/python benchmarks/peers.py --table build/$$file.json; done
+	for file in peers peers_memory; do $(PEERS)/bin/python benchmarks/peers.py --table build/$$file.json || exit 1; done
 
 # torch first, so that nothing else chooses another build of it.
 $(PEERS)/.ready: pyproject.toml lab/pyproject.toml

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf import KVCache
 
 
-def load(policy: str | Path, **settings: Any) -> type[KVCache]:
+def load(policy: str | Path, /, **settings: Any) -> type[KVCache]:
     """The cache class of a shipped policy (`"h2o"`) or of a .kv file.
 
     The package goes into kvdsl's cache folder, so that a second call finds it there.
@@ -41,7 +41,7 @@ def load(policy: str | Path, **settings: Any) -> type[KVCache]:
     return cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
 
 
-def compile(source: str, **settings: Any) -> type[KVCache]:
+def compile(source: str, /, **settings: Any) -> type[KVCache]:
     """The cache class of a policy that is given as a string.
 
     Args:

@@ -99,7 +99,7 @@ const text = (side) => (side === "mine" ? sides.mine.text : (policies[at("versus
 function ask() {
   if (!page) return;
   const params = values();
-  const first = Math.max(1, Math.min(Number(at("prompt").value) || 1, page.tokens.length - 1));
+  const first = Math.max(1, Math.min(Math.floor(Number(at("prompt").value)) || 1, page.tokens.length - 1));
   at("moment").min = String(first);
   at("moment").max = String(page.tokens.length);
   for (const side of SIDES) {
@@ -121,7 +121,7 @@ function ask() {
 /** The params as they are written in the field, by name; undefined, and the field says so, where it cannot be read. */
 function values() {
   const parts = at("params").value.split(/[\s,]+/).filter(Boolean);
-  const pairs = parts.map((part) => /^([A-Za-z_]\w*)=(-?\d+\.?\d*)$/.exec(part));
+  const pairs = parts.map((part) => /^([A-Za-z_]\w*)=(-?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)$/.exec(part));
   const wrong = pairs.findIndex((pair) => !pair);
   at("params").setCustomValidity(wrong < 0 ? "" : `${parts[wrong]}: write name=number`);
   at("params").reportValidity();

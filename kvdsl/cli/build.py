@@ -14,7 +14,7 @@ from kvdsl.cli.common import json_option, print_json
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.gpu.build import Row
+    from kvdsl.build.row import Row
     from kvdsl.runtime.spec import PolicySpec
 
 TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
@@ -67,23 +67,28 @@ def command(
 
 
 def _build(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dict[str, int] | None) -> Iterator[Row]:
-    try:
-        from kvdsl.runtime.gpu.build import Shape, build, parse_target
-        from kvdsl.runtime.gpu.report import Workload
-    except ImportError as error:
-        raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`") from error
-    gpus = {target: parse_target(target) for target in targets if target != "cpu"}
+    gpus = [target for target in targets if target != "cpu"]
     if gpus:
-        if not spec.triton_source.exists():
-            raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
-        yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Workload(**step))
+        yield from _gpus(spec, gpus, shape, step)
     if "cpu" in targets:
         yield _cpu(spec)
 
 
+def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dict[str, int] | None) -> Iterator[Row]:
+    try:
+        from kvdsl.runtime.gpu.build import Shape, build, parse_target
+        from kvdsl.runtime.gpu.report import Workload
+    except ImportError as error:
+        raise KvdslError(f"Triton cannot be imported ({error}); `pip install triton`, or `--target cpu`") from error
+    gpus = {target: parse_target(target) for target in targets}
+    if not spec.triton_source.exists():
+        raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
+    yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Workload(**step))
+
+
 def _cpu(spec: PolicySpec) -> Row:
     from kvdsl.build.cxx import kernel_library
-    from kvdsl.runtime.gpu.build import Row
+    from kvdsl.build.row import Row
 
     if not spec.cpu_source.exists():
         raise KvdslError(f"`{spec.stem}` has no C++ kernels (`kvdsl explain` says why)")

@@ -12,6 +12,7 @@ import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option
+from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
     from kvdsl.diagnostics import Diagnostic
@@ -105,9 +106,14 @@ class _Check:
 
     def show(self, found: list[Diagnostic]) -> None:
         """Shows what is wrong."""
+        nothing = "there is no .kv file to check"
+        if not self.names and self.style == "json":
+            raise KvdslError(nothing)
         if not self.names:
-            error("there is no .kv file to check", "name the files, or start with a copy: `kvdsl list` shows policies")
-        elif self.style == "json":
+            error(nothing, "name the files, or start with a copy: `kvdsl list` shows policies")
+        if not self.names and self.style != "sarif":
+            return
+        if self.style == "json":
             from kvdsl.diagnostics import render_json
 
             print_json({"diagnostics": render_json(found)})

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import error, finish, params_as_data, print_json, set_option
+from kvdsl.cli.common import params_as_data, print_json, set_option
+from kvdsl.errors import KvdslError
 from kvdsl.explain import DTYPES
 
 if TYPE_CHECKING:
@@ -102,8 +103,8 @@ def _explain_code(name: str, style: str) -> None:
 
     code = CODES.get(name)
     if code is None:
-        error(f"there is no code {name}", did_you_mean(name, CODES))
-        finish(2)
+        hint = did_you_mean(name, CODES)
+        raise KvdslError(f"there is no code {name}" + (f": {hint}" if hint else ""))
     if style == "html":
         from kvdsl.explain.html import code_page
 

@@ -13,9 +13,7 @@ import click
 from kvdsl.cli import completion
 from kvdsl.cli.common import (
     CLEAN,
-    COULD_NOT_RUN,
     FINDINGS,
-    error,
     exit_code,
     finish,
     json_option,
@@ -61,8 +59,7 @@ def command(files: tuple[str, ...], expression: str, as_json: bool) -> None:
     found = [diagnostic for run in runs for diagnostic in run.diagnostics]
     code = exit_code(found)
     if not outcomes and code == CLEAN:
-        error("no test matches" if expression else "there are no tests in what was named")
-        finish(COULD_NOT_RUN)
+        raise KvdslError("no test matches" if expression else "there are no tests in what was named")
     if as_json:
         print_json(_as_data(runs))
     else:

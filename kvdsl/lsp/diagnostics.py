@@ -41,5 +41,10 @@ def shown(document: Document, found: Diagnostic) -> lsp.Diagnostic:
 def _range(document: Document, found: Diagnostic, here: bool) -> lsp.Range:
     if here:
         return document.positions.of(found.span)
-    imports = () if document.module is None else document.module.syntax.imports
+    if document.module is None:
+        return document.positions.range(0, 0)
+    for statement, module in document.module.imported:
+        if any(one.file is found.span.file for one in module.all()):
+            return document.positions.of(statement.span)
+    imports = document.module.syntax.imports
     return document.positions.of(imports[0].span) if imports else document.positions.range(0, 0)

@@ -112,13 +112,20 @@ def rename(
         RenameError: if that is no name, is taken, or if something is wrong in the text so that names may be missed.
     """
     name = renamable(document, position)
-    if any(one.code.startswith("KV01") and one.severity == "error" for one in document.diagnostics):
-        raise RenameError("the text has syntax errors, so that places would be missed: mend them first")
     _check(name, to)
-    changes: dict[str, list[lsp.TextEdit]] = {}
+    places: dict[str, tuple[Document, list[Name]]] = {}
     for one, found in _standing(name, [document, *others]):
-        changes.setdefault(one.uri, []).append(lsp.TextEdit(one.positions.of(found.span), to))
-    _try(document, name, to, texts)
+        places.setdefault(one.uri, (one, []))[1].append(found)
+    if not any(found.defines for _, own in places.values() for found in own):
+        assert name.target is not None
+        raise RenameError(
+            f"`{name.text}` is defined in `{name.target.file.name}`, which is neither open nor in the folder: open it"
+        )
+    for one, _ in places.values():
+        if any(wrong.code.startswith("KV01") and wrong.severity == "error" for wrong in one.diagnostics):
+            raise RenameError(f"`{one.source.name}` has syntax errors, so that places would be missed: mend them first")
+    _try(list(places.values()), to, texts)
+    changes = {uri: [lsp.TextEdit(one.positions.of(found.span), to) for found in own] for uri, (one, own) in places.items()}
     return lsp.WorkspaceEdit(changes=changes)
 
 
@@ -133,19 +140,30 @@ def _check(name: Name, to: str) -> None:
         raise RenameError(wrong)
 
 
-def _try(document: Document, name: Name, to: str, texts: Mapping[Path, str]) -> None:
-    """Raises if the text has an error then that it has not now, as where the name is taken."""
-    spans = sorted((one.span for one in document.names.all if same_place(one.target, name.target)), key=lambda s: -s.start)
-    text = document.text
-    for span in spans:
-        text = text[: span.start] + to + text[span.end :]
-    if name.target is not None and name.target.file is not document.source:
-        return  # the file that defines it changes as well
-    changed = read_document(document.uri, text, document.positions.encoding, texts)
-    before = sum(one.severity == "error" for one in document.diagnostics)
-    errors = [one for one in changed.diagnostics if one.severity == "error"]
-    if len(errors) > before:
-        raise RenameError(errors[-1].message)
+def _try(places: list[tuple[Document, list[Name]]], to: str, texts: Mapping[Path, str]) -> None:
+    """Raises if a text then has an error that it has not now, as where the name is taken, or if a name then means something else."""
+    changed = [(one, *_renamed(one, own, to)) for one, own in places]
+    there = {**texts, **{one.source.path.resolve(): text for one, text, _ in changed if one.source.path is not None}}
+    for one, text, starts in changed:
+        then = read_document(one.uri, text, one.positions.encoding, there)
+        errors = [wrong for wrong in then.diagnostics if wrong.severity == "error"]
+        if len(errors) > sum(wrong.severity == "error" for wrong in one.diagnostics):
+            raise RenameError(errors[-1].message)
+        here = [found for found in then.names.all if found.span.start in starts]
+        same = {found.span.start for found in then.names.all if here and same_place(found.target, here[0].target)}
+        if same != starts:
+            raise RenameError(f"`{to}` is the name of something else in `{one.source.name}`, which would be taken for this")
+
+
+def _renamed(document: Document, own: list[Name], to: str) -> tuple[str, set[int]]:
+    """The text with another name at these places, and where they begin then."""
+    text, starts, moved = document.text, set(), 0
+    for span in sorted((found.span for found in own), key=lambda span: span.start):
+        start = span.start + moved
+        text = text[:start] + to + text[span.end + moved :]
+        starts.add(start)
+        moved += len(to) - (span.end - span.start)
+    return text, starts
 
 
 def _is_shipped(target: Span) -> bool:

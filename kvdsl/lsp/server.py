@@ -38,6 +38,19 @@ class Server(LanguageServer):
         """The text that a request is about."""
         return self.texts.document(params.text_document.uri)  # type: ignore[attr-defined]
 
+    def look_at_folders(self) -> None:
+        """What is asked of other files is asked of those in the workspace's folders."""
+        paths = (path_of(folder.uri) for folder in self.workspace.folders.values())
+        self.texts.folders = [path for path in paths if path is not None]
+
+    def watch(self) -> None:
+        """Ask to be told of files that change on the disk, of a client that can."""
+        asked = self.client_capabilities.workspace and self.client_capabilities.workspace.did_change_watched_files
+        if asked and asked.dynamic_registration:
+            watched = lsp.DidChangeWatchedFilesRegistrationOptions([lsp.FileSystemWatcher("**/*.kv")])
+            one = lsp.Registration("kvdsl-files", lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES, watched)
+            self.client_register_capability(lsp.RegistrationParams([one]))
+
     def tell(self, uris: list[str]) -> None:
         """Sends what is wrong with these texts."""
         for uri in uris:
@@ -60,8 +73,12 @@ def _texts(server: Server) -> None:
     @server.feature(lsp.INITIALIZED)
     def initialized(ls: Server, params: lsp.InitializedParams) -> None:
         ls.texts.encoding = lsp.PositionEncodingKind(ls.workspace.position_encoding).value
-        paths = (path_of(uri) for uri in ls.workspace.folders)
-        ls.texts.folders = [path for path in paths if path is not None]
+        ls.look_at_folders()
+        ls.watch()
+
+    @server.feature(lsp.WORKSPACE_DID_CHANGE_WORKSPACE_FOLDERS)
+    def folders_changed(ls: Server, params: lsp.DidChangeWorkspaceFoldersParams) -> None:
+        ls.look_at_folders()
 
     @server.feature(lsp.SHUTDOWN)
     def dismissed(ls: Server, params: None = None) -> None:
@@ -180,9 +197,13 @@ def _command(server: Server, title: str, name: str) -> None:
         return said
 
 
+_RUN = "import sys; sys.path.remove(''); from kvdsl.cli import main; sys.exit(main())"
+"""`python -m kvdsl`, to which modules that happen to lie beside the policy are not Python's own."""
+
+
 async def _kvdsl(title: str, path: Path) -> str:
     process = await asyncio.create_subprocess_exec(
-        sys.executable, "-m", "kvdsl", title, str(path), cwd=path.parent, stdin=asyncio.subprocess.DEVNULL,
+        sys.executable, "-c", _RUN, title, str(path.resolve()), cwd=path.parent, stdin=asyncio.subprocess.DEVNULL,
         stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.STDOUT,
     )  # fmt: skip
     out, _ = await process.communicate()

@@ -6,11 +6,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from kvdsl.codes import IMPORT, SHIPPED_BY_FILE, UNREADABLE
 from kvdsl.lsp.document import Document, path_of, read_document, uri_of
 
 _MOST_FILES = 500
-_MISSED = {UNREADABLE.id, IMPORT.id, SHIPPED_BY_FILE.id}
 _SKIPPED = {"node_modules", "__pycache__", "site-packages", "generated"}
 
 
@@ -44,8 +42,7 @@ class Workspace:
         resolved = None if path is None else path.resolve()
         self._read.pop(uri, None)
         for other, document in list(self._read.items()):
-            # A file that could not be read is not among those that were: what misses one is read again, too.
-            if resolved in document.read or any(found.code in _MISSED for found in document.diagnostics):
+            if resolved in document.read:
                 del self._read[other]
         return [one for one in self._open if one not in self._read]
 

@@ -26,10 +26,11 @@ Found = tuple[Path, str, str | None]
 
 @dataclass(eq=False)
 class Module:
-    """A file with the modules that it imports."""
+    """A file with the modules that it imports; `imported` has what each statement names, where that could be read."""
 
     syntax: syn.Module
     imports: list[Module] = field(default_factory=list)
+    imported: list[tuple[syn.Import, Module]] = field(default_factory=list)
 
     @property
     def file(self) -> SourceFile:
@@ -39,9 +40,9 @@ class Module:
     @property
     def broken(self) -> bool:
         """Whether so much of it could not be read that names may be missing."""
-        return any(module.syntax.broken for module in self._all())
+        return any(module.syntax.broken for module in self.all())
 
-    def _all(self) -> Iterator[Module]:
+    def all(self) -> Iterator[Module]:
         """The file and everything that it imports, each once, however many ways lead to it."""
         waiting, seen = [self], set[Module]()
         while waiting:
@@ -74,12 +75,13 @@ class Loader:
     def __init__(self, sink: Sink, texts: Mapping[Path, str] = NO_TEXTS) -> None:
         self.sink, self.texts = sink, texts
         self._loaded: dict[Path, Module] = {}
+        self._tried: set[Path] = set()
         self._loading: list[Path] = []
 
     @property
     def read(self) -> list[Path]:
-        """The files that were loaded, as resolved paths."""
-        return list(self._loaded)
+        """The files that were loaded, as resolved paths, and those that an import names and that are not there or cannot be read."""
+        return [*self._loaded, *sorted(self._tried - self._loaded.keys())]
 
     def load(self, source: SourceFile) -> Module:
         """A source with everything that it imports."""
@@ -94,7 +96,9 @@ class Loader:
             imported = self._import(statement, source)
             if imported is None:
                 module.syntax = replace(syntax, broken=True)
-            elif imported not in module.imports:
+                continue
+            module.imported.append((statement, imported))
+            if imported not in module.imports:
                 module.imports.append(imported)
         if identity is not None:
             self._loading.pop()
@@ -154,6 +158,7 @@ class Loader:
             return None
         folder = Path() if importer.path is None else importer.path.parent
         path, shown = folder / name, str(Path(importer.name).parent / name)
+        self._tried.add(_resolved(path))
         if shipped is None or not is_shipped_like_a_file(shipped) or "/" in name:
             return path, shown, None if shipped is None else new
         if not _exists(path):
@@ -169,10 +174,7 @@ class Loader:
     def _enter(self, statement: syn.Import, path: Path, shown: str, help: str | None) -> Module | None:
         """The module of a file; None after a report that it cannot be read, or is being read."""
         name, span = statement.name.text, statement.name.span
-        try:
-            identity = path.resolve()
-        except (OSError, RuntimeError):
-            identity = path
+        identity = _resolved(path)
         if len(self._loading) > MAX_IMPORTS:
             self.sink.report(codes.IMPORT, span, f"imports are nested more than {MAX_IMPORTS} deep")
             return None
@@ -200,6 +202,13 @@ def import_of(policy: str) -> str:
     if near is not None:
         return f"did you mean `{near}`, which `import {stems[near]}` makes known?"
     return 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
+
+
+def _resolved(path: Path) -> Path:
+    try:
+        return path.resolve()
+    except (OSError, RuntimeError):
+        return path
 
 
 def _exists(path: Path) -> bool:

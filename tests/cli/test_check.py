@@ -143,6 +143,9 @@ def test_watch_checks_again_after_each_change() -> None:
                 (GOOD.replace("mean(attn)", "attn"), "good.kv", "1 error"),
                 (GOOD, "good.kv", "2 files checked: all is well"),
                 (BAD, "inner/more/new.kv", "2 errors"),
+                ('kv 1\nimport "../../later.kv"\n\nlet f(x) = g(x)\n', "inner/more/new.kv", "1 error"),
+                ("kv 1\n\nlet g(x) = x\n", "later.kv", "3 files checked: all is well"),
+                (BAD, "inner/more/new.kv", "2 errors"),
             ]:
                 if change is not None:
                     write_whole(Path(name), change)

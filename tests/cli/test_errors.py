@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 
@@ -47,6 +48,30 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("folder").mkdir()
     Path("file").write_text("")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["test", "-k", "nosuch", "roco"], ["explain", "KV9999"], ["check", "folder"]], ids=" ".join
+)
+def test_whatever_is_wrong_is_one_object_of_json(capsys: pytest.CaptureFixture[str], arguments: list[str]) -> None:
+    result = run(capsys, *arguments, "--json")
+    assert result.code == 2
+    assert json.loads(result.out)["error"]
+
+
+def test_a_log_of_nothing_is_a_log(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of which a workflow's next step makes something."""
+    result = run(capsys, "check", "folder", "--format", "sarif")
+    assert result.code == 2
+    (one,) = json.loads(result.out)["runs"]
+    assert one["results"] == [] and not one["invocations"][0]["executionSuccessful"]
+
+
+def test_a_setting_that_is_called_as_an_argument_is_none_that_a_policy_has() -> None:
+    with pytest.raises(KvdslError, match="has no param `policy`"):
+        kvdsl.load("roco", policy=1)
+    with pytest.raises(KvdslError, match="has no param `source`"):
+        kvdsl.compile(POLICY.format(""), source=1)
 
 
 @pytest.mark.parametrize(

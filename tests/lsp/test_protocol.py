@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from urllib.parse import unquote
 
 import pytest
 from lsprotocol import types as lsp
 from pygls.exceptions import JsonRpcException
 
-from kvdsl.lsp.document import read_document
-from kvdsl.lsp.navigation import references
+from kvdsl.lsp.diagnostics import diagnostics
+from kvdsl.lsp.document import Document, read_document
+from kvdsl.lsp.navigation import RenameError, references, rename
 from kvdsl.lsp.positions import Positions
 from kvdsl.lsp.workspace import Workspace
 from tests.lsp.harness import Client, client, marked
@@ -246,3 +248,73 @@ def test_a_name_behind_after_is_found(tmp_path: Path) -> None:
     document = read_document((tmp_path / "p.kv").as_uri(), text, "utf-16")
     assert not document.diagnostics
     assert len(references(document, document.positions.position(text.index("sinks")), [])) == 2
+
+
+def _document(path: Path, text: str) -> Document:
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return read_document(path.as_uri(), text, "utf-16")
+
+
+def _at(document: Document, what: str) -> lsp.Position:
+    return document.positions.position(document.text.index(what))
+
+
+TWO_NAMES = (
+    'kv 1\n\npolicy P {\n  "A test."\n  param budget = 9\n  param w = 2\n  let g(x) = x * w\n  score g(sum(attn))\n}\n'
+)
+
+
+@pytest.mark.parametrize(("old", "new"), [("w = 2", "x"), ("x) =", "w")])
+def test_a_name_that_would_mean_something_else_is_refused(tmp_path: Path, old: str, new: str) -> None:
+    """`let g(x) = x * x` is right, and another policy."""
+    document = _document(tmp_path / "mine.kv", TWO_NAMES)
+    with pytest.raises(RenameError, match=f"`{new}` is the name of something else in"):
+        rename(document, _at(document, old), new, [])
+    assert rename(document, _at(document, old), "other", []).changes is not None
+
+
+def test_who_is_defined_where_nobody_looks_is_refused(tmp_path: Path) -> None:
+    library = _document(tmp_path / "lib" / "b.kv", "kv 1\n\nlet half(x) = x / 2\n")
+    text = 'kv 1\nimport "lib/b.kv"\n\npolicy P {\n  "A test."\n  param budget = 9\n  score half(sum(attn))\n}\n'
+    document = _document(tmp_path / "mine.kv", text)
+    with pytest.raises(RenameError, match=r"`half` is defined in `.*b.kv`, which is neither open nor in the folder"):
+        rename(document, _at(document, "half(sum"), "third", [])
+    changes = rename(document, _at(document, "half(sum"), "third", [library]).changes or {}
+    assert {Path(uri).name: len(edits) for uri, edits in changes.items()} == {"mine.kv": 1, "b.kv": 1}
+    broken = _document(tmp_path / "lib" / "b.kv", "kv 1\n\nlet half(x) = x / 2\nlet = 3\n")
+    with pytest.raises(RenameError, match=r"`.*b.kv` has syntax errors"):
+        rename(document, _at(document, "half(sum"), "third", [broken])
+
+
+def test_what_is_wrong_in_an_import_is_told_at_it(tmp_path: Path) -> None:
+    _document(tmp_path / "a.kv", "kv 1\n\nlet one(x) = x + 1\n")
+    _document(tmp_path / "b.kv", "kv 1\n\nlet two(x) = x + nothing\n")
+    text = (
+        'kv 1\nimport "a.kv"\nimport "b.kv"\n\npolicy P {\n  "A test."\n  param budget = 9\n  score one(two(sum(attn)))\n}\n'
+    )
+    found = diagnostics(_document(tmp_path / "mine.kv", text))
+    assert [one.range.start.line for one in found if one.severity == lsp.DiagnosticSeverity.Error] == [2]
+
+
+def test_a_folder_is_found_by_its_address(tmp_path: Path) -> None:
+    """In which `#` and spaces are spelled otherwise; and one that is added later is one of them."""
+    child = 'kv 1\nimport "../mine.kv"\n\npolicy Child extends Mine {\n  "C."\n  keep first weight\n}\n'
+    for name in ("c# d", "later"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / f"{name}.kv").write_text(child)
+    mine = (tmp_path / "mine.kv").as_uri()
+    rename_weight = lsp.RenameParams(lsp.TextDocumentIdentifier(mine), lsp.Position(5, 8), "share")
+
+    def renamed_in(one: Client) -> set[str]:
+        edit = one.wait(one.ask.text_document_rename_async(rename_weight))
+        assert edit is not None
+        return {Path(unquote(uri)).name for uri in edit.changes or {}}
+
+    with client(tmp_path / "c# d") as one:
+        one.open(mine, GOOD)
+        assert renamed_in(one) == {"mine.kv", "c# d.kv"}
+        later = lsp.WorkspaceFolder((tmp_path / "later").as_uri(), "later")
+        change = lsp.DidChangeWorkspaceFoldersParams(lsp.WorkspaceFoldersChangeEvent([later], []))
+        one.do(lambda: one.ask.workspace_did_change_workspace_folders(change))
+        assert renamed_in(one) == {"mine.kv", "c# d.kv", "later.kv"}

@@ -17,12 +17,13 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from kvdsl.build.row import Row
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.gpu import versions
 from kvdsl.runtime.gpu.attend import attend
 from kvdsl.runtime.gpu.backend import interpreted, kernels_of
 from kvdsl.runtime.gpu.layout import give_back, take
-from kvdsl.runtime.gpu.report import Taken, Workload, taken
+from kvdsl.runtime.gpu.report import Workload, taken
 from kvdsl.runtime.gpu.sizes import (
     ALONE_OPTIONS,
     CHOOSE_OPTIONS,
@@ -137,30 +138,6 @@ class Shape:
     def rope(self) -> Rope:
         """Under compact positions all of a key turns, its first half with its second."""
         return Rope(torch.zeros(self.head_dim // 2), "half")
-
-
-@dataclass(frozen=True)
-class Row:
-    """What one kernel takes of one target.
-
-    Attributes:
-        policy, kernel: `attend`, which policies share, or `settle`; where a query attends to a selection `look` and `choose`, too,
-            under a hard cap `make_room`, `agree` where heads do, and `take` and `give_back` where slots lie in blocks; for prompts
-            `observe`, `over_slots` before it where values over slots are reduced, and behind it `settle_prompt`.
-        registers: of a thread. shared_bytes: of a program. spills: bytes (on AMD registers) that do not
-            fit in there.
-        ms: how long compiling took; 0 if it had been done.
-        taken: what the machine code says, if asked for.
-    """
-
-    policy: str
-    kernel: str
-    target: str
-    registers: int | None
-    shared_bytes: int | None
-    spills: int | None
-    ms: float
-    taken: Taken | None = None
 
 
 def parse_target(text: str) -> GPUTarget:

@@ -60,8 +60,13 @@ def command(
     \b
     q-filters        the direction along which a head's queries lie      filter, q_filter(s)
     query-mean       the mean query                                      query_mean, centre
+    query-centres    each query head's mean query before it is rotated   centre over group
+    query-roots      a root of the covariance of these queries           root over group, rank
+    query-excess     by how much pairs of their dims are longer than     excess over group
+                     those of the mean query
     key-pca          the first principal axis of a head's keys           axis, key_pca
     key-axes         the first --channels of them, dims by rank          basis, key_axes
+    random-sketch    normal numbers, --channels for each dim             sketch
     heavy-channels   1 for the --channels dims that weigh most in        channels
                      products of queries and keys, else 0
     retrieval-heads  how much a head changes that sees --sinks and       retrieval, retrieval_heads
@@ -69,9 +74,9 @@ def command(
     streaming-heads  1 less that                                         streaming, streaming_heads
     head-importance  the same change, over the mean of all heads         importance
 
-    The first five read stretches of the text, evenly over it. The last three read each stretch's first half twice, and look at the second
+    All but the last three read stretches of the text, evenly over it. These read each stretch's first half twice, and look at the second
     time; they stand in for the gates that DuoAttention trains and the scores that HeadKV finds with questions, and only
-    approximate them. Vectors are rotated, as they are cached.
+    approximate them. Vectors are rotated, as they are cached, but for the three of `query-` that say otherwise.
 
     The numbers belong to the model: another one refuses them, unless it has the same layers, KV heads and dims. Calibrate on another text
     than the one that you measure on.
@@ -88,6 +93,15 @@ def command(
 
     found = analyse(find_policy(policy)).policy
     wanted = request.wanted(found, chosen, statistics(sinks, recent, channels))
+    if tokens < length:
+        raise click.UsageError(
+            f"--tokens {tokens} are fewer than the model reads at a time: give more, or a smaller --length"
+        )
+    if any(one.statistic.twice for one in wanted) and sinks + recent >= length // 2:
+        raise click.UsageError(
+            f"a streaming head would see {sinks} + {recent} tokens, and so the first reading of the {length // 2} that are read twice: "
+            f"give smaller --sinks and --recent, or a larger --length"
+        )
     there = files.files_of(wanted, out)
     files.check_own(found, there)
     if not force:
@@ -103,7 +117,7 @@ def command(
     }  # fmt: skip
     if any(statistic.twice for statistic in asked):
         facts |= {"sinks": sinks, "recent": recent}
-    if any(statistic.name in ("heavy-channels", "key-axes") for statistic in asked):
+    if any(statistic.name in ("heavy-channels", "key-axes", "random-sketch") for statistic in asked):
         facts |= {"channels": channels}
     files.write(there, values, {name: str(value) for name, value in facts.items()})
     seconds = round(time.perf_counter() - at, 1)
@@ -114,9 +128,12 @@ def command(
     for path, tensors in there.items():
         for one in tensors:
             click.echo(f"{path}: `{one.tensor.name}`, {one.statistic.doc}")
-    click.echo(
-        f"{ids.numel():,} tokens of the text in {seconds:g} s; `kvdsl compile` takes the numbers into the policy's package"
+    where = (
+        "`kvdsl compile` takes the numbers into the policy's package"
+        if out is None
+        else "the policy looks elsewhere for them"
     )
+    click.echo(f"{ids.numel():,} tokens of the text in {seconds:g} s; {where}")
 
 
 def _as_data(there: Files) -> list[dict[str, Any]]:
