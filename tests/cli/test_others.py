@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import kvdsl
@@ -98,3 +101,14 @@ def test_doctor_without_a_cache_folder(capsys: pytest.CaptureFixture[str], monke
     checks = {check["name"]: check for check in result.json()["checks"]}
     assert checks["kvdsl"]["ok"] is False
     assert "KVDSL_CACHE_DIR" in checks["kvdsl"]["help"]
+
+
+@pytest.mark.parametrize(
+    ("targets", "code", "told"), [("cpu", 0, "decode"), ("cuda:90,cpu", 2, "Triton cannot be imported")]
+)
+def test_a_machine_without_triton_builds_what_it_runs(targets: str, code: int, told: str) -> None:
+    """And is told what it needs for GPUs."""
+    command = f"import sys; sys.modules['triton'] = None; from kvdsl.cli import main; sys.exit(main(['build', 'roco', '--target', '{targets}']))"
+    done = subprocess.run([sys.executable, "-c", command], capture_output=True, text=True, check=False)
+    assert done.returncode == code, done.stderr
+    assert told in done.stdout + done.stderr
