@@ -22,7 +22,7 @@ Row = dict[str, Any]
 
 def generation_page() -> str:
     """What was written, with the tables in it."""
-    written = note("pages", "models.md")
+    written = note("pages", "performance", "models.md")
     for dtype, cells in CELLS.items():
         rows = {cell: _rows(dtype, *cell) for cell in cells}
         for name, show in SHOWN.items():

@@ -108,7 +108,9 @@ def test_doctor_without_a_cache_folder(capsys: pytest.CaptureFixture[str], monke
 )
 def test_a_machine_without_triton_builds_what_it_runs(targets: str, code: int, told: str) -> None:
     """And is told what it needs for GPUs."""
-    command = "import sys; sys.modules['triton'] = None; from kvdsl.cli import main; sys.exit(main(['build', 'roco', '--target', sys.argv[1]]))"
-    done = subprocess.run([sys.executable, "-c", command, targets], capture_output=True, text=True, check=False)
+    command = "import sys; sys.modules['triton'] = None; from kvdsl.cli import main; sys.exit(main(sys.argv[1:]))"
+    done = subprocess.run(
+        [sys.executable, "-c", command, "build", "roco", "--target", targets], capture_output=True, text=True, check=False
+    )
     assert done.returncode == code, done.stderr
     assert told in done.stdout + done.stderr
