@@ -106,13 +106,11 @@ class _Check:
 
     def show(self, found: list[Diagnostic]) -> None:
         """Shows what is wrong."""
-        nothing = "there is no .kv file to check"
-        if not self.names and self.style == "json":
-            raise KvdslError(nothing)
         if not self.names:
+            nothing = "there is no .kv file to check"
+            if self.style == "json":
+                raise KvdslError(nothing)
             error(nothing, "name the files, or start with a copy: `kvdsl list` shows policies")
-        if not self.names and self.style != "sarif":
-            return
         if self.style == "json":
             from kvdsl.diagnostics import render_json
 
@@ -127,5 +125,5 @@ class _Check:
             click.echo(render_github(found), nl=False)
         elif found:
             report(found)
-        else:
+        elif self.names:
             click.echo(f"{len(self.names)} file{'s' if len(self.names) != 1 else ''} checked: all is well")

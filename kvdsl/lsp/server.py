@@ -197,7 +197,7 @@ def _command(server: Server, title: str, name: str) -> None:
         return said
 
 
-_RUN = "import sys; sys.path.remove(''); from kvdsl.cli import main; sys.exit(main())"
+_RUN = "import sys; sys.path[:] = filter(None, sys.path); from kvdsl.cli import main; sys.exit(main())"
 """`python -m kvdsl`, to which modules that happen to lie beside the policy are not Python's own."""
 
 

@@ -26,11 +26,15 @@ Found = tuple[Path, str, str | None]
 
 @dataclass(eq=False)
 class Module:
-    """A file with the modules that it imports; `imported` has what each statement names, where that could be read."""
+    """A file with the modules that it imports, each with the statement that names it."""
 
     syntax: syn.Module
-    imports: list[Module] = field(default_factory=list)
     imported: list[tuple[syn.Import, Module]] = field(default_factory=list)
+
+    @property
+    def imports(self) -> list[Module]:
+        """The modules that it imports, each once."""
+        return list(dict.fromkeys(module for _, module in self.imported))
 
     @property
     def file(self) -> SourceFile:
@@ -96,10 +100,8 @@ class Loader:
             imported = self._import(statement, source)
             if imported is None:
                 module.syntax = replace(syntax, broken=True)
-                continue
-            module.imported.append((statement, imported))
-            if imported not in module.imports:
-                module.imports.append(imported)
+            else:
+                module.imported.append((statement, imported))
         if identity is not None:
             self._loading.pop()
         return module

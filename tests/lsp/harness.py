@@ -31,11 +31,17 @@ class Client:
         self.ask = LanguageClient("tests", "1")
         self.published: defaultdict[str, queue.Queue[list[lsp.Diagnostic]]] = defaultdict(queue.Queue)
         self.messages: queue.Queue[str] = queue.Queue()
+        self.registered: queue.Queue[lsp.Registration] = queue.Queue()
         self.versions: dict[str, int] = {}
 
         @self.ask.feature(lsp.TEXT_DOCUMENT_PUBLISH_DIAGNOSTICS)
         def published(params: lsp.PublishDiagnosticsParams) -> None:
             self.published[params.uri].put(list(params.diagnostics))
+
+        @self.ask.feature(lsp.CLIENT_REGISTER_CAPABILITY)
+        def registered(params: lsp.RegistrationParams) -> None:
+            for one in params.registrations:
+                self.registered.put(one)
 
         @self.ask.feature(lsp.WINDOW_SHOW_MESSAGE)
         def shown(params: lsp.ShowMessageParams) -> None:
@@ -49,7 +55,11 @@ class Client:
         """Starts the server, with no torch to be had."""
         code = "import sys; sys.modules.update(torch=None, transformers=None)\nfrom kvdsl.cli import main; sys.exit(main(['lsp']))"
         self.wait(self.ask.start_io(sys.executable, "-c", code, env=os.environ | {"PYTHONPATH": str(ROOT)}))
-        capabilities = lsp.ClientCapabilities(general=lsp.GeneralClientCapabilities(position_encodings=encodings))
+        watching = lsp.DidChangeWatchedFilesClientCapabilities(dynamic_registration=True)
+        capabilities = lsp.ClientCapabilities(
+            general=lsp.GeneralClientCapabilities(position_encodings=encodings),
+            workspace=lsp.WorkspaceClientCapabilities(did_change_watched_files=watching),
+        )
         folders = [lsp.WorkspaceFolder(folder.as_uri(), folder.name)]
         params = lsp.InitializeParams(
             capabilities, process_id=os.getpid(), root_uri=folder.as_uri(), workspace_folders=folders

@@ -14,7 +14,7 @@ from kvdsl.lsp.document import Document, read_document
 from kvdsl.lsp.navigation import RenameError, references, rename
 from kvdsl.lsp.positions import Positions
 from kvdsl.lsp.workspace import Workspace
-from tests.lsp.harness import Client, client, marked
+from tests.lsp.harness import LONG, Client, client, marked
 
 HEAD = 'kv 1\nimport h2o\n\npolicy Mine extends H2O {\n  "Mine."\n'
 GOOD = HEAD + "  param weight = 2\n  let mine = mean(attn)\n  override score mine * weight\n}\n"
@@ -208,6 +208,13 @@ def test_columns_in_all_units(encoding: str, units: int) -> None:
         assert positions.offset(positions.position(offset)) == offset
     assert positions.offset(lsp.Position(1, 99)) == text.index("b") + 1
     assert positions.offset(lsp.Position(99, 0)) == len(text)
+
+
+def test_the_client_is_asked_to_watch_files(tmp_path: Path) -> None:
+    with client(tmp_path) as one:
+        asked_for = one.registered.get(timeout=LONG)
+    assert asked_for.method == lsp.WORKSPACE_DID_CHANGE_WATCHED_FILES
+    assert "**/*.kv" in str(asked_for.register_options)
 
 
 def test_files_of_the_folder_that_are_not_open_are_renamed_in(editor: Client, folder: Path) -> None:
