@@ -27,13 +27,15 @@ RATE = 0.25
 PENALTY = 1.2
 """Of tokens that were said before, while going on with a text: small models repeat themselves otherwise."""
 
-FINDING = {"SnapKV": "snapkv", "RoCo": "roco"}
-"""Who looks for a fact beside the full cache: a policy that listens to the question, and one that sums over all queries."""
+FINDING = {"ChunkKV": "chunkkv", "SnapKV": "snapkv", "RoCo": "roco"}
+"""Who looks for a fact beside the full cache: two policies that listen to the question, by phrases and by tokens, and one that sums over
+all queries."""
 
 COUNTS = Path(__file__).parent / "assets/fact.json"
 """How often policies find such a fact: the `leaderboard.json` of
 
-kvdsl leaderboard --model smollm2 --tasks fact --length 1024 --items 20 --rates 0.25 --policies snapkv,streaming_llm,h2o,roco
+kvdsl leaderboard --model smollm2 --tasks fact --length 1024 --items 20 --rates 0.25 \\
+  --policies chunkkv,rkv,snapkv,adakv,keydiff,roco,h2o,streaming_llm,tova
 """
 
 ITEM = 0
@@ -47,7 +49,7 @@ ITEM = 0
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
               help="Where the compiled policy goes.")  # fmt: skip
 def main(new_tokens: int, model: str, out: Path) -> None:
-    """Compile RoCo; find a fact with it, with SnapKV and with the full cache; go on with a text."""
+    """Compile RoCo; find a fact with it, with ChunkKV, SnapKV and the full cache; go on with a text."""
     import torch
     from rich.console import Console
 
@@ -142,9 +144,9 @@ def _find(console: Any, model: Any, tokenizer: Any) -> None:
     console.print(_answers(found, question, right, items))
     console.print(
         f"The last column counts {items} such texts, measured before with {counted['model']} in {counted['dtype']} (kvdsl leaderboard "
-        "--tasks fact). SnapKV keeps what the question looks at. "
-        "RoCo keeps what all of the text has looked at, and nothing in the book asked for the fact: for finding things take a policy that "
-        "listens to the question.",
+        "--tasks fact). SnapKV keeps the tokens that the question looks at; ChunkKV keeps the phrases that they stand in, so that a code "
+        "stays whole. RoCo keeps what all of the text has looked at, and nothing in the book asked for the fact: for finding things take "
+        "a policy that listens to the question.",
         markup=False,
     )
 

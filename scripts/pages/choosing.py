@@ -18,7 +18,10 @@ BOARD = ROOT / "results" / "leaderboard"
 def choosing_page() -> str:
     """Which policy for which job: what was written, and the leaderboard's table in it."""
     written = note("pages", "choosing.md")
-    tables = {"{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{picture}": PICTURE}
+    tables = {
+        "{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{codes}\n": codes_table(), "{depths}\n": depths_table(),
+        "{picture}": PICTURE,
+    }  # fmt: skip
     for place, made in tables.items():
         written = written.replace(place, made)
     return wrapped(MADE + written)
@@ -89,3 +92,31 @@ def everybody_table() -> str:
     columns = [one.cells() for one in EVERYBODY]
     lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
     return table(("policy", *(one.head for one in EVERYBODY)), lines)
+
+
+CODES = (
+    _Measured("one code, a quarter", "depth", "fact: known", 0.25),
+    _Measured("half", "depth", "fact: known", 0.5),
+    _Measured("one of eight, a quarter", "depth", "facts: known", 0.25),
+    _Measured("half", "depth", "facts: known", 0.5),
+    _Measured("one code, asked later, a quarter", "depth", "fact: later", 0.25),
+    _Measured("cache at a quarter, MiB", "depth", "fact: known", 0.25, "bytes"),
+)
+
+
+def codes_table() -> str:
+    """Policies by how many of twenty hidden codes they find."""
+    columns = [one.cells() for one in CODES]
+    lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
+    return table(("policy", *(one.head for one in CODES)), lines)
+
+
+def depths_table() -> str:
+    """The same at a quarter by how deep the code stands, one and one of eight together."""
+    result = json.loads((BOARD / "depth" / "leaderboard.json").read_text(encoding="utf-8"))
+    rows = [row for row in result["depths"] if row["measure"] == "known" and row["budget"] in (None, 0.25)]
+    depths = sorted({row["depth"] for row in rows})
+    by = {(row["policy"], row["depth"]): row["mean"] for row in rows}
+    policies = [policy for policy in CODES[0].cells() if (policy, depths[0]) in by]
+    lines = ((f"`{policy}`", *(f"{by[policy, depth]:.2f}" for depth in depths)) for policy in policies)
+    return table(("policy", *(f"{depth:.0%} of the way in" for depth in depths)), lines)

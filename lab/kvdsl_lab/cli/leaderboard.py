@@ -42,7 +42,8 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @click.option(
     "--minutes", type=click.FloatRange(min=0, min_open=True), help="Begin nothing after so long; a later run goes on."
 )
-@click.option("--workers", type=click.IntRange(1), help="Processes, a thread and a model each [default: one a core].")
+@click.option("--workers", type=click.IntRange(1), help="Processes, a thread and a model each [default: one a core]; 1 is this process, "
+              "with torch's own threads.")  # fmt: skip
 @model_option
 @text_option
 @click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path("results/leaderboard"), show_default=True,
