@@ -18,7 +18,10 @@ from scripts.pages.markdown import MADE, ROOT, note, table
 from scripts.prose import wrapped
 
 SEARCHED = ROOT / "results" / "search" / "smollm2_128" / "search.json"
-FRONT = "![The best error by policies tried, and the front of errors by bytes of state](assets/search.svg)"
+FRONT = (
+    "![The error of the best policy by policies tried, and errors by bytes of state of the front and of what it began with, on the text "
+    "that was searched on](assets/search.svg)"
+)
 
 
 def search_page() -> str:
@@ -81,8 +84,8 @@ def _unseen(found: dict[str, Any]) -> str:
     best = min((row for row in found["proof"] if row["is_seed"]), key=lambda row: float(row["loss"]))
     few = ": too few stretches for an interval" if one["behind"][1] is None else ""
     return (
-        f"On {found['stretches']} more stretches of {found['tokens']} tokens of the books that are searched on, read token by token, "
-        f"the loss under `{found['finalists'][0]['name']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
+        f"On the {found['stretches']} last stretches of {found['tokens']} tokens of the books, which the search has not seen, read token "
+        f"by token, the loss under `{found['finalists'][0]['name']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
         f"token{few}."
     )
 

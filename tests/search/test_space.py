@@ -72,6 +72,16 @@ def test_others_are_not(one: str, other: str) -> None:
     assert canonical(policy(*one.split("\n"), *_unkept(one))) != canonical(policy(*other.split("\n"), *_unkept(other)))
 
 
+def test_what_fits_at_a_budget() -> None:
+    """A `keep top` by the score says nothing where all that is protected fits, which the budgets that are asked for decide."""
+    plain, score = policy("score mean(attn)", "keep last 16"), "score mean(attn)"
+    topped = policy(score, "keep last 16", "keep top 0.5 * budget by mean(attn)")
+    assert canonical(topped, (128,)) == canonical(plain, (128,))
+    assert canonical(topped, (16, 128)) != canonical(plain, (16, 128)) and canonical(topped) != canonical(plain)
+    crowded = policy(score, "keep last budget - 1", "keep top 0.5 * budget by mean(attn)")
+    assert canonical(crowded) != canonical(policy(score, "keep last budget - 1"))
+
+
 def _unkept(text: str) -> list[str]:
     return [] if "keep" in text else ["keep last 0"]
 

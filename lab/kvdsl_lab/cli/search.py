@@ -111,6 +111,13 @@ def command(
         _show(result, out)
 
 
+_VERDICTS = {
+    True: "better than the best seed",
+    False: "not shown to be better than the best seed",
+    None: "too few stretches to tell from the best seed",
+}
+
+
 def _show(result: dict[str, Any], out: Path) -> None:
     from kvdsl_lab.cli.measuring import show
     from kvdsl_lab.search.report import behind
@@ -124,6 +131,6 @@ def _show(result: dict[str, Any], out: Path) -> None:
     )
     for row in result["proof"]:
         if not row["is_seed"]:
-            verdict = "better than the best seed" if row["better"] else "not shown to be better than the best seed"
+            verdict = _VERDICTS[row["better"]]
             click.echo(f"{row['name']} at {row['budget']}, unseen text: {verdict}, {behind(row)} nats a token")
     click.echo(f"policies, page and database: {out}")

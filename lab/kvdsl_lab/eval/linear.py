@@ -29,6 +29,12 @@ def _multiplies_bfloat16() -> bool:
     return torch.backends.mkldnn.is_available() and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
+def multiplies_in(model: Any) -> str:
+    """What the linear layers of a `widened` model multiply in: its dtype, by instructions or not, or float32."""
+    wide = any(isinstance(module, _Widened) for module in model.modules())
+    return "float32" if wide else str(model.dtype).removeprefix("torch.")
+
+
 def widened(model: Any) -> Any:
     """A model whose linear layers multiply in float32, if it is in bfloat16 on a CPU that cannot; changed in place."""
     if model.dtype == torch.bfloat16 and model.device.type == "cpu" and not _multiplies_bfloat16():

@@ -20,7 +20,7 @@ import numpy as np
 from kvdsl.ir.nodes import Policy
 from kvdsl.ir.printer import print_policy
 from kvdsl_lab.search import moves
-from kvdsl_lab.search.space import Bounds, Size, canonical, key, size_of, without_parts
+from kvdsl_lab.search.space import EVERY, Bounds, Size, canonical, key, size_of, without_parts
 from kvdsl_lab.search.store import Store, geometric_mean
 
 GENERATION = 48
@@ -94,7 +94,7 @@ class Found:
 
     @property
     def rounded(self) -> tuple[str, ...]:
-        """The errors to five digits: other words for a policy, and other policies beside it, change what lies behind these."""
+        """The errors to five digits: on one processor other words for a policy, and other policies beside it, change what lies behind."""
         return tuple(f"{error:.5g}" for error in self.errors)
 
 
@@ -108,11 +108,12 @@ class Evolution:
 
     Attributes:
         until: `time.monotonic()` after which nothing new is judged; None: never.
-        most: judgements on the cheapest rung after which it ends; None: no bound.
+        most: policies had after which it ends, also those that were not let in; None: no bound.
         tick: told after every generation.
+        budgets: those that are searched for: whether `keep` lines fit is asked of them.
         seeds: by name, judged on the last rung.
         population: the best of every number of bytes of state, the best first, judged on the last rung.
-        curve: after each generation how many policies were judged by then, and the best error.
+        curve: after each generation how many policies were had by then, and the best error of any.
     """
 
     judge: Judges
@@ -122,6 +123,7 @@ class Evolution:
     until: float | None = None
     most: int | None = None
     tick: Callable[[Evolution], None] = lambda evolution: None
+    budgets: Sequence[int] = EVERY
     seeds: dict[str, Found] = field(default_factory=dict)
     population: list[Found] = field(default_factory=list)
     curve: list[tuple[int, float]] = field(default_factory=list)
@@ -176,9 +178,10 @@ class Evolution:
         return self._all_judged([one.known for one in many], self.choosing, always=True)
 
     def finalists(self, count: int) -> list[Found]:
-        """The best of each number of bytes of state, the best first, then the next best; no seeds, and without what they do not need.
+        """The best of each number of bytes of state, then the next best; no seeds. Each without what it does not need, the best first.
 
-        On another text than is searched on, where there is one: the best of many is the best there partly by chance.
+        On another text than is searched on, where there is one: the best of many is the best there partly by chance. Who is simplified may
+        come to fewer bytes, which another finalist has, too.
         """
         seeds = {one.key for one in self.seeds.values()}
         there = self.chosen([one for one in self.population if one.key not in seeds])
@@ -191,11 +194,11 @@ class Evolution:
                 simplest.setdefault(one.policy, one)
             if len(simplest) == count:
                 break
-        return list(simplest.values())
+        return sorted(simplest.values(), key=lambda one: (one.weighed, one.key))
 
     def _simplest(self, one: Found) -> Found:
         """The policy without every part that can be left out at next to no cost."""
-        parts = without_parts(one.policy).values()
+        parts = without_parts(one.policy, self.budgets).values()
         admitted = [self._admitted(policy, "simplified", [one.key], again=True) for policy in parts]
         for simpler in self._all_judged([part for part in admitted if part is not None], self.choosing, always=True):
             if simpler.error <= one.error * (1 + SPARED):
@@ -262,15 +265,18 @@ class Evolution:
 
     def _survive(self, more: Sequence[Found]) -> None:
         """The best of every niche; of those with the same errors, which are one policy in other words, the smallest."""
-        every = sorted((*self.population, *more), key=lambda one: (one.weighed, one.key), reverse=True)
-        told = {one.rounded: one for one in every if math.isfinite(one.error)}
+        told: dict[tuple[str, ...], Found] = {}
+        for one in sorted((*self.population, *more), key=lambda one: (one.weighed, one.key)):
+            if math.isfinite(one.error):
+                told.setdefault(one.rounded, one)
         niches: dict[int, list[Found]] = {}
-        for one in reversed(told.values()):
+        for one in told.values():
             niches.setdefault(one.size.state_bytes, []).append(one)
         self.population = sorted(
             (one for niche in niches.values() for one in niche[:NICHE]), key=lambda one: (one.weighed, one.key)
         )
-        self.curve.append((len(self._seen), self.population[0].error))
+        before = [error for _, error in self.curve[-1:]]
+        self.curve.append((len(self._seen), min(before + [one.error for one in self.population])))
 
     @property
     def _cases(self) -> list[str]:
@@ -301,7 +307,7 @@ class Evolution:
     ) -> tuple[Policy, str, Size] | None:
         """A policy in its canonical form with its key and size; None if it was had already (unless `again`), or is not let in."""
         try:
-            policy = canonical(policy)
+            policy = canonical(policy, self.budgets)
         except ValueError:  # a number beyond what a node may hold
             return None
         name = key(policy)

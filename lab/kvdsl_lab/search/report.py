@@ -158,7 +158,7 @@ def _proven(result: Mapping[str, Any]) -> list[str]:
     lines += ["| policy | budget | nats a token | behind the best seed | better |", "|---|---|---|---|---|"]
     for row in result["proof"]:
         name = f"`{row['name']}`" + ("" if row["is_seed"] else " (found)")
-        better = "" if row["is_seed"] else "yes" if row["better"] else "no"
+        better = "" if row["is_seed"] else {True: "yes", False: "no", None: "too few stretches to tell"}[row["better"]]
         lines.append(f"| {name} | {row['budget']} | {row['loss']:.4f} | {behind(row)} | {better} |")
     return lines
 
@@ -203,8 +203,8 @@ def plot(figure: Any, rows: Sequence[Mapping[str, Any]], result: Mapping[str, An
     left.plot([tried for tried, _ in result["curve"]], [error for _, error in result["curve"]], drawstyle="steps-post")
     left.set_xlabel("policies tried")
     left.set_ylabel("best error")
-    for label, found, marker in (("front", rows, "o"), ("seeds", result["seeds"], "x")):
-        right.plot([one["state_bytes"] for one in found], [one["error"] for one in found], marker, label=label)
+    for label, found, error, marker in (("front", rows, "error", "o"), ("seeds", result["seeds"], "searched_error", "x")):
+        right.plot([one["state_bytes"] for one in found], [one[error] for one in found], marker, label=label)
     right.set_xlabel("bytes of state a slot")
-    right.set_ylabel("error")
+    right.set_ylabel("error on the text that is searched on")
     right.legend()

@@ -19,7 +19,7 @@ from kvdsl_lab.search import history, report
 from kvdsl_lab.search.evolve import Evolution, Found
 from kvdsl_lab.search.judge import Attention, Case, Judge, NextToken, recorded
 from kvdsl_lab.search.proof import Contestant, Proof, Row, agreement
-from kvdsl_lab.search.space import Bounds, seed_of, without_parts
+from kvdsl_lab.search.space import Bounds, key, seed_of, without_parts
 from kvdsl_lab.search.store import Store
 from kvdsl_lab.search.workers import Workers
 
@@ -152,7 +152,7 @@ class Run:
     def __init__(self, plan: Plan, material: Material, out: Path, store: Store, judge: Judge | Workers) -> None:
         self._plan, self._material, self._out, self._store, self._judge = plan, material, out, store, judge
         self._begun = time.monotonic()
-        self._evolution = Evolution(self._judge, store, plan.bounds, plan.seed)
+        self._evolution = Evolution(judge, store, plan.bounds, plan.seed, budgets=plan.budgets)
 
     def search(self, until: float | None, most: int | None = None, tell: Tell = lambda text: None) -> None:
         """Search until there is no time left (`time.monotonic()`), or so many policies have been had."""
@@ -174,6 +174,7 @@ class Run:
         tell("choosing the finalists")
         chosen = zip(evolution.seeds, evolution.chosen(list(evolution.seeds.values())), strict=True)
         seeded = dict(sorted(chosen, key=lambda named: named[1].error))
+        searched = {name: one.error for name, one in evolution.seeds.items()}
         best = evolution.finalists(finalists)
         named = {report.name_of(number + 1): one for number, one in enumerate(best)}
         proven = list(self._proven(seeded, named, until, tell)) if best else []
@@ -184,7 +185,9 @@ class Run:
             "counts": self._store.counts(), "choosing_hours": self._choosing_hours(),
             "minutes": round((time.monotonic() - self._begun) / 60, 2),
             "curve": evolution.curve, "finalists": [{"name": name, **report.told(one)} for name, one in named.items()],
-            "seeds": [{"name": name, **report.told(one)} for name, one in seeded.items()],
+            "seeds": [
+                {"name": name, **report.told(one), "searched_error": round(searched[name], 6)} for name, one in seeded.items()
+            ],
             "front": [report.told(one) for one in evolution.front()],
             "ablations": ablations, "proof": report.proof_rows(proven),
             "agreement": ordered,
@@ -218,6 +221,8 @@ class Run:
 
     def _proven(self, seeded: Mapping[str, Found], named: Mapping[str, Found], until: float, tell: Tell) -> Iterator[Row]:
         """A row for every policy and budget; the finalists' files are written on the way."""
+        for path in self._out.glob("found_*.kv"):  # of an earlier choice
+            path.unlink()
         for number, (name, one) in enumerate(named.items()):
             about = report.docstring(one, self._about(), seeded)
             write_whole(self._out / f"{name}.kv", report.written(one, number + 1, about))
@@ -249,7 +254,7 @@ class Run:
     def _ablations(self, best: Found) -> list[Result]:
         """What the judge says of the best without its parts."""
         found = [{"what": "whole", "error": round(best.error, 6)}]
-        for what, policy in without_parts(best.policy).items():
+        for what, policy in without_parts(best.policy, self._plan.budgets).items():
             one = self._evolution.judged(policy, "ablation", [best.key], self._evolution.choosing)
             if one is not None:
                 found.append({"what": what, "error": round(one.error, 6)})
@@ -266,11 +271,14 @@ def opened(plan: Plan, out: Path, *, fresh: bool = False, workers: int = 1) -> I
     Raises:
         KvdslError: as `Material.of`, or if the folder has another search.
     """
+    from kvdsl_lab.eval.linear import multiplies_in
+
     material = Material.of(plan)
     facts = {
         "model": plan.model or "reference", "dtype": str(material.model.dtype), "text sha256": material.text.digest,
         "stretches": plan.stretches, "texts": plan.texts, "tasks": list(plan.tasks), "budgets": list(plan.budgets),
-        "bounds": asdict(plan.bounds), "seed": plan.seed,
+        "bounds": asdict(plan.bounds), "seed": plan.seed, "seeds": [key(policy) for policy in seeds().values()],
+        "multiplies in": multiplies_in(material.model),
         **({} if material.others is None else {"choice sha256": material.others.digest}),
     }  # fmt: skip
     with ExitStack() as there:

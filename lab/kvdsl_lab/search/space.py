@@ -24,6 +24,8 @@ BUDGET = Input(name="budget")
 """What a count may read."""
 _PARAM = ParamRef(name="budget")
 ZERO, ONE = Number(value=0), Number(value=1)
+EVERY = (2, 2**20)
+"""Two budgets that stand for all: counts, which are a share and some tokens, fit into any between them if they fit into both."""
 SEARCHED = ("score", "keeps", "trigger", "group")
 """The fields of a policy that differ; all others have their defaults."""
 Group = Literal["mean", "max", "sum"]
@@ -92,12 +94,8 @@ def seed_of(policy: Policy) -> Policy | None:
 # -- one form ----------------------------------------------------------------------------------------------------------
 
 
-def canonical(policy: Policy, budget: int = 2) -> Policy:
-    """The form that stands for all policies which keep the same tokens as this one, as far as algebra tells.
-
-    Args:
-        budget: what it is at least: what fits into that, a share and some tokens, fits into any larger one.
-    """
+def canonical(policy: Policy, budgets: Sequence[int] = EVERY) -> Policy:
+    """The form that stands for all policies which keep the same tokens as this one at these budgets, as far as algebra tells."""
     policy = fold(policy)
     assert policy.score is not None
     score = ranked(policy.score)
@@ -111,7 +109,8 @@ def canonical(policy: Policy, budget: int = 2) -> Policy:
         )
         for keep in policy.keeps
     ]
-    idle = [keep for keep in keeps if keep.scope == "top" and keep.by == score] if _fit_together(keeps, budget) else []
+    fit = all(_fit_together(keeps, budget) for budget in budgets)
+    idle = [keep for keep in keeps if fit and keep.scope == "top" and keep.by == score]
     told = {_line(keep): keep for keep in keeps if keep.count != ZERO and keep not in idle}
     return with_policy(policy, score=score, group=group, keeps=tuple(told[line] for line in sorted(told)))
 
@@ -126,7 +125,7 @@ def at_budget(policy: Policy, budget: int) -> Policy:
         keep.model_copy(update={"count": None if keep.count is None else rewrite(keep.count, number)})
         for keep in policy.keeps
     )
-    return canonical(with_policy(policy, keeps=keeps), budget)
+    return canonical(with_policy(policy, keeps=keeps), (budget,))
 
 
 def _fit_together(keeps: Sequence[Keep], budget: int) -> bool:
@@ -273,8 +272,11 @@ def nonnegative(expr: Expr) -> bool:
     return False
 
 
-def without_parts(policy: Policy) -> dict[str, Policy]:
-    """The policy without each of its `keep` lines, with the plain group, and with each operand of its score in the score's place."""
+def without_parts(policy: Policy, budgets: Sequence[int] = EVERY) -> dict[str, Policy]:
+    """The policy without each of its `keep` lines, with the plain group, and with each operand of its score in the score's place.
+
+    Each is canonical at these budgets.
+    """
     found = {
         f"without `{print_keep(keep)}`": with_policy(policy, keeps=tuple(one for one in policy.keeps if one is not keep))
         for keep in policy.keeps
@@ -284,7 +286,7 @@ def without_parts(policy: Policy) -> dict[str, Policy]:
     assert policy.score is not None
     for part in (part for part in children(policy.score) if axes_of(part) == {Axis.SLOT}):
         found[f"with `score {print_expression(part)}`"] = with_policy(policy, score=part)
-    return {what: canonical(one) for what, one in found.items()}
+    return {what: canonical(one, budgets) for what, one in found.items()}
 
 
 def key(policy: Policy) -> str:

@@ -1,11 +1,12 @@
 """What is known of every policy of a search, in one SQLite file: its text, where it came from, what it costs, how it was judged.
 
-    search     name, value              what the rest depends on: model, text, budgets, bounds, seed
+    search     name, value              what the rest depends on: model, text, budgets, bounds, seeds, and so on
     policy     key, text, move, parents, state_bytes, nodes
     judged     key, rung, task, error, seconds      a task at a budget, such as `text 128`; processor time, a share of all tasks
-    proven     name, text, budget, stretch, losses
+    proven     name, text, budget, stretch, loss    nats a token
 
 A search that was stopped goes on with the same file: what stands in it is not measured again. Every entry is written when it is known.
+`user_version` is the number of the rules by which the search was begun.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from typing import Any
 from kvdsl.errors import KvdslError
 from kvdsl_lab.search.space import Size
 
+RULES = 2
+"""Raise it with whatever makes another sequence of the same seed: canonical forms, moves, who survives."""
+
 _TABLES = """
 create table if not exists search (name text primary key, value text not null);
 create table if not exists policy (
@@ -27,7 +31,7 @@ create table if not exists policy (
 );
 create table if not exists judged (key text, rung integer, task text, error real, seconds real, primary key (key, rung, task));
 create table if not exists proven (
-  name text, text text, budget integer, stretch integer, losses text not null, primary key (name, text, budget, stretch)
+  name text, text text, budget integer, stretch integer, loss real not null, primary key (name, text, budget, stretch)
 );
 """
 
@@ -54,8 +58,14 @@ class Store:
             self._database = sqlite3.connect(path, isolation_level=None)
             self._database.executescript(_TABLES)
             known = dict(self._database.execute("select name, value from search"))
+            (rules,) = self._database.execute("pragma user_version").fetchone()
         except sqlite3.DatabaseError as error:
             raise KvdslError(f"{path} cannot be used ({error}); give another --out, or --fresh") from error
+        if known and rules != RULES:
+            raise KvdslError(
+                f"{path} was begun by a kvdsl whose search goes another way; go on with that one, or give another --out, or --fresh to "
+                "forget it"
+            )
         told = {name: json.dumps(value) for name, value in facts.items()}
         differing = [name for name in told if name in known and known[name] != told[name]]
         if differing:
@@ -63,6 +73,7 @@ class Store:
                 f"{path} is of another search: {', '.join(f'{name} was {known[name]}' for name in differing)}; "
                 "give the same options, another --out, or --fresh to forget it"
             )
+        self._database.execute(f"pragma user_version = {RULES}")
         self._database.executemany("insert or ignore into search values (?, ?)", told.items())
 
     def __enter__(self) -> Store:
@@ -91,9 +102,9 @@ class Store:
         return move, parents.split()
 
     def counts(self) -> dict[str, float]:
-        """How many policies were tried, how many of them were let in, how often one was judged, and how many processor hours that took."""
+        """How many policies were tried and let in, how often one was judged (on each rung once), and the processor hours of that."""
         tried, admitted = self._database.execute("select count(*), count(state_bytes) from policy").fetchone()
-        (judged,) = self._database.execute("select count(*) from judged").fetchone()
+        (judged,) = self._database.execute("select count(*) from (select distinct key, rung from judged)").fetchone()
         return {"tried": tried, "admitted": admitted, "judged": judged, "processor_hours": round(self.hours(), 3)}
 
     def hours(self, rung: int | None = None) -> float:
@@ -131,15 +142,15 @@ class Store:
 
     # -- proof ---------------------------------------------------------------------------------------------------------
 
-    def losses(self, name: str, text: str, budget: int, stretch: int) -> list[float] | None:
-        """The losses of a stretch's parts under a policy, if they were measured."""
+    def loss(self, name: str, text: str, budget: int, stretch: int) -> float | None:
+        """A stretch's loss under a policy, nats a token, if it was measured."""
         row = self._database.execute(
-            "select losses from proven where name = ? and text = ? and budget = ? and stretch = ?",
+            "select loss from proven where name = ? and text = ? and budget = ? and stretch = ?",
             (name, text, budget, stretch),
         ).fetchone()
-        return None if row is None else [float(x) for x in json.loads(row[0])]
+        return None if row is None else float(row[0])
 
-    def prove(self, name: str, text: str, budget: int, stretch: int, losses: Sequence[float]) -> None:
+    def prove(self, name: str, text: str, budget: int, stretch: int, loss: float) -> None:
         """What was measured."""
-        row = (name, text, budget, stretch, json.dumps([round(x, 6) for x in losses]))
+        row = (name, text, budget, stretch, loss)
         self._database.execute("insert or replace into proven values (?, ?, ?, ?, ?)", row)
