@@ -58,7 +58,7 @@ def _long() -> Measured:
 def _book() -> Measured:
     path = REPO / "benchmarks" / "results" / "cpu" / "prefill_book.json"
     if not path.exists():
-        raise NotMeasured("run scripts/prefill_blocks.py book")
+        raise NotMeasured("run scripts/timing/prefill_blocks.py book")
     found = json.loads(path.read_text(encoding="utf-8"))
     later = found["rows"][len(found["rows"]) // 10 :]
     live, grown = max(row["live"] for row in later), later[-1]["resident_bytes"] - later[0]["resident_bytes"]
@@ -69,7 +69,7 @@ def _book() -> Measured:
 
 @criterion(8, "blocks of 1, 2, 4, 8, 16 (RoCo, Table 6): larger is faster")
 def _blocks() -> Measured:
-    done = run("scripts/prefill_blocks.py", "table", "--tokens", "512", "--rounds", "2")
+    done = run("scripts/timing/prefill_blocks.py", "table", "--tokens", "512", "--rounds", "2")
     if done.returncode:
         raise RuntimeError(done.stderr.strip()[-300:])
     rows = json.loads(done.stdout)["rows"]

@@ -128,7 +128,7 @@ def _gallery(stem: str) -> Iterator[tuple[Any, Any]]:
 
 
 def _random(number: int) -> Iterator[tuple[Any, Any]]:
-    from scripts.fuzz_policies import drawn
+    from scripts.fuzz.policies import drawn
     from tests.differential.traces import random_trace
 
     for one in range(number * RANDOM_AT_ONCE, (number + 1) * RANDOM_AT_ONCE):

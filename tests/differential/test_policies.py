@@ -1,6 +1,6 @@
 """Random policies: the checker takes what the strategy makes, and every backend does what the interpreter does.
 
-`scripts/fuzz_policies.py` runs many more. A policy that ever failed is in test_found_bugs.py.
+`scripts/fuzz/policies.py` runs many more. A policy that ever failed is in test_found_bugs.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from kvdsl.runtime.torch.backend import TorchBackend
 from kvdsl.runtime.torch.columns import Columns
 from kvdsl.runtime.torch.view import View
 from kvdsl.source import SourceFile
-from scripts import fuzz_policies
+from scripts.fuzz import policies as fuzz
 from tests.quick import few
 
 from .random_policies import policies, policy_of
@@ -98,9 +98,9 @@ def test_what_the_checker_accepts_is_served(count: int) -> None:
 
 def test_the_long_run_takes_what_reads_a_file() -> None:
     """The script goes the way that a file takes; a tensor's lies beside its policy."""
-    drawn = (fuzz_policies.drawn(0, number) for number in range(100))
+    drawn = (fuzz.drawn(0, number) for number in range(100))
     policy = next(policy for policy in drawn if policy.tensors)
-    assert "torch" in fuzz_policies.Compiled.of(policy, "0").claimed
+    assert "torch" in fuzz.Compiled.of(policy, "0").claimed
 
 
 # -- the comparison itself ---------------------------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvdsl_lab.serving.machine import Machine, Work, fitted
-from scripts.vllm_simulate import H100, LLAMA, constants, table
+from scripts.serving.vllm_simulate import H100, LLAMA, constants, table
 from tests.docs.pages import read
 
 PAGE = "docs/performance/capacity.md"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import re
-import sys
 from pathlib import Path
 from textwrap import dedent
 
@@ -19,10 +18,7 @@ from kvdsl.source import SourceFile
 from kvdsl.syntax.formatter import format_source
 from kvdsl.syntax.parser import parse
 from kvdsl.syntax.wrapping import WIDTH
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "scripts"))
-
-import fuzz_check as fuzz
+from scripts.fuzz import check as fuzz
 
 POLICIES = sorted(resource("policies").glob("*.kv"))
 

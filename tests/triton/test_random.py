@@ -1,5 +1,5 @@
 """Random policies of which no kernel was ever written by hand, in Triton's interpreter, step-locked with the reference interpreter; see
-`tests.differential.test_policies`, and `tests.differential.traces` for the rule. `scripts/fuzz_policies.py --backend triton` runs more.
+`tests.differential.test_policies`, and `tests.differential.traces` for the rule. `scripts/fuzz/policies.py --backend triton` runs more.
 """
 
 from __future__ import annotations

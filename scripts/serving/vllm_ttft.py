@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Time to the first token in vLLM: prompts under policies beside vLLM's own full attention.
 
-.venv/vllm/bin/python -m scripts.vllm_ttft --model smollm2 --json > benchmarks/results/cpu/vllm_ttft.json
+.venv/vllm/bin/python -m scripts.serving.vllm_ttft --model smollm2 --json > benchmarks/results/cpu/vllm_ttft.json
 
 Every contestant is an engine in a process of its own, with one thread. What counts is the time that it had the processor, which is what
 the first token would take on an idle one; they take turns, because other work on the machine slows caches and clocks down, too.
@@ -80,7 +80,7 @@ def main(model: str | None, policies: str, budget: int, lengths: str, together: 
 
 
 def _start(name: str, words: list[str]) -> Any:
-    command = [sys.executable, "-m", "scripts.vllm_ttft", *words, "--serve", name]
+    command = [sys.executable, "-m", "scripts.serving.vllm_ttft", *words, "--serve", name]
     told = {
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": "1",

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """Edits shipped policies at random through `kvdsl lsp`, over pipes, as an editor does, and asks a question after each edit.
 
-    python -m scripts.lsp_edits --edits 100000
+    python -m scripts.fuzz.edits --edits 100000
 
 Says how many edits were made, whether the server ever failed, and how long the slowest answers took: the time from the edit to its
 diagnostics, and from each question to its answer; and how long the server had the processor for it, which does not grow where the

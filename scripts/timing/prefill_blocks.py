@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Prompts that stream through a budget, on the reference model: `book` and `table`.
 
-scripts/prefill_blocks.py book --tokens 100000 --out benchmarks/results/cpu/prefill_book.json --plot docs/assets/prefill_book.svg
-scripts/prefill_blocks.py table --out benchmarks/results/cpu/prefill_blocks.json
+scripts/timing/prefill_blocks.py book --tokens 100000 --out benchmarks/results/cpu/prefill_book.json --plot docs/assets/prefill_book.svg
+scripts/timing/prefill_blocks.py table --out benchmarks/results/cpu/prefill_blocks.json
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from kvdsl.generation.models import encode, first_token, load_model
 from kvdsl_lab.assets import book_index, book_text
 from kvdsl_lab.eval.perplexity import token_losses
 
-POLICY = Path(__file__).resolve().parents[1] / "benchmarks" / "policies" / "roco_blocks.kv"
+POLICY = Path(__file__).resolve().parents[2] / "benchmarks" / "policies" / "roco_blocks.kv"
 
 
 def shipped_text(tokenizer: Any, count: int) -> torch.Tensor:

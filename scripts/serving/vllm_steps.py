@@ -1,10 +1,10 @@
 #!/usr/bin/env python
 """How long steps of a real engine take, and how it serves requests that come by chance: what the simulation is made and judged by.
 
-.venv/vllm/bin/python -m scripts.vllm_steps --model smollm2 --json > benchmarks/results/cpu/vllm_steps.json
+.venv/vllm/bin/python -m scripts.serving.vllm_steps --model smollm2 --json > benchmarks/results/cpu/vllm_steps.json
 
 Full attention and a policy answer the same requests, with equal bytes of cache. Constants are found from the steps of one run
-(`kvdsl_lab.serving.machine`), and the requests of another are what `scripts/vllm_simulate.py` must foretell. Every contestant is an
+(`kvdsl_lab.serving.machine`), and the requests of another are what `scripts/serving/vllm_simulate.py` must foretell. Every contestant is an
 engine in a process of its own, with one thread; a second is one of the processor, so that other work on the machine counts less.
 """
 
@@ -65,7 +65,7 @@ def _run(name: str) -> dict[str, Any]:
         "VLLM_LOGGING_LEVEL": "ERROR",
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "scripts.vllm_steps", *sys.argv[1:], "--serve", name]
+    command = [sys.executable, "-m", "scripts.serving.vllm_steps", *sys.argv[1:], "--serve", name]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, env=os.environ | told, check=False)
     said = [line.removeprefix("measured ") for line in done.stdout.splitlines() if line.startswith("measured ")]
     if done.returncode or not said:

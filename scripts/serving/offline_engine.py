@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""An engine that scripts/offline_bench.py talks to, line by line: vLLM, perhaps under a policy, or OpenVINO GenAI.
+"""An engine that scripts/serving/offline_bench.py talks to, line by line: vLLM, perhaps under a policy, or OpenVINO GenAI.
 
 It is told as JSON what it is, then load after load `{"prompt": 100, "new": 400, "requests": 24, "seed": 1}`, and answers each with
 `{"seconds": 3.5, "ttft_ms": 120.0}`, the median of its requests, which all come at once; null where an engine does not count from when

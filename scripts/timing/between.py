@@ -2,7 +2,7 @@
 """Whether one decode step became slower between two checkouts: the same step of both in turns, and of the second against itself.
 
 git worktree add ../before COMMIT
-scripts/bench_between.py ../before --json > benchmarks/results/cpu/between.json
+scripts/timing/between.py ../before --json > benchmarks/results/cpu/between.json
 
 A process's memory lies somewhere else every time it starts, which moves a step by several percent, and a machine drifts. So each
 start has three processes (before, after, and after once more), which take short turns; a ratio is the median over turns of one start,
@@ -26,7 +26,7 @@ import click
 from kvdsl.environment import environment
 
 HERE = Path(__file__).resolve()
-ROOT = HERE.parent.parent
+ROOT = HERE.parents[2]
 CELLS = ["roco:fp32", "h2o:fp32", "roco:bf16", "h2o:bf16"]
 STEPS = 9
 """Of a turn; its time is their median."""
@@ -95,7 +95,7 @@ def taken(builds: Mapping[str, Path], cell: str, shape: Mapping[str, int], turns
 def worker(root: Path, cell: str, shape: Mapping[str, int]) -> Iterator[subprocess.Popen[str]]:
     """A process with a full cache that takes a turn whenever it is asked."""
     env = os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{root / 'lab'}"}
-    words = [sys.executable, str(HERE.with_name("bench_between_worker.py")), *cell.split(":"), json.dumps(dict(shape))]
+    words = [sys.executable, str(HERE.with_name("between_worker.py")), *cell.split(":"), json.dumps(dict(shape))]
     with subprocess.Popen(words, cwd=root, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdin is not None
         ask(process, 0)

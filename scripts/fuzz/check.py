@@ -25,7 +25,7 @@ from typing import Any
 import click
 from lark import Lark
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
 from kvdsl.cli.progress import progress  # noqa: E402

@@ -1,4 +1,4 @@
-"""One side of `bench_between.py`: a full cache of the checkout that PYTHONPATH names, and as many steps at a time as asked for."""
+"""One side of `between.py`: a full cache of the checkout that PYTHONPATH names, and as many steps at a time as asked for."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 #!/usr/bin/env python
 """`vllm bench serve` on servers under policies, beside vLLM's own full attention, with equal bytes of cache.
 
-.venv/vllm/bin/python -m scripts.vllm_bench --model smollm2 --json > benchmarks/results/cpu/vllm_bench.json
-.venv/vllm/bin/python -m scripts.vllm_bench --requests 4 --rounds 1 --loads 40/16 --policies h2o
+.venv/vllm/bin/python -m scripts.serving.vllm_bench --model smollm2 --json > benchmarks/results/cpu/vllm_bench.json
+.venv/vllm/bin/python -m scripts.serving.vllm_bench --requests 4 --rounds 1 --loads 40/16 --policies h2o
 
 All servers are there all the time, and one of them is asked at a time. They take turns, round by round, so that what else the machine
-does meets all of them. Give it an idle machine: other than scripts/vllm_ttft.py this measures what the clock says.
+does meets all of them. Give it an idle machine: other than scripts/serving/vllm_ttft.py this measures what the clock says.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from typing import Any
 
 import click
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))  # a checkout needs no installation for this
 
 CHUNK = {"torch": 100, "cpu": 40, "triton": 10}

@@ -1,7 +1,7 @@
 #!/usr/bin/env python
 """How long commands take from start to end: interleaved rounds, processor and wall time, as a table for docs/performance/commands.md.
 
-scripts/startup.py --python ENVIRONMENT/bin/python
+scripts/timing/startup.py --python ENVIRONMENT/bin/python
 
 The environment has kvdsl's wheel: a checkout's files may lack bytecode, and are then compiled at every start.
 """
@@ -18,7 +18,7 @@ from statistics import median
 
 import click
 
-POLICIES = Path(__file__).resolve().parent.parent / "policies"
+POLICIES = Path(__file__).resolve().parents[2] / "policies"
 COMMANDS = {
     "--help": ["--help"],
     "fmt": ["fmt", "--check", str(POLICIES / "roco.kv")],

@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """How many requests an engine serves, and how fast, by simulation: vLLM's own scheduler, and a formula in the place of the model.
 
-.venv/vllm/bin/python -m scripts.vllm_simulate smollm2 --json > benchmarks/results/cpu/vllm_simulated_smollm2.json
-.venv/vllm/bin/python -m scripts.vllm_simulate llama70b --json > benchmarks/results/cpu/vllm_simulated_llama70b.json
-python -m scripts.vllm_simulate --table benchmarks/results/cpu/vllm_simulated_llama70b.json
+.venv/vllm/bin/python -m scripts.serving.vllm_simulate smollm2 --json > benchmarks/results/cpu/vllm_simulated_smollm2.json
+.venv/vllm/bin/python -m scripts.serving.vllm_simulate llama70b --json > benchmarks/results/cpu/vllm_simulated_llama70b.json
+python -m scripts.serving.vllm_simulate --table benchmarks/results/cpu/vllm_simulated_llama70b.json
 
 The first takes its constants from a committed measurement, and says how far it is from another one; the second from data sheets.
 """
@@ -28,7 +28,7 @@ from kvdsl_lab.serving.traffic import CONVERSATION, TRAFFIC
 
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 STEPS = ROOT / "benchmarks/results/cpu/vllm_steps.json"
 
 H100 = DataSheet(bandwidth=3.35e12, operations=989e12, devices=8, of_bandwidth=0.7, of_operations=0.5, step=5e-3)
@@ -114,7 +114,7 @@ def main(scenario: str | None, requests: int | None, only: str | None, seed: int
     """Simulate how vLLM serves requests that come by chance, under full attention and under a policy.
 
     \b
-    smollm2   SmolLM2 on one core, with the constants that scripts/vllm_steps.py has measured there
+    smollm2   SmolLM2 on one core, with the constants that scripts/serving/vllm_steps.py has measured there
     llama70b  a model of 70 billion parameters on eight GPUs, with constants of their data sheet: an estimate
     """
     if shown is not None:

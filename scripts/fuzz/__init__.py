@@ -1,0 +1,1 @@
+"""What keeps looking for a text, a policy or an edit that goes wrong."""

@@ -1,0 +1,1 @@
+"""Engines that serve: measured, soaked, and simulated."""

@@ -1,0 +1,1 @@
+"""What takes how long, where no benchmark of `kvdsl bench` says so."""
