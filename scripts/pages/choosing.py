@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ def choosing_page() -> str:
     written = note("pages", "choosing.md")
     tables = {
         "{quality}\n": quality_table(), "{everybody}\n": everybody_table(), "{codes}\n": codes_table(), "{depths}\n": depths_table(),
-        "{picture}": PICTURE,
+        "{longer}\n": longer_table(), "{picture}": PICTURE,
     }  # fmt: skip
     for place, made in tables.items():
         written = written.replace(place, made)
@@ -89,9 +90,7 @@ EVERYBODY = (
 
 def everybody_table() -> str:
     """The short list and the gallery, the nearest to the full cache first."""
-    columns = [one.cells() for one in EVERYBODY]
-    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
-    return table(("policy", *(one.head for one in EVERYBODY)), lines)
+    return _beside(EVERYBODY)
 
 
 CODES = (
@@ -106,9 +105,27 @@ CODES = (
 
 def codes_table() -> str:
     """Policies by how many of twenty hidden codes they find."""
-    columns = [one.cells() for one in CODES]
-    lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
-    return table(("policy", *(one.head for one in CODES)), lines)
+    return _beside(CODES)
+
+
+LONGER = (
+    _Measured("behind a prompt: KL", "longer", "nearness: kl", 0.25, digits=3),
+    _Measured("asked in the prompt", "longer", "questions: known", 0.25),
+    _Measured("asked later", "longer", "questions: later", 0.25),
+    _Measured("cache, MiB", "longer", "questions: known", 0.25, "bytes"),
+)
+
+
+def longer_table() -> str:
+    """Policies behind prompts of 4,096 tokens."""
+    return _beside(LONGER)
+
+
+def _beside(shown: Sequence[_Measured]) -> str:
+    """Columns side by side, the policies in the order of the first."""
+    columns = [one.cells() for one in shown]
+    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
+    return table(("policy", *(one.head for one in shown)), lines)
 
 
 def depths_table() -> str:
