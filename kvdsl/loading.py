@@ -109,7 +109,7 @@ def load_model(name: str | None = None, dtype: str | None = None) -> tuple[Any, 
 
     Args:
         name: a name of `kvdsl models` (`"smollm2"`), a folder, or an id on the Hugging Face hub; None for the reference model.
-        dtype: `fp32`, `bf16` or `fp16`; None for what the checkpoint holds.
+        dtype: `fp32`, `bf16` or `fp16`; None for float32 (the reference model) or what the checkpoint holds.
 
     Raises:
         KvdslError: if there is no such model or dtype; nothing is fetched for a name of `kvdsl models`.

@@ -12,13 +12,30 @@ from kvdsl.errors import KvdslError
 
 
 def cache_folder() -> Path:
-    """`$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist."""
-    named = os.environ.get("KVDSL_CACHE_DIR")
-    if named:
-        return Path(named).expanduser()
-    import platformdirs  # not needed by what runs generated packages
+    """`$KVDSL_CACHE_DIR`, else kvdsl's folder in the user's cache directory. It need not exist.
 
-    return Path(platformdirs.user_cache_dir("kvdsl", appauthor=False))
+    Raises:
+        KvdslError: as `user_folder`.
+    """
+    return user_folder("KVDSL_CACHE_DIR", "user_cache_dir")
+
+
+def user_folder(variable: str, directory: str) -> Path:
+    """The folder that an environment variable names, else kvdsl's in one of `platformdirs`' directories. It need not exist.
+
+    Raises:
+        KvdslError: if it lies in a home folder that is not known.
+    """
+    named = os.environ.get(variable)
+    try:
+        if named:
+            return Path(named).expanduser()
+        import platformdirs  # not needed by what runs generated packages
+
+        return Path(getattr(platformdirs, directory)("kvdsl", appauthor=False))
+    except RuntimeError as error:
+        where = f"{named} lies in a home folder that is not known" if named else "the user's home folder is not known"
+        raise KvdslError(f"{where}: set {variable} to another folder") from error
 
 
 @contextmanager

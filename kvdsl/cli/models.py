@@ -13,8 +13,9 @@ if TYPE_CHECKING:
 
 
 @click.group(invoke_without_command=True)
+@json_option
 @click.pass_context
-def command(context: click.Context) -> None:
+def command(context: click.Context, as_json: bool) -> None:
     """Get language models by name, for `--model NAME` and `kvdsl.load_model(NAME)`.
 
     \b
@@ -22,11 +23,13 @@ def command(context: click.Context) -> None:
     kvdsl models get smollm2  fetch it from the Python package index and convert it, once
     kvdsl run roco --model smollm2
 
-    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. No other command downloads these; `--model ORG/NAME` fetches
-    from the Hugging Face hub.
+    Models lie in kvdsl's data folder; KVDSL_DATA_DIR names another one. No other command downloads these, `make demo` alone does;
+    `--model ORG/NAME` fetches from the Hugging Face hub.
     """
     if context.invoked_subcommand is None:
-        context.invoke(list_command)
+        context.invoke(list_command, as_json=as_json)
+    elif as_json:
+        raise click.UsageError(f"write --json behind {context.invoked_subcommand}")
 
 
 @command.command("list")
@@ -43,17 +46,18 @@ def list_command(as_json: bool = False) -> None:
         click.echo(f"{row['name']}  {row['title']}, {row['licence']}")
         click.echo(f"  {row['summary']}")
         click.echo(f"  {row['download_bytes'] / 1e6:.0f} MB to fetch, {row['bytes'] / 1e6:.0f} MB on disk")
-        click.echo(f"  {row['path'] or 'not on this machine: kvdsl models get ' + row['name']}")
+        state = "not on this machine" if row["flaw"] is None else f"damaged ({row['flaw']})"
+        click.echo(f"  {row['path'] or f'{state}: kvdsl models get ' + row['name']}")
 
 
 def _row(model: NamedModel) -> dict[str, Any]:
-    from kvdsl.models import here, model_folder
+    from kvdsl.models import flaw, here, model_folder
 
     return {
         "name": model.name, "title": model.title, "summary": model.summary, "licence": model.licence,
         "source": model.requirement, "sha256": model.wheel_sha256,
         "download_bytes": model.wheel_bytes, "bytes": model.folder_bytes,
-        "path": str(model_folder(model.name)) if here(model) else None,
+        "path": str(model_folder(model.name)) if here(model) else None, "flaw": flaw(model),
     }  # fmt: skip
 
 

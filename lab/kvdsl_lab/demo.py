@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import importlib
 import json
+import keyword
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -42,12 +44,24 @@ ITEM = 0
 """Which of its items is shown."""
 
 
+def importable(context: click.Context, option: click.Parameter, out: Path) -> Path:
+    """The folder, if Python can import it by its name."""
+    folder = out.resolve()
+    loaded = sys.modules.get(folder.name)
+    other = loaded is not None and str(folder) not in getattr(loaded, "__path__", ())
+    if not folder.name.isidentifier() or keyword.iskeyword(folder.name) or other:
+        raise click.BadParameter(
+            f"`{folder.name}` cannot be imported as the policy's package; give a folder with another name"
+        )
+    return folder
+
+
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
 @click.option("--new-tokens", type=click.IntRange(2), default=64, show_default=True, help="Tokens to go on with.")
 @click.option("--model", default="smollm2", show_default=True, metavar="MODEL",
               help="A name of `kvdsl models`, which is fetched if it is not there, or a folder.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("generated"), show_default=True,
-              help="Where the compiled policy goes.")  # fmt: skip
+              callback=importable, help="Where the compiled policy goes.")  # fmt: skip
 def main(new_tokens: int, model: str, out: Path) -> None:
     """Compile RoCo; find a fact with it, with ChunkKV, SnapKV and the full cache; go on with a text."""
     import torch
@@ -56,7 +70,7 @@ def main(new_tokens: int, model: str, out: Path) -> None:
     console = Console(highlight=False)
     _show_policy(console)
     cache_class = _compile(console, out)
-    lm, tokenizer = _model(console, model)
+    lm, tokenizer, had = _model(console, model)
     torch.manual_seed(0)
     if tokenizer.chat_template is not None:
         _find(console, lm, tokenizer)
@@ -64,7 +78,7 @@ def main(new_tokens: int, model: str, out: Path) -> None:
     console.print(
         "\nOther policies, other texts:\n"
         "    kvdsl list\n"
-        f"    kvdsl run h2o --set budget=128 --compare --model {model} --prompt-file YOUR_TEXT.txt\n"
+        f"    kvdsl run h2o --set budget=128 --compare {had}--prompt-file YOUR_TEXT.txt\n"
         "Which policy for what: docs/choosing.md",
         markup=False,
     )
@@ -92,15 +106,15 @@ def _compile(console: Any, out: Path) -> Any:
     files = compile_file("roco", {}).files
     write(files, out / "roco")
     taken = time.perf_counter() - begun
-    console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {out / 'roco'}/: {', '.join(files)}")
+    console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {os.path.relpath(out / 'roco')}/: {', '.join(files)}")
     console.print(f"    from {out.name}.roco import RoCoCache\n    cache = RoCoCache(model, budget={RATE})\n"
                   "    model.generate(**inputs, past_key_values=cache)", style="cyan", markup=False)  # fmt: skip
-    sys.path.insert(0, str(out.resolve().parent))
+    sys.path.insert(0, str(out.parent))
     return importlib.import_module(f"{out.name}.roco").RoCoCache
 
 
-def _model(console: Any, name: str) -> tuple[Any, Any]:
-    """The model of this name, fetched if need be, or the one that ships with kvdsl-lab."""
+def _model(console: Any, name: str) -> tuple[Any, Any, str]:
+    """The model of this name, fetched if need be, or the one that ships with kvdsl-lab; its tokenizer, and the option that names it."""
     from kvdsl.generation.models import load_model
     from kvdsl.models import CATALOGUE, here, named
     from kvdsl.models.fetch import get
@@ -111,15 +125,16 @@ def _model(console: Any, name: str) -> tuple[Any, Any]:
             check_can_convert()
             get(named(name), convert, lambda text: console.print(text, markup=False))
         model, tokenizer = load_model(name)
+        option = f"--model {name} "
     except KvdslError as error:
         console.print(
             f"\n{name} cannot be had ({error}); going on with the small model that ships with kvdsl-lab.", markup=False
         )
         model, tokenizer = load_model(None)
-        name = "the reference model"
+        name, option = "the reference model", ""
     millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
     console.print(f"\n[bold]The model[/] is {name}: {millions:.0f} M parameters.")
-    return model, tokenizer
+    return model, tokenizer, option
 
 
 # -- finding a fact ----------------------------------------------------------------------------------------------------
@@ -204,13 +219,12 @@ def _answers(found: Mapping[str, Generated], question: Question, right: Mapping[
 
 
 def _go_on(console: Any, model: Any, tokenizer: Any, cache_class: Any, new_tokens: int) -> None:
-
     from kvdsl.generation.generate import generate_full, warm_up_full
-    from kvdsl.generation.models import encode, first_token, page
+    from kvdsl.generation.models import page, prompt_tokens
     from kvdsl.generation.report import FULL, comparison
 
     text = page()
-    prompt = first_token(tokenizer) + encode(tokenizer, text)
+    prompt = prompt_tokens(tokenizer, text)
     console.print(f"\n[bold]Going on with a text.[/] A page of a book, {len(prompt)} tokens, that ends:")
     console.print(f"    ... {' '.join(text.split()[-30:])}", style="cyan", markup=False)
     console.print(f"(The likeliest token each time, with a repetition penalty of {PENALTY}.)")
@@ -243,5 +257,12 @@ def _explain(console: Any, cache: Any) -> None:
     )
 
 
+def run() -> None:
+    """The command, with what goes wrong told in a line."""
+    from kvdsl.cli.common import guarded
+
+    sys.exit(guarded(lambda: main(standalone_mode=False)))
+
+
 if __name__ == "__main__":
-    main()
+    run()

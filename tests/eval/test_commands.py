@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import shutil
 
 import pytest
 from click.testing import CliRunner
 
 from kvdsl.cli import main
+from kvdsl.cli.run import prompt_ids
 from kvdsl.errors import KvdslError
+from kvdsl.generation.generate import Generated
 from kvdsl.generation.models import load_model, page, read_text
 from kvdsl_lab import demo
 from kvdsl_lab.cli.eval import command as evaluate
@@ -50,6 +53,45 @@ def test_run_compared(capsys, tiny, tmp_path):
     assert {"text", "ttft_ms", "tpot_ms", "cache_bytes"} <= set(found["full"])
     assert found["same_prefix_tokens"] == 5 and found["text"] == found["full"]["text"]
     assert found["full"]["cache_bytes"] == found["full_cache_bytes"]
+
+
+def test_run_prints_a_text_as_it_is(capsys, tiny, monkeypatch):
+    """No line breaks, no pictures for what stands between colons."""
+    text = "x :key: y a:on:b [red] \t " + 40 * "a long line "
+    found = Generated(text, (1, 2, 3, 4), 2, 5.0, (10.0, 10.0, 100.0), 8, 8)
+    monkeypatch.setattr("kvdsl.generation.generate.generate", lambda *_: found)
+    assert main(["run", "--model", tiny, "--prompt", "Hello", "--backend", "torch", "--set", "budget=9"]) == 0
+    shown, cost = capsys.readouterr().out.splitlines()
+    assert shown == text
+    assert "first after 5 ms, then 25 tokens a second" in cost, "3 in 120 ms, whatever the median is"
+
+
+def test_a_prompt_begins_as_the_tokenizer_has_it_begin(tiny):
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(tiny)
+    assert prompt_ids(tokenizer, "Hello", None) == tokenizer("Hello")["input_ids"]
+    bare = type("Bare", (), {"bos_token_id": 1, "__call__": lambda self, text, **_: {"input_ids": [5, 6]}})()
+    assert prompt_ids(bare, "Hello", None) == [5, 6], "no BOS where the tokenizer puts none"
+
+
+def test_bad_prompts_and_models(capsys, tiny, tmp_path):
+    for words, said in (
+        (["--prompt", "caf\udce9"], "this is not UTF-8 text"),
+        (["--model", "~nobody_of_this_name/x", "--prompt", "a"], "there is no model folder ~nobody_of_this_name/x"),
+        (["--model", str(broken(tiny, tmp_path)), "--prompt", "a"], "cannot load the model"),
+    ):
+        assert main(["run", *words]) == 2
+        err = capsys.readouterr().err
+        assert said in err and "internal error" not in err
+
+
+def broken(model, folder):
+    """A copy of which the weights came half."""
+    shutil.copytree(model, folder / "broken")
+    weights = folder / "broken" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:1000])
+    return folder / "broken"
 
 
 def test_run_for_people(capsys, tiny):
@@ -210,10 +252,25 @@ def test_the_demo_without_its_model(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("KVDSL_DATA_DIR", str(tmp_path / "data"))
     monkeypatch.setattr("kvdsl.models.fetch.get", refused)
-    done = CliRunner().invoke(demo.main, ["--new-tokens", "2", "--out", "demo_packages"])
+    done = CliRunner().invoke(demo.main, ["--new-tokens", "2", "--out", "demo_alone"])
     assert done.exit_code == 0, done.output
+    assert "--compare --prompt-file" in done.stdout, "nothing is told of a model that is not there"
     assert "smollm2 cannot be had (the package index is closed)" in " ".join(done.stdout.split())
     assert "Going on with a text" in done.stdout and "Finding a fact" not in done.stdout
+
+
+@pytest.mark.parametrize("name", ["json", "a.b", "class", "/"])
+def test_the_demo_refuses_what_cannot_be_imported(name):
+    done = CliRunner().invoke(demo.main, ["--out", name])
+    assert done.exit_code == 2 and "cannot be imported as the policy's package" in " ".join(done.output.split())
+
+
+def test_what_goes_wrong_in_the_demo_is_one_line(capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["demo", "--out", "/proc/nowhere_to_write"])
+    with pytest.raises(SystemExit) as ended:
+        demo.run()
+    said = capsys.readouterr().err
+    assert ended.value.code == 2 and "/proc/nowhere_to_write" in said and "Traceback" not in said
 
 
 def test_what_the_demo_counts_is_there():

