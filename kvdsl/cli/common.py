@@ -166,10 +166,11 @@ def guarded(action: Callable[[], Any], as_json: bool = False) -> int:
         error("interrupted")
         return 130
     except Exception as failure:
-        return _tell(failure, as_json)
+        return tell(failure, as_json)
 
 
-def _tell(failure: Exception, as_json: bool) -> int:
+def tell(failure: Exception, as_json: bool) -> int:
+    """Say what went wrong; the exit code that goes with it."""
     from kvdsl.diagnostics import DiagnosticError, render_json, summary
 
     if isinstance(failure, DiagnosticError):

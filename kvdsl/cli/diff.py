@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import CLEAN, FINDINGS, finish, json_option, print_json, set_option
+from kvdsl.cli.common import CLEAN, COULD_NOT_RUN, FINDINGS, finish, json_option, print_json, set_option, tell
 
 if TYPE_CHECKING:
     from kvdsl.explain.difference import Difference
@@ -38,11 +38,16 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     Exit codes: 0 the same meaning, 1 they differ, 2 a policy cannot be read, or has errors.
     """
     from kvdsl.compiler import find_policy
+    from kvdsl.diagnostics import DiagnosticError
     from kvdsl.explain.difference import difference
     from kvdsl.explain.facts import facts
 
     paths = find_policy(a), find_policy(b)
-    first, second = (facts(_policy(path, settings)) for path in paths)
+    try:
+        first, second = (facts(_policy(path, settings)) for path in paths)
+    except DiagnosticError as failure:  # 1 says that two policies differ
+        tell(failure, as_json)
+        finish(COULD_NOT_RUN)
     found = difference(first, second)
     search = None if not found.changes or found.in_memory_only else _search(paths, settings)
     if as_json:

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import click
@@ -137,7 +138,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
     words = sys.argv[1:] if argv is None else list(argv)
     with _rarely_collected():
-        return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json="--json" in words)
+        return guarded(lambda: group.main(words, prog_name="kvdsl", standalone_mode=False), as_json=_wants_json(words))
+
+
+def _wants_json(words: Sequence[str]) -> bool:
+    """Whether what goes wrong is to be told as JSON: `--json`, and `explain --format json`."""
+    return "--json" in words or "--format=json" in words or ("--format", "json") in pairwise(words)
 
 
 @contextmanager

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from difflib import SequenceMatcher
+from operator import attrgetter
 
 from kvdsl.explain.facts import Facts
 from kvdsl.explain.words import meaning, rows
 from kvdsl.ir.nodes import Policy
-from kvdsl.ir.printer import print_policy
+from kvdsl.ir.printer import print_keep, print_policy
 
 _TITLES = ("costs", "peak", "reads", "backends")
 """What `explain` says in words that is compared as it stands."""
@@ -53,8 +54,12 @@ def difference(a: Facts, b: Facts) -> Difference:
 
 
 def _nameless(policy: Policy) -> Policy:
-    params = tuple(sorted(policy.params, key=lambda param: param.name))
-    return policy.model_copy(update={"name": "P", "stem": "p", "doc": "", "params": params})
+    """The policy without its names, and what has no order of its own in one order."""
+    unordered = {
+        name: tuple(sorted(getattr(policy, name), key=attrgetter("name"))) for name in ("params", "given", "tensors")
+    }
+    keeps = tuple(sorted(policy.keeps, key=print_keep))
+    return policy.model_copy(update={"name": "P", "stem": "p", "doc": "", "keeps": keeps, **unordered})
 
 
 def _files(policy: Policy) -> list[str]:

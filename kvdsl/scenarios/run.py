@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -60,13 +60,20 @@ class Outcome:
 def run_scenario(scenario: Scenario) -> Outcome:
     """Runs one test."""
     if scenario.policy is None:  # the checker has seen that it is refused as expected
-        return Outcome(scenario, ())
+        return Outcome(scenario, tuple(_unreached(scenario.test.steps)))
     failures: list[Failure] = []
     try:
         _Run(scenario, scenario.policy, failures).steps()
     except _StopError as stop:
         failures.append(stop.failure)
     return Outcome(scenario, tuple(failures))
+
+
+def _unreached(steps: Sequence[syn.Step]) -> Iterator[Failure]:
+    """What is expected of a policy that is refused before it comes to that."""
+    for step in steps:
+        if isinstance(step, syn.Expect) and step.what != "error":
+            yield Failure(step.span, "nothing can be expected here: the policy is refused before")
 
 
 class _StopError(Exception):
@@ -89,14 +96,18 @@ class _Run:
     policy: Policy
     failures: list[Failure]
     last: list[Step] = field(default_factory=list)
+    taken: int = 0
 
     def __post_init__(self) -> None:
+        self.text = self._without_tokens()
+        self.heads = self.text.heads
+
+    def _without_tokens(self) -> Text:
         scenario = self.scenario
-        self.text = Text(
+        return Text(
             self.policy, {}, scenario.layer, scenario.layers, heads=scenario.heads, key_dim=scenario.key_dim,
             value_dim=scenario.value_dim, tensors=self._tensors(),
         )  # fmt: skip
-        self.heads = self.text.heads
 
     def _tensors(self) -> dict[str, Array]:
         """What the policy's tensors hold."""
@@ -122,14 +133,16 @@ class _Run:
                 raise
             if expected.word.text not in refused.failure.message:
                 raise _StopError(expected.span, refused.failure.message) from None
+            self.failures += _unreached(self.scenario.test.steps[self.taken :])
             return
         if expected is not None:
             raise _StopError(expected.span, f"expected an error, but `{self.policy.name}` takes this")
 
     def _take(self) -> None:
         if not any(self.scenario.tokens):
-            self._check_refusal(self.text.decoding)
-        for step in self.scenario.test.steps:
+            self._check_without_tokens()
+        for number, step in enumerate(self.scenario.test.steps):
+            self.taken = number
             if isinstance(step, syn.Prompt):
                 self._prompt(step)
             elif isinstance(step, syn.Incoming):
@@ -193,6 +206,13 @@ class _Run:
             raise _RefusedError(self.scenario.test.title.span, str(error)) from None
         self._check_refusal(layer)
         return layer
+
+    def _check_without_tokens(self) -> None:
+        """Refuse what a cache refuses whatever the prompt: the shortest, and a very long one."""
+        layers = [self._without_tokens().prompt(tokens) for tokens in (1, int(_LONG))]
+        found = [refusal(self.policy, layer, self.scenario.key_dim) for layer in layers]
+        if found[0] is not None and found[1] is not None:
+            raise _RefusedError(self.scenario.test.title.span, found[1])
 
     def _check_refusal(self, layer: Layer) -> None:
         found = refusal(self.policy, layer, self.scenario.key_dim)

@@ -70,8 +70,17 @@ def test_errors(capsys: Capture) -> None:
     bad = write("bad.kv", "param budget = 64", "score attn")
     assert run(capsys, "diff", "h2o", "nothing").code == 2
     result = run(capsys, "diff", "h2o", bad)
-    assert result.code == 1
+    assert result.code == 2, "1 is for two policies that differ"
     assert "KV0301" in result.err
+    told = run(capsys, "diff", "h2o", bad, "--json")
+    assert told.code == 2 and "error" in told.json()
+
+
+def test_what_has_no_order_makes_no_difference(capsys: Capture) -> None:
+    lines = "param budget = 64", "given weight = 1", "given bias", "score mean(attn) * weight + bias"
+    one = write("one.kv", *lines, "keep first 4", "keep last 8")
+    other = write("other.kv", lines[0], lines[2], lines[1], lines[3], "keep last 8", "keep first 4")
+    assert run(capsys, "diff", one, other).code == 0
 
 
 PAIRS = [

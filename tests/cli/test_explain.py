@@ -290,3 +290,9 @@ def test_heads_that_vote(capsys: Capture) -> None:
     backends = run(capsys, "explain", "votes.kv", "--json").json()["backends"]
     refused = {one["name"]: one["why_not"] for one in backends if not one["ok"]}
     assert refused.keys() == {"cpu", "triton"} and all("over heads" in why for why in refused.values())
+
+
+def test_what_goes_wrong_is_json_too(capsys: Capture) -> None:
+    for words in (("--format", "json"), ("--format=json",)):
+        said = run(capsys, "explain", "h2oo", *words)
+        assert said.code == 2 and "h2oo" in said.json()["error"]["message"]

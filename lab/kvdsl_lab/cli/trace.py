@@ -42,6 +42,8 @@ def command(
     """
     refuse_triton(backend)
     check_prompt(prompt, prompt_file)
+    if not out.parent.is_dir():  # before the text, which takes a while
+        raise click.BadParameter(f"there is no folder {out.parent}", param_hint="--out")
     from kvdsl.cli.progress import progress
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.environment import environment
