@@ -166,15 +166,18 @@ def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:
 
 
 def _values(policy: Policy) -> dict[str, float]:
+    """What params and the budget are, as far as it is known; each may be said by others, which stand before it or behind."""
     values: dict[str, float] = {}
-    for param in policy.params:
-        value = value_of(param.default, values)
-        if value is not None:
-            values[param.name] = value
-        if policy.budget is not None and "@budget" not in values:
-            budget = value_of(policy.budget, values)
-            if budget is not None and budget >= 1:  # below 1 it is a rate
-                values["@budget"] = float(int(budget))
+    before = -1
+    while len(values) > before:
+        before = len(values)
+        for param in policy.params:
+            value = value_of(param.default, values)
+            if value is not None:
+                values[param.name] = value
+        budget = None if policy.budget is None else value_of(policy.budget, values)
+        if budget is not None and budget >= 1:  # below 1 it is a rate
+            values["@budget"] = float(int(budget))
     return values
 
 

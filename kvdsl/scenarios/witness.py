@@ -100,7 +100,7 @@ def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str]
                 tokens, what, kept = found
                 vectors, rows = form.vectors, runs[0].rows[:tokens]
                 return Search(Witness(pair, settings, layer, layers, text, tokens, rows, vectors, what, kept), tried)
-    return Search(None, tried)
+    return Search(None, tried, "" if tried else "what they protect, or their budgets, fit no small text")
 
 
 def _choices(policies: list[Policy]) -> Iterator[tuple[int, dict[str, str]]]:
@@ -112,13 +112,13 @@ def _choices(policies: list[Policy]) -> Iterator[tuple[int, dict[str, str]]]:
     # Where the two give a param different defaults, that may be all that is different.
     large = [name for name in dict.fromkeys(one.name for one in params if _is_large(one)) if len(set(defaults[name])) == 1]
     shared = [name for name in large if len(defaults[name]) == len(policies)]
-    seen: list[dict[str, str]] = []
+    seen: list[tuple[int, dict[str, str]]] = []
     for size in SIZES:
         given = {"budget": str(size)} if "budget" in defaults else {}
         small = dict.fromkeys(large, "2")
         for settings in (given | small, given | small | dict.fromkeys(shared, str(size)), given):
-            if settings not in seen:
-                seen.append(settings)
+            if (size, settings) not in seen:
+                seen.append((size, settings))
                 yield size, settings
 
 

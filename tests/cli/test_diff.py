@@ -76,6 +76,23 @@ def test_errors(capsys: Capture) -> None:
     assert told.code == 2 and "error" in told.json()
 
 
+def test_sizes_that_settings_do_not_name_are_tried(capsys: Capture) -> None:
+    """Twelve tokens that no param says: the smallest texts do not fill them."""
+    one, other = (
+        write(f"{name}.kv", "budget 12", f"score {sign}mean(attn)") for name, sign in (("one", ""), ("other", "-"))
+    )
+    found, code = diff(capsys, one, other)
+    assert code == 1 and found["scenario"] is not None
+
+
+def test_no_text_at_all_is_said(capsys: Capture) -> None:
+    lines = "param budget = 64 in 50..100", "score mean(attn)", "score -mean(attn)"
+    one, other = write("one.kv", lines[0], lines[1]), write("other.kv", lines[0], lines[2])
+    assert (
+        "No text was tried: what they protect, or their budgets, fit no small text." in run(capsys, "diff", one, other).out
+    )
+
+
 def test_what_has_no_order_makes_no_difference(capsys: Capture) -> None:
     lines = "param budget = 64", "given weight = 1", "given bias", "score mean(attn) * weight + bias"
     one = write("one.kv", *lines, "keep first 4", "keep last 8")

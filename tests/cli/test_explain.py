@@ -296,3 +296,12 @@ def test_what_goes_wrong_is_json_too(capsys: Capture) -> None:
     for words in (("--format", "json"), ("--format=json",)):
         said = run(capsys, "explain", "h2oo", *words)
         assert said.code == 2 and "h2oo" in said.json()["error"]["message"]
+
+
+def test_a_param_may_stand_before_what_it_is_said_by(capsys: Capture) -> None:
+    lines = ["param N = budget / 2", "param budget = 64"]
+    told = []
+    for params in (lines, lines[::-1]):
+        Path("mine.kv").write_text("\n".join(["kv 1", "policy Mine {", *params, "score sum(attn over last N queries)", "}"]))
+        told.append(run(capsys, "explain", "mine.kv", "--json").json()["bytes_per_token"])
+    assert told[0] == told[1]
