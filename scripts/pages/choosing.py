@@ -74,10 +74,7 @@ QUALITY = (
 
 def quality_table() -> str:
     """Policies by what they keep of SmolLM2's quality."""
-    columns = [one.cells() for one in QUALITY]
-    policies = dict.fromkeys(policy for cells in reversed(columns) for policy in cells)
-    lines = ((f"`{policy}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
-    return table(("policy", *(one.head for one in QUALITY)), lines)
+    return _beside(QUALITY, first=-1)
 
 
 EVERYBODY = (
@@ -121,10 +118,11 @@ def longer_table() -> str:
     return _beside(LONGER)
 
 
-def _beside(shown: Sequence[_Measured]) -> str:
-    """Columns side by side, the policies in the order of the first."""
+def _beside(shown: Sequence[_Measured], first: int = 0) -> str:
+    """Columns side by side, the policies in the order of one of them, and then who is in others alone."""
     columns = [one.cells() for one in shown]
-    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in columns[0])
+    policies = dict.fromkeys(policy for cells in (columns[first], *columns) for policy in cells)
+    lines = ((f"`{Path(policy).stem}`", *(cells.get(policy, "–") for cells in columns)) for policy in policies)
     return table(("policy", *(one.head for one in shown)), lines)
 
 

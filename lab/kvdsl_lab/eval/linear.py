@@ -30,7 +30,7 @@ def _multiplies_bfloat16() -> bool:
 
 
 def multiplies_in(model: Any) -> str:
-    """What the linear layers of a `widened` model multiply in: its dtype, by instructions or not, or float32."""
+    """What the linear layers of a model multiply in: float32 where they were `widened`, else its dtype."""
     wide = any(isinstance(module, _Widened) for module in model.modules())
     return "float32" if wide else str(model.dtype).removeprefix("torch.")
 

@@ -221,7 +221,7 @@ class Run:
 
     def _proven(self, seeded: Mapping[str, Found], named: Mapping[str, Found], until: float, tell: Tell) -> Iterator[Row]:
         """A row for every policy and budget; the finalists' files are written on the way."""
-        for path in self._out.glob("found_*.kv"):  # of an earlier choice
+        for path in self._out.glob("found_[0-9]*.kv"):  # of an earlier choice
             path.unlink()
         for number, (name, one) in enumerate(named.items()):
             about = report.docstring(one, self._about(), seeded)
