@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvdsl.compiler import plan_of
@@ -16,8 +16,8 @@ from kvdsl.lower.plan import PackagePlan
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import value_of
 
-FLOAT32 = POSITION = 4
-"""Bytes of one number of a state column, and of a token's position."""
+FLOAT32 = POSITION = RANK = 4
+"""Bytes of one number of a state column, of a token's position, and of its rank among those that are there."""
 
 
 @dataclass(frozen=True)
@@ -114,9 +114,19 @@ class Facts:
         return self.head_dim * DTYPES[self.dtype] if self.policy.rope == "cached" else 0
 
     @property
+    def position_bytes(self) -> int:
+        """Bytes of what tells where one token stands: its position, and under compact positions its rank."""
+        return POSITION + (RANK if self.policy.positions == "compact" else 0)
+
+    @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token in one KV head of one layer."""
-        return self.key_and_value + POSITION + self.state_bytes
+        """Bytes of one token in one KV head of one layer, as far as the size of its state is known."""
+        return self.key_and_value + self.position_bytes + self.state_bytes
+
+    @property
+    def beyond_a_window(self) -> int:
+        """Of a token's bytes those that a window, which has keys, values and positions alone, does without."""
+        return self.bytes_per_token - self.key_and_value - POSITION + self.rotated_half
 
     @property
     def backends(self) -> list[dict[str, Any]]:
@@ -287,6 +297,10 @@ def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     if _stays_whole(policy, values):
         room = print_expression(policy.slack if policy.cap == "hard" else policy.trigger)
         return Peak("decode", f"no more than the prompt + 1, or budget + {room} where that is more", None)
+    if (
+        policy.prefill_block is not None
+    ):  # the last block of a prompt, if it is not full, stays until a token has been generated
+        return replace(_while_prompting(policy, values), phase="decode")
     if policy.cap == "hard":
         return _sum("decode", policy, values, print_expression(policy.slack), None if slack is None else int(slack))
     more, text = trigger, print_expression(policy.trigger)
@@ -344,7 +358,7 @@ def as_data(found: Facts) -> dict[str, Any]:
         "bytes_per_token": found.bytes_per_token,
         "bytes": {
             "key_and_value": found.key_and_value,
-            "position": POSITION,
+            "position": found.position_bytes,
             "state": found.state_bytes,
             "rotated_half": found.rotated_half,
             "head_dim": found.head_dim,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvdsl.explain.facts import POSITION, Budget, Facts, State, tensors_of
+from kvdsl.explain.facts import Budget, Facts, State, tensors_of
 from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
@@ -234,20 +234,21 @@ def _tracks(column: State) -> str:
 
 
 def _costs(found: Facts) -> Iterator[str]:
-    extra = POSITION + found.state_bytes
-    share = 100 * extra / found.key_and_value
+    share = 100 * (found.bytes_per_token / found.key_and_value - 1)
+    stands = "the position and the rank" if found.policy.positions == "compact" else "the position"
     yield (
         f"{found.bytes_per_token} bytes a token and KV head at head size {found.head_dim} in {found.dtype}: "
-        f"{found.key_and_value} for key and value, {POSITION} for the position, {found.state_bytes} of state ({share:.1f} % on top)"
+        f"{found.key_and_value} for key and value, {found.position_bytes} for {stands}, {found.state_bytes} of state "
+        f"({share:.1f} % on top)"
     )
     for column in found.state:
         if column.rule == "ring":
-            size = column.bytes_per_slot or f"4 * {column.size}"
-            yield (
-                f"{size} more for {column.name} while a prompt is read"
-                if found.goes(column)
-                else f"of them {size} for {column.name}"
-            )
+            known = column.bytes_per_slot
+            size = f"4 * {column.size}" if known is None else known
+            if found.goes(column):
+                yield f"{size} more for {column.name} while a prompt is read"
+            else:
+                yield f"{size} more for {column.name}" if known is None else f"of them {size} for {column.name}"
     if found.budgets:
         yield f"a KV head {_range(found)}"
     if found.rotated_half:

@@ -325,6 +325,11 @@ class _Meaning:
         self._given(token)
         if not _is_attended(token):
             return
+        query = next((one for one in token.brought if one.kind == "query"), None)
+        if query is not None:
+            message = "`attend` says what the query would be for, so that the query would not be looked at"
+            self.report(codes.TEST_STEP, query.span, message, "write one of them")
+            return
         exprs = [*expressions(self.policy), *(column.body for column in self.policy.columns)]
         reads = {part.name for expr in exprs for part in walk(expr) if isinstance(part, Input)}
         why = "selects what a query attends to" if self.policy.select is not None else None

@@ -53,6 +53,10 @@ def test_bytes(capsys: Capture) -> None:
     ring = run(capsys, "explain", "scissorhands_window", "--json", "--set", "history=100").json()
     assert [column["bytes_per_slot"] for column in ring["state"]] == [400]
     assert ring["bytes_per_token"] == 2 * 128 * 2 + 4 + 400
+    compact = run(capsys, "explain", "equip_h2o", "--json").json()
+    assert compact["bytes"]["position"] == 8, "the position, and the rank"
+    assert compact["bytes_per_token"] == 2 * 128 * 2 + 8 + 4
+    assert "8 for the position and the rank, 4 of state" in " ".join(run(capsys, "explain", "equip_h2o").out.split())
 
 
 def test_requires(capsys: Capture) -> None:
@@ -100,15 +104,18 @@ BASE = "param budget = 64; score position"
         (f"{BASE}; when prefill", None, None),
         (f"{BASE}; when decode", None, None),  # the whole prompt has slots when decoding begins
         (f"{BASE}; cap hard; trigger overflow >= 0", None, None),
-        (f"{BASE}; prefill blocks of 16", 80, 65),
-        (f"{BASE}; prefill blocks of 16; trigger overflow >= 10", 64 + 9 + 16, 74),
-        (f"{BASE}; prefill blocks of 16; trigger overflow >= 4; slack 12; max_drop 2", 64 + 12 + 16, 77),
+        (f"{BASE}; prefill blocks of 16", 80, 80),
+        (f"{BASE}; prefill blocks of 16; trigger overflow >= 10", 64 + 9 + 16, 64 + 9 + 16),
+        (f"{BASE}; prefill blocks of 16; trigger overflow >= 4; slack 12; max_drop 2", 64 + 12 + 16, 64 + 12 + 16),
         (f"{BASE}; prefill blocks of 16; trigger overflow >= 0", None, None),
         ("budget prompt / 2; score position", None, None),
     ],
 )
 def test_peak(capsys: Capture, body: str, prompt: int | None, decode: int | None) -> None:
-    """C + R while decoding, with slack and max_drop C + max(R, slack + 1); what a settle may leave, and N, in blocks of a prompt."""
+    """C + R while decoding, with slack and max_drop C + max(R, slack + 1); what a settle may leave, and N, in blocks of a prompt.
+
+    The last block, where it is not full, is still there when the first token is decoded.
+    """
     _, content = explained(capsys, body)
     peak = {one["phase"]: one["slots"] for one in content["peak"]}  # type: ignore[attr-defined]
     assert peak == {"prompt": prompt, "decode": decode}

@@ -208,9 +208,11 @@ def test_the_harness_knows_the_model_and_its_params(model: Any, tokenizer: Any) 
         ({"tail": -1}, "number of tokens"),
         ({"batch_size": "auto"}, "as a number"),
         ({"mixed_precision_dtype": "bfloat16"}, "give `dtype`"),
+        ({"policy": "h2o", "bugdet": 8}, "`bugdet` is no param of h2o, .* did you mean `budget`"),
+        ({"policy": "h2o", "pretrained": None, "bugdet": 8}, "`bugdet` is no param of h2o, .* did you mean `budget`"),
     ):
         with pytest.raises(KvdslError, match=message):
-            harness(ours.KvdslLM, model, tokenizer, **given)
+            ours.KvdslLM(**{"pretrained": model, "tokenizer": tokenizer, "device": "cpu"} | given)
 
 
 def test_what_is_too_long_loses_its_beginning() -> None:

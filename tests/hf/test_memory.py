@@ -17,9 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import kvdsl
+from kvdsl.compiler import analyse
 from kvdsl.errors import KvdslError
+from kvdsl.explain.facts import facts
 from kvdsl.runtime.hf.layer import SlotLayer
 from kvdsl.runtime.state.slots import AT_ONCE
+from kvdsl.shipped import find_policy
 from tests.hf import policies, zoo
 from tests.quick import few
 
@@ -166,13 +169,14 @@ def test_batch_operations() -> None:
     assert torch.equal(cache.positions(1)[0], single.positions(1)[0])
 
 
-def test_size_is_known_in_advance() -> None:
-    """Keys and values of the budget and one more slot, and a few floats a slot."""
-    model, cache = zoo.model("llama"), policies.make(policies.OBSERVING, zoo.model("llama"), budget=64)
+@pytest.mark.parametrize("policy", ["h2o", "streaming_llm", "roco", "equip_h2o"])
+def test_size_is_known_in_advance(policy: str) -> None:
+    """The budget and one more slot, each with what `kvdsl explain` says that a token costs."""
+    model, cache = zoo.model("llama"), policies.make(policy, zoo.model("llama"), budget=64)
     zoo.greedy(model, zoo.plain(zoo.prompt(2, 100)), 3, past_key_values=cache)
-    slots = 2 * 2 * 65  # batch, KV heads, slots
-    columns = len(cache.state(0))
-    assert abs(cache.bytes() - 2 * slots * (2 * 16 * 4 + 4 + 4 * columns)) < 200
+    told = facts(analyse(find_policy(policy)).policy, 16, "float32")
+    slots = 2 * 2 * 2 * 65  # layers, batch, KV heads, slots
+    assert 0 <= cache.bytes() - slots * (told.bytes_per_token + told.rotated_half) < 200
 
 
 def test_a_budget_takes_memory_as_it_is_filled() -> None:

@@ -127,6 +127,13 @@ def test_query_heads() -> None:
             "write `token query 1, 0 key 0, 1`, say",
         ),
         (
+            ("use H2O", "attend 1 query 1, 0", LIVE),
+            "KV0606",
+            "`attend` says what the query would be for, so that the query would not be looked at",
+            "query 1, 0",
+            "write one of them",
+        ),
+        (
             ("use H2O", "attend 1"),
             "KV0607",
             "the test expects nothing",

@@ -12,6 +12,7 @@ is the harness's own command with this model in it; `import kvdsl_lab.eval.lm_ev
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
 from kvdsl.runtime.hf.versions import with_cache
@@ -76,10 +78,22 @@ class KvdslLM(HFLM):
             from kvdsl_lab.assets import reference_model_path
 
             pretrained = str(reference_model_path())
-        super().__init__(pretrained, **given)
+        strange = [name for name in given if name not in inspect.signature(HFLM.__init__).parameters]
+        if strange and not isinstance(pretrained, str):
+            raise self._unknown(strange[0])
+        try:
+            super().__init__(pretrained, **given)
+        except TypeError as error:  # transformers, to which the harness gives what it does not know
+            raise next((self._unknown(name) for name in strange if f"'{name}'" in str(error)), error) from error
         if self.backend != "causal":
             raise KvdslError(f"kvdsl serves causal language models, and this is {self.backend}")
         self.make_cache()  # a model that cannot be served is refused before anything is run
+
+    def _unknown(self, name: str) -> KvdslError:
+        """What to say of an option that nobody knows."""
+        params = [*self.cache_class.spec.params]
+        help = did_you_mean(name, params) or (f"its params are {listed(params, 'and')}" if params else "it has none")
+        return KvdslError(f"`{name}` is no param of {self.policy}, and no option of the harness or the model; {help}")
 
     def make_cache(self) -> Any:
         """An empty cache."""

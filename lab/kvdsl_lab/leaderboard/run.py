@@ -102,13 +102,11 @@ class Bench:
 
     @cached_property
     def _slots(self) -> dict[str, tuple[int, int]]:
-        """By policy, what a slot takes and its state of that, in bytes."""
+        """By policy, what a slot takes, and of that what a window's does without, in bytes."""
         config, dtype = text_config(self.lab.model), str(self.lab.model.dtype).removeprefix("torch.")
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         told = {name: facts(analyse(find_policy(name)).policy, head_dim, dtype) for name in self.plan.policies}
-        return {
-            name: (one.bytes_per_token + one.rotated_half, one.state_bytes + one.rotated_half) for name, one in told.items()
-        }
+        return {name: (one.bytes_per_token + one.rotated_half, one.beyond_a_window) for name, one in told.items()}
 
     def measure(self, name: str, number: int, pairs: Sequence[Pair]) -> list[Row]:
         """An item under these policies."""
