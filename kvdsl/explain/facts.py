@@ -119,6 +119,22 @@ class Facts:
         return POSITION + (RANK if self.policy.positions == "compact" else 0)
 
     @property
+    def sketch_bytes(self) -> int | None:
+        """Bytes of one key over the sketch's dims, which kernels keep in the layers that select; None where the dims are not known."""
+        if self.policy.sketch is None or self.plan.cpp is None:
+            return 0
+        dims = value_of(self.policy.sketch.count, self.values)
+        return None if dims is None else int(dims) * DTYPES[self.dtype]
+
+    @property
+    def page_bytes(self) -> float | None:
+        """One token's share of the smallest and largest key of its page, which kernels keep likewise."""
+        if self.policy.pages is None or self.plan.cpp is None:
+            return 0
+        tokens = value_of(self.policy.pages, self.values)
+        return None if tokens is None else self.key_and_value / max(1, int(tokens))
+
+    @property
     def bytes_per_token(self) -> int:
         """Bytes of one token in one KV head of one layer, as far as the size of its state is known."""
         return self.key_and_value + self.position_bytes + self.state_bytes
@@ -361,6 +377,8 @@ def as_data(found: Facts) -> dict[str, Any]:
             "position": found.position_bytes,
             "state": found.state_bytes,
             "rotated_half": found.rotated_half,
+            "sketch": found.sketch_bytes,
+            "pages": found.page_bytes,
             "head_dim": found.head_dim,
         },
         "budgets": [{"expression": budget.text, "tokens": budget.tokens} for budget in found.budgets],

@@ -254,6 +254,14 @@ def _costs(found: Facts) -> Iterator[str]:
     if found.rotated_half:
         times = 1 + found.rotated_half / found.key_and_value
         yield f"{found.rotated_half} more for the key's rotated half ({times:g} times the key and value)"
+    if found.sketch_bytes != 0:
+        yield f"{_known(found.sketch_bytes)} more for the key over the sketch's dims, in kernels and in the layers that select"
+    if found.page_bytes != 0:
+        yield f"{_known(found.page_bytes)} more for the bounds of the key's page, in kernels and in the layers that select"
+
+
+def _known(size: float | None) -> str:
+    return "some" if size is None else f"{size:g}"
 
 
 def _range(found: Facts) -> str:

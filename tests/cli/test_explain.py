@@ -89,6 +89,14 @@ def test_layouts(capsys: Capture) -> None:
     assert (plain["storage"], plain["block"], plain["bytes"]["rotated_half"]) == ("in_place", None, 0)  # type: ignore[index]
 
 
+def test_what_kernels_keep_beside_keys(capsys: Capture) -> None:
+    """Keys over the sketch's dims, and two keys a page; see `kvdsl.runtime.state.copies`."""
+    sketch, pages = (run(capsys, "explain", name, "--json").json()["bytes"] for name in ("sparcas", "quest"))
+    assert (sketch["sketch"], sketch["pages"]) == (16 * 2, 0)
+    assert (pages["sketch"], pages["pages"]) == (0, 2 * 128 * 2 / 16)
+    assert "32 more for the bounds of the key's page, in kernels" in " ".join(run(capsys, "explain", "quest").out.split())
+
+
 BASE = "param budget = 64; score position"
 
 
