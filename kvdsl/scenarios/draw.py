@@ -21,7 +21,7 @@ class Drawn:
 
     Attributes:
         prompt: how many of its tokens come in together; the others follow one by one.
-        attend: what each token gives to those up to itself, [heads, tokens, tokens]; None where vectors say it.
+        attend: what each token gives to those up to itself, [heads, tokens, tokens], in all 1; None where vectors say it.
         query: [heads, tokens, group, DIMS].
         key, value: [heads, tokens, DIMS].
         given: what the caller gives of the tokens, [heads, tokens] by name.
@@ -83,15 +83,22 @@ class Form:
         return [(0, 1), (0, 4), (3, 4)] if ranged or numbers & {"layer", "layers"} else [(0, 1)]
 
     def draw(self, random: np.random.Generator, size: int) -> Drawn:
-        """A text of somewhat more than `size` tokens, of which most come in together, or few; numbers have one digit."""
+        """A text of somewhat more than `size` tokens, of which most come in together, or few; numbers have one digit, or two where tokens are many."""
         prompt = size + int(random.integers(1, 5)) if random.integers(2) else int(random.integers(1, size + 1))
         more = int(random.integers(1, 5)) + max(0, size - prompt)
         count = prompt + more
         attend = None
         if not self.by_vectors:
-            attend = np.tril(random.integers(0, 10, (self.heads, count, count)) / 10)
+            attend = np.array([[_attention(random, token + 1, count) for token in range(count)] for _ in range(self.heads)])
         query = random.integers(-2, 3, (self.heads, count, self.group, DIMS)).astype(float)
         key, value = random.integers(-2, 3, (2, self.heads, count, DIMS)).astype(float)
         names = dict.fromkeys(given.name for policy in self.policies for given in policy.given)
         given = {name: random.integers(0, 10, (self.heads, count)) / 10 for name in names}
         return Drawn(prompt, attend, query, key, value, given)
+
+
+def _attention(random: np.random.Generator, there: int, count: int) -> Array:
+    """What a token gives to as many as are there, in tenths, or in hundredths to more than can have a tenth each: [count]."""
+    parts = 10 if there <= 10 else 100
+    shares = random.multinomial(parts, random.dirichlet(np.ones(there)))
+    return np.pad(shares / parts, (0, count - there))

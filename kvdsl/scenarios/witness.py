@@ -26,6 +26,8 @@ NOTHING_SET: Mapping[str, str] = MappingProxyType({})
 
 SIZES = (2, 3, 4, 6, 8, 12, 16, 24, 34, 40)
 """The budgets that are tried."""
+LONGEST = 2048
+"""The largest that is tried where the user has set one."""
 TEXTS = 6
 """How many texts are tried with each choice of params and layer."""
 LARGE = 4
@@ -85,8 +87,8 @@ def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str]
     if any(policy.across_layers is not None for policy in whole):
         return Search(None, 0, "layers that share a budget are several, and a test has one")
     form, random, tried = Form(whole), np.random.default_rng(seed), 0
-    for size, tried_out in _choices(whole):
-        settings = tried_out | dict(fixed)
+    for size, tried_out in _choices(whole, fixed):
+        settings = tried_out | {name: value.removeprefix("+") for name, value in fixed.items()}
         policies = a(settings), b(settings)
         if policies[0] is None or policies[1] is None:
             continue
@@ -103,8 +105,11 @@ def find_witness(a: Variant, b: Variant, seed: int = 0, fixed: Mapping[str, str]
     return Search(None, tried, "" if tried else "what they protect, or their budgets, fit no small text")
 
 
-def _choices(policies: list[Policy]) -> Iterator[tuple[int, dict[str, str]]]:
-    """Sizes, and values of params that go with them: small budgets first, with each of them large params made small, then as they are."""
+def _choices(policies: list[Policy], fixed: Mapping[str, str]) -> Iterator[tuple[int, dict[str, str]]]:
+    """Sizes, and values of params that go with them: small budgets first, with each of them large params made small, then as they are.
+
+    Texts of the largest size are as long as a budget that the user has set.
+    """
     params = [param for policy in policies for param in policy.params]
     defaults: dict[str, list[str]] = {}
     for param in params:
@@ -113,13 +118,20 @@ def _choices(policies: list[Policy]) -> Iterator[tuple[int, dict[str, str]]]:
     large = [name for name in dict.fromkeys(one.name for one in params if _is_large(one)) if len(set(defaults[name])) == 1]
     shared = [name for name in large if len(defaults[name]) == len(policies)]
     seen: list[tuple[int, dict[str, str]]] = []
-    for size in SIZES:
+    for size in (*SIZES, *_beyond(fixed.get("budget"))):
         given = {"budget": str(size)} if "budget" in defaults else {}
         small = dict.fromkeys(large, "2")
         for settings in (given | small, given | small | dict.fromkeys(shared, str(size)), given):
             if (size, settings) not in seen:
                 seen.append((size, settings))
                 yield size, settings
+
+
+def _beyond(budget: str | None) -> Iterator[int]:
+    """A budget that is larger than the sizes, if it is a number of tokens."""
+    tokens = float(budget or 0)
+    if SIZES[-1] < tokens <= LONGEST and tokens.is_integer():
+        yield int(tokens)
 
 
 def _is_large(param: Param) -> bool:
@@ -165,7 +177,7 @@ class _Run:
         if text.attend is None:
             self.last = layer.decode(heads, text.query[:, token], key, value, given)
         else:
-            rows = [text.attend[index, token, [*head.position, token]] for index, head in enumerate(heads)]
+            rows = [_among(text.attend[index, token], head.position, token) for index, head in enumerate(heads)]
             self.rows.append(rows)
             self.last = layer.observe_row(heads, rows, key, value, given)
 
@@ -178,6 +190,12 @@ class _Run:
     def selected(self) -> Kept:
         """The positions that the last token chose."""
         return tuple(_sorted(step.picked) for step in self.last)
+
+
+def _among(row: Array, there: Indices, token: int) -> Array:
+    """What a token gives to those that are there and, last, to itself, which gets what the text meant for those that have left."""
+    given = row[there]
+    return np.array([*given, round(1 - float(given.sum()), 2)])
 
 
 def _sorted(positions: Indices) -> tuple[int, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -190,6 +191,21 @@ def test_what_is_set_stands_in_the_test(capsys: Capture) -> None:
     Path("found_test.kv").write_text(f'kv 1\nimport "w.kv"\n\n{scenario["test"]}\n')
     (one,) = analyse(Path("found_test.kv")).scenarios
     assert scenario["passes"] == "a" and run_scenario(one).passed
+
+
+def test_texts_are_as_long_as_a_budget_that_is_set_and_attention_is_1_in_all(capsys: Capture) -> None:
+    """A plus before a number, which the language does not know, is none in the test either."""
+    a = write("w.kv", "param budget = 64", "param n = 2", "score sum(attn)", "keep first n")
+    b = write("w2.kv", "param budget = 64", "param n = 2", "score max(attn over queries)", "keep first n")
+    scenario = diff(capsys, a, b, "--set", "budget=64", "--set", "n=+3")[0]["scenario"]
+    assert scenario["tokens"] > 64 and "  set n = 3\n" in scenario["test"]
+    stem = "w" if scenario["passes"] == "a" else "w2"
+    Path("found_test.kv").write_text(f'kv 1\nimport "{stem}.kv"\n\n{scenario["test"]}\n')
+    (found,) = analyse(Path("found_test.kv")).scenarios
+    assert run_scenario(found).passed
+    rows = re.findall(r"attend (.*)", scenario["test"])
+    assert len(rows) == scenario["tokens"]
+    assert all(abs(sum(map(float, row.split(", "))) - 1) < 1e-9 for row in rows)
 
 
 def test_what_differs_in_higher_layers_alone_is_found(capsys: Capture) -> None:
