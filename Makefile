@@ -154,5 +154,5 @@ gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and 
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(STAGE),--stage $(STAGE))
 
 clean:  ## remove what was built, but keep .venv
-	rm -rf dist site .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
+	rm -rf build dist site lab/build .mypy_cache .ruff_cache .pytest_cache .hypothesis accept.json
 	find . -name __pycache__ -type d -not -path './$(VENV)/*' -prune -exec rm -rf {} +
