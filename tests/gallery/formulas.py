@@ -426,7 +426,7 @@ def likeness(cache: Cache, close: float = 0.5) -> dict[int, float]:
     return dict(zip(cache.kept, cosines.sum(axis=0) / len(keys), strict=True))
 
 
-def keyformer(cache: Cache, recent: int = 3, generated: int = 10) -> list[int]:
+def keyformer(cache: Cache, recent: int = 3, generated: int = 3) -> list[int]:
     """The sum over queries of a softmax over all that the query saw, with Gumbel noise, at the query's own temperature."""
     by_query: dict[int, dict[int, float]] = {}
     for token, row in cache.rows.items():
@@ -507,7 +507,7 @@ def vase(cache: Cache, large: int = 2, window: int = 3) -> list[int]:
     return lowest(cache, text, lambda token: math.log(mean_asked(cache, token, window)) + gumbel(cache, token))
 
 
-def buzz(cache: Cache, sinks: int = 1, recent: int = 2, cell: int = 3) -> list[int]:
+def buzz(cache: Cache, sinks: int = 4, recent: int = 2, cell: int = 3) -> list[int]:
     """Maxima among their neighbours stay before all others."""
     text = cache.kept[sinks:-recent]
 
@@ -641,8 +641,8 @@ def twilight(cache: Cache, token: int, share: float = 0.6, tokens: int = 20) -> 
     return sorted(sorted(cache.kept, key=lambda one: -mean[one])[: sum(needed) // len(needed)])
 
 
-def dbudgetkv(cache: Cache, loss: float = 0.05, sinks: int = 2) -> list[int]:
-    """The oldest leave, but the first two, while the matrix of what is left has 95 % of its Frobenius norm."""
+def dbudgetkv(cache: Cache, loss: float = 0.3, sinks: int = 2) -> list[int]:
+    """The oldest leave, but the first two, while the matrix of what is left has 1 - loss of its Frobenius norm."""
 
     def norm(tokens: list[int]) -> float:
         return math.sqrt(sum(p * p for token in tokens for p in cache.rows[token].values()))
@@ -840,13 +840,13 @@ METHODS: dict[str, Method] = {
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
     "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=4), tokens=60),
-    "keyformer": Method(keyformer, given=given(recent=3, generated=10)),
+    "keyformer": Method(keyformer, given=given(recent=3, generated=3)),
     "lazy_eviction": Method(lazy_eviction, 9, {"budget": 9, "window": 3, "alpha": ALPHA}),
     "raas": Method(raas, 18, {"generated": 6, "alpha": ALPHA, "page": 2}),
     "scope": Method(scope, given={"text": 5, "generated": 4, "window": 2}),
     "pyramid_infer": Method(pyramid_infer, 8, {"least": 0.5, "recent": 4}, prompt=12, layer=2, layers=4),
     "vase": Method(vase, given=given(large=2, window=3)),
-    "buzz": Method(buzz, given=given(sinks=1, recent=2, cell=3)),
+    "buzz": Method(buzz, given=given(sinks=4, recent=2, cell=3)),
     "lacache": Method(
         lacache, 12, given(budget=12, sinks=2, rung=4, drop=3), prompt=20, tokens=80, layer=2, frequencies=FREQUENCIES
     ),
@@ -862,7 +862,7 @@ METHODS: dict[str, Method] = {
         prompt=16,
     ),
     "twilight": Method(full, math.inf, {"share": 0.6, "tokens": 20}, layer=2, chosen=twilight),
-    "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.05, "sinks": 2}, prompt=20),
+    "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.3, "sinks": 2}, prompt=20),
     "fastgen": Method(once(fastgen), given={"recovered": 0.8, "share": 0.3}, prompt=20),
     "kvpop": Method(least_important(3), given=given(window=3)),
     "arkvale": Method(full, math.inf, {"tokens": 128}, prompt=190, tokens=230, layer=2, chosen=arkvale),
@@ -886,7 +886,7 @@ METHODS: dict[str, Method] = {
         streaming_head, given={"sinks": 2}, prompt=16, tensors={"start": np.array([[2.5]]), "growth": np.array([[0.25]])}
     ),
     "headkv": Method(
-        once(headkv), given={"average": 10, "pool": 0.5, "window": 4}, prompt=20, tensors={"importance": np.array([[0.7]])}
+        once(headkv), 9, {"average": 10, "pool": 0.5, "window": 4}, prompt=20, tensors={"importance": np.array([[0.7]])}
     ),
     "paged_eviction": Method(paged_eviction, 12, given=given(budget=12, page=4), prompt=20),
 }

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvdsl.interp import Call, Interpreter, Layer, resolve
+from kvdsl.ir.nodes import Policy
 from tests.gallery.formulas import IN_BLOCKS, METHODS, compactor, importance, mean_boxes, most_votes
 from tests.gallery.layered import LAYERED
 from tests.gallery.layered import importance as layers_importance
@@ -15,11 +17,35 @@ from tests.gallery.reusing import REUSING
 from tests.interp.brute import Cache, Method
 from tests.interp.test_papers import DIM, compare, policy_of, trace
 
+SEEDS = (5, 0)
+"""Of the texts."""
 
+
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("stem", METHODS)
-def test_formula(stem: str) -> None:
+def test_formula(stem: str, seed: int) -> None:
     policy = policy_of(stem, "columns")
-    compare(policy, METHODS[stem], seed=5, supplied={one.name: importance for one in policy.given})
+    compare(policy, METHODS[stem], seed, supplied={one.name: importance for one in policy.given})
+
+
+NUMBERS = [(stem, name) for stem, method in METHODS.items() for name in method.given if name != "budget"]
+
+
+@pytest.mark.parametrize(("stem", "name"), NUMBERS)
+def test_the_formula_tells_every_number_of_the_policy(stem: str, name: str) -> None:
+    """With another value of any param the policy keeps other tokens than the formula: what a number does is tested."""
+    policy, method = policy_of(stem, "columns"), METHODS[stem]
+    supplied, value = {one.name: importance for one in policy.given}, method.given[name]
+    others = [replace(method, given=method.given | {name: other}) for other in (value / 2, value * 2, value + 1, 0)]
+    assert any(not agrees(policy, other, seed, supplied) for other in others for seed in SEEDS)
+
+
+def agrees(policy: Policy, method: Method, seed: int, supplied: dict[str, Callable[[int], float]]) -> bool:
+    try:
+        compare(policy, method, seed, supplied)
+    except AssertionError:
+        return False
+    return True
 
 
 @pytest.mark.parametrize("stem", IN_BLOCKS)

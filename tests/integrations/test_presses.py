@@ -376,6 +376,11 @@ INTERVALS: dict[str, tuple[Callable[[], Any], int, dict[str, float]]] = {
         20,
         {"budget": 20, "interval": 8},
     ),
+    "prefill_decoding, of a whole prompt": (
+        lambda: kvpress.DecodingPress(kvpress.KnormPress(), compression_interval=8, target_size=20),
+        27,
+        {"budget": 1.0, "target": 20, "interval": 8},
+    ),
     "prefill_decoding": (
         lambda: kvpress.PrefillDecodingPress(
             kvpress.SnapKVPress(0.5, window_size=8, kernel_size=1),
@@ -385,12 +390,12 @@ INTERVALS: dict[str, tuple[Callable[[], Any], int, dict[str, float]]] = {
         {"budget": 20, "target": 12, "interval": 4, "window": 8},
     ),
 }
-"""By the policy's stem: the press, how long the prompt is, and the policy's params. The other tokens are read one by one."""
+"""By the policy's stem, and more words: the press, how long the prompt is, and the policy's params. The other tokens are read one by one."""
 
 
-@pytest.mark.parametrize("policy", INTERVALS)
-def test_an_interval_of_decoding(read: Read, policy: str) -> None:
-    made, length, settings = INTERVALS[policy]
+@pytest.mark.parametrize("name", INTERVALS)
+def test_an_interval_of_decoding(read: Read, name: str) -> None:
+    (made, length, settings), policy = INTERVALS[name], name.partition(",")[0]
     prompt, tokens = read.ids[:, :length], read.ids[0, length:]
     theirs, ours = DynamicCache(), kvdsl.load(policy)(read.model, **settings)  # type: ignore[arg-type]
     with torch.no_grad(), made()(read.model):
@@ -400,12 +405,13 @@ def test_an_interval_of_decoding(read: Read, policy: str) -> None:
     sizes = []
     with torch.no_grad():
         read.model(prompt, past_key_values=ours)
+        held = int((ours.positions(0)[0, 0] >= 0).sum())
         for token in tokens:
             read.model(token[None, None], past_key_values=ours)
             sizes.append(int((ours.positions(0)[0, 0] >= 0).sum()))
     kvdsl.load(policy).release(read.model)
     interval = settings["interval"]
-    assert max(sizes) == 19 + interval and sizes.count(settings.get("target", 20)) == len(tokens) // interval
+    assert max(sizes) == held - 1 + interval and sizes.count(settings.get("target", 20)) == len(tokens) // interval
     assert all(holds(ours, index, other.values) for index, other in enumerate(theirs.layers))
 
 
