@@ -117,7 +117,7 @@ _LIST = "`kvdsl list` shows the shipped policies"
 
 def _near_file(path: Path, shipped: Mapping[str, Path]) -> str:
     """The file that was perhaps meant: one in the same folder, or a shipped policy."""
-    near = nearest(path.name, _kv_files(path.parent))
+    near = nearest(path.name, [name for name in _kv_files(path.parent) if name != path.name])
     if near is not None:
         return f"did you mean `{path.with_name(near)}`?"
     if path.stem in shipped:

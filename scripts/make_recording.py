@@ -19,6 +19,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "lab")]  # a checkout needs no installation for this
 
+import click  # noqa: E402
 import torch  # noqa: E402
 from torch import Tensor  # noqa: E402
 
@@ -35,7 +36,9 @@ LAYERS = (0, 4, 10, 16, 22, 28)
 """From the first, which looks at everything, to the last but one, which looks at the first token most of the time."""
 
 
+@click.command()
 def main() -> None:
+    """Records what SmolLM2 attends with over a page of a book, over docs/playground/recording.bin and recording.json."""
     model, tokenizer = kvdsl.load_model("smollm2")
     book = book_text(BOOK)
     ids = tokenizer(book[book.index(START) :][: 8 * TOKENS], return_tensors="pt").input_ids[:, :TOKENS]

@@ -18,6 +18,18 @@ const colours = HighlightStyle.define([
   { tag: [tags.definition(tags.variableName), tags.className], color: "var(--name)" },
 ]);
 
+/** The rest of the line, or as much of it as a string of three quotes has. */
+function within(stream, state) {
+  while (!stream.eol()) {
+    if (stream.match(state.quoted)) {
+      state.quoted = "";
+      break;
+    }
+    if (stream.next() === "\\") stream.next();
+  }
+  return "string";
+}
+
 /** Colours by the language's own words. */
 function kv({ keywords, functions, inputs }) {
   const kinds = new Map([
@@ -26,21 +38,18 @@ function kv({ keywords, functions, inputs }) {
   ]);
   return StreamLanguage.define({
     name: "kv",
-    startState: () => ({ naming: false, quoted: false }),
+    startState: () => ({ naming: false, quoted: "" }),
     token(stream, state) {
-      if (state.quoted) {
-        state.quoted = !stream.skipTo('"""') || !stream.match('"""');
-        if (state.quoted) stream.skipToEnd();
-        return "string";
-      }
+      if (state.quoted) return within(stream, state);
       if (stream.eatSpace()) return null;
       if (stream.match(/#.*/)) return "comment";
-      if (stream.match('"""')) {
-        state.quoted = true;
-        return "string";
+      const quotes = stream.match(/"""|'''/);
+      if (quotes) {
+        state.quoted = quotes[0];
+        return within(stream, state);
       }
-      if (stream.match(/"(?:[^"\\]|\\.)*"?/)) return "string";
-      if (stream.match(/(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?/)) return "number";
+      if (stream.match(/"(?:[^"\\]|\\.)*"?|'(?:[^'\\]|\\.)*'?/)) return "string";
+      if (stream.match(/(?:\d+\.\d+|\.\d+|\d+(?:\.(?!\.))?)(?:[eE][+-]?\d+)?/)) return "number";
       const word = stream.match(/[A-Za-z_]\w*/);
       if (!word) {
         stream.next();

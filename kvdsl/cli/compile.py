@@ -91,10 +91,6 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     if not analysis.ok:
         raise DiagnosticError(analysis.diagnostics)
     report(analysis.diagnostics)
-    if analysis.scenarios:
-        raise KvdslError(f"`{name}` has tests, but no policy; `kvdsl test {name}` runs them")
-    if not analysis.policies:
-        raise KvdslError(f"`{name}` has no policy, only lets; import it from a policy and compile that")
     return analysis.policy, path.read_text(encoding="utf-8-sig")
 
 

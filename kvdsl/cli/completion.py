@@ -33,6 +33,11 @@ def policies(ctx: click.Context, param: click.Parameter, incomplete: str) -> lis
     return [CompletionItem(before + comma + name) for name in [*shipped, *_paths(last)] if name.startswith(last)]
 
 
+def files(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """.kv files, and folders."""
+    return [CompletionItem(path) for path in _paths(incomplete) if path.startswith(incomplete)]
+
+
 def policies_or_codes(ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
     """What `kvdsl explain` explains: policies, and the codes of diagnostics once `KV` stands there."""
     from kvdsl.codes import CODES

@@ -34,7 +34,7 @@ class Formatted:
 
 
 @click.command()
-@click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.policies)
+@click.argument("files", metavar="[FILE...|-]", nargs=-1, shell_complete=completion.files)
 @click.option("--check", is_flag=True, help="Write nothing; list what would change, and exit with 1 if there is anything.")
 @click.option("--diff", is_flag=True, help="Write nothing; show what would change, and exit with 1 if there is anything.")
 def command(files: tuple[str, ...], check: bool, diff: bool) -> None:

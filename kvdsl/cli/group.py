@@ -90,7 +90,8 @@ class LazyGroup(click.Group):
 
     def resolve_command(self, ctx: click.Context, args: list[str]) -> tuple[str | None, click.Command | None, list[str]]:
         """As click does, with a help for names that are no commands."""
-        if args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in commands():
+        strange = args and args[0] not in COMMANDS and not args[0].startswith("-") and args[0] not in commands()
+        if strange and not ctx.resilient_parsing:  # a shell that completes shows errors in the prompt
             raise click.UsageError(_unknown(args[0]), ctx)
         return super().resolve_command(ctx, args)
 

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
 from kvdsl.loading import load
+from kvdsl.runtime.backends import check_name
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.supplied import in_rows, refuse_unknown
@@ -57,6 +58,11 @@ class PolicyPress(BasePress):
     supplied: dict[str, Callable[[nn.Module, Tensor], Tensor]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        if not 0 <= self.compression_ratio < 1:
+            raise KvdslError(
+                f"`compression_ratio` is the share of tokens that leave, from 0 up to 1, not {self.compression_ratio}"
+            )
+        check_name(self.backend)
         self._spec = load(self.policy).spec
         prompts.refuse(self._spec)
         for name in self.supplied:

@@ -23,8 +23,7 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
     Raises:
         KvdslError: if the named backend is unknown or cannot serve such tensors.
     """
-    if name not in NAMES:
-        raise KvdslError(f"there is no backend `{name}`; choose one of {', '.join(NAMES)}")
+    check_name(name)
     if name == "torch":
         return TorchBackend()
     fused = {"cpu": _cpu, "cuda": _triton}.get(device.type) if name == "auto" else {"cpu": _cpu, "triton": _triton}[name]
@@ -37,6 +36,12 @@ def choose(spec: PolicySpec, name: str, device: torch.device, dtype: torch.dtype
             raise
         _warn_once(f"`{spec.stem}` runs on the torch backend: {error}")
         return TorchBackend()
+
+
+def check_name(name: str) -> None:
+    """Raise KvdslError for what is no backend's name."""
+    if name not in NAMES:
+        raise KvdslError(f"there is no backend `{name}`; choose one of {', '.join(NAMES)}")
 
 
 def _cpu(spec: PolicySpec, device: torch.device, dtype: torch.dtype) -> Backend:

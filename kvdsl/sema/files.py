@@ -36,12 +36,14 @@ class Analysis:
         diagnostics: errors and warnings, by place.
         scenarios: the file's tests that have no errors, if it is a file of tests.
         read: the files that were read for it: itself and what it imports.
+        text: the file, where it could be read.
     """
 
     policies: tuple[Policy, ...]
     diagnostics: tuple[Diagnostic, ...]
     scenarios: tuple[Scenario, ...] = ()
     read: frozenset[Path] = frozenset()
+    text: SourceFile | None = None
 
     @property
     def ok(self) -> bool:
@@ -55,13 +57,15 @@ class Analysis:
         Raises:
             DiagnosticError: if there is none.
         """
-        if self.ok and self.scenarios:
-            span, help = self.scenarios[0].test.title.span, "`kvdsl test` runs them"
-            message = "there are tests in this file, but no policy"
-            raise DiagnosticError([Diagnostic(codes.ONE_POLICY.id, "error", message, span, help)])
-        if not self.policies:
+        if self.policies:
+            return self.policies[0]
+        if not self.ok or self.text is None:
             raise DiagnosticError(self.diagnostics)
-        return self.policies[0]
+        what, help, span = "lets", "import it from a policy, and name that", self.text.span(0, 0)
+        if self.scenarios:
+            what, help, span = "tests", "`kvdsl test` runs them", self.scenarios[0].test.title.span
+        message = f"there are {what} in this file, but no policy"
+        raise DiagnosticError([Diagnostic(codes.ONE_POLICY.id, "error", message, span, help)])
 
     @staticmethod
     def of(
@@ -71,7 +75,7 @@ class Analysis:
         policies = (found,) if isinstance(found, Policy) and not sink.failed() else ()
         said = sink.sorted(first=text)
         shown = tuple(one for one in said if one.severity == "error" or one.span.file in (text, None))
-        return Analysis(policies, shown, found if isinstance(found, tuple) else (), frozenset(read))
+        return Analysis(policies, shown, found if isinstance(found, tuple) else (), frozenset(read), text)
 
 
 def check_file(module: Module, settings: Mapping[str, str], sink: Sink) -> Policy | tuple[Scenario, ...] | None:

@@ -240,8 +240,8 @@ class _Shaper:
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
-        after = self._expr(tree.children[1]) if tree.data == "over_after" else None
-        return syn.Over(span, self._word(tree.children[0]), after=after)
+        name, after = tree.children
+        return syn.Over(span, self._word(name), after=None if after is None else self._expr(after))
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 

@@ -46,6 +46,8 @@ def completed(line: str) -> list[str]:
         ("run --policy stream", ["streaming_llm", "streaming_llm_once"]),
         ("compile h2o mi", ["mine.kv"]),
         ("check mi", ["mine.kv"]),
+        ("fmt mi", ["mine.kv"]),
+        ("fmt roc", []),  # a shipped policy has no file of the user's
         ("explain KV010", [f"KV010{digit}" for digit in range(1, 10)]),
         ("explain kv0101", ["KV0101"]),
         ("run h2o --set ", ["budget=", "recent="]),
@@ -60,6 +62,11 @@ def completed(line: str) -> list[str]:
 )
 def test_words(line: str, words: list[str]) -> None:
     assert completed(line) == words
+
+
+def test_behind_an_unknown_command_nothing_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    completed("nocommand ")
+    assert capsys.readouterr() == ("", "")
 
 
 def test_lists_of_policies() -> None:

@@ -10,6 +10,7 @@ import pytest
 
 import kvdsl
 from kvdsl.cli.common import guarded
+from kvdsl.diagnostics import DiagnosticError
 from kvdsl.errors import KvdslError
 from tests.cli.harness import run
 
@@ -132,7 +133,12 @@ def test_what_is_no_policy(capsys: pytest.CaptureFixture[str], content: bytes) -
 def test_a_library_is_no_policy(capsys: pytest.CaptureFixture[str]) -> None:
     Path("mine.kv").write_text("kv 1\n\nlet half(x) = x / 2\n")
     assert run(capsys, "check", "mine.kv").code == 0
-    assert "only lets" in run(capsys, "compile", "mine.kv").err
+    for command in ("compile", "explain", "run", "build", "trace"):
+        result = run(capsys, command, "mine.kv")
+        assert result.code == 1 and result.out == ""
+        assert "there are lets in this file, but no policy" in result.err
+    with pytest.raises(DiagnosticError, match="there are lets"):
+        kvdsl.load("mine.kv")
 
 
 def test_a_policy_without_kernels_is_explained_wherever_it_lies(capsys: pytest.CaptureFixture[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -94,6 +95,9 @@ def test_in_kvpress_own_pipeline() -> None:
         ({"policy": "full"}, "evicts nothing while a prompt is read"),
         ({"policy": "kvzap"}, "KVzap needs `importance` from its caller: give a function, `supplied={'importance': f}`"),
         ({"policy": "h2o", "supplied": {"importance": len}}, "H2O has no `importance` that could be given"),
+        ({"policy": "h2o", "compression_ratio": 50}, "the share of tokens that leave, from 0 up to 1, not 50"),
+        ({"policy": "h2o", "compression_ratio": math.nan}, "the share of tokens that leave, from 0 up to 1, not nan"),
+        ({"policy": "h2o", "backend": "cuda"}, "there is no backend `cuda`"),
         ({"policy": "h2o", "settings": {"budgets": 3}}, "H2O has no `budgets`; it has budget, recent"),
     ],
 )

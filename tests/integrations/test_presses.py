@@ -390,7 +390,7 @@ INTERVALS: dict[str, tuple[Callable[[], Any], int, dict[str, float]]] = {
         {"budget": 20, "target": 12, "interval": 4, "window": 8},
     ),
 }
-"""By the policy's stem, and more words: the press, how long the prompt is, and the policy's params. The other tokens are read one by one."""
+"""By the stem, and more words: the press, how long the prompt is, and the policy's params. The other tokens are read one by one."""
 
 
 @pytest.mark.parametrize("name", INTERVALS)

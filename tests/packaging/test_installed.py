@@ -188,6 +188,7 @@ def test_what_an_sdist_holds(sdist: Path, wheel: Path, tmp_path: Path) -> None:
         "tests/conftest.py",
         "kvdsl/py.typed",
         "lab/pyproject.toml",
+        "results/search/smollm2_128/search.json",  # which tests and documents read
     )
     for name in (*NEEDED, *others, "lab/kvdsl_lab/py.typed"):
         assert f"{top}/{name}" in names
