@@ -269,3 +269,36 @@ def given() -> Iterator[tuple[str, Policy]]:
     for place, text in _GIVEN.items():
         lines = "".join(f"{print_given(one)}\n" for one in GIVEN if one.name in text)
         yield f"a given value in {place}", policy(lines + text)
+
+
+_NOWHERE = {
+    *(
+        f"{op} over {where}"
+        for op in ("sum", "mean", "std", "var", "max", "min")
+        for where in ("page", "next page", "others")
+    ),
+    *("median over slots", "median over the last N queries", "max_pool", "mean_pool"),
+    *(f"rank in {place}" for place in ("all", "page", "a query", "a selection", "a page of a selection")),
+    *(f"fold over queries{more}" for more in ("", ", with another in it", ", of vectors")),
+    *(f"fold over prunes{more}" for more in ("", ", of a fold", ", of heads that agree")),
+    *(f"rotation in a {place}" for place in ("score", "query", "selection")),
+    *(f"leverage of {what}" for what in ("keys", "weighed values")),
+    *(f"others in {place}" for place in ("a budget", "a prune", "distances", "the newest that is alike", "what is kept")),
+    *(f"a tensor in a projection of {what}" for what in ("a mean", "a score", "what is selected")),
+    *(f"a tensor in {place} query heads" for place in ("vectors of", "a selection by vectors of")),
+    "a given value in a sketch",
+}
+WITHOUT_KERNELS = {
+    "cpu": _NOWHERE | {
+        "a given value in a score that heads agree on", "a tensor in a count that heads agree on", "vectors in a vector of products",
+        "vectors in heads that agree",
+    },
+    "triton": _NOWHERE | {
+        *(f"{op} over dims" for op in ("sum", "mean", "std", "var", "max", "min")),
+        *(f"{op} over sketch" for op in ("mean", "std", "var", "max", "min")),
+        *(f"a tensor in a {place}" for place in ("count that a selection keeps", "reduction over queries and dims", "selection", "sketch")),
+        *(f"vectors in {place}" for place in ("a reduction of products", "a selection", "what a query gives")),
+        "a given value in a selection", "random in a query's vectors",
+    },
+}  # fmt: skip
+"""What the targets refuse; a name that comes to have kernels leaves its set."""

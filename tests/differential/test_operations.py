@@ -29,7 +29,7 @@ from kvdsl.runtime.torch import columns, masked, neighbours, statistics, view
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.diagnostics.expect import expect_in
 
-from .operations import TRACE, all_operations, reduction, trace_of
+from .operations import TRACE, WITHOUT_KERNELS, all_operations, reduction, trace_of
 from .operations import policy as checked
 from .traces import run_policy, spec_of
 from .units import build
@@ -43,6 +43,7 @@ def test_a_target_has_code_or_says_what_it_lacks(name: str) -> None:
     served = {one["name"]: one for one in facts(OPERATIONS[name]).backends}
     assert served["torch"]["ok"], "torch serves what nothing else does"
     for backend in ("cpu", "triton"):
+        assert served[backend]["ok"] == (name not in WITHOUT_KERNELS[backend]), served[backend]["why_not"]
         assert served[backend]["ok"] == (served[backend]["why_not"] is None)
         assert served[backend]["ok"] or served[backend]["why_not"]
 
@@ -61,10 +62,12 @@ def test_cpp_does_what_the_interpreter_does() -> None:
     }
     files = {stem: package(policy, print_policy(policy)) for stem, policy in named.items()}
     fused = {stem: named[stem] for stem in named if "kernels_cpu.cpp" in files[stem]}
+    assert len(fused) == len(OPERATIONS) - len(WITHOUT_KERNELS["cpu"])
     specs = {stem: spec_of(policy, files[stem]) for stem, policy in fused.items()}
     backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], TRACE.dtype) for stem in fused}, "-O0")
     for stem, policy in fused.items():
         one = run_policy(policy, backends[stem], trace_of(policy), spec=specs[stem])
+        assert one.steps
         assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
 
 

@@ -66,6 +66,7 @@ def test_torch_does_what_the_interpreter_does(chunk: int, record_property: pytes
             total.add(one)
 
     run()
+    served(total)
     record_property("head_steps", total.steps)
     record_property("near", total.near)
 
@@ -81,19 +82,30 @@ def test_the_fused_kernels_do_what_the_interpreter_does(unit: int) -> None:
     assert len(fused) == PER_UNIT
     specs = {stem: spec_of(made[stem], files[stem]) for stem in fused}
     backends = build({stem: (files[stem]["kernels_cpu.cpp"], specs[stem], traces[stem].dtype) for stem in fused})
+    total = Tally()
     for stem in fused:
         one = run_policy(made[stem], backends[stem], traces[stem], spec=specs[stem])
         assert not one.failures, f"{print_policy(made[stem])}\n{traces[stem]}\n{one.failures[0]}"
+        total.add(one)
+    served(total)
 
 
 @pytest.mark.parametrize("count", [20, pytest.param(300, marks=pytest.mark.slow)])
 def test_what_the_checker_accepts_is_served(count: int) -> None:
     """Scores as one would type them, most of which are refused; the other random policies are legal by construction."""
-    trace = Trace(prompt=7, steps=4, batch=2, padding=2, seed=3)
+    trace, total = Trace(prompt=7, steps=4, batch=2, padding=2, seed=3), Tally()
     for number in range(count):
         policy = policy_with_score(f"{draws_seed()}-{count}-{number}")
         one = run_policy(policy, TorchBackend(), trace)
         assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
+        total.add(one)
+    served(total)
+
+
+def served(total: Tally) -> None:
+    """Most traces are run: a cache refuses few of them, for what a policy protects."""
+    assert total.steps > 0
+    assert total.refused <= total.traces / 4, f"{total.refused} of {total.traces} are refused"
 
 
 def test_the_long_run_takes_what_reads_a_file() -> None:

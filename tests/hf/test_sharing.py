@@ -399,6 +399,22 @@ def test_a_saved_cache_is_for_its_policy_and_its_model() -> None:
         loaded.attach(model)
 
 
+def test_a_loaded_cache_serves_its_model_in_another_dtype() -> None:
+    """It goes on in its own."""
+    model, ids = zoo.make("Llama"), zoo.prompt(1, 40)
+    cache = policies.make("roco", model, budget=12)
+    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+    loaded = pickle.loads(pickle.dumps(cache))
+    half = zoo.make("Llama").to(torch.bfloat16)
+    loaded.attach(half)
+    with torch.no_grad():
+        ours = half(ids[:, :1], past_key_values=loaded).logits
+        theirs = model(ids[:, :1], past_key_values=cache).logits
+    assert ours.dtype == torch.bfloat16
+    assert loaded._state(0).dtype == torch.float32
+    assert (ours.float() - theirs).abs().max() < 0.1 * theirs.abs().max()
+
+
 def test_threads_that_load_a_policy_at_once() -> None:
     """Its package is imported once; who comes while that goes on waits."""
     text = 'kv 1\npolicy AtOnce {\n  "A test."\n  param budget = 8\n  score min(mean(attn), std(attn)) + mean(attn)\n}\n'

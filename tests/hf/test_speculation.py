@@ -72,10 +72,14 @@ def same(found: Any, expected: Any) -> None:
         live = expected.positions(layer) >= 0
         theirs = expected.state(layer)
         for name, column in found.state(layer).items():
-            if column.dim() == 3:
-                order, other = (c.positions(layer).argsort(-1) for c in (found, expected))
-                close = torch.isclose(column.gather(-1, order), theirs[name].gather(-1, other), atol=1e-4, equal_nan=True)
-                assert close[live.gather(-1, other)].all(), name
+            order, other = (c.positions(layer).argsort(-1) for c in (found, expected))
+            close = torch.isclose(_in_order(column, order), _in_order(theirs[name], other), atol=1e-4, equal_nan=True)
+            assert close[live.gather(-1, other)].all(), name
+
+
+def _in_order(column: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """A column of numbers, or a ring, slot by slot in this order."""
+    return torch.take_along_dim(column, order.view(*order.shape, *[1] * (column.dim() - order.dim())), 2)
 
 
 FOLDS = ("lazy_eviction", "gkv")

@@ -13,7 +13,7 @@ import triton.language as tl
 from kvdsl.ir.printer import print_policy
 from kvdsl.runtime.gpu import ops
 from kvdsl.runtime.gpu.backend import TritonBackend
-from tests.differential.operations import TRACE, all_operations, trace_of
+from tests.differential.operations import TRACE, WITHOUT_KERNELS, all_operations, trace_of
 from tests.differential.traces import run_policy
 
 from .interpreter import heads_for, with_kernels
@@ -70,8 +70,10 @@ NAMES = [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) fo
 def test_the_kernels_do_what_the_interpreter_does(name: str, tmp_path: Path) -> None:
     policy = OPERATIONS[name]
     spec = with_kernels(policy, tmp_path)
+    assert (spec is None) == (name in WITHOUT_KERNELS["triton"])
     if spec is None:
         return  # it says why: tests/differential/test_operations.py
     trace = replace(trace_of(policy), kv_heads=heads_for(policy))
     one = run_policy(policy, TritonBackend(spec, torch.device("cpu"), TRACE.dtype), trace, spec=spec)
+    assert one.steps
     assert not one.failures, f"{print_policy(policy)}\n{one.failures[0]}"
