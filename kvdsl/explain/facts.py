@@ -313,9 +313,8 @@ def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     if _stays_whole(policy, values):
         room = print_expression(policy.slack if policy.cap == "hard" else policy.trigger)
         return Peak("decode", f"no more than the prompt + 1, or budget + {room} where that is more", None)
-    if (
-        policy.prefill_block is not None
-    ):  # the last block of a prompt, if it is not full, stays until a token has been generated
+    # The last block of a prompt, if it is not full, stays until a token has been generated.
+    if policy.prefill_block is not None:
         return replace(_while_prompting(policy, values), phase="decode")
     if policy.cap == "hard":
         return _sum("decode", policy, values, print_expression(policy.slack), None if slack is None else int(slack))

@@ -57,9 +57,10 @@ class Form:
 
     @property
     def by_vectors(self) -> bool:
-        """Whether attention has to follow from queries and keys."""
+        """Whether attention has to follow from queries and keys; also where tokens leave before they could be given any."""
         selects = any(policy.select is not None for policy in self.policies)
-        return selects or self.group > 1 or bool(self.reads & {"q", "logit"})
+        early = any(policy.prefill_block is not None or policy.cap == "hard" for policy in self.policies)
+        return selects or early or self.group > 1 or bool(self.reads & {"q", "logit"})
 
     @cached_property
     def vectors(self) -> tuple[str, ...]:

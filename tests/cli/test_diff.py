@@ -193,6 +193,14 @@ def test_what_is_set_stands_in_the_test(capsys: Capture) -> None:
     assert scenario["passes"] == "a" and run_scenario(one).passed
 
 
+@pytest.mark.parametrize("line", ["cap hard", "prefill blocks of 2"])
+def test_where_tokens_leave_early_attention_follows_from_vectors(capsys: Capture, line: str) -> None:
+    """A row of numbers would give some to tokens that are no longer there."""
+    a = write("w.kv", "param budget = 64", "score sum(attn)", line)
+    b = write("w2.kv", "param budget = 64", "score max(attn over queries)", line)
+    assert " attend " not in diff(capsys, a, b)[0]["scenario"]["test"]
+
+
 def test_texts_are_as_long_as_a_budget_that_is_set_and_attention_is_1_in_all(capsys: Capture) -> None:
     """A plus before a number, which the language does not know, is none in the test either."""
     a = write("w.kv", "param budget = 64", "param n = 2", "score sum(attn)", "keep first n")

@@ -12,13 +12,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+import torch
 from click.testing import CliRunner
 
+import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.shipped import found_policies
 from kvdsl_lab.assets import book_text
 from kvdsl_lab.cli.leaderboard import command, names_of_policies
 from kvdsl_lab.eval.abreast import feed
+from kvdsl_lab.eval.reading import read
 from kvdsl_lab.leaderboard import chat, claim, facts, haystacks, kinds, report, ruler, run, summary, tasks
 from kvdsl_lab.leaderboard.questions import Question, lay_out, template
 
@@ -176,6 +179,22 @@ def test_the_full_cache_is_not_behind_itself(bench: run.Bench) -> None:
     assert [one.values["rouge_l"][0] for one in found[:2]] == [1, 1] and 0 <= found[2].values["rouge_l"][0] < 1
 
 
+@pytest.mark.parametrize("backend", ["auto", "torch"])
+@pytest.mark.parametrize("policy", ["h2o", "snapkv"])
+def test_the_second_cache_is_as_if_it_had_read_the_prompt(bench: run.Bench, policy: str, backend: str) -> None:
+    kind, lab = kinds.Nearness(), bench.lab
+    item, make = kind.prepare(lab, "nearness", 0), kvdsl.load(policy)
+    pair, alone = (
+        kind.start(lab, item, lambda: make(lab.model, budget=0.5, backend=backend)),
+        make(lab.model, budget=0.5, backend=backend),
+    )
+    read(lab.model, alone, item)
+    wanted = feed(lab.model, [alone], item.ids[:, :1])
+    for cache in pair:
+        assert torch.equal(feed(lab.model, [cache], item.ids[:, :1]), wanted)
+        assert all(torch.equal(cache.positions(layer), alone.positions(layer)) for layer in cache.managed)
+
+
 def test_losses_are_those_of_the_evaluation(bench: run.Bench) -> None:
     from kvdsl_lab.eval.perplexity import token_losses
 
@@ -244,11 +263,11 @@ def test_at_the_same_bytes_state_costs_tokens(bench: run.Bench) -> None:
 
 
 def test_a_copy_of_a_key_is_state(bench: run.Bench) -> None:
-    """EQUIP keeps a rotated half of every key, and gets as much less of the budget."""
+    """EQUIP keeps a rotated half of every key, and its rank, and gets as much less of the budget."""
     bench.plan = replace(bench.plan, same_bytes=True, policies=("equip_streaming",))
     config = bench.lab.model.config
     key = 4 * config.hidden_size // config.num_attention_heads
-    assert bench.given("equip_streaming", 100) == 100 * (2 * key + 4) // (3 * key + 4)
+    assert bench.given("equip_streaming", 100) == 100 * (2 * key + 4) // (3 * key + 8)
 
 
 # -- what is said ------------------------------------------------------------------------------------------------------

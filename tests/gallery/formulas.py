@@ -214,17 +214,24 @@ def lagkv(cache: Cache, sinks: int = 2, lag: int = 4) -> list[int]:
 def mean_keys(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callable[[Cache, int], list[int]]:
     """The pages of the first and the newest tokens, and of the others the best by the group's queries and the mean key."""
 
-    def choose(cache: Cache, token: int) -> list[int]:
-        pages = by_page(cache, page)
+    together = mean_keys_of_heads(page, chosen, sinks, recent)
+    return lambda cache, token: together([cache], token)
+
+
+def mean_keys_of_heads(page: int, chosen: int, sinks: int = 0, recent: int = 1) -> Callable[[list[Cache], int], list[int]]:
+    """The same, where several KV heads choose together."""
+
+    def choose(heads: list[Cache], token: int) -> list[int]:
+        kept = heads[0].kept
 
         def gate(one: int) -> float:
-            mean = sum(cache.k[other] for other in pages[one * page]) / len(pages[one * page])
-            return float(sum(query @ mean for query in cache.q[token]))
+            inside = [slot for slot in kept if slot // page == one]
+            return float(sum(query @ cache.k[inside].mean(axis=0) for cache in heads for query in cache.q[token]))
 
-        certain = {slot // page for slot in cache.kept[:sinks] + cache.kept[-recent:]}
-        others = sorted({slot // page for slot in cache.kept} - certain, key=gate, reverse=True)
+        certain = {slot // page for slot in kept[:sinks] + kept[-recent:]}
+        others = sorted({slot // page for slot in kept} - certain, key=gate, reverse=True)
         taken = certain | {*others[: max(0, chosen - len(certain))]}
-        return [slot for slot in cache.kept if slot // page in taken]
+        return [slot for slot in kept if slot // page in taken]
 
     return choose
 

@@ -10,7 +10,7 @@ import pytest
 
 from kvdsl.interp import Call, Interpreter, Layer, resolve
 from kvdsl.ir.nodes import Policy
-from tests.gallery.formulas import IN_BLOCKS, METHODS, compactor, importance, mean_boxes, most_votes
+from tests.gallery.formulas import IN_BLOCKS, METHODS, compactor, importance, mean_boxes, mean_keys_of_heads, most_votes
 from tests.gallery.layered import LAYERED
 from tests.gallery.layered import importance as layers_importance
 from tests.gallery.reusing import REUSING
@@ -151,6 +151,7 @@ def attend_to(cache: Cache, token: int, attended: list[int]) -> np.ndarray:
     [
         ("token_select", {"tokens": 6, "sinks": 2, "recent": 2}, 14, 30, most_votes),
         ("arkvale", {"tokens": 128}, 190, 210, mean_boxes),
+        ("infllm", {"block": 4, "blocks": 2, "sinks": 4, "recent": 4}, 40, 60, mean_keys_of_heads(4, 4, 4, 4)),
     ],
 )
 def test_heads_vote(

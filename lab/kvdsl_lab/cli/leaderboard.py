@@ -33,7 +33,7 @@ from kvdsl_lab.cli.measuring import names, quick_option, text_option
 @click.option(
     "--same-bytes",
     is_flag=True,
-    help="Budgets are of a policy without state: others get as many tokens less as their state takes.",
+    help="Budgets are of a policy that holds keys, values and positions alone: others get as many tokens less as the rest takes.",
 )
 @click.option("--claim", metavar="A,B", help="Test whether these are better than every other, all comparisons together.")
 @click.option("--tasks", metavar="A,B", help="Which tasks [default: all; an unknown name lists them].")

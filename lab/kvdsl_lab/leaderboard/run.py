@@ -54,7 +54,7 @@ class Plan:
         policies: names of shipped policies, or files.
         rates, tokens: budgets of prompts, and of tasks that decode.
         backend: what runs the policies.
-        same_bytes: whether a policy with state gets so much less of a budget that it takes no more bytes than one without.
+        same_bytes: whether a policy gets so much less of a budget that it takes no more bytes than keys, values and positions do.
     """
 
     model: str | None
