@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -43,7 +43,7 @@ class Analysis:
     diagnostics: tuple[Diagnostic, ...]
     scenarios: tuple[Scenario, ...] = ()
     read: frozenset[Path] = frozenset()
-    text: SourceFile | None = None
+    text: SourceFile | None = field(default=None, compare=False)
 
     @property
     def ok(self) -> bool:
