@@ -134,4 +134,5 @@ def _borne_out(comparisons: Sequence[dict[str, Any]], column: str, budget: float
     fair = [one for one in own if one["bytes"] <= NO_MORE]
     sure, best = sum(one["p"] < LEVEL / len(PROOFS) for one in fair), min(fair, key=lambda one: float(one["better"][0]))
     mean, low, high = best["better"]
-    return f"{sure} of {len(fair)}; {mean:+.3f} ({low:+.3f} to {high:+.3f}) beside `{best['rival']}`"
+    drawn = "too few for an interval" if low is None else f"{low:+.3f} to {high:+.3f}"
+    return f"{sure} of {len(fair)}; {mean:+.3f} ({drawn}) beside `{best['rival']}`"
