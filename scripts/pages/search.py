@@ -31,6 +31,7 @@ def search_page() -> str:
     tables = {
         "{so_far}": _so_far(found), "{picture}": FRONT, "{finalists}\n": _finalists(found),
         "{ablations}\n": table(("", "error"), ((one["what"], f"{one['error']:.4f}") for one in found["ablations"])),
+        "{shelf}\n": _ablations(),
         "{unseen}": _unseen(found), "{proof}\n": _proof(),
         "{moves}\n": _moves(found["moves"]), "{cheap_step}": _cheap_step(found["cheap_step"]),
     }  # fmt: skip
@@ -87,6 +88,15 @@ def _unseen(found: dict[str, Any]) -> str:
         f"On the {found['stretches']} last stretches of {found['tokens']} tokens of the books, which the search has not seen, read token "
         f"by token, the loss under `{found['finalists'][0]['name']}` differs from that under `{best['name']}` by {behind(one, 3)} nats a "
         f"token{few}."
+    )
+
+
+def _ablations() -> str:
+    """What the policies of the shelf are without their parts."""
+    told = json.loads((SEARCHED.parents[1] / "ablations.json").read_text(encoding="utf-8"))["ablations"]
+    return table(
+        ("policy", "", "error", "in a text", "behind a prompt"),
+        ((f"`{one['policy']}`", one["what"], *(f"{error:.4f}" for error in (one["error"], *one["errors"]))) for one in told),
     )
 
 
