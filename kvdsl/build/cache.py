@@ -6,6 +6,7 @@ import errno
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from pathlib import Path
 
 from kvdsl.errors import KvdslError
@@ -40,16 +41,25 @@ def user_folder(variable: str, directory: str) -> Path:
 
 @contextmanager
 def cache_folder_at(folder: Path) -> Iterator[None]:
-    """In this block the folder is another one: for what nobody will want again."""
-    before = os.environ.get("KVDSL_CACHE_DIR")
+    """In this block the folder is another one: for what nobody will want again, and nobody is told of."""
+    before, told = os.environ.get("KVDSL_CACHE_DIR"), _told.set(False)
     os.environ["KVDSL_CACHE_DIR"] = str(folder)
     try:
         yield
     finally:
+        _told.reset(told)
         if before is None:
             del os.environ["KVDSL_CACHE_DIR"]
         else:
             os.environ["KVDSL_CACHE_DIR"] = before
+
+
+_told: ContextVar[bool] = ContextVar("told", default=True)
+
+
+def told() -> bool:
+    """Whether people are told what is built."""
+    return _told.get()
 
 
 ELSEWHERE = "set KVDSL_CACHE_DIR to a folder that can be written to"

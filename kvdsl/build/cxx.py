@@ -25,7 +25,7 @@ from functools import lru_cache
 from pathlib import Path
 
 from kvdsl import __version__
-from kvdsl.build.cache import cache_folder
+from kvdsl.build.cache import cache_folder, told
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
 
@@ -171,7 +171,8 @@ def _library(source: Path, name: str, driven: bool) -> Path:
         objects = driver_objects() if driven else []
         build_library([source, *objects], folder / f"{name}.so")
         taken = time.perf_counter() - started
-        print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {place.parent}", file=sys.stderr)
+        if told():
+            print(f"kvdsl: built the C++ kernels of `{name}` in {taken:.1f} s, once, into {place.parent}", file=sys.stderr)
 
     place = _place(name, source.read_text(encoding="utf-8"))
     return entry(place, name, make) / f"{name}.so"

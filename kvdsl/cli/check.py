@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option
+from kvdsl.cli.common import COULD_NOT_RUN, error, exit_code, finish, kv_files, print_json, report, set_option, tell
 from kvdsl.errors import KvdslError
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ class _Check:
         if not self.names:
             nothing = "there is no .kv file to check"
             if self.style == "json":
-                raise KvdslError(nothing)
+                tell(KvdslError(nothing), as_json=True)
+                return
             error(nothing, "name the files, or start with a copy: `kvdsl list` shows policies")
         if self.style == "json":
             from kvdsl.diagnostics import render_json

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from kvdsl.build import cxx
-from kvdsl.build.cache import cache_folder
+from kvdsl.build.cache import cache_folder, cache_folder_at
 from kvdsl.errors import KvdslError
 
 SOURCE = 'extern "C" int answer() { return 42; }\n'
@@ -35,6 +35,16 @@ def test_builds_once_and_says_so(source: Path, capfd: pytest.CaptureFixture[str]
     assert "`thing`" in said
     assert cxx.shared_library(source, "thing") == library
     assert capfd.readouterr().err == ""
+
+
+def test_what_nobody_will_want_again_is_built_in_silence(
+    source: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with cache_folder_at(tmp_path / "passing"):
+        assert cxx.shared_library(source, "thing").is_relative_to(tmp_path / "passing")
+    assert capfd.readouterr().err == ""
+    assert cxx.shared_library(source, "thing").is_relative_to(tmp_path / "cache")
+    assert "`thing`" in capfd.readouterr().err
 
 
 def test_another_source_is_another_library(source: Path) -> None:

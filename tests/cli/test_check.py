@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -154,6 +155,23 @@ def test_watch_checks_again_after_each_change() -> None:
             assert process.wait() == 1
         finally:
             process.kill()
+
+
+def test_watch_waits_for_the_first_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder without policies is told as JSON, and looked at again."""
+    Path("empty").mkdir()
+
+    def watch(read: Callable[[], object], show: Callable[[object], object], files: object) -> None:
+        show(read())
+        write_whole(Path("empty/new.kv"), BAD)
+        show(read())
+
+    monkeypatch.setattr("kvdsl.cli.watch.watch", watch)
+    result = run(capsys, "check", "empty", "--watch", "--format", "json")
+    first, then = result.out.replace("}\n{", "}\0{").split("\0")
+    assert json.loads(first)["error"]["message"] == "there is no .kv file to check"
+    assert len(json.loads(then)["diagnostics"]) == 2
+    assert result.code == 1
 
 
 WATCH = "import sys; from kvdsl.cli import main; sys.exit(main(['check', 'inner', '--watch']))"

@@ -24,14 +24,17 @@ GIVEN = {
     "vatp_h2o": {"recent": 4.0, "sinks": 2.0},
     "equip_h2o": {"recent": 4.0},
     "streaming_llm": {},
+    "ema": {},
 }
+EMA = "kv 1\npolicy Ema {\n  param budget = 40\n  score ema(attn, 0.9)\n  keep last 4\n}\n"
+"""Its column begins with a token's own query, which a token that only takes a place never makes."""
 
 
 class Run:
     """A full cache of a policy and a backend to work on it."""
 
     def __init__(self, policy: str, name: str, dtype: torch.dtype = torch.float32) -> None:
-        self.spec, self.dtype = kvdsl.load(policy).spec, dtype
+        self.spec, self.dtype = (kvdsl.compile(EMA) if policy == "ema" else kvdsl.load(policy)).spec, dtype
         self.backend: Backend = choose(self.spec, name, torch.device("cpu"), dtype)
         self.state = SlotState(self.spec, {"budget": float(LIVE), **GIVEN[policy]})
         self.make = torch.Generator().manual_seed(1)

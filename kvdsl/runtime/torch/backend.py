@@ -71,7 +71,8 @@ class TorchBackend:
         """Several at once: the tokens in these slots leave and the new ones take their places, one for one.
 
         That is all that changes in a cache when E tokens are evicted and E inserted (EQUIP, appendix D.5). Nobody attends: the
-        columns are those of new tokens that no query has seen. For a token of padding nothing changes.
+        columns are those of new tokens that no query has seen. To means and moving averages, which count queries by age, it
+        is as if the queries of the new tokens had given 0. For a token of padding nothing changes.
 
         Args:
             slots: int32 or int64 [batch, kv_heads, tokens], different slots that hold a token.
@@ -91,6 +92,7 @@ class TorchBackend:
         for t, one in enumerate(_one_by_one(call)):
             new_position, slot = new_positions(state, one), slots[..., t : t + 1].long()
             _overwrite(state, one, slot, new_position, new_position >= 0)
+            _unmade_query(state, slot, new_position >= 0)
             _place_in(state, one, slot, new_position >= 0)
             state.seen += new_position[:, 0] >= 0
 
@@ -142,6 +144,13 @@ def _overwrite(state: SlotState, call: AttentionCall, slot: Tensor, new_position
     state.position.scatter_(2, slot, torch.where(real[:, None], position, state.position.gather(2, slot)))
     for column, rule in zip(state.columns, state.spec.column_rules, strict=False):  # rings, behind, need no beginning
         column.scatter_(2, slot, torch.where(real[:, None], INITIAL[rule], column.gather(2, slot)))
+
+
+def _unmade_query(state: SlotState, slot: Tensor, real: Tensor) -> None:
+    """Moving averages begin with a token's own query; the query of a token that only takes a place has given 0."""
+    for column, rule in zip(state.columns, state.spec.column_rules, strict=False):
+        if rule == "ema":
+            column.scatter_(2, slot, torch.where(real[:, None], 0.0, column.gather(2, slot)))
 
 
 def _place_in(state: SlotState, call: AttentionCall, slot: Tensor, real: Tensor) -> None:
