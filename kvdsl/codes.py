@@ -617,7 +617,7 @@ NO_EFFECT = _code(
     "With `max_drop` d above 0, `slack` s and `trigger overflow >= R`, each prune of a long text drops max(min(d, R), R - s) "
     "tokens. Where that is R, `slack` and `max_drop` change nothing; where it is more than d, `max_drop` does not bound it; "
     "where it is 1, something is pruned at every step. Without `max_drop`, `slack` changes nothing. A `select` of as many tokens as "
-    "are ever cached skips none.",
+    "are ever cached skips none. Counts are floored: a `keep` of less than one token protects none.",
     _policy(_BUDGET, "score position", "trigger overflow >= 32", "slack 4", "max_drop 8"),
     severity="warning",
 )

@@ -14,7 +14,7 @@ from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_s
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.plan import PackagePlan
 from kvdsl.passes.columns import add_columns
-from kvdsl.passes.fold import value_of
+from kvdsl.passes.fold import some, value_of
 
 FLOAT32 = POSITION = RANK = 4
 """Bytes of one number of a state column, of a token's position, and of its rank among those that are there."""
@@ -293,21 +293,21 @@ def _while_prompting(policy: Policy, values: dict[str, float]) -> Peak:
         text = f"{print_expression(policy.trigger)} - 1 + {text}"
     if block is None or trigger is None or slack is None:
         return _sum("prompt", policy, values, text, None)
-    left = max(int(trigger) - 1, int(slack) if policy.max_drop != Number(value=0) else 0)
+    left = max(some(trigger) - 1, int(slack) if policy.max_drop != Number(value=0) else 0)
     return _sum("prompt", policy, values, text, left + max(1, int(block)))
 
 
 def _stays_whole(policy: Policy, values: dict[str, float]) -> bool:
     """Whether nothing leaves while the prompt is read."""
     trigger = value_of(policy.trigger, values)
-    return policy.when == "decode" or (trigger is not None and int(trigger) == 0)
+    return policy.when == "decode" or (trigger is not None and some(trigger) == 0)
 
 
 def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
     trigger = value_of(policy.trigger, values)
     if policy.measured is not None and policy.budget == Input(name="everything") and policy.when != "prefill":
         return Peak("decode", "as many slots as ever stayed: the budget has no `at most`", None)
-    if policy.when == "prefill" or (trigger is not None and int(trigger) == 0 and policy.cap == "soft"):
+    if policy.when == "prefill" or (trigger is not None and some(trigger) == 0 and policy.cap == "soft"):
         return Peak("decode", "every token that is generated stays", None)
     slack = value_of(policy.slack, values)
     if _stays_whole(policy, values):
@@ -318,11 +318,11 @@ def _while_decoding(policy: Policy, values: dict[str, float]) -> Peak:
         return replace(_while_prompting(policy, values), phase="decode")
     if policy.cap == "hard":
         return _sum("decode", policy, values, print_expression(policy.slack), None if slack is None else int(slack))
-    more, text = trigger, print_expression(policy.trigger)
+    more, text = None if trigger is None else some(trigger), print_expression(policy.trigger)
     if policy.max_drop != Number(value=0):
         text = f"max({text}, {print_expression(policy.slack)} + 1)"
-        more = None if trigger is None or slack is None else max(trigger, int(slack) + 1)
-    return _sum("decode", policy, values, text, None if more is None else int(more))
+        more = None if more is None or slack is None else max(more, int(slack) + 1)
+    return _sum("decode", policy, values, text, more)
 
 
 def _sum(phase: str, policy: Policy, values: dict[str, float], text: str, more: int | None) -> Peak:

@@ -457,6 +457,11 @@ def counted(count: float) -> float:
     return count if count > 0 else 0.0
 
 
+def some(count: float) -> float:
+    """A count of which 0 means another thing: floored, but 1 where it is more than 0 and less than 1; 0 where it is less or NaN."""
+    return 1.0 if 0 < count < 1 else counted(count)
+
+
 def at_least_one(count: float) -> float:
     """A count of what there must be some of: floored, and 1 where it is less or NaN."""
     count = floored(count)

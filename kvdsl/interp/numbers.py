@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from kvdsl.budget import is_rate, tokens_or_rate
-from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number
+from kvdsl.interp.evaluate import Array, Scope, at_least_one, counted, evaluate_number, floored, number, some
 from kvdsl.interp.tensors import NO_TENSORS, Tensors, rows_of
 from kvdsl.ir.nodes import Expr, LayerRange, Policy, Select
 
@@ -149,9 +149,9 @@ def resolve(
         tensors=rows,
         layer=layer,
         layers=layers,
-        trigger=counted(value(policy.trigger, 1)),
+        trigger=some(value(policy.trigger, 1)),
         slack=counted(value(policy.slack, 0)),
-        max_drop=counted(value(policy.max_drop, 0)),
+        max_drop=some(value(policy.max_drop, 0)),
         evicts=evicts is None or _is_within(evicts, value, layer),
         floor=counted(floor_rate * budget) if floor_rate else 0,
         floor_rate=floor_rate,

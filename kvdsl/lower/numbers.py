@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import math
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Select, TensorRef
+from kvdsl.ir.nodes import Expr, Input, LayerRange, Number, Param, ParamRef, Policy, Pool, Select, TensorRef
 from kvdsl.ir.printer import print_expression, print_keep, print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.expression import Fragment, fragment, names_of, reads, texts, uses_of
@@ -98,19 +99,20 @@ def _param(param: Param) -> ParamPlan:
 
 def _resolve(policy: Policy) -> Iterator[Fragment]:
     """Params in order; the capacity as soon as the params that it reads are known, and behind it those that read it."""
-    counts, early = set(_counts(policy)), _ahead_of_the_budget(policy)
+    bounds, early = _bounds(policy), _ahead_of_the_budget(policy)
     for param in early:
-        yield _assigned(param, counts)
+        yield _assigned(param, bounds)
     if policy.budget:
         yield _capacity(policy.budget)
     for param in policy.params:
         if param not in early:
-            yield _assigned(param, counts)
+            yield _assigned(param, bounds)
     if policy.select:
         if policy.select.choosing:
             listed = [_RESOLVE(layer) for layer in policy.select.choosing]
             yield fragment(f"chooser = given.chooser({', '.join('{}' for _ in listed)})", *listed)
         yield fragment("select = {}", _selected(policy.select))
+    yield from _decays(policy)
     yield from _fits(policy)
 
 
@@ -130,8 +132,8 @@ def _ahead_of_the_budget(policy: Policy) -> list[Param]:
     return ahead[:count]
 
 
-def _assigned(param: Param, counts: set[str]) -> Fragment:
-    return fragment(f"{spelled(param.name)} = {{}}", _given(param, counts))
+def _assigned(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragment:
+    return fragment(f"{spelled(param.name)} = {{}}", _given(param, bounds))
 
 
 def _selected(select: Select) -> Fragment:
@@ -148,6 +150,10 @@ def _count(expr: Expr) -> Fragment:
     return fragment("given.count({})", _RESOLVE(expr))
 
 
+def _some(expr: Expr) -> Fragment:
+    return fragment("given.some({})", _RESOLVE(expr))
+
+
 def _at_least_one(expr: Expr) -> Fragment:
     return fragment("given.count({}, low=1)", _RESOLVE(expr))
 
@@ -160,30 +166,43 @@ def _inside(count: Fragment, layers: LayerRange | Select | None) -> Fragment:
     return fragment(f"given.inside({{}}, {', '.join(f'{name}={{}}' for name in ends)})", count, *ends.values())
 
 
-def _counts(policy: Policy) -> Iterator[str]:
-    """The params that count tokens, dims or queries, and cannot be negative: those that stand by themselves where a count does."""
-    exprs = [
-        policy.trigger,
-        policy.slack,
-        policy.max_drop,
-        policy.pages,
-        policy.pages_after,
-        policy.prefill_block,
-        policy.block,
+def _bounds(policy: Policy) -> dict[str, tuple[float, float]]:
+    """What params have to lie in that stand by themselves where a count or a decay does, as the checker asks of their defaults."""
+    sketch = policy.sketch
+    counts = [policy.trigger, policy.slack, policy.max_drop, policy.pages_after, *(keep.count for keep in policy.keeps)]
+    some = [policy.pages, policy.prefill_block, policy.block, *(column.size for column in policy.columns)]
+    some += [node.size for expr in _evaluated(policy) for node in walk(expr) if isinstance(node, Pool)]
+    some += [] if policy.select is None else [policy.select.count]
+    some += [] if sketch is None else [sketch.count, sketch.every]
+    bounded = [
+        *((expr, 0.0, math.inf) for expr in counts),
+        *((expr, 1.0, math.inf) for expr in some),
+        *((column.decay, 0.0, 1.0) for column in policy.columns),
     ]
-    exprs += [keep.count for keep in policy.keeps]
-    exprs += [column.size for column in policy.columns]
-    exprs += [part.count for part in (policy.select, policy.sketch) if part is not None]
-    exprs += [policy.sketch.every] if policy.sketch is not None else []
-    yield from (expr.name for expr in exprs if isinstance(expr, ParamRef))
+    found = dict[str, tuple[float, float]]()
+    for expr, low, high in bounded:
+        if isinstance(expr, ParamRef):
+            known = found.get(expr.name, (low, high))
+            found[expr.name] = max(known[0], low), min(known[1], high)
+    return found
 
 
-def _given(param: Param, counts: set[str]) -> Fragment:
+def _given(param: Param, bounds: Mapping[str, tuple[float, float]]) -> Fragment:
     method = "tokens" if param.name == "budget" else "number"
-    low = 0.0 if param.low is None and param.name in counts and method == "number" else param.low
-    bounds = (("low", low), ("high", param.high))
-    limits = "".join(f", {side}={print_number(bound)}" for side, bound in bounds if bound is not None)
+    low, high = bounds.get(param.name, (-math.inf, math.inf)) if method == "number" else (-math.inf, math.inf)
+    low = max(low, -math.inf if param.low is None else param.low)
+    high = min(high, math.inf if param.high is None else param.high)
+    limits = "".join(
+        f", {side}={print_number(bound)}" for side, bound in (("low", low), ("high", high)) if math.isfinite(bound)
+    )
     return fragment(f'given.{method}("{param.name}", {{}}{limits})', _RESOLVE(param.default))
+
+
+def _decays(policy: Policy) -> Iterator[Fragment]:
+    """What a moving average keeps is a share of it, however it is computed."""
+    for decay in dict.fromkeys(column.decay for column in policy.columns if column.decay is not None):
+        if not isinstance(decay, Number | ParamRef):
+            yield fragment("given.check_decay({})", _RESOLVE(decay))
 
 
 def _fits(policy: Policy) -> Iterator[Fragment]:
@@ -274,10 +293,10 @@ def _ends(layers: LayerRange | Select | None) -> Iterator[Expr]:
 
 def _staging(policy: Policy) -> Iterator[tuple[str, Fragment]]:
     """The numbers of lazy pruning that differ from their defaults."""
-    for name, default in (("trigger", 1), ("slack", 0), ("max_drop", 0)):
+    for name, default, made in (("trigger", 1, _some), ("slack", 0, _count), ("max_drop", 0, _some)):
         value: Expr = getattr(policy, name)
         if value != Number(value=default) or (name == "slack" and policy.max_drop != Number(value=0)):
-            yield name, _count(value)
+            yield name, made(value)
 
 
 def _refers(exprs: list[Expr], name: str) -> bool:

@@ -50,6 +50,11 @@ def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | No
     return None
 
 
+def some(count: float) -> int:
+    """A known count of which 0 means another thing, as of `trigger`: floored, but 1 where it is more than 0 and less than 1."""
+    return 1 if 0 < count < 1 else math.floor(count)
+
+
 def apply(name: str, *args: float | None) -> float | None:
     """An operator or function of constants; None if one is not known or there is no finite result."""
     known = [arg for arg in args if arg is not None]

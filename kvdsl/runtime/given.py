@@ -107,6 +107,11 @@ class Given:
         count = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device)
         return torch.where(count >= low, count.floor(), low).expand_as(self.prompt)
 
+    def some(self, value: Tensor | float) -> Tensor:
+        """A count of which 0 means another thing, float64 [batch]: floored, but 1 where it is more than 0 and less than 1."""
+        count = self.count(value)
+        return torch.where((count == 0) & (torch.as_tensor(value, device=count.device) > 0), 1.0, count)
+
     def inside(self, count: Tensor, *, low: Tensor | float = 0, high: Tensor | float = math.inf) -> Tensor:
         """The count in layers `low` to `high`, ends included; inf in the others: float64 [batch]."""
         return torch.where((self.layer >= low) & (self.layer <= high), count, math.inf)
@@ -133,11 +138,23 @@ class Given:
         Raises:
             KvdslError: if it does not lie in 0..1.
         """
-        part = torch.as_tensor(rate, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
-        outside = ~((part >= 0) & (part <= 1)) & (self.prompt > 0)
+        return self._share_of_one(rate, f"the floor of {self._policy}'s budgets")
+
+    def check_decay(self, decay: Tensor | float) -> None:
+        """The decay of a moving average must be a share.
+
+        Raises:
+            KvdslError: if it does not lie in 0..1.
+        """
+        self._share_of_one(decay, f"the decay of {self._policy}'s `ema`")
+
+    def _share_of_one(self, value: Tensor | float, what: str) -> Tensor:
+        """The number of each row, which a row of padding need not have: float64 [batch]."""
+        share = torch.as_tensor(value, dtype=torch.float64, device=self.prompt.device).expand_as(self.prompt)
+        outside = ~((share >= 0) & (share <= 1)) & (self.prompt > 0)
         if bool(outside.any()):
-            raise KvdslError(f"the floor of {self._policy}'s budgets is {float(part[outside][0]):g}; it must lie in 0..1")
-        return part
+            raise KvdslError(f"{what} is {float(share[outside][0]):g}; it must lie in 0..1")
+        return share
 
     def check_fits(self, first: Tensor, last: Tensor, count: Tensor, keeps: str, *, selected: bool = False) -> None:
         """What `keep first` and `keep last` protect must leave room for a candidate.

@@ -12,10 +12,10 @@ from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
-from kvdsl.ir.nodes import Expr, Reduce
+from kvdsl.ir.nodes import Expr, Number, Reduce
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
-from kvdsl.passes.fold import value_of
+from kvdsl.passes.fold import some, value_of
 from kvdsl.source import Span
 
 KEY_AND_VALUE_BYTES = 512
@@ -117,6 +117,8 @@ class Statics:
 
     def check_keeps(self, keeps: Iterable[Keep], exprs: Mapping[str, Part]) -> None:
         """Reports keeps that protect more tokens than the budget holds, or (the first and last) than are selected."""
+        keeps = list(keeps)
+        self._warn_of_shares(keeps)
         sized = [(scope, size, span) for scope, count, span in keeps if (size := self._size(count)) is not None]
         always = [one for one in sized if one[0] != "top"]
         for name, role, bound in (
@@ -128,6 +130,16 @@ class Statics:
                 self._check_keeps(bound, limit, Label(exprs[name].span, role.removesuffix(" is")), role)
         if "budget" in exprs and self._size(exprs["budget"].expr) is None:
             self._check_layers(sized, exprs["budget"])
+
+    def _warn_of_shares(self, keeps: Iterable[Keep]) -> None:
+        """Warns of keeps of less than one token, which is none."""
+        for scope, count, span in keeps:
+            value = value_of(count, self.known)
+            if value is not None and 0 < value < 1:
+                default = ", and there is no default any more" if scope == "last" else ""
+                message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
+                share = f"a share of the budget is written `{print_number(value)} * budget`"
+                self._no_effect(span, message, share if isinstance(count, Number) else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
         """Warns where the keeps do not fit into the smallest of budgets that differ by layer."""
@@ -206,13 +218,15 @@ class Statics:
             message = "without `max_drop` a prune goes down to the budget, so `slack` has no effect"
             self._no_effect(slack.span, message, "add `max_drop 8`, say")
         elif drop is not None and at and most and rises is not None:
-            self._warn_of_drop(drop, math.floor(at), math.floor(rises), math.floor(most))
+            self._warn_of_drop(drop, some(at), math.floor(rises), some(most))
 
     def _warn_of_drop(self, drop: Part, trigger: int, slack: int, most: int) -> None:
         steady = max(min(most, trigger), trigger - slack)
         tokens = "1 token" if steady == 1 else f"{steady} tokens"
         if trigger >= 1 and steady == trigger:
-            message = f"a prune drops all above the budget ({tokens}), as it would without `slack` and `max_drop`"
+            message = (
+                f"in the long run a prune drops all above the budget ({tokens}), as it would without `slack` and `max_drop`"
+            )
             help = "raise the `slack`" if most < trigger else "choose `max_drop` below the `trigger`"
         elif steady > most:
             message = f"in the long run a prune drops {tokens}, although `max_drop` is {most}"
@@ -234,7 +248,7 @@ class Statics:
         count = self.value(select)
         if select is None or budget is None or count is None or not trigger or slack is None:
             return
-        most = math.floor(budget) + max(math.floor(trigger), math.floor(slack) + 1)
+        most = math.floor(budget) + max(some(trigger), math.floor(slack) + 1)
         if count >= most:
             message = f"no more than {most} tokens are cached while decoding, so nothing is skipped"
             self._no_effect(select.span, message, "select fewer, or raise the budget")

@@ -276,6 +276,23 @@ def test_a_share_by_default_of_a_prompt_of_one_token(share: str) -> None:
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=kvdsl.compile(text)(model, budget=1))
 
 
+def test_a_share_of_a_row_of_one_token() -> None:
+    """Beside a longer row, too: it would hold a single token for ever. A row of which nothing comes is no text."""
+    model, ids, mask = zoo.model("llama"), zoo.prompt(3, 20), torch.ones(3, 20, dtype=torch.long)
+    mask[1, :19] = mask[2] = 0
+    cache = policies.cache_class("h2o")(model, budget=0.5)
+    with torch.no_grad():
+        model(ids, attention_mask=mask, past_key_values=cache)
+        with pytest.raises(KvdslError, match="is 0.5, a rate of the prompt, and one token has come as the prompt of row 1:"):
+            model(ids[:, :1], attention_mask=torch.cat((mask, torch.ones(3, 1)), 1), past_key_values=cache)
+        cache.reset()
+        mask[1, :18] = 1
+        model(ids, attention_mask=mask, past_key_values=cache)
+        for _ in range(3):
+            mask = torch.cat((mask, torch.tensor([[1], [1], [0]])), 1)
+            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+
+
 def test_an_unrelated_longer_prompt() -> None:
     """Its beginning is not the text that is cached; where they part is said."""
     model, cache = used()

@@ -473,13 +473,13 @@ def test_a_scope_protects_from_eviction_only() -> None:
         (("slack 4",), "without `max_drop` a prune goes down to the budget, so `slack` has no effect", "4", "add `max_drop 8`, say"),
         (
             ("max_drop 4",),
-            "a prune drops all above the budget (1 token), as it would without `slack` and `max_drop`",
+            "in the long run a prune drops all above the budget (1 token), as it would without `slack` and `max_drop`",
             "4",
             "choose `max_drop` below the `trigger`",
         ),
         (
             ("trigger overflow >= 8", "max_drop 4"),
-            "a prune drops all above the budget (8 tokens), as it would without `slack` and `max_drop`",
+            "in the long run a prune drops all above the budget (8 tokens), as it would without `slack` and `max_drop`",
             "4",
             "raise the `slack`",
         ),

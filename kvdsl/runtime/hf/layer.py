@@ -204,7 +204,7 @@ class SlotLayer(Linked, CacheLayerMixin):
             out = self._read_prompt(call)
         else:
             assert self.backend is not None
-            self._check_rate()
+            self._check_rate(call)
             out = self.backend.decode(self.state, call)
         self._counted += tokens
         self._sync.add(self, tokens)
@@ -220,9 +220,12 @@ class SlotLayer(Linked, CacheLayerMixin):
         with plain_tensors():
             out = self.backend.prefill(self.state, call)
         self.prompt_length = self.length + tokens
-        reads_one = max(self.prompt_length, self.state.expected) == 1
-        self._has_rate_of_one = reads_one and self.state.settings.keeps_a_share()
+        self._has_rate_of_one = self.state.settings.keeps_a_share() and bool(self._texts_of_one().any())
         return out
+
+    def _texts_of_one(self) -> Tensor:
+        """The rows of which a single token has come, and of which no more is expected, bool [batch]."""
+        return self.state.seen.clamp(min=self.state.expected) == 1
 
     def _serve_and_note(self, log: UndoLog, call: AttentionCall) -> Tensor:
         """`_serve`, which notes before every token that is no prompt what it will overwrite."""
@@ -267,14 +270,20 @@ class SlotLayer(Linked, CacheLayerMixin):
 
     # -- what must not happen ------------------------------------------------------------------------------------------
 
-    def _check_rate(self) -> None:
+    def _check_rate(self, call: AttentionCall) -> None:
         """Raise KvdslError where a rate would bound the whole text by its first token: a prompt that comes token by token, say."""
-        if self._has_rate_of_one:
+        if not self._has_rate_of_one:
+            return
+        concerned = self._texts_of_one()
+        if call.real is not None:
+            concerned = concerned & call.real.any(1)
+        if bool(concerned.any()):
             given = self.state.settings.given.get("budget")
             told = "by default" if given is None else f"{spelled(given)},"
+            where = "" if len(concerned) == 1 else f" of row {int(concerned.int().argmax())}"
             raise KvdslError(
-                f"`budget` of {self.state.spec.name} is {told} a rate of the prompt, and one token has come as the prompt: pass the prompt "
-                f"in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
+                f"`budget` of {self.state.spec.name} is {told} a rate of the prompt, and one token has come as the prompt{where}: pass "
+                f"the prompt in forwards of several tokens (`prefill_chunk_size` of 2 or more), say how long it will be "
                 f"(`cache.expect_prompt(4096)`), or give a number of tokens (512)"
             )
 
