@@ -25,7 +25,12 @@ BODIES: dict[str, tuple[str, Case]] = {
     "negative base": ("param budget = 6\nscore (-2) ** age * sum(attn)", Case("p", budget=6)),
     # one row's trigger decided for all: a row that never prunes ran out of slots
     "trigger per row": (
-        "param budget = 4\nscore sum(attn)\ntrigger overflow >= prompt / 10",
+        "param budget = 4\nscore sum(attn)\ntrigger overflow >= floor(prompt / 10)",
+        Case("p", budget=4, batch=2, prompt=12, padding=6, steps=12),
+    ),
+    # less than one was 0, with which nothing ever leaves, or all that is too many
+    "trigger below one": (
+        "param budget = 4\nscore sum(attn)\ntrigger overflow >= prompt / 10\nslack 3\nmax_drop prompt / 10",
         Case("p", budget=4, batch=2, prompt=12, padding=6, steps=12),
     ),
     # a NaN at position 0 ranked with the free slots

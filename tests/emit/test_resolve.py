@@ -28,6 +28,12 @@ NUMBERS = {
     f"{EVICTING}layers 2.9..3.1": {"capacity": [40, 40]},
     f"{EVICTING}layers 4..\nkeep where age < budget": {"budget": [40, 40], "capacity": [INF, INF]},
     f"{EVICTING}prefill blocks of prompt / 8": {"capacity": [40, 40], "prefill_block": [12, 5]},
+    f"{EVICTING}trigger overflow >= prompt / 50\nslack prompt / 50\nmax_drop prompt / 50": {
+        "capacity": [40, 40],
+        "trigger": [2, 1],
+        "slack": [2, 0],
+        "max_drop": [2, 1],
+    },
     "budget prompt / 2 across heads floor 0.25\nwhen prefill\nscore sum(attn)": {"capacity": [50, 20], "floor": [12, 5]},
     "budget prompt / 2 across heads\nwhen prefill\nscore sum(attn)": {"capacity": [50, 20], "floor": [0, 0]},
     "budget 40\nscore sum(attn over last prompt / 3 queries)": {"capacity": [40, 40], "size_attn_ring": [33, 13]},
@@ -86,6 +92,35 @@ def test_a_negative_count_is_refused(policy: str) -> None:
         if name != "budget":
             with pytest.raises(KvdslError, match=f"`{name}` of {spec.name} is -1; give [01] or more"):
                 resolved(spec, **{name: -1})
+
+
+@pytest.mark.parametrize("value", [-0.1, 1.5])
+@pytest.mark.parametrize("decay", ["d", "1 - d"])
+def test_a_decay_is_a_share(decay: str, value: float) -> None:
+    spec = spec_of(f"{EVICTING.replace('sum(attn)', f'ema(attn, {decay})')}param d = 0.5")
+    assert resolved(spec, d=1)["d"] == [1, 1]
+    with pytest.raises(
+        KvdslError, match=r"`d` of P is .*; give a number in 0..1|the decay of P's `ema` is .*; it must lie in 0..1"
+    ):
+        resolved(spec, d=value)
+
+
+@pytest.mark.parametrize(
+    ("body", "bounds"),
+    [
+        ("score max_pool(sum(attn), n)", "1 or more"),
+        ("score sum(attn over last n queries)", "1 or more"),
+        ("score sum(attn)\nprefill blocks of n", "1 or more"),
+        ("score sum(attn)\nkeep first n", "0 or more"),
+        ("score sum(attn)\nkeep first n\nprefill blocks of n", "1 or more"),
+        ("score ema(attn, n / 8)\nkeep first n", "0 or more"),
+    ],
+)
+def test_params_lie_where_defaults_must(body: str, bounds: str) -> None:
+    spec = spec_of(f"param budget = 40\nparam n = 8\n{body}")
+    resolved(spec, n=float(bounds[0]))
+    with pytest.raises(KvdslError, match=f"`n` of P is {int(bounds[0]) - 1}; give {bounds}"):
+        resolved(spec, n=int(bounds[0]) - 1)
 
 
 @pytest.mark.parametrize("rate", [-0.1, 1.5, math.nan])

@@ -283,7 +283,9 @@ def test_a_share_of_a_row_of_one_token() -> None:
     cache = policies.cache_class("h2o")(model, budget=0.5)
     with torch.no_grad():
         model(ids, attention_mask=mask, past_key_values=cache)
-        with pytest.raises(KvdslError, match="is 0.5, a rate of the prompt, and one token has come as the prompt of row 1:"):
+        with pytest.raises(
+            KvdslError, match=r"is 0\.5, a rate of the prompt, and one token has come as the prompt of row 1:"
+        ):
             model(ids[:, :1], attention_mask=torch.cat((mask, torch.ones(3, 1)), 1), past_key_values=cache)
         cache.reset()
         mask[1, :18] = 1

@@ -502,6 +502,18 @@ def test_a_scope_protects_from_eviction_only() -> None:
             None,
         ),
         (
+            ("keep last 0.1",),
+            "`keep last 0.1` protects no token: 0.1 is floored to 0, and there is no default any more",
+            "keep last 0.1",
+            "a share of the budget is written `0.1 * budget`",
+        ),
+        (
+            ("keep first budget / 128",),
+            "`keep first budget / 128` protects no token: 0.5 is floored to 0",
+            "keep first budget / 128",
+            None,
+        ),
+        (
             ("select top 65 by age",),
             "no more than 65 tokens are cached while decoding, so nothing is skipped",
             "65",
