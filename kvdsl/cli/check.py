@@ -80,7 +80,11 @@ class _Check:
         """What is wrong with all of it."""
         self.names = kv_files(self.named, tests=True)
         self.read.clear()
-        found = [diagnostic for name in self.names for diagnostic in self._check(name)]
+        # What is wrong with a file that several import is wrong once, however often it is read.
+        told: dict[tuple[object, ...], Diagnostic] = {}
+        for one in (one for name in self.names for one in self._check(name)):
+            told.setdefault((one.code, one.file, one.span.start, one.span.end, one.message), one)
+        found = list(told.values())
         self.code = exit_code(found, deny_warnings=self.deny_warnings) if self.names else COULD_NOT_RUN
         return found
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvdsl.explain.facts import Budget, Facts, State, tensors_of
-from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, Policy, Random, Tensor
+from kvdsl.ir.nodes import Expr, Given, Input, Keep, LayerRange, Number, Param, ParamRef, Policy, Random, Tensor
 from kvdsl.ir.ops import INPUTS, RULES
 from kvdsl.ir.printer import print_choosing, print_expression, print_number, print_range, quote
 from kvdsl.ir.visitors import walk
@@ -54,6 +54,8 @@ def _keeps(found: Facts) -> Iterator[str]:
         yield bound or f"at most {_count(policy.budget, policy)}"
     else:
         yield f"{_count(policy.budget, policy)} tokens per KV head, once it has made room"
+        if any(node == ParamRef(name="budget") and policy.budget != node for node in walk(policy.budget)):
+            yield "`budget` is the param here, and these tokens in every other statement"
     if policy.across is not None:
         floor = (
             ""

@@ -95,7 +95,7 @@ INPUTS = _table(
         InputRow("v", _SLOT_DIM, "the cached value", "value vectors"),
         InputRow("position", _SLOT, "the token's place in the row's text, padding not counted"),
         InputRow("age", _SLOT, "newest position minus `position`"),
-        InputRow("budget", _NONE, "the tokens that are kept", fixed=True),
+        InputRow("budget", _NONE, "the tokens that are kept; in the statement `budget` the param of that name", fixed=True),
         InputRow("live", _NONE, "the tokens that are cached, of each row"),
         InputRow(
             "seen",

@@ -237,7 +237,7 @@ class Target:
         """
         for column in columns:
             if column.rule not in self.reduces["queries"]:
-                raise NotLowerable(f"columns of `{column.rule}`")
+                raise NotLowerable("`fold(x over prunes, start)`" if column.rule == "prune" else f"`{column.rule}`")
 
 
 class Printer(ABC):

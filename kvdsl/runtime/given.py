@@ -193,6 +193,17 @@ def _between(low: float, high: float) -> str:
     return f"{high:g} or less" if math.isinf(low) else f"a number in {low:g}..{high:g}"
 
 
+def random_seed(value: Any) -> int:
+    """The seed of `random()`, which has 32 bits.
+
+    Raises:
+        KvdslError: if it is no such number.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or not 0 <= int(value) < 2**32:
+        raise KvdslError(f"`seed` is {value!r}; give a whole number in 0..{2**32 - 1}")
+    return int(value)
+
+
 def param(policy: str, name: str, value: Any) -> float | None:
     """The param as a number of Python, of a budget an int for tokens and a float for a rate; None for the default.
 

@@ -183,7 +183,8 @@ class Expressions:
             return None
         if not self._speaks_of(node.span):
             return None
-        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS})
+        being_defined = {use.definition.let.name.text for use in self._uses}
+        help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
         return None
 

@@ -31,17 +31,22 @@ def module_scope(module: Module, prelude: Scope, sink: Sink, known: dict[Module,
     if module in known:
         return known[module]
     scope = known[module] = Scope({}, prelude)
-    first: dict[str, syn.Let] = {}
+    first: dict[str, tuple[syn.Let, Module]] = {}
     inner = {other: module_scope(other, prelude, sink, known) for other in module.imports}
     for let, where in module.lets():
         name = let.name.text
         if where is module and not check_definition(let, sink):
             scope.names[name] = Bound(None)
         elif name in first:
-            labels = [Label(first[name].name.span, "first here")]
-            sink.report(codes.DUPLICATE, let.name.span, f"`{name}` is defined twice", labels=labels)
+            own, whose = first[name]
+            imported = whose is module and where is not module
+            there, label = (
+                (own, Label(let.name.span, "imported from here")) if imported else (let, Label(own.name.span, "first here"))
+            )
+            help = "give it another name" if imported else None
+            sink.report(codes.DUPLICATE, there.name.span, f"`{name}` is defined twice", help, labels=[label])
         else:
-            first[name] = let
+            first[name] = let, where
             scope.names[name] = LetName(let, scope if where is module else inner[where])
     return scope
 

@@ -157,6 +157,8 @@ def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
 def _how_to_reduce(value: Value, text: str) -> str:
     if Axis.OTHER in value.axes:
         return f"reduce it over others: `sum({text} over others)`"
+    if Axis.SLOT not in value.axes:
+        return "it is the same for all slots: rank them by what differs between them, `mean(attn)`, say"
     if Axis.QUERY not in value.axes:
         return f"reduce it over dims: `sum({text} over dims)`"
     if value.observes:

@@ -331,8 +331,8 @@ class Reductions:
             return
         text = node.arguments[0].value.span.quoted()
         help = "leave the reduction out"
-        if body.axes and name != "ema":
-            others = [_PLURAL[other] for other in (Axis.SLOT, Axis.DIM, Axis.QUERY) if other in body.axes]
+        others = [_PLURAL[other] for other in (Axis.SLOT, Axis.DIM, Axis.QUERY) if other in body.axes]
+        if others and others[0] in REDUCTIONS[name].over:
             call = f"{name}({text})" if others[0] == "queries" else f"{name}({text} over {others[0]})"
             help = f"did you mean `{call}`?"
         message = f"`{text}` has no {_PLURAL[axis]} to reduce over: it is {axes_in_words(body.axes)}"

@@ -157,6 +157,15 @@ def test_watch_checks_again_after_each_change() -> None:
             process.kill()
 
 
+def test_what_is_wrong_with_a_file_that_several_import_is_said_once(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("lib.kv").write_text("kv 1\n\nlet z = zz\n")
+    for name in ("one.kv", "two.kv"):
+        Path(name).write_text(GOOD.replace("kv 1\n", 'kv 1\nimport "lib.kv"\n'))
+    result = run(capsys, "check", "lib.kv", "one.kv", "two.kv")
+    assert result.err.count("KV0201") == 1
+    assert "\n1 error\n" in result.err
+
+
 def test_watch_waits_for_the_first_file(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder without policies is told as JSON, and looked at again."""
     Path("empty").mkdir()

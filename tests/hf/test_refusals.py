@@ -276,6 +276,12 @@ def test_a_share_by_default_of_a_prompt_of_one_token(share: str) -> None:
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=kvdsl.compile(text)(model, budget=1))
 
 
+@pytest.mark.parametrize("seed", [1.5, "a", -1, 2**32, True])
+def test_a_seed_is_a_whole_number_of_32_bits(seed: Any) -> None:
+    with pytest.raises(KvdslError, match=r"`seed` is .*; give a whole number in 0\.\.4294967295"):
+        policies.cache_class("h2o")(zoo.model("llama"), budget=8, seed=seed)
+
+
 def test_a_share_of_a_row_of_one_token() -> None:
     """Beside a longer row, too: it would hold a single token for ever. A row of which nothing comes is no text."""
     model, ids, mask = zoo.model("llama"), zoo.prompt(3, 20), torch.ones(3, 20, dtype=torch.long)

@@ -74,16 +74,20 @@ def test_budget_is_the_tokens_kept_except_in_its_own_definition() -> None:
             "reduce it over queries: `mean(attn * age)`, `sum(attn * age)` or `last(attn * age)`",
         ),
         ("v", "slot and dim", "reduce it over dims: `sum(v over dims)`"),
-        ("q", "query and dim", "reduce it, first over dims: `mean(sum(q over dims))`"),
+        ("q", "query and dim", "it is the same for all slots: rank them by what differs between them, `mean(attn)`, say"),
         ("q * k", "query, slot and dim", "reduce it, first over dims: `mean(sum(q * k over dims))`"),
-        ("mean(attn over slots)", "query", None),
+        (
+            "mean(attn over slots)",
+            "query",
+            "it is the same for all slots: rank them by what differs between them, `mean(attn)`, say",
+        ),
     ],
 )
-def test_a_score_has_one_number_per_slot(text: str, has: str, help: str | None) -> None:
+def test_a_score_has_one_number_per_slot(text: str, has: str, help: str) -> None:
     found = only(body("param budget = 512", f"score {text}"), "KV0301")
     assert found.message == f"a score has one number per slot, but `{text}` has one number per {has}"
     assert found.span.text == text
-    assert help is None or found.help == help
+    assert found.help == help
 
 
 def test_keeps_rank_by_one_number_per_slot() -> None:
@@ -116,6 +120,13 @@ def test_keep_where_needs_a_condition_on_slots() -> None:
             "`v` has no queries to reduce over: it is one number per slot and dim",
             "v",
             "did you mean `sum(v over slots)`?",
+        ),
+        (
+            "last(position)",
+            "KV0304",
+            "`position` has no queries to reduce over: it is one number per slot",
+            "position",
+            "leave the reduction out",
         ),
         (
             "sum(3)",

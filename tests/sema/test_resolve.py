@@ -149,6 +149,21 @@ def test_extending_is_repeated(tmp_path: Path) -> None:
 # -- definitions -------------------------------------------------------------------------------------------------------
 
 
+def test_a_let_is_not_offered_itself() -> None:
+    assert only(body("param budget = 8", "let z = zz", "score age + z"), "KV0201").help is None
+    help = "did you mean `zz`?"
+    assert only(body("param budget = 8", "let zz = 1", "let z = zzz", "score age + z + zz"), "KV0201").help == help
+
+
+def test_a_let_that_an_import_has_too_is_shown_where_it_was_written(tmp_path: Path) -> None:
+    own = 'kv 1\nimport "lib.kv"\nlet recent = 4\npolicy P { "d"; param budget = 8; score age; keep last recent }'
+    (found,) = analyse(write(tmp_path, lib="kv 1\nlet recent = 8\n", main=own)).diagnostics
+    assert (found.code, found.file, found.span.text) == ("KV0206", str(tmp_path / "main.kv"), "recent")
+    assert [(label.span.file.name, label.text) for label in found.labels] == [
+        (str(tmp_path / "lib.kv"), "imported from here")
+    ]
+
+
 def test_duplicates_name_both_places() -> None:
     found = only(body("param budget = 8", "let budget2 = 1", "let budget2 = 2", "score age"), "KV0206")
     assert (found.message, found.span.text) == ("`budget2` is defined twice", "let budget2 = 2")

@@ -17,7 +17,7 @@ from kvdsl.budget import spelled
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
-from kvdsl.runtime.given import param
+from kvdsl.runtime.given import param, random_seed
 from kvdsl.runtime.hf import binding, saving, speculation
 from kvdsl.runtime.hf.admission import admit
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
@@ -51,7 +51,7 @@ class KVCache(Cache):
         given: the policy's params by name, None for a default.
         supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
-        seed: of the policy's `random()`.
+        seed: of the policy's `random()`, in 0..4294967295.
 
     Raises:
         KvdslError: if the model cannot be served, or a param is no number that it can be.
@@ -72,6 +72,7 @@ class KVCache(Cache):
     ) -> None:
         given = {name: param(self.spec.name, name, value) for name, value in given.items()}
         Settings(self.spec, given).refuse_hopeless()
+        seed = random_seed(seed)
         model = unwrap(model)
         backends = self._bind(model, backend)
         self._begin(model, self.spec, given, backends, seed)
