@@ -208,6 +208,23 @@ def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> N
         logits.sum().backward()
 
 
+@pytest.mark.parametrize("compiler", ["eager", slow("aot_eager")])
+def test_gradients_of_what_was_cached_before_are_refused_in_graphs_as_well(compiler: str) -> None:
+    """A frozen model's decoded token, behind compiled ones that gradients could be wanted of, which are one graph."""
+    model = zoo.make("Llama")
+    cache = policies.make("roco", model, budget=BUDGET, backend="cpu")
+    decode(model, model, cache, 2)
+    compiled = whole(model, compiler)
+    for step in range(3):
+        compiled(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 2 + step))
+    assert counters["stats"]["unique_graphs"] == 1
+    model.requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    logits = compiled(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 5)).logits
+    with pytest.raises(KvdslError, match=r"gradients do not pass through"):
+        logits.sum().backward()
+
+
 def test_a_cache_that_grows_cannot_be_compiled_whole(model: Any) -> None:
     """It says so beforehand, and the compiler's error names the reason."""
     cache = policies.make("full", model)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import pickle
 import weakref
 from typing import Any
 
@@ -359,11 +360,67 @@ def test_gradients_are_refused_when_asked_for() -> None:
 
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)  # behind all attention, of which it needs no gradient
+    cache.reset()
     model(ids[:, :1], past_key_values=cache).logits.sum().backward()
     assert model.lm_head.weight.grad is not None
     embedded = model.get_input_embeddings()(ids[:, :1]).requires_grad_(True)
     with pytest.raises(KvdslError, match="gradients do not pass"):
         model(inputs_embeds=embedded, past_key_values=cache).logits.sum().backward()
+
+
+def trained(model: Any, *weights: Tensor) -> Any:
+    """The model with these weights alone to be trained."""
+    model.requires_grad_(False)
+    for weight in weights:
+        weight.requires_grad_(True)
+    return model
+
+
+@pytest.mark.parametrize("backend", ["cpu", "torch"])
+def test_gradients_of_what_an_earlier_forward_cached_are_refused(backend: str) -> None:
+    """A soft prompt, and behind it text that asks for none of the cache's: the graph of the first forward is gone."""
+    model, ids = zoo.make("Llama"), zoo.prompt(1, 6)
+    trained(model, model.lm_head.weight)
+    soft = model.get_input_embeddings()(ids).requires_grad_(True)
+    cache = policies.make(policies.OBSERVING, model, budget=12, backend=backend)
+    model(inputs_embeds=soft, past_key_values=cache)
+    for held in (cache, copy.deepcopy(cache), copy.copy(cache)):
+        found = model(ids, past_key_values=held).logits  # right, as long as nobody asks
+        with pytest.raises(KvdslError, match=r"gradients do not pass.*those that filled it"):
+            found.sum().backward()
+    assert soft.grad is None
+    loaded = pickle.loads(pickle.dumps(cache))  # of another process, for all that it knows
+    loaded.attach(model)
+    cache.reset()
+    for held in (loaded, cache):
+        model.lm_head.weight.grad = None
+        model(ids, past_key_values=held).logits.sum().backward()
+        assert model.lm_head.weight.grad is not None
+
+
+def test_gradients_are_not_of_what_was_cached_without() -> None:
+    """What came under `no_grad`, or asked for nothing, stands in nobody's way."""
+    model, ids = zoo.make("Llama"), zoo.prompt(1, 6)
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    with torch.no_grad():
+        model(ids, past_key_values=cache)
+    trained(model, model.lm_head.weight)
+    model(ids, past_key_values=cache)
+    model(ids, past_key_values=cache).logits.sum().backward()
+    assert model.lm_head.weight.grad is not None
+
+
+def test_gradients_of_sinks_are_refused() -> None:
+    """They enter with the attention's softmax, and nothing else of it may be trained."""
+    types = ["full_attention"] * 2
+    model = zoo.make("GptOss", head_dim=16, num_local_experts=2, num_experts_per_tok=1, layer_types=types)
+    ids, last = zoo.prompt(1, 9), model.model.layers[-1].self_attn.sinks
+    trained(model, last, model.lm_head.weight)
+    cache = policies.make(policies.OBSERVING, model, budget=12)
+    logits = [model(ids, past_key_values=cache).logits, model(ids[:, :1], past_key_values=cache).logits]
+    for found in logits:
+        with pytest.raises(KvdslError, match="gradients do not pass"):
+            torch.autograd.grad(found.sum(), last)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

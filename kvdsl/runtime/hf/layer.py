@@ -16,7 +16,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
-from kvdsl.runtime.hf.gradients import refusing
+from kvdsl.runtime.hf.gradients import asking, refusing
 from kvdsl.runtime.hf.supplying import Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.text import Text
@@ -54,10 +54,11 @@ class SlotLayer(Linked, CacheLayerMixin):
         backend: what serves the layer, from its first forward on.
     """
 
-    LINKS = ("rope", "backend", "head_offset", "_choose", "_module")
+    LINKS = ("rope", "backend", "head_offset", "_choose", "_module", "_asked")
 
     is_sliding = False
     is_croppable = True
+    _asked: bool | None = False  # whether a gradient could be wanted of what is cached
 
     def __init__(
         self,
@@ -179,7 +180,16 @@ class SlotLayer(Linked, CacheLayerMixin):
             out = self._attend_in_a_graph(module, call)
         else:
             out = _outside_of_graphs(self, module, call, positions)
-        return refusing(out, call)
+        return self._refusing_gradients(out, call) if torch.is_grad_enabled() else out
+
+    def _refusing_gradients(self, out: Tensor, call: AttentionCall) -> Tensor:
+        """What attention returns, whose gradient is an error if it could be wanted, of this forward or of what is cached."""
+        asked = asking(call)
+        if asked:
+            self._asked = True  # written and not read, so that no graph is compiled anew for it
+        elif not self._asked:
+            return out
+        return refusing(out, asked)
 
     def attend_eagerly(self, module: nn.Module, call: AttentionCall, positions: Tensor | None) -> Tensor:
         """`attend`, once everything that may be wrong has been looked at."""
@@ -373,7 +383,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         self.state.reset()
         self.log = None
         self._counted = self.prompt_length = 0
-        self._has_rate_of_one = False
+        self._has_rate_of_one = self._asked = False
         self.batch_size = -1
         self.is_initialized = False
         self._sync.forget()
