@@ -435,6 +435,29 @@ class KVCache(Cache):
                 f"otherwise"
             )
 
+    def begin_guessing(self) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before text is generated with guesses."""
+        self._sync.guessing = True
+
+    def take_guessing(self) -> bool:
+        """Whether `begin_guessing` was called since the last time."""
+        guessing, self._sync.guessing = self._sync.guessing, False
+        return guessing
+
+    def check_whole(self, ids: Tensor | None, embeddings: Tensor | None, columns: int) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before a whole text is run, as in `announce`, in order to guess behind it.
+
+        Args:
+            columns: how many tokens generation speaks of: of more than run, if it was given what follows the cached text alone.
+
+        Raises:
+            KvdslError: if the text is cached already, or another.
+        """
+        text, cached = embeddings if ids is None else ids, self._sync.length
+        if cached and text is not None and columns < cached + text.shape[1]:
+            self.check_text(ids, embeddings)
+            speculation.refuse_second_run(cached)
+
 
 class _Backends:
     """The backend for a device and dtype, made once."""

@@ -1,7 +1,7 @@
 """What a model tells the caches that it uses: which tokens come in, how many of them are guesses, and which text generation continues.
 
 A cache sees keys and values only. So while caches of a model live, a hook runs before its forwards; and because generation hands
-a forward the new tokens alone, two of the methods by which it prepares them look at the whole text. Without a cache of ours all
+a forward the new tokens alone, three of the methods by which it prepares them look at the whole text. Without a cache of ours all
 of this does nothing.
 """
 
@@ -61,21 +61,40 @@ def _preparing_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache, new = cache_of(kwargs), _new_tokens(kwargs)
-        if kwargs.get("is_first_iteration", new != 1) and hasattr(cache, "check_text"):
-            if kwargs.get("use_cache") is False:
-                raise KvdslError(
-                    "`use_cache=False` runs the whole text again for every token, but the cache holds it already: leave out "
-                    "one of the two"
-                )
-            _refuse_right_padding(kwargs.get("attention_mask"))
-            cache.check_mask(kwargs.get("attention_mask"))
-            embeddings = kwargs.get("inputs_embeds")
-            ids = input_ids if embeddings is None else None
-            if new is not None and new < (input_ids if embeddings is None else embeddings).shape[1]:
-                cache.check_text(ids, embeddings)
-        return own(self, input_ids, *args, **kwargs)
+        if not kwargs.get("is_first_iteration", new != 1) or not hasattr(cache, "check_text"):
+            return own(self, input_ids, *args, **kwargs)
+        if kwargs.get("use_cache") is False:
+            raise KvdslError(
+                "`use_cache=False` runs the whole text again for every token, but the cache holds it already: leave out "
+                "one of the two"
+            )
+        mask, embeddings = kwargs.get("attention_mask"), kwargs.get("inputs_embeds")
+        _refuse_right_padding(mask)
+        cache.check_mask(mask)
+        ids, text = (input_ids, input_ids) if embeddings is None else (None, embeddings)
+        if new is not None and new < text.shape[1]:
+            cache.check_text(ids, embeddings)
+        made, guessing = own(self, input_ids, *args, **kwargs), cache.take_guessing()
+        if guessing and new is None and _fed(made) == text.shape[1]:
+            cache.check_whole(ids, embeddings, _columns(mask, kwargs.get("position_ids")))
+        return made
 
     return prepare
+
+
+def _fed(made: Any) -> int | None:
+    """How many tokens a forward is given, of what was prepared for it; None if that has another form."""
+    fed = made.get("inputs_embeds")
+    fed = made.get("input_ids") if fed is None else fed
+    return fed.shape[1] if isinstance(fed, Tensor) and fed.ndim > 1 else None
+
+
+def _columns(mask: Any, positions: Any) -> int:
+    """How many tokens generation speaks of, cached ones included, by what it has for each; 0 if by nothing."""
+    for told in (mask, positions):
+        if isinstance(told, Tensor) and told.ndim == 2:
+            return told.shape[1]
+    return 0
 
 
 def _new_tokens(kwargs: dict[str, Any]) -> int | None:
@@ -100,9 +119,24 @@ def _preparing_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     return prepare
 
 
+@functools.cache
+def _preparing_guesses(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`_get_candidate_generator`, which generation calls before its first forward if an assistant or the text is to guess ahead."""
+
+    @functools.wraps(own)
+    def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
+        cache = cache_of(kwargs.get("model_kwargs") or {})
+        if hasattr(cache, "begin_guessing"):
+            cache.begin_guessing()
+        return own(self, *args, **kwargs)
+
+    return prepare
+
+
 _LISTENING = {
     "prepare_inputs_for_generation": _preparing_inputs,
     "_prepare_attention_mask_for_generation": _preparing_mask,
+    "_get_candidate_generator": _preparing_guesses,
 }
 """The methods that listen, and how."""
 

@@ -12,7 +12,7 @@ must be known: generation asks the model for the logits of the guesses and of th
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import transformers
@@ -100,6 +100,15 @@ def refuse_unrecordable(policy: PolicySpec, layers: Sequence[Any]) -> None:
                 f"layer {index} is transformers' own {type(layer).__name__}, from which this release ({transformers.__version__}) "
                 f"cannot take tokens back: generate without `assistant_model` and `prompt_lookup_num_tokens`"
             )
+
+
+def refuse_second_run(cached: int) -> NoReturn:
+    """Raise KvdslError: the whole text is about to run, of which so many tokens are cached."""
+    raise KvdslError(
+        f"{cached} tokens are cached, and the whole text is about to run again, as this release of transformers "
+        f"({transformers.__version__}) does when guesses begin on a filled cache: generate without `assistant_model` and "
+        f"`prompt_lookup_num_tokens` from the second turn on, or call `cache.reset()` and pass the whole conversation"
+    )
 
 
 def check_steps(steps: Any) -> int:

@@ -32,6 +32,7 @@ class LayerSync(Linked):
     Attributes:
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
+        guessing: whether generation with guesses has begun, and has not prepared its first forward.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
         text: which tokens came in, as far as the model tells.
         total: tokens that the model has seen, int64 [], or None before the first forward.
@@ -43,6 +44,7 @@ class LayerSync(Linked):
     def __init__(self, model: nn.Module) -> None:
         self.open: int | None = None
         self.guesses: int | None = None
+        self.guessing = False
         self.one_by_one = False
         self.text = Text()
         self.total: Tensor | None = None
@@ -141,7 +143,7 @@ class LayerSync(Linked):
 
     def forget(self) -> None:
         """Nothing has been seen."""
-        self.open, self.guesses, self.total, self.ahead = None, None, None, False
+        self.open, self.guesses, self.total, self.guessing, self.ahead = None, None, None, False, False
         self.text.forget()
 
     def is_first(self, layer: SlotLayer) -> bool:
