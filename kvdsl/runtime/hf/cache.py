@@ -27,6 +27,7 @@ from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.supplying import Supplier, Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
+from kvdsl.runtime.hf.text import repeats_rows
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.choices import hand_over
@@ -427,13 +428,27 @@ class KVCache(Cache):
         Raises:
             KvdslError: if it does not continue what is cached.
         """
-        at = self._sync.text.differs(ids, embeddings, self._sync.length)
-        if at is not None:
+        text, length = self._sync.text, self._sync.length
+        at = text.differs(ids, embeddings, length)
+        if at is None:
+            return
+        rows = text.continued_rows(ids, embeddings, length)
+        if None not in rows:
             raise KvdslError(
-                f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
-                f"prompt, and go on with what `generate` returned as token ids, because text that is tokenized again may come out "
-                f"otherwise"
+                f"this text continues other rows of the cache than its own, which differ, as beam search and several returned sequences "
+                f"leave them: call `cache.batch_select_indices(torch.tensor({rows}))` first, so that every row holds its text"
             )
+        if repeats_rows(ids, embeddings):
+            raise KvdslError(
+                f"this text does not continue the cached one, they differ in token {at}: beam search does not always leave the text that "
+                f"it returns in the cache, so call `cache.reset()` and pass the whole text, or generate without beams; and call "
+                f"`cache.reset()` before an unrelated prompt"
+            )
+        raise KvdslError(
+            f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
+            f"prompt, and go on with what `generate` returned as token ids, because text that is tokenized again may come out "
+            f"otherwise"
+        )
 
     def begin_guessing(self) -> None:
         """Told by `kvdsl.runtime.hf.listening` before text is generated with guesses."""

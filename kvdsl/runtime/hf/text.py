@@ -48,11 +48,24 @@ class Text:
         tokens = _tokens(ids, embeddings)
         if tokens is None or self._ids.shape[0] % tokens.shape[0]:
             return None
-        count = min(self._end, length, tokens.shape[1])
-        known, told = self._ids[:, :count], tokens[:, :count].to(self._ids.device, torch.int32)
+        known, told = self._both(tokens, length)
         told = told.repeat_interleave(len(known) // len(told), 0)  # beams and several returned sequences
-        wrong = ((known != told) & (known != UNKNOWN) & ((known < 0) == (told < 0))).any(0)
+        wrong = _differing(known, told).any(0)
         return int(wrong.int().argmax()) if bool(wrong.any()) else None
+
+    def continued_rows(self, ids: Tensor | None, embeddings: Tensor | None, length: int) -> list[int | None]:
+        """For every row of this text the first cached row that it continues, None where there is none; `length` tokens are cached."""
+        tokens = _tokens(ids, embeddings)
+        if tokens is None:
+            return []
+        known, told = self._both(tokens, length)
+        continued = ((~_differing(known, row).any(1)).nonzero().flatten().tolist() for row in told)
+        return [next(iter(rows), None) for rows in continued]
+
+    def _both(self, tokens: Tensor, length: int) -> tuple[Tensor, Tensor]:
+        """What is known of cached tokens, and what this text, [batch, tokens], has there."""
+        count = min(self._end, length, tokens.shape[1])
+        return self._ids[:, :count], tokens[:, :count].to(self._ids.device, torch.int32)
 
     def select_rows(self, rows: Tensor) -> None:
         """Row i becomes what row rows[i] was."""
@@ -66,6 +79,17 @@ class Text:
     def forget(self) -> None:
         """Nothing has come in."""
         self._end = 0
+
+
+def _differing(known: Tensor, told: Tensor) -> Tensor:
+    """Where tokens are not the same, as far as they are known: bool, [rows, tokens]."""
+    return (known != told) & (known != UNKNOWN) & ((known < 0) == (told < 0))
+
+
+def repeats_rows(ids: Tensor | None, embeddings: Tensor | None) -> bool:
+    """Whether a text, as in `Text.note`, has some row twice, as beam search passes it."""
+    tokens = _tokens(ids, embeddings)
+    return tokens is not None and len(tokens.unique(dim=0)) < len(tokens)
 
 
 def _tokens(ids: Tensor | None, embeddings: Tensor | None) -> Tensor | None:
