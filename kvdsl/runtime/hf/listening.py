@@ -1,7 +1,7 @@
 """What a model tells the caches that it uses: which tokens come in, how many of them are guesses, and which text generation continues.
 
 A cache sees keys and values only. So while caches of a model live, a hook runs before its forwards; and because generation hands
-a forward the new tokens alone, three of the methods by which it prepares them look at the whole text. Without a cache of ours all
+a forward the new tokens alone, some of the methods by which it prepares them look at the whole text. Without a cache of ours all
 of this does nothing.
 """
 
@@ -133,10 +133,26 @@ def _preparing_guesses(own: Callable[..., Any]) -> Callable[..., Any]:
     return prepare
 
 
+@functools.cache
+def _prefilling(own: Callable[..., Any]) -> Callable[..., Any]:
+    """`_prefill`, which cuts what follows the cached text into chunks, if asked, of which each is prepared as if it were the text."""
+
+    @functools.wraps(own)
+    def prefill(self: Any, input_ids: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        cache, mask = cache_of(model_kwargs), model_kwargs.get("attention_mask")
+        chunked = getattr(settings, "prefill_chunk_size", None) is not None
+        if chunked and hasattr(cache, "check_text") and (mask is None or mask.shape[1] == input_ids.shape[1]):
+            cache.check_text(input_ids, None)
+        return own(self, input_ids, settings, model_kwargs, *args, **kwargs)
+
+    return prefill
+
+
 _LISTENING = {
     "prepare_inputs_for_generation": _preparing_inputs,
     "_prepare_attention_mask_for_generation": _preparing_mask,
     "_get_candidate_generator": _preparing_guesses,
+    "_prefill": _prefilling,
 }
 """The methods that listen, and how."""
 
