@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvdsl.errors import KvdslError
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
 from tests.hf import policies, zoo
@@ -127,3 +128,80 @@ def test_beams_take_their_ranks_along() -> None:
         for layer in cache.managed:
             assert torch.equal(cache.layers[layer].state.rank, ranks(cache.layers[layer].state.position))
     assert texts[0] == texts[1]
+
+
+# -- positions that do not count tokens --------------------------------------------------------------------------------
+
+
+def _streaming(model: Any) -> Any:
+    return policies.cache_class("streaming_llm")(model, budget=12)
+
+
+def _run(model: Any, cache: Any, positions: Tensor, *cuts: int, mask: Tensor | None = None) -> None:
+    """Run random tokens at these positions, [..., batch, tokens], cut into forwards behind so many tokens."""
+    ids, ends = zoo.prompt(positions.shape[-2], positions.shape[-1]), [*cuts, positions.shape[-1]]
+    with torch.no_grad():
+        for begin, end in zip([0, *ends], ends, strict=False):
+            given = {} if mask is None else {"attention_mask": mask[:, :end]}
+            model(ids[:, begin:end], position_ids=positions[..., begin:end], past_key_values=cache, **given)
+
+
+GAP = torch.cat([torch.arange(20), torch.arange(520, 540)])[None]
+
+
+@pytest.mark.parametrize("cuts", [(), (20,), (7,), (39,), range(20, 40)])
+def test_positions_with_a_gap_are_refused(cuts: Any) -> None:
+    """Wherever the text is cut; the message says where."""
+    model = zoo.model("llama")
+    with pytest.raises(KvdslError, match=r"in row 0 token 20 has position 520.*use `positions original`") as error:
+        _run(model, _streaming(model), GAP, *cuts)
+    assert "\n" not in str(error.value) and len(str(error.value)) < 400
+    _run(model, policies.cache_class("window")(model, budget=12), GAP, *cuts)
+
+
+@pytest.mark.parametrize("cuts", [(), (10, 13), (30, *range(31, 40))])
+def test_positions_that_differ_from_the_count_by_a_constant(cuts: Any) -> None:
+    """One for each row; padding may stand anywhere, and padding in the middle may go uncounted."""
+    model, mask = zoo.model("llama"), torch.ones(3, 40, dtype=torch.long)
+    mask[1, :9] = mask[2, 12:15] = 0
+    counted = (mask.cumsum(1) - 1).clamp(min=0) + torch.tensor([[100], [0], [5]])
+    for padding in (0, 1, 4000):
+        _run(model, _streaming(model), counted.masked_fill(mask == 0, padding), *cuts, mask=mask)
+    _run(model, _streaming(model), torch.arange(40)[None].repeat(3, 1), *cuts)
+    with pytest.raises(KvdslError, match="in row 2 token 12 has position 15"):
+        _run(model, _streaming(model), torch.arange(40)[None].repeat(3, 1), *cuts, mask=mask)
+
+
+def test_rows_take_their_constants_along() -> None:
+    model = zoo.model("llama")
+    cache, positions = _streaming(model), torch.arange(30)[None] + torch.tensor([[0], [50]])
+    _run(model, cache, positions)
+    cache.reorder_cache(torch.tensor([1, 0]))
+    cache.batch_repeat_interleave(2)
+    _run(model, cache, torch.tensor([[80], [80], [30], [30]]))
+    with pytest.raises(KvdslError, match="in row 2 token 31 has position 81"):
+        _run(model, cache, torch.tensor([[81]] * 4))
+    cache.reset()
+    _run(model, cache, positions.flip(0))
+
+
+def test_positions_with_axes() -> None:
+    """As those of M-RoPE around an image, which no attention is told; each axis may have a constant of its own."""
+    model, text = zoo.multimodal("Qwen2VL"), torch.arange(40)
+    axes = torch.stack([text, text + 3, text + 9])[:, None]
+    _run(model, _streaming(model), axes, 30, 31)
+    axes[1:, :, 10:20] = axes[1:, :, 10:11]
+    with pytest.raises(KvdslError, match="in row 0 token 11 has position 13"):
+        _run(model, _streaming(model), axes)
+    _run(model, policies.cache_class("window")(model, budget=12), axes)
+
+
+@pytest.mark.skipif(zoo.EARLY, reason="transformers 4.57 is given images otherwise")
+def test_an_image_is_refused() -> None:
+    model, text = zoo.multimodal("Qwen2VL"), zoo.prompt(1, 20) % 90 + 3
+    ids = torch.cat([text[:, :6], torch.tensor([[98, *[100] * 16, 97]]), text[:, 6:]], 1)
+    image = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
+    inputs = {**zoo.plain(ids), **image, "mm_token_type_ids": (ids == 100).int()}
+    with pytest.raises(KvdslError, match="in row 0 token 8 has position 7: behind an image"):
+        model.generate(**inputs, past_key_values=_streaming(model), max_new_tokens=2)
+    model.generate(**zoo.plain(text), past_key_values=_streaming(model), max_new_tokens=2)

@@ -413,6 +413,11 @@ class KVCache(Cache):
         self._sync.guesses = guesses
         self._sync.text.note(ids, embeddings, self._sync.length)
 
+    def hear_positions(self, positions: Tensor | None) -> None:
+        """Told by `kvdsl.runtime.hf.listening` before the text part's forward: its position ids, if any."""
+        if self._spec.compact:
+            self._sync.counting.heard = positions
+
     def check_mask(self, mask: Any, *, one_token: bool = False) -> None:
         """Told by `kvdsl.runtime.hf.listening` before a forward, and before text is generated: the mask of the whole text.
 

@@ -16,6 +16,7 @@ from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
 from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
+from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.gradients import asking, refusing
 from kvdsl.runtime.hf.supplying import Supplying
 from kvdsl.runtime.hf.sync import LayerSync
@@ -195,6 +196,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         """`attend`, once everything that may be wrong has been looked at."""
         self._check_module(module)
         self._check_text(positions, call.real, call.query.shape[2])
+        self._check_counting(positions, call)
         if self.state.choices is not None:
             self.state.choices.begin(self.index)
         if self.length == 0:
@@ -328,6 +330,19 @@ class SlotLayer(Linked, CacheLayerMixin):
                 f"continue the cached one; call `cache.reset()` before an unrelated prompt"
             )
 
+    def _check_counting(self, positions: Tensor | None, call: AttentionCall) -> None:
+        """Notice positions that do not count tokens, under compact ones. Where and when `_check_text` looks."""
+        if not self.state.spec.compact or not self._sync.is_first(self):
+            return
+        positions, (rows, _, tokens, _) = self._sync.counting.take(positions), call.query.shape
+        if positions is None or positions.ndim not in (2, 3) or positions.shape[-1] != tokens:
+            return
+        if tokens == 1 and call.query.device.type != "cpu":
+            return
+        seen = self.state.seen if self.state.allocated else torch.zeros(rows, dtype=torch.int32, device=call.query.device)
+        with plain_tensors():
+            self._sync.counting.check(positions, call.real, seen, self.state.spec.name)
+
     def check_mask(self, mask: Tensor, *, one_token: bool) -> None:
         """Raise KvdslError for a mask of the whole text, [batch, columns], that leaves out tokens which are cached.
 
@@ -405,13 +420,14 @@ class SlotLayer(Linked, CacheLayerMixin):
     def _select_rows(self, rows: Tensor) -> None:
         self._change_rows(lambda held: held.select_rows(rows), len(rows))
 
-    def _change_rows(self, change: Callable[[SlotState | Text], None], batch_size: int) -> None:
+    def _change_rows(self, change: Callable[[SlotState | Text | Counting], None], batch_size: int) -> None:
         """Change the rows of what is cached, and once a cache those of the text."""
         if self.length:
             with plain_tensors():
                 change(self.state)
                 if self._sync.is_first(self):
                     change(self._sync.text)
+                    change(self._sync.counting)
             self.forget_steps()
             self.batch_size = batch_size
 

@@ -1,4 +1,5 @@
-"""What a model tells the caches that it uses: which tokens come in, how many of them are guesses, and which text generation continues.
+"""What a model tells the caches that it uses: which tokens come in and where they stand, how many of them are guesses, and which text
+generation continues.
 
 A cache sees keys and values only. So while caches of a model live, a hook runs before its forwards; and because generation hands
 a forward the new tokens alone, some of the methods by which it prepares them look at the whole text. Without a cache of ours all
@@ -14,31 +15,52 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.models import text_model
 from kvdsl.runtime.hf.versions import cache_of
 
 _HOOK = "_kvdsl_hook"
 
+_TEXT_HOOK = "_kvdsl_text_hook"
 
-def listen(model: nn.Module) -> None:
+
+def listen(model: PreTrainedModel) -> None:
     """Have the model tell; asking twice changes nothing."""
-    if not hasattr(model, _HOOK):
-        setattr(model, _HOOK, model.register_forward_pre_hook(_before_forward, with_kwargs=True))
+    for module, hook, hears in _hooks(model):
+        if not hasattr(module, hook):
+            setattr(module, hook, module.register_forward_pre_hook(hears, with_kwargs=True))
     for name, listening in _LISTENING.items():
         if hasattr(type(model), name):
             vars(model).setdefault(name, MethodType(listening(getattr(type(model), name)), model))
 
 
-def stop_listening(model: nn.Module) -> None:
+def stop_listening(model: PreTrainedModel) -> None:
     """Leave the model as it was."""
-    if hasattr(model, _HOOK):
-        getattr(model, _HOOK).remove()
-        delattr(model, _HOOK)
+    for module, hook, _ in _hooks(model):
+        if hasattr(module, hook):
+            getattr(module, hook).remove()
+            delattr(module, hook)
     for name, listening in _LISTENING.items():
         found = vars(model).get(name)
         if isinstance(found, MethodType) and found.__func__ is listening(getattr(type(model), name)):
             del vars(model)[name]
+
+
+def _hooks(model: PreTrainedModel) -> list[tuple[nn.Module, str, Callable[..., None]]]:
+    """Which modules have a hook, by which name, and the hook: the model, and the part of it that knows where tokens stand."""
+    part = text_model(model)
+    return [(model, _HOOK, _before_forward)] + ([] if part is model else [(part, _TEXT_HOOK, _before_text)])
+
+
+def _before_text(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """The positions that a multimodal model computes itself, with axes for images, reach its text part and no attention."""
+    if torch.compiler.is_compiling():
+        return
+    hear = getattr(cache_of(kwargs), "hear_positions", None)
+    if hear is not None:
+        hear(kwargs.get("position_ids"))
 
 
 def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -48,6 +70,7 @@ def _before_forward(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, 
     if tell is not None:
         ids, wanted = kwargs.get("input_ids", args[0] if args else None), kwargs.get("logits_to_keep")
         mask = kwargs.get("attention_mask", args[1] if len(args) > 1 else None)
+        _before_text(module, args, kwargs)
         tell(ids, kwargs.get("inputs_embeds"), mask, wanted - 1 if isinstance(wanted, int) and wanted > 0 else None)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
@@ -35,6 +36,7 @@ class LayerSync(Linked):
         guessing: whether generation with guesses has begun, and has not prepared its first forward.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
         text: which tokens came in, as far as the model tells.
+        counting: where the model puts them, for compact positions.
         total: tokens that the model has seen, int64 [], or None before the first forward.
         ahead: whether compiled forwards have added tokens that the layers have not counted.
     """
@@ -47,6 +49,7 @@ class LayerSync(Linked):
         self.guessing = False
         self.one_by_one = False
         self.text = Text()
+        self.counting = Counting()
         self.total: Tensor | None = None
         self.ahead = False
         self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
@@ -145,6 +148,7 @@ class LayerSync(Linked):
         """Nothing has been seen."""
         self.open, self.guesses, self.total, self.guessing, self.ahead = None, None, None, False, False
         self.text.forget()
+        self.counting.forget()
 
     def is_first(self, layer: SlotLayer) -> bool:
         """Whether the layer is the first of ours that a forward meets."""

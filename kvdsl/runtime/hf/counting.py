@@ -1,0 +1,128 @@
+"""Where the model puts tokens, as against how many came: compact positions turn keys by the count.
+
+A constant makes no difference, because only distances matter to rotated keys. A gap does, as behind an image whose tokens share
+places (M-RoPE), behind padding that the model counts, and between packed texts.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from kvdsl.errors import KvdslError
+
+_UNKNOWN = torch.iinfo(torch.int64).min
+"""The offset of a row of which no token has come with a position."""
+
+
+class Counting:
+    """Shared by the layers of one cache: by how much positions and count differ, for each axis of positions and each row.
+
+    Attributes:
+        heard: the position ids of the forward that is about to run, as its text model was given them; None where it was not.
+    """
+
+    def __init__(self) -> None:
+        self.heard: Tensor | None = None
+        self._offset: Tensor | None = None
+
+    def take(self, told: Tensor | None) -> Tensor | None:
+        """The position ids of this forward: what was heard, which may have axes (M-RoPE), else what attention was told."""
+        heard, self.heard = self.heard, None
+        return told if heard is None else heard
+
+    def check(self, positions: Tensor, real: Tensor | None, seen: Tensor, policy: str) -> None:
+        """Note where a forward's tokens stand, padding aside.
+
+        Args:
+            positions: int [batch or 1, tokens], or [axes, batch or 1, tokens].
+            real: bool [batch, tokens], False for padding, or None.
+            seen: int [batch], tokens that came before.
+
+        Raises:
+            KvdslError: if they are not counted one by one from where the row's last tokens were.
+        """
+        positions = positions.to(seen.device, torch.int64).reshape(-1, *positions.shape[-2:])
+        if self._goes_on(positions, real, seen):
+            return
+        places = _places(real, seen, positions.shape[2])
+        offset = positions - places
+        least, most, came = _extent(offset, real)
+        before = self._before(least, seen)
+        strays = (least < most) | ((before != _UNKNOWN) & came & (least != before))
+        if bool(strays.any()):
+            expected = torch.where(before == _UNKNOWN, _first(offset, real), before)
+            raise _refusal(positions, places, offset != expected[..., None], real, strays, policy)
+        self._offset = torch.where(came, least, before)
+
+    def _goes_on(self, positions: Tensor, real: Tensor | None, seen: Tensor) -> bool:
+        """Whether this is one token for each row, and where it should be: nearly always, so that it is asked first."""
+        if positions.shape[2] > 1 or self._offset is None or not torch.equal(positions[..., 0] - seen, self._offset):
+            return False
+        return real is None or bool(real.all())
+
+    def _before(self, like: Tensor, seen: Tensor) -> Tensor:
+        """The offsets so far, int64 [axes, batch] as these; of a row without tokens, none."""
+        before, known = torch.full_like(like, _UNKNOWN), self._offset
+        if known is not None and known.shape[1] == like.shape[1]:
+            axes = min(len(known), len(like))  # the last ones turn keys; a first one may tell packed texts apart
+            before[-axes:] = known[-axes:]
+        return before.masked_fill(seen == 0, _UNKNOWN)
+
+    def select_rows(self, rows: Tensor) -> None:
+        """Row i becomes what row rows[i] was."""
+        if self._offset is not None:
+            self._offset = self._offset.index_select(1, rows.to(self._offset.device))
+
+    def repeat_rows(self, repeats: int) -> None:
+        """Repeat every row `repeats` times, next to itself."""
+        if self._offset is not None:
+            self._offset = self._offset.repeat_interleave(repeats, 1)
+
+    def forget(self) -> None:
+        """Nothing has come in."""
+        self.heard = self._offset = None
+
+
+def _places(real: Tensor | None, seen: Tensor, tokens: int) -> Tensor:
+    """The count of every token, int64 [batch, tokens]; that of padding means nothing."""
+    if real is None:
+        return seen[:, None] + torch.arange(tokens, device=seen.device)
+    return seen[:, None] + real.cumsum(1) - 1
+
+
+def _extent(offset: Tensor, real: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """The least and the largest offset of a row's tokens, int64 [axes, batch] each, and whether any came, bool [batch]."""
+    if real is None:
+        return offset.amin(2), offset.amax(2), torch.ones_like(offset[0, :, 0], dtype=torch.bool)
+    limits = torch.iinfo(torch.int64)
+    return offset.masked_fill(~real, limits.max).amin(2), offset.masked_fill(~real, limits.min).amax(2), real.any(1)
+
+
+def _first(offset: Tensor, real: Tensor | None) -> Tensor:
+    """The offset of every row's first token, int64 [axes, batch]."""
+    if real is None:
+        return offset[..., 0]
+    return offset.gather(2, real.int().argmax(1)[None, :, None].expand(len(offset), -1, 1))[..., 0]
+
+
+def _refusal(
+    positions: Tensor, places: Tensor, wrong: Tensor, real: Tensor | None, strays: Tensor, policy: str
+) -> KvdslError:
+    """What to say of the first token that strays.
+
+    Args:
+        positions: int64 [axes, batch or 1, tokens].
+        places: int64 [batch, tokens].
+        wrong: bool [axes, batch, tokens], which stand elsewhere than their row's first tokens say.
+        strays: bool [axes, batch].
+    """
+    axis, row = (int(index) for index in strays.nonzero()[0])
+    wrong = wrong[axis, row] if real is None else wrong[axis, row] & real[row]
+    token = int(wrong.int().argmax())
+    at = int(positions[axis].expand(len(places), -1)[row, token])
+    return KvdslError(
+        f"{policy} has `positions compact`, for which the model must count tokens one by one, but in row {row} token "
+        f"{int(places[row, token])} has position {at}: behind an image, padding or a gap, or in packed texts, it does not; pass plain text "
+        f"with `position_ids` that count it, or use `positions original`"
+    )
