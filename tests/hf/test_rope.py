@@ -17,7 +17,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import rope as calibration
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.rope import Pairing, Rope
-from tests.hf import zoo
+from tests.hf import policies, zoo
 
 FURTHEST = 600
 """Tokens are compared at positions below."""
@@ -152,7 +152,7 @@ def test_every_way_to_rotate_is_told_from_the_others(offset: int, pairing: Pairi
     key, value = torch.randn(2, 1, 8, 20, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
     own = Rope(sign * part.model.rotary_emb.inv_freq.double(), pairing, offset)
     moved = own.rotate(key, torch.tensor(calibration.POSITIONS)[:, None]).double()
-    (found,) = calibration._fit_all(part, {0: (moved, value.expand(4, -1, -1))}).values()
+    (found,) = calibration._fit_all(part, {0: calibration._Seen(moved, value.expand(4, -1, -1), torch.ones(5, 8))}).values()
     assert found is not None
     assert (found.pairing, found.offset) == (pairing, offset)
     assert torch.equal(found.inv_freq, own.inv_freq)
@@ -319,7 +319,7 @@ def test_a_forward_that_fails_is_a_reason() -> None:
     broken = zoo.make("Llama")
 
     def fail(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
-        if len(kwargs["input_ids"]) == len(calibration.POSITIONS) * calibration.TOKENS:
+        if len(kwargs["input_ids"]) == (len(calibration.POSITIONS) + 1) * calibration.TOKENS:
             raise RuntimeError("out of order")
 
     broken.register_forward_pre_hook(fail, with_kwargs=True)
@@ -332,3 +332,52 @@ def test_a_model_without_weights_is_refused() -> None:
         empty = zoo.make("Llama")
     with pytest.raises(KvdslError, match="it has no weights yet"):
         ropes(empty)
+
+
+# -- queries -----------------------------------------------------------------------------------------------------------
+
+
+def scaling(per_position: float, part: Any) -> Any:
+    """The model with queries of its second layer that are longer the further they stand in the text."""
+    places: list[Tensor] = []
+
+    def note(module: Any, args: Any, kwargs: dict[str, Any]) -> None:
+        places[:] = [kwargs.get("position_ids", args[-1])]
+
+    def stretch(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out * (1 + per_position * places[0][..., None])
+
+    part.model.rotary_emb.register_forward_pre_hook(note, with_kwargs=True)
+    part.model.layers[1].self_attn.q_proj.register_forward_hook(stretch)
+    return part
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_queries_that_are_scaled_by_their_position(dtype: torch.dtype) -> None:
+    """Seen at the last position; keys can be turned all the same."""
+    scaled = scaling(1e-4, zoo.make("Llama")).to(dtype)
+    assert None not in ropes(scaled).values()
+    with pytest.raises(
+        KvdslError, match=r"it scales queries by their place in the text in layer 1.*use `positions original`"
+    ):
+        ropes(scaled, moves_queries=True)
+
+
+@each_model
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_queries_that_are_only_rotated(name: str, dtype: torch.dtype) -> None:
+    stem, extra, _, _ = MODELS[name]
+    ropes(zoo.make(stem, **extra).to(dtype), moves_queries=True)
+
+
+@pytest.mark.skipif(zoo.EARLY, reason="transformers 4.57 does not know the model")
+@pytest.mark.parametrize("begins", [16, 4096])
+def test_a_model_that_scales_its_queries(begins: int) -> None:
+    """Also where the scale begins behind the last position that the model has."""
+    rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": begins}
+    scaled = zoo.make("Ministral3", sliding_window=None, rope_parameters={**rope, "llama_4_scaling_beta": 0.5})
+    with pytest.raises(KvdslError, match="it scales queries by their place in the text"):
+        policies.cache_class("streaming_llm")(scaled, budget=12)
+    policies.cache_class("window")(scaled, budget=12)
+    plain = zoo.make("Ministral3", sliding_window=None, rope_parameters={**rope, "llama_4_scaling_beta": 0.0})
+    policies.cache_class("streaming_llm")(plain, budget=12)

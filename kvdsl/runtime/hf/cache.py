@@ -124,7 +124,7 @@ class KVCache(Cache):
         layers = native_layers(self._config)
         if spec.tensors is not None:
             spec.tensors.check(sizes(self._config, len(layers)))
-        rope = ropes(model) if spec.compact or spec.rotates else {}
+        rope = ropes(model, moves_queries=spec.compact) if spec.compact or spec.rotates else {}
         together = Together() if spec.victims == "layers" or spec.across_layers else None
         for index, window in managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)

@@ -5,6 +5,9 @@ so unless positions are added to the hidden states, these are the same everywher
 only. Which rotation that is, follows from trying the frequencies that the model's rotary modules hold, in every pairing: the
 exact frequencies, the pairing, the rotated dims and the direction are those that turn the keys of position 0 into the others.
 
+At the last position that the model has, queries are looked at, too: a rotation leaves them as long as they were. Where they grow
+with the position, a query cannot stand at its rank.
+
 Calling the rotary modules, or `apply_rotary_pos_emb`, would not tell: families differ in the pairing, in the dims that they
 rotate and in the layers that they leave alone.
 """
@@ -16,7 +19,7 @@ import math
 import weakref
 from collections.abc import Iterator
 from itertools import product
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -41,26 +44,44 @@ TOLERANCE = {torch.float32: 1e-4}
 
 _HALF_TOLERANCE = 0.05
 
-_found: weakref.WeakKeyDictionary[PreTrainedModel, tuple[torch.dtype, dict[int, Rope | None]]] = weakref.WeakKeyDictionary()
+_HALF_STRETCH = 0.01
+"""How much longer a query may be at another position in half precisions, of which rounding alone makes up to 0.006."""
 
 
-def ropes(model: PreTrainedModel) -> dict[int, Rope | None]:
+class _Found(NamedTuple):
+    """What was seen of a model in this dtype: rotations by layer, and the layers whose queries grow with the position."""
+
+    dtype: torch.dtype
+    ropes: dict[int, Rope | None]
+    growing: list[int]
+
+
+_found: weakref.WeakKeyDictionary[PreTrainedModel, _Found] = weakref.WeakKeyDictionary()
+
+
+def ropes(model: PreTrainedModel, *, moves_queries: bool = False) -> dict[int, Rope | None]:
     """The rotation of every managed layer, None where a layer has no positions.
 
-    Costs a forward of 16 tokens, once; a model that is not bound is bound meanwhile.
+    Costs a forward of 20 tokens, once; a model that is not bound is bound meanwhile.
+
+    Args:
+        moves_queries: whether queries are to stand elsewhere, too, as under compact positions.
 
     Raises:
-        KvdslError: if the model cannot be served at all, or if its keys cannot be moved to other positions.
+        KvdslError: if the model cannot be served at all, or if its keys, or queries, cannot be moved to other positions.
     """
     part = text_model(model)
     known = _found.get(part)
-    if known is None or known[0] != part.dtype:  # a model that is converted may round its frequencies
+    if known is None or known.dtype != part.dtype:  # a model that is converted may round its frequencies
         _refuse_by_config(part)
         with torch.inference_mode(False), torch.no_grad():
             seen = _watch(model, part)
             _refuse_unused_positions(part, seen)
-            known = _found[part] = part.dtype, _fit_all(part, {layer: seen[layer] for layer in managed_windows(model)})
-    return dict(known[1])
+            seen = {layer: seen[layer] for layer in managed_windows(model)}
+            known = _found[part] = _Found(part.dtype, _fit_all(part, seen), _growing(part, seen))
+    if moves_queries:
+        _refuse_scaled_queries(part, known.growing)
+    return dict(known.ropes)
 
 
 # -- what is refused at once -------------------------------------------------------------------------------------------
@@ -84,13 +105,44 @@ def _refuse_by_config(part: PreTrainedModel) -> None:
 
 def _rope_types(config: Any) -> set[str]:
     """The config's words for how frequencies are scaled, of all kinds of layers."""
+    return {str(found[key]) for found in _scalings(config) for key in ("rope_type", "type") if key in found}
+
+
+def _scalings(config: Any) -> list[dict[str, Any]]:
+    """What the config says of scaling by position, of all kinds of layers."""
     scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
     scalings = [found for found in scaling if isinstance(found, dict)]
-    scalings += [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
-    return {str(found[key]) for found in scalings for key in ("rope_type", "type") if key in found}
+    return scalings + [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
+
+
+def _refuse_scaled_queries(part: PreTrainedModel, growing: list[int]) -> None:
+    """Raise KvdslError if queries are scaled by their own position, as was seen in these layers, or as the config says.
+
+    Its words are asked as well because a scale may begin behind the last position, or go by the cache's length.
+    """
+    config = text_config(part)
+    told = [scaling for scaling in _scalings(config) if scaling.get("llama_4_scaling_beta")]
+    if growing or told or getattr(config, "attn_temperature_tuning", None):
+        where = f" in layer {growing[0]}" if growing else ""
+        raise _refusal(
+            part,
+            f"it scales queries by their place in the text{where}, so that a query at another position is not the one that the "
+            f"model would have made there",
+        )
 
 
 # -- looking at keys ---------------------------------------------------------------------------------------------------
+
+
+class _Seen(NamedTuple):
+    """What a layer's attention was given: key and value, float64 [positions, tokens * kv_heads, dim] each, and how long queries are.
+
+    `length` is float64 [positions + 1, tokens * query_heads]; its last row is of the last position that the model has.
+    """
+
+    key: Tensor
+    value: Tensor
+    length: Tensor
 
 
 class _Tap(DynamicLayer):
@@ -107,12 +159,12 @@ class _Tap(DynamicLayer):
         return SlotLength(1), 0
 
     def attend(self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        self.seen = _rows(key), _rows(value)
+        self.seen = _Seen(_rows(key)[: len(POSITIONS)], _rows(value)[: len(POSITIONS)], _rows(query).norm(dim=-1))
         return value.repeat_interleave(query.shape[1] // value.shape[1], dim=1).transpose(1, 2)
 
 
-def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, tuple[Tensor, Tensor]]:
-    """Keys and values of every layer with a cache for attention, float64 [positions, tokens * kv_heads, dim] each.
+def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
+    """What was seen in every layer with a cache for attention.
 
     Raises:
         KvdslError: if the model cannot be run so.
@@ -134,7 +186,7 @@ def _run(part: PreTrainedModel, embedding: Tensor) -> list[Any]:
     if "position_ids" not in inspect.signature(part.forward).parameters:
         raise _refusal(part, "its forward takes no `position_ids`")
     tokens = (torch.arange(TOKENS, device=embedding.device) * 7919 + 11) % embedding.shape[0]
-    positions = torch.tensor(_positions(part), device=embedding.device)
+    positions = torch.tensor([*_positions(part), _last(part)], device=embedding.device)
     inputs = {
         "input_ids": tokens.repeat(len(positions))[:, None],
         "position_ids": positions.repeat_interleave(TOKENS)[:, None],
@@ -150,25 +202,36 @@ def _run(part: PreTrainedModel, embedding: Tensor) -> list[Any]:
 
 def _positions(part: PreTrainedModel) -> tuple[int, ...]:
     """As many of the positions as the model has; beyond a table of positions, a GPU would not raise but break."""
-    last = (getattr(text_config(part), "max_position_embeddings", None) or POSITIONS[-1] + 1) - 1
-    return tuple(min(position, last) for position in POSITIONS)
+    return tuple(min(position, _last(part)) for position in POSITIONS)
+
+
+def _last(part: PreTrainedModel) -> int:
+    """The last position that the model has, as far as its config says."""
+    return int(getattr(text_config(part), "max_position_embeddings", None) or POSITIONS[-1] + 1) - 1
 
 
 def _rows(stored: Tensor) -> Tensor:
-    """[positions * tokens, kv_heads, 1, dim] as float64 [positions, tokens * kv_heads, dim] on the CPU."""
-    return stored.detach().cpu().double().reshape(len(POSITIONS), -1, stored.shape[-1])
+    """[(positions + 1) * tokens, heads, 1, dim] as float64 [positions + 1, tokens * heads, dim] on the CPU."""
+    return stored.detach().cpu().double().reshape(len(POSITIONS) + 1, -1, stored.shape[-1])
 
 
 # -- finding the rotation ----------------------------------------------------------------------------------------------
 
 
-def _refuse_unused_positions(part: PreTrainedModel, seen: dict[int, tuple[Tensor, Tensor]]) -> None:
+def _refuse_unused_positions(part: PreTrainedModel, seen: dict[int, _Seen]) -> None:
     """Raise KvdslError if the model could rotate but nothing shows: it may go by something else than `position_ids`."""
-    if _frequencies(part) and all(torch.equal(key, key[:1].expand_as(key)) for key, _ in seen.values()):
+    if _frequencies(part) and all(torch.equal(key, key[:1].expand_as(key)) for key, *_ in seen.values()):
         raise _refusal(part, "it holds frequencies of a rotation, but no key depends on `position_ids`")
 
 
-def _fit_all(part: PreTrainedModel, cached: dict[int, tuple[Tensor, Tensor]]) -> dict[int, Rope | None]:
+def _growing(part: PreTrainedModel, seen: dict[int, _Seen]) -> list[int]:
+    """The layers whose queries are longer or shorter at some position than at the first."""
+    allowed = TOLERANCE.get(part.dtype, _HALF_STRETCH)
+    found = {layer: float((length / length[:1] - 1).abs().nan_to_num().max()) for layer, (_, _, length) in seen.items()}
+    return [layer for layer, stretch in found.items() if stretch > allowed]
+
+
+def _fit_all(part: PreTrainedModel, cached: dict[int, _Seen]) -> dict[int, Rope | None]:
     """The rotation of every layer, from its keys and values; layers that rotate alike share theirs.
 
     Raises:
@@ -178,7 +241,7 @@ def _fit_all(part: PreTrainedModel, cached: dict[int, tuple[Tensor, Tensor]]) ->
     tried: dict[int, list[Rope]] = {}
     found: dict[int, Rope | None] = {}
     allowed = TOLERANCE.get(part.dtype, _HALF_TOLERANCE)
-    for layer, (key, value) in cached.items():
+    for layer, (key, value, _) in cached.items():
         if _deviation(value, value[:1]) > allowed:  # what is never rotated
             raise _refusal(part, "it adds positions to the embeddings, so that no cached key or value can be moved")
         if _deviation(key, key[:1]) <= allowed:
