@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import math
 import re
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from transformers import masking_utils
 
 import kvdsl
 from kvdsl.errors import KvdslError
@@ -102,6 +104,25 @@ def test_float64_model() -> None:
     with pytest.raises(KvdslError, match=r"float64.*float32, bfloat16, float16") as error:
         cache_for(zoo.make("Llama").double())
     said(error)
+
+
+@pytest.mark.parametrize(("stem", "masks", "told"), [
+    ("Mistral", "create_causal_mask", "masked to see the whole text, but .* would give it 8 tokens in layer 0"),
+    ("Llama", "create_sliding_window_causal_mask", "masked to see 8 tokens, but .* would give it the whole text in layer 0"),
+])  # fmt: skip
+def test_a_mask_with_another_window_than_the_cache(
+    stem: str, masks: str, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As Moshi's, whose prompt sees the whole text and whose tokens behind it see a window; text within it would not show that."""
+    modeling = importlib.import_module(f"transformers.models.{stem.lower()}.modeling_{stem.lower()}")
+    for name in ("create_causal_mask", "create_sliding_window_causal_mask"):
+        monkeypatch.setattr(modeling, name, getattr(masking_utils, masks), raising=False)
+    model = zoo.make(stem, sliding_window=8, **({"layer_types": ["full_attention"] * 2} if stem == "Llama" else {}))
+    own = model.config._attn_implementation
+    with pytest.raises(KvdslError, match=f"cannot be served: {stem}Attention is {told}") as error:
+        cache_for(model)
+    said(error)
+    assert model.config._attn_implementation == own
 
 
 class _Unfaithful(transformers.LlamaForCausalLM):

@@ -33,6 +33,12 @@ NATIVE = ("sdpa", "eager")
 
 _MARK = "_kvdsl_layer"
 
+_WINDOW = "_kvdsl_window"
+"""What a mask of ours knows: the window that the model asked for, None for the whole text."""
+
+UNTOLD = -1
+"""The window where no mask tells."""
+
 
 class SlotLength(int):
     """The logical length of a cache of ours: tells the mask function that it serves slots."""
@@ -88,6 +94,7 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
             sinks=kwargs.get("s_aux"),
             slopes=_slopes(kwargs, query.shape[1]),
             positions=kwargs.get("position_ids"),
+            asked_window=_window_of(attention_mask),
         )
         return out, None
 
@@ -144,6 +151,14 @@ def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")
     if getattr(module, "is_causal", True) is False:  # the argument of that name only tells what the mask leaves to do
         raise KvdslError(f"{type(module).__name__} attends in both directions, but a cache serves causal attention only")
+
+
+def _window_of(mask: Tensor | None) -> int | None:
+    """The window that the model asked for with this mask, None for the whole text, `UNTOLD` without padding and in compiled forwards."""
+    if mask is None or torch.compiler.is_compiling():
+        return UNTOLD
+    window: int | None = getattr(mask, _WINDOW, UNTOLD)
+    return window
 
 
 def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
@@ -206,9 +221,12 @@ def _padding_of_new_tokens(arguments: dict[str, Any]) -> Tensor | None:
             f"pass the mask of the whole text, or call `cache.reset()` before an unrelated prompt"
         )
     # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
-    return padding[:, None, None, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
+    made = padding[:, None, None, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
+    if not torch.compiler.is_compiling():
+        setattr(made, _WINDOW, arguments.get("local_size"))
+    return made
 
 
 def _only_causal(arguments: dict[str, Any]) -> bool:
-    """Whether the mask is causal, or causal in a sliding window (which reaches us as the layer's own window)."""
+    """Whether the mask is causal, or causal in a sliding window (which the mask then knows, to be compared with the layer's own)."""
     return arguments.get("local_size") is not None or arguments.get("mask_function") in (None, causal_mask_function)

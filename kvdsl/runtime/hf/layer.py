@@ -15,7 +15,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
-from kvdsl.runtime.hf.attention import UNCOUNTED, SlotLength, mark
+from kvdsl.runtime.hf.attention import UNCOUNTED, UNTOLD, SlotLength, mark
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.gradients import asking, refusing
 from kvdsl.runtime.hf.supplying import Supplying
@@ -162,6 +162,7 @@ class SlotLayer(Linked, CacheLayerMixin):
         sinks: Tensor | None,
         slopes: Tensor | None,
         positions: Tensor | None,
+        asked_window: int | None = UNTOLD,
     ) -> Tensor:
         """Cache the new tokens and attend: [batch, tokens, query_heads, value_dim].
 
@@ -169,11 +170,13 @@ class SlotLayer(Linked, CacheLayerMixin):
             query, key, value: as in `AttentionCall`, `key` marked by `update`.
             real: bool [batch, tokens], False for padding, or None.
             positions: the model's position ids, [batch or 1, tokens], to notice an unrelated text; None where it has none.
+            asked_window: of the model's mask, `UNTOLD` where that says nothing.
 
         Raises:
             KvdslError: if the tokens cannot continue what is cached.
         """
         self._sync.end(self)
+        self._check_window(module, asked_window)
         call = AttentionCall(query, key, value, real, scaling, softcap, self.window, sinks, self.rope, slopes=slopes)
         if not torch.compiler.is_compiling():
             out = self.attend_eagerly(module, call, positions)
@@ -315,6 +318,16 @@ class SlotLayer(Linked, CacheLayerMixin):
                 "this cache was made for another model: construct a cache for the model that you run (each model has its own)"
             )
         self._module = weakref.ref(module)
+
+    def _check_window(self, module: nn.Module, asked: int | None) -> None:
+        """Raise KvdslError if the model's mask has another window than its cache. The test of a new model pads, so that its masks tell."""
+        if asked in (UNTOLD, self.window):
+            return
+        masked, cached = ("the whole text" if window is None else f"{window} tokens" for window in (asked, self.window))
+        raise KvdslError(
+            f"{type(module).__name__} is masked to see {masked}, but transformers' own cache would give it {cached} in layer {self.index}: "
+            f"a prompt and what follows it see different things, which no policy can follow"
+        )
 
     def _check_text(self, positions: Tensor | None, real: Tensor | None, tokens: int) -> None:
         """Notice positions that go back: an unrelated prompt. Looks at the first layer, and never waits for a GPU's decode step."""
