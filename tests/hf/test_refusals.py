@@ -125,6 +125,26 @@ def test_a_mask_with_another_window_than_the_cache(
     assert model.config._attn_implementation == own
 
 
+@pytest.mark.skipif(not hasattr(transformers, "MiniMaxM3VLTextConfig"), reason="this release does not know the model")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_layers_that_choose_blocks(dtype: torch.dtype) -> None:
+    """The bfloat16 logits of a short text would hardly show it."""
+    blocks = {"index_n_heads": 2, "index_head_dim": 16, "index_block_size": 8, "index_topk_blocks": 1}
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16, "rotary_dim": 16}
+    kinds = ["full_attention", "minimax_m3_sparse"]
+    config = transformers.MiniMaxM3VLTextConfig(**{**zoo._SMALL, **blocks, **experts, "layer_types": kinds})
+    modeling = importlib.import_module("transformers.models.minimax_m3_vl.modeling_minimax_m3_vl")
+    torch.manual_seed(7)
+    model = modeling.MiniMaxM3VLForCausalLM(config).eval().to(dtype)
+    own = model.config._attn_implementation
+    with pytest.raises(
+        KvdslError, match=r"MiniMaxM3VLAttention chooses itself which tokens it attends to \(`block_indices`\)"
+    ) as error:
+        cache_for(model)
+    said(error)
+    assert model.config._attn_implementation == own
+
+
 class _Unfaithful(transformers.LlamaForCausalLM):
     """Reaches attention, but with something on top that kvdsl cannot know: the self-test must notice."""
 

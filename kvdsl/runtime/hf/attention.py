@@ -77,6 +77,7 @@ def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
         dropout: float = 0.0,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
+        _refuse_chosen(module, kwargs)
         layer: SlotLayer | None = getattr(key, _MARK, None)
         if layer is None:
             _refuse_to_forget(native, kwargs)
@@ -159,6 +160,20 @@ def _window_of(mask: Tensor | None) -> int | None:
         return UNTOLD
     window: int | None = getattr(mask, _WINDOW, UNTOLD)
     return window
+
+
+_CHOSEN = ("block_indices", "indices")
+"""By what names kernels are told which keys a sparse layer attends to; under attention that cannot be told, models make masks of them."""
+
+
+def _refuse_chosen(module: nn.Module, kwargs: dict[str, Any]) -> None:
+    """Raise KvdslError where a layer attends to a choice of its own, ours or not: transformers' attention would see everything instead."""
+    for name in _CHOSEN:
+        if kwargs.get(name) is not None:
+            raise KvdslError(
+                f"{type(module).__name__} chooses itself which tokens it attends to (`{name}`), and masks the others only for attention "
+                f"under transformers' own names: kvdsl does not serve models with such layers"
+            )
 
 
 def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
