@@ -190,6 +190,7 @@ def test_positions_with_axes() -> None:
     model, text = zoo.multimodal("Qwen2VL"), torch.arange(40)
     axes = torch.stack([text, text + 3, text + 9])[:, None]
     _run(model, _streaming(model), axes, 30, 31)
+    assert not any(part._forward_pre_hooks for part in model.modules()), "what listened is gone with the cache"
     axes[1:, :, 10:20] = axes[1:, :, 10:11]
     with pytest.raises(KvdslError, match="in row 0 token 11 has position 13"):
         _run(model, _streaming(model), axes)

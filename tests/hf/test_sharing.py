@@ -267,6 +267,20 @@ def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
     assert model.config._attn_implementation == "eager"
 
 
+def test_attention_that_is_set_while_a_cache_lives_is_the_models_own() -> None:
+    """The next cache takes it over, and gives it back."""
+    model, ids = zoo.make("Llama", attn_implementation="sdpa"), zoo.prompt(1, 8)
+    first = policies.make("h2o", model, budget=16)
+    model.set_attn_implementation("eager")
+    second = policies.make("h2o", model, budget=16)
+    assert model.config._attn_implementation == "kvdsl_eager"
+    assert model(ids, use_cache=False, output_attentions=True).attentions[0] is not None
+    for cache in (first, second):
+        model(ids, past_key_values=cache)
+    del first, second, cache
+    assert model.config._attn_implementation == "eager"
+
+
 def test_a_model_made_from_a_bound_config_works_as_without_kvdsl() -> None:
     model = zoo.make("Llama")
     ids = zoo.prompt(1, 9)

@@ -46,6 +46,7 @@ class Binding:
             self._users += 1
             try:
                 if model is not None:
+                    self._take_over()
                     part = text_model(model)
                     register()
                     set_attention(part, PREFIX + _delegate(part, self.own))
@@ -54,6 +55,11 @@ class Binding:
             except BaseException:
                 self.leave()
                 raise
+
+    def _take_over(self) -> None:
+        """What somebody has set since is the model's own attention from now on."""
+        if not self._config._attn_implementation.startswith(PREFIX):
+            self.own = self._config._attn_implementation
 
     def leave(self) -> None:
         """One user less."""
