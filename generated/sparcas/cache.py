@@ -19,8 +19,8 @@ from . import kernels_torch
 
 def resolve(given: Given) -> dict[str, Tensor]:
     """The numbers that the kernels read, float64 [batch] each."""
-    tokens = given.number("tokens", 2048, low=0)
-    dims = given.number("dims", 16, low=0)
+    tokens = given.number("tokens", 2048, low=1)
+    dims = given.number("dims", 16, low=1)
     select = given.inside(given.count(tokens, low=1), low=2)
     given.check_fits(given.largest(), given.largest(1), select, "keep last 1", selected=True)
     return {"select": select, "sketch_dims": given.count(dims, low=1), "sketch_every": given.count(64, low=1)}
