@@ -92,8 +92,8 @@ $(VLLM)/.ready: pyproject.toml lab/pyproject.toml
 	$(VLLM)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --editable ./lab
 	touch $@
 
-generate: $(READY)  ## compile every shipped policy into generated/
-	$(KVDSL) compile $(POLICIES)
+generate: $(READY)  ## compile every shipped policy into generated/, and the benchmarks' own
+	$(KVDSL) compile $(sort $(POLICIES) $(wildcard benchmarks/policies/*.kv))
 
 vscode:  ## the extension for VS Code, tried and packaged: editors/vscode/kvdsl.vsix; needs Node.js and npm
 	cd editors/vscode && npm install --no-package-lock --no-audit --no-fund && npm test && npm run package

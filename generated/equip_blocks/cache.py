@@ -22,7 +22,7 @@ def resolve(given: Given) -> dict[str, Tensor]:
     budget = given.tokens("budget", 512)
     capacity = given.count(budget, low=1)
     recent = given.number("recent", capacity / 2, low=0)
-    block_ = given.number("block", 16, low=0)
+    block_ = given.number("block", 16, low=1)
     given.check_fits(given.largest(), given.largest(recent), capacity, "keep last recent")
     return {"recent": recent, "capacity": capacity, "block": given.count(block_, low=1)}
 
