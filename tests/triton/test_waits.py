@@ -96,7 +96,8 @@ def test_a_compiled_step_never_waits(policy: str, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("policy", few(["streaming_llm", "equip_h2o"], "equip_h2o"))
 def test_a_whole_token_never_waits(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """So that `scripts/gpu/in_place.py` can capture it, in place and shifted; what cannot be captured does wait."""
-    monkeypatch.setattr(SlotLayer, "_check_text", lambda *_: None)  # on a GPU it looks at prompts only
+    for check in ("_check_text", "_check_counting"):  # on a GPU they look at prompts only
+        monkeypatch.setattr(SlotLayer, check, lambda *_: None)
     model = tiny(Setting("cpu", TOY, (), (), Path()))
     for way in in_place.ways(model, twin(model), kvdsl.load(policy), 16).values():
         cache = way.make()
