@@ -1,10 +1,13 @@
 """The cache of Hugging Face transformers; the only package that imports them.
 
 - `versions`: what differs between releases of transformers.
-- `attention`: the registered attention and mask functions, and how they find a layer.
+- `attention`: the attention and mask functions that models call, and how they find a layer.
+- `mask`: the mask that a forward with a cache of ours gets, and what attention reads from it.
+- `forwards`: a forward, from the arguments that it is given to the check that every layer has been through it.
+- `generation`: what generation says of the text that it continues.
 - `layer`: one layer's slots, seen as a transformers cache layer.
-- `binding`: which models can be served; giving and taking back their attention.
-- `probe`: the self-test that a model's attention is really reached.
+- `models`: which models can be served.
+- `admission`, `probe`: preparing a model, and the self-test that its attention is really reached.
 - `rope`: how the model's layers rotate keys, for compact positions.
 - `speculation`: taking tokens back, and forwards of which some tokens are guesses.
 - `supplying`: what the caller gives of each token.
@@ -12,7 +15,7 @@
 - `cache`: KVCache, the base of every generated cache class.
 """
 
-from kvdsl.runtime.hf.binding import release
+from kvdsl.runtime.hf.admission import release
 from kvdsl.runtime.hf.cache import KVCache
 from kvdsl.runtime.hf.supplying import Supplier
 

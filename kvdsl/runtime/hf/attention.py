@@ -1,137 +1,128 @@
-"""The attention and mask functions that a bound model calls.
+"""The attention and mask functions of transformers, which serve a cache of ours where one is given.
 
-`SlotLayer.update` hands the new keys back with itself attached (`mark`), so the attention function finds the layer on the
-key: nothing global, any number of caches and threads. A key without that mark belongs to no layer of ours (no cache, a
-foreign cache, a layer that stays native) and goes to the model's own attention.
-
-The mask function does the same: a cache reports its length as a `SlotLength`, which transformers passes through, and then
-only the padding of the new tokens is wanted; any other length gets the mask of the model's own attention.
+`SlotLayer.update` hands the new keys back with itself attached (`mark`). The functions that models call look for that mark: a marked key
+goes to its layer, every other key goes to the function that stood there before. The mask functions do the same by the type of the
+cache's length. Nothing of a model or its config changes, and nothing global says which cache is in use, so any number of models, caches
+and threads work side by side.
 """
 
 from __future__ import annotations
 
-import sys
+import functools
+import inspect
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface, causal_mask_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.versions import mask_tokens
+from kvdsl.runtime.hf import mask
+from kvdsl.runtime.hf.mask import SlotLength
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.layer import SlotLayer
 
-PREFIX = "kvdsl_"
-"""Names of our attention: the prefix and the name of the model's own attention, to which unmarked keys go."""
-
-NATIVE = ("sdpa", "eager")
-"""What unmarked keys can be delegated to."""
-
 _MARK = "_kvdsl_layer"
 
-_WINDOW = "_kvdsl_window"
-"""What a mask of ours knows: the window that the model asked for, None for the whole text."""
+_SERVES = "_kvdsl_serves"
+"""An attribute of the functions that look for the mark."""
 
-UNTOLD = -1
-"""The window where no mask tells."""
-
-
-class SlotLength(int):
-    """The logical length of a cache of ours: tells the mask function that it serves slots."""
-
-
-UNCOUNTED = SlotLength(-1)
-"""The length where none can be told, in a compiled forward."""
+_EAGER = "eager_attention_forward"
+"""What the name ends in by which a modeling file calls its eager attention."""
 
 
 def mark(key: Tensor, layer: SlotLayer) -> Tensor:
-    """The key as a new view that knows its layer."""
+    """Return the key as a new view that knows its layer."""
     marked = key.view(key.shape)
     setattr(marked, _MARK, layer)
     return marked
 
 
-def register() -> None:
-    """Make the names known to transformers; registering again changes nothing."""
-    for native in NATIVE:
-        AttentionInterface.register(PREFIX + native, _attention_over(native))
-        AttentionMaskInterface.register(PREFIX + native, _mask_over(native))
+# -- taking the functions' places --------------------------------------------------------------------------------------
+
+
+def serve_attention(model: nn.Module) -> None:
+    """Have every attention function that the model can call look for marked keys; doing it again changes nothing.
+
+    Eager attention is in no registry: each modeling file has its own.
+    """
+    for name in tuple(ALL_MASK_ATTENTION_FUNCTIONS):
+        _take_place(ALL_MASK_ATTENTION_FUNCTIONS, name, functools.partial(_mask_over, additive=name == "eager"))
+    _serve_registry(ALL_ATTENTION_FUNCTIONS)
+    for names in {id(found): found for found in map(_globals_of, {type(module) for module in model.modules()})}.values():
+        registry = names.get("ALL_ATTENTION_FUNCTIONS")
+        if registry is not None and registry is not ALL_ATTENTION_FUNCTIONS:  # a file may override some for itself
+            _serve_registry(registry)
+        for name, found in tuple(names.items()):
+            if name.endswith(_EAGER) and inspect.isfunction(found) and not hasattr(found, _SERVES):
+                names[name] = _attention_over(found)
+
+
+def _globals_of(module: type[nn.Module]) -> dict[str, Any]:
+    """Where a module's forward looks names up."""
+    found: dict[str, Any] = getattr(inspect.unwrap(module.forward), "__globals__", {})
+    return found
+
+
+def _serve_registry(registry: Any) -> None:
+    for name in tuple(registry):
+        _take_place(registry, name, _attention_over)
+
+
+def _take_place(registry: Any, name: str, over: Callable[[Any], Any]) -> None:
+    """Put a function over the registry's own where that one stands: in the registry itself, or in what all of its kind share."""
+    own = registry[name]
+    if hasattr(own, _SERVES):
+        return
+    if name in registry._local_mapping:
+        registry[name] = over(own)
+    else:
+        type(registry).register(name, over(own))
 
 
 # -- attention ---------------------------------------------------------------------------------------------------------
 
 
-def _attention_over(native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention function for models whose own attention is `native`."""
+def _attention_over(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The attention function that serves marked keys, and leaves all others to the one that stood there."""
 
+    @functools.wraps(own)
     def attention(
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None = None,
-        dropout: float = 0.0,
-        **kwargs: Any,
-    ) -> tuple[Tensor, Tensor | None]:
-        _refuse_chosen(module, kwargs)
+        module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any = None, *rest: Any, **kwargs: Any
+    ) -> Any:
         layer: SlotLayer | None = getattr(key, _MARK, None)
         if layer is None:
-            _refuse_to_forget(native, kwargs)
-            return native_function(module, native)(module, query, key, value, attention_mask, dropout=dropout, **kwargs)
-        _refuse(module, dropout, kwargs)
-        scaling = kwargs.get("scaling")
-        out = layer.attend(
-            module,
-            query,
-            key,
-            value,
-            real_tokens(attention_mask, query.shape[2]),
-            scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            softcap=kwargs.get("softcap"),
-            sinks=kwargs.get("s_aux"),
-            slopes=_slopes(kwargs, query.shape[1]),
-            positions=kwargs.get("position_ids"),
-            asked_window=_window_of(attention_mask),
-        )
-        return out, None
+            return own(module, query, key, value, attention_mask, *rest, **kwargs)
+        dropout = rest[0] if rest else kwargs.pop("dropout", 0.0)
+        return _attend(layer, module, query, key, value, attention_mask, dropout, kwargs), None
 
+    setattr(attention, _SERVES, True)
     return attention
 
 
-def native_function(module: nn.Module, native: str) -> Callable[..., tuple[Tensor, Tensor | None]]:
-    """The attention that the module would call by itself under the name `native`."""
-    modeling = sys.modules[type(module).__module__]
-    if native == "eager":
-        eager: Callable[..., tuple[Tensor, Tensor | None]] | None = getattr(modeling, "eager_attention_forward", None)
-        if eager is not None:
-            return eager
-        native = "sdpa"
-    functions = getattr(modeling, "ALL_ATTENTION_FUNCTIONS", ALL_ATTENTION_FUNCTIONS)
-    found: Callable[..., tuple[Tensor, Tensor | None]] = functions[native]
-    return found
-
-
-def real_tokens(mask: Tensor | None, tokens: int) -> Tensor | None:
-    """Which of the new tokens are no padding, bool [batch, tokens]; None when all are.
-
-    Args:
-        mask: what the model hands to its attention: None or bool [batch, 1, 1, columns], whose last columns are the new.
-
-    Raises:
-        KvdslError: for any other mask.
-    """
-    if mask is None:
-        return None
-    if mask.dtype != torch.bool or mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.shape[3] < tokens:
-        raise KvdslError(
-            f"attention was given a ready-made mask ({str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}), but a "
-            f"cache of slots only understands padding: pass a 2-D `attention_mask` [batch, tokens] of zeros and ones"
-        )
-    return mask[:, 0, 0, -tokens:]
+def _attend(
+    layer: SlotLayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
+    dropout: float, kwargs: dict[str, Any],
+) -> Tensor:  # fmt: skip
+    """What the layer of a marked key makes of it: [batch, tokens, query_heads, value_dim]."""
+    _refuse(module, dropout, kwargs)
+    scaling = kwargs.get("scaling")
+    told = mask.read(attention_mask, query, layer)
+    return layer.attend(
+        module,
+        query,
+        key,
+        value,
+        told.real,
+        scaling=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+        slopes=_slopes(kwargs, query.shape[1]),
+        positions=kwargs.get("position_ids"),
+        asked_window=told.window,
+    )
 
 
 _REFUSED = {
@@ -142,38 +133,25 @@ _REFUSED = {
     "head_mask": "`head_mask` is not supported together with a kvdsl cache: leave it out",
 }
 
+_CHOSEN = ("block_indices", "indices")
+"""The arguments by which a sparse layer says which keys it attends to."""
+
 
 def _refuse(module: nn.Module, dropout: float, kwargs: dict[str, Any]) -> None:
     """Raise KvdslError on an argument that would silently change what attention means."""
     for name in _REFUSED.keys() & kwargs.keys():
         if kwargs[name] is not None and kwargs[name] is not False:
             raise KvdslError(_REFUSED[name])
+    for name in _CHOSEN:
+        if kwargs.get(name) is not None:
+            raise KvdslError(
+                f"{type(module).__name__} chooses itself which tokens it attends to (`{name}`): kvdsl does not serve models with such "
+                f"layers"
+            )
     if dropout:
         raise KvdslError("attention dropout is active, so cached statistics would be random: call `model.eval()` first")
     if getattr(module, "is_causal", True) is False:  # the argument of that name only tells what the mask leaves to do
         raise KvdslError(f"{type(module).__name__} attends in both directions, but a cache serves causal attention only")
-
-
-def _window_of(mask: Tensor | None) -> int | None:
-    """The window that the model asked for with this mask, None for the whole text, `UNTOLD` without padding and in compiled forwards."""
-    if mask is None or torch.compiler.is_compiling():
-        return UNTOLD
-    window: int | None = getattr(mask, _WINDOW, UNTOLD)
-    return window
-
-
-_CHOSEN = ("block_indices", "indices")
-"""By what names kernels are told which keys a sparse layer attends to; under attention that cannot be told, models make masks of them."""
-
-
-def _refuse_chosen(module: nn.Module, kwargs: dict[str, Any]) -> None:
-    """Raise KvdslError where a layer attends to a choice of its own, ours or not: transformers' attention would see everything instead."""
-    for name in _CHOSEN:
-        if kwargs.get(name) is not None:
-            raise KvdslError(
-                f"{type(module).__name__} chooses itself which tokens it attends to (`{name}`), and masks the others only for attention "
-                f"under transformers' own names: kvdsl does not serve models with such layers"
-            )
 
 
 def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
@@ -190,58 +168,17 @@ def _slopes(kwargs: dict[str, Any], query_heads: int) -> Tensor | None:
     return slopes
 
 
-def _refuse_to_forget(native: str, kwargs: dict[str, Any]) -> None:
-    """Raise KvdslError where transformers' attention would drop slopes that the model's own (flash) attention knows."""
-    if native == "sdpa" and kwargs.get("alibi_slopes") is not None:
-        raise KvdslError(
-            "the model passes `alibi_slopes`, which transformers' `sdpa` does not know: run it with its kvdsl cache, or "
-            "give it its own attention back first (`release(model)` of the cache's class)"
-        )
-
-
 # -- masks -------------------------------------------------------------------------------------------------------------
 
 
-def _mask_over(native: str) -> Callable[..., Tensor | None]:
-    """The mask function for models whose own attention is `native`."""
+def _mask_over(own: Callable[..., Any], *, additive: bool) -> Callable[..., Any]:
+    """The mask function that serves caches of ours, and leaves all others to the one that stood there."""
 
-    def mask(*args: Any, **kwargs: Any) -> Tensor | None:
+    @functools.wraps(own)
+    def made(*args: Any, **kwargs: Any) -> Any:
         if isinstance(kwargs.get("kv_length"), SlotLength):
-            return _padding_of_new_tokens(kwargs)
-        made: Tensor | None = ALL_MASK_ATTENTION_FUNCTIONS[native](*args, **kwargs)
-        return made
+            return mask.make(kwargs, additive=additive)
+        return own(*args, **kwargs)
 
-    return mask
-
-
-def _padding_of_new_tokens(arguments: dict[str, Any]) -> Tensor | None:
-    """Bool [batch, 1, 1, tokens], or None without padding information.
-
-    Raises:
-        KvdslError: if the attention mask does not cover exactly what was cached and what is new, or if the model asks for
-            more than causal attention.
-    """
-    if arguments.get("use_vmap") or not _only_causal(arguments):
-        raise KvdslError(
-            "the model asks for attention that is not causal (image blocks, packed texts or a mask of its own), which a "
-            "cache of slots does not serve: pass plain text, one per row"
-        )
-    padding: Tensor | None = arguments.get("attention_mask")
-    if padding is None:
-        return None
-    tokens, columns = mask_tokens(arguments), int(arguments["kv_length"])
-    if columns != UNCOUNTED and padding.shape[-1] != columns:
-        raise KvdslError(
-            f"the attention mask covers {padding.shape[-1]} tokens, but {columns - tokens} are cached and {tokens} are new: "
-            f"pass the mask of the whole text, or call `cache.reset()` before an unrelated prompt"
-        )
-    # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
-    made = padding[:, None, None, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
-    if not torch.compiler.is_compiling():
-        setattr(made, _WINDOW, arguments.get("local_size"))
+    setattr(made, _SERVES, True)
     return made
-
-
-def _only_causal(arguments: dict[str, Any]) -> bool:
-    """Whether the mask is causal, or causal in a sliding window (which the mask then knows, to be compared with the layer's own)."""
-    return arguments.get("local_size") is not None or arguments.get("mask_function") in (None, causal_mask_function)

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -18,10 +18,9 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backend import Backend
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.given import param, random_seed
-from kvdsl.runtime.hf import binding, saving, speculation
-from kvdsl.runtime.hf.admission import admit
+from kvdsl.runtime.hf import admission, saving, speculation
 from kvdsl.runtime.hf.layer import ChooseBackend, SlotLayer, check_dtype
-from kvdsl.runtime.hf.models import managed_windows, sizes, unwrap
+from kvdsl.runtime.hf.models import execution_device, managed_windows, sizes, unwrap
 from kvdsl.runtime.hf.probe import KEEP_EVERYTHING
 from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.supplying import Supplier, Supplying
@@ -48,7 +47,7 @@ class KVCache(Cache):
     layers. In a model whose every layer has a sliding window, all are managed.
 
     Args:
-        model: the model that will use the cache; its attention is prepared, and works as before without the cache.
+        model: the model that will use the cache; without the cache it works as before.
         given: the policy's params by name, None for a default.
         supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
@@ -59,7 +58,6 @@ class KVCache(Cache):
     """
 
     spec: ClassVar[PolicySpec]
-    _binding: binding.Binding | None = None  # as long as nobody has attached it to a model again
     _left: Mapping[str, Any]
 
     def __init__(
@@ -75,7 +73,7 @@ class KVCache(Cache):
         Settings(self.spec, given).refuse_hopeless()
         seed = random_seed(seed)
         model = unwrap(model)
-        backends = self._bind(model, backend)
+        backends = self._prepare(model, backend)
         self._begin(model, self.spec, given, backends, seed)
         self._supply(model, supplied)
 
@@ -89,25 +87,24 @@ class KVCache(Cache):
                     f"values of one forward by `cache.give(layer, {name}=x)`"
                 )
         self._supplying.functions = {name: function for name, function in supplied.items() if function is not None}
-        self._supplying.listen(self, model)
+        self._supplying.listen(model)
 
-    def _bind(self, model: PreTrainedModel, backend: str) -> _Backends:
+    def _prepare(self, model: PreTrainedModel, backend: str) -> _Backends:
         """Prepare the model and what serves it."""
         check_dtype(model.dtype)
         refuse_agreement(model, self.spec)
         backends = _Backends(self.spec, backend)
         backends.prepare(model)
-        self._binding = admit(
-            model, lambda: KVCache.assemble(model, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend())
+        admission.admit(
+            model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend())
         )
-        self._binding.last_as_long_as(self)
         return backends
 
     @classmethod
     def assemble(
         cls, model: PreTrainedModel, spec: PolicySpec, given: Mapping[str, float | None], choose: ChooseBackend
     ) -> KVCache:
-        """A cache from its parts, for a model that is bound already."""
+        """A cache from its parts, for a model that is admitted already."""
         cache = cls.__new__(cls)
         cache._begin(model, spec, given, choose, 0)
         return cache
@@ -129,7 +126,10 @@ class KVCache(Cache):
         for index, window in managed_windows(model).items():
             state = slot_state(spec, given, layer=index, layers=len(layers), seed=seed)
             state.processes = processes_of(model)
-            state.reserves = model.device.type not in ("cpu", "meta")  # transformers asks before the prompt is there
+            state.reserves = execution_device(model).type not in (
+                "cpu",
+                "meta",
+            )  # transformers asks before the prompt is there
             if together is not None:
                 together.join(state)
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
@@ -204,30 +204,14 @@ class KVCache(Cache):
         backends = (self.layers[index].backend for index in self.managed)
         for shared in (self._spec, *(getattr(self, name, None) for name in ("_choose", "_config")), *backends):
             memo[id(shared)] = shared
-        if self._binding is not None:
-            memo[id(self._binding)] = self._binding
-        made = self._twin()
+        made = type(self).__new__(type(self))
         memo[id(self)] = made
         made.__dict__.update({name: copy.deepcopy(value, memo) for name, value in self.__dict__.items()})
-        return made._listening()
+        return made
 
     def __copy__(self) -> KVCache:
-        made = self._twin()
-        made.__dict__.update(self.__dict__)
-        return made._listening()
-
-    def _listening(self) -> KVCache:
-        """Itself, which hears what its model's attention modules are given."""
-        if self._sync.model is not None:
-            self._supplying.listen(self, self._sync.model)
-        return self
-
-    def _twin(self) -> KVCache:
-        """An empty cache of the same model."""
         made = type(self).__new__(type(self))
-        if self._binding is not None:
-            self._binding.enter()
-            self._binding.last_as_long_as(made)
+        made.__dict__.update(self.__dict__)
         return made
 
     # -- files and other processes -------------------------------------------------------------------------------------
@@ -237,9 +221,7 @@ class KVCache(Cache):
         if getattr(type(self), "spec", None) is not self._spec:
             raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
         model = self._sync.model
-        kept = {
-            name: value for name, value in self.__dict__.items() if name not in ("_binding", "_spec", "_choose", "_config")
-        }
+        kept = {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_choose", "_config")}
         if model is not None:
             kept["_left"] = saving.likeness(model) | {"backend": self._choose.name}
         return saving.made_again, saving.identity(type(self)), kept
@@ -260,13 +242,13 @@ class KVCache(Cache):
         Raises:
             KvdslError: if the cache has a model already, or if this one is another.
         """
-        if self._binding is not None:
+        if self._sync.is_attached:
             raise KvdslError("the cache belongs to a model already: construct one for every model, or load it again")
         model = unwrap(model)
         left = dict(self._left)
         backend = left.pop("backend")
         saving.refuse_another(model, left)
-        self._choose = self._bind(model, backend)
+        self._choose = self._prepare(model, backend)
         fresh = type(self).assemble(model, self.spec, self._given, self._choose)
         self._config = fresh._config
         self._sync.attach(model)
@@ -278,8 +260,8 @@ class KVCache(Cache):
 
     @staticmethod
     def release(model: Any) -> None:
-        """Give the model its own attention back; caches that were made for it can no longer be used."""
-        binding.release(model)
+        """Refuse every cache that was made for the model from now on. The model itself is as it was all the time."""
+        admission.release(model)
 
     def reset(self) -> None:
         """Forget everything, before an unrelated prompt.
@@ -305,14 +287,6 @@ class KVCache(Cache):
         """
         for index in self.managed:
             self.layers[index].state.reserve()
-
-    def check_closed(self) -> None:
-        """Raise KvdslError if keys were handed out that never met our attention."""
-        if self._sync.open is not None:
-            raise KvdslError(
-                f"the keys of layer {self._sync.open} did not reach kvdsl's attention: the model changes them after caching "
-                f"(as compressed latents, for example) or calls an attention of its own"
-            )
 
     def expect_prompt(self, tokens: int) -> None:
         """Say how long the prompt is that will come in several forwards: rates are of it from the first on, until `reset()`.
@@ -397,38 +371,70 @@ class KVCache(Cache):
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
 
-    def announce(self, ids: Tensor | None, embeddings: Tensor | None, mask: Any, guesses: int | None) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before a forward.
+    # -- what the model's forwards and generation say --------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward runs that was given the cache."""
+        return self._sync.running
+
+    @is_running.setter
+    def is_running(self, running: bool) -> None:
+        self._sync.running = running
+
+    def begin_forward(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
+        """Note what a forward brings.
 
         Args:
             ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
-            mask: what the forward has as its attention mask.
-            guesses: how many of the last ones are guesses, None: who knows.
+            guesses: how many of the last ones are guesses; None if that is unknown.
 
         Raises:
-            KvdslError: if the mask leaves out tokens that are cached.
+            KvdslError: if the cache has no model, or if the last forward was interrupted.
         """
-        new = embeddings if ids is None else ids
-        self.check_mask(mask, one_token=new is not None and new.shape[1] == 1)
+        self._sync.require_model()
+        self._sync.begin_forward()
         self._sync.guesses = guesses
         self._sync.text.note(ids, embeddings, self._sync.length)
 
-    def hear_positions(self, positions: Tensor | None) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before the text part's forward: its position ids, if any."""
-        if self._spec.compact:
+    def end_forward(self, module: nn.Module) -> None:
+        """Check a forward that has ended.
+
+        Raises:
+            KvdslError: unless every managed layer has been through it once.
+        """
+        self._sync.end_forward(module)
+
+    def hear_positions(self, module: PreTrainedModel, positions: Tensor | None) -> None:
+        """Note the position ids that a module is given, if it is the model's text part."""
+        if self._spec.compact and module.config is self._config:
             self._sync.counting.heard = positions
 
-    def check_mask(self, mask: Any, *, one_token: bool = False) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before a forward, and before text is generated: the mask of the whole text.
+    @property
+    def knows_padding(self) -> bool:
+        """Whether the padding of a prompt was looked at that generation cuts into chunks."""
+        return self._sync.knows_padding
+
+    @knows_padding.setter
+    def knows_padding(self, known: bool) -> None:
+        self._sync.knows_padding = known
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are noted, to be taken back."""
+        return any(self.layers[index].record_past for index in self.managed)
+
+    def check_mask(self, mask: Any) -> None:
+        """Check the mask of the whole text before text is generated.
 
         Raises:
             KvdslError: if it leaves out tokens that are cached.
         """
         if isinstance(mask, Tensor) and mask.ndim == 2 and self.managed:
-            self.layers[self.managed[0]].check_mask(mask, one_token=one_token)
+            self.layers[self.managed[0]].check_mask(mask, one_token=False)
 
     def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before text is generated: the whole text, as in `announce`.
+        """Check the whole text before text is generated; the arguments are those of `begin_forward`.
 
         Raises:
             KvdslError: if it does not continue what is cached.
@@ -456,7 +462,7 @@ class KVCache(Cache):
         )
 
     def begin_guessing(self) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before text is generated with guesses."""
+        """Note that text is about to be generated with guesses."""
         self._sync.guessing = True
 
     def take_guessing(self) -> bool:
@@ -465,7 +471,7 @@ class KVCache(Cache):
         return guessing
 
     def check_whole(self, ids: Tensor | None, embeddings: Tensor | None, columns: int) -> None:
-        """Told by `kvdsl.runtime.hf.listening` before a whole text is run, as in `announce`, in order to guess behind it.
+        """Told by `kvdsl.runtime.hf.generation` before a whole text is run, as in `announce`, in order to guess behind it.
 
         Args:
             columns: how many tokens generation speaks of: of more than run, if it was given what follows the cached text alone.
@@ -495,8 +501,9 @@ class _Backends:
 
     def prepare(self, model: PreTrainedModel) -> None:
         """Make the likely backend now, so that a wrong name or a missing compiler shows in the constructor."""
-        if model.device.type != "meta":
-            self(model.device, model.dtype)
+        device = execution_device(model)
+        if device.type != "meta":
+            self(device, model.dtype)
 
 
 def native_bytes(layer: Any) -> int:

@@ -15,9 +15,10 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.graph import step
 from kvdsl.runtime.hf import speculation
-from kvdsl.runtime.hf.attention import UNCOUNTED, UNTOLD, SlotLength, mark
+from kvdsl.runtime.hf.attention import mark
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.gradients import asking, refusing
+from kvdsl.runtime.hf.mask import UNCOUNTED, UNTOLD, SlotLength
 from kvdsl.runtime.hf.supplying import Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.text import Text
@@ -129,7 +130,6 @@ class SlotLayer(Linked, CacheLayerMixin):
             KvdslError: if they cannot continue what is cached.
         """
         if not torch.compiler.is_compiling():
-            self._sync.require_model()
             self.check_continues(key_states)
             self._check_length(key_states.shape[2])
         self._sync.begin(self, key_states.shape[2])
@@ -396,7 +396,9 @@ class SlotLayer(Linked, CacheLayerMixin):
                 f"the text is not longer than the {self.length} tokens that are cached, so there is nothing to run: "
                 f"call `cache.reset()` before an unrelated prompt"
             )
-        return SlotLength(self.length + tokens), 0
+        length = SlotLength(self.length + tokens)
+        length.layer = self if self.state.allocated else None
+        return length, 0
 
     def get_max_length(self) -> int:
         """No limit: the slots bound the memory, not the text."""

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -72,6 +74,54 @@ def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
         return windows
     kinds = sorted({type(layer).__name__ for layer in native})
     raise KvdslError(f"{type(model).__name__} has no layer with an ordinary cache to manage, only {', '.join(kinds)}")
+
+
+# -- rotation ----------------------------------------------------------------------------------------------------------
+
+
+def rope_types(config: Any) -> set[str]:
+    """The config's words for how frequencies are scaled, of all kinds of layers."""
+    return {str(found[key]) for found in rotary_scalings(config) for key in ("rope_type", "type") if key in found}
+
+
+def rotary_scalings(config: Any) -> list[dict[str, Any]]:
+    """What the config says of scaling by position, of all kinds of layers."""
+    scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
+    scalings = [found for found in scaling if isinstance(found, dict)]
+    return scalings + [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
+
+
+def changes_frequencies(model: PreTrainedModel) -> bool:
+    """Whether the model rotates keys by other frequencies where its text grows past some length."""
+    return bool(rope_types(text_config(model)) & {"longrope", "su"})
+
+
+# -- running a model to look at it -------------------------------------------------------------------------------------
+
+
+def execution_device(model: PreTrainedModel) -> torch.device:
+    """Where the model's forward runs: elsewhere than its weights lie, if accelerate brings them for each forward."""
+    for module in (model, model.get_input_embeddings()):
+        device = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+        if device is not None:
+            return torch.device(device)
+    return torch.device(model.device)
+
+
+def at_rest(model: PreTrainedModel) -> PreTrainedModel:
+    """The model in evaluation mode: itself, or, so that nobody sees its mode change, a copy that shares its weights.
+
+    Raises:
+        KvdslError: if the model is in training mode and cannot be copied.
+    """
+    if not any(module.training for module in model.modules()):
+        return model
+    try:
+        return copy.deepcopy(model, {id(shared): shared for shared in (*model.parameters(), *model.buffers())}).eval()
+    except Exception as error:
+        raise KvdslError(
+            f"{type(model).__name__} is in training mode, and cannot be copied to be looked at ({error}): call `model.eval()` first"
+        ) from error
 
 
 # -- refusals ----------------------------------------------------------------------------------------------------------

@@ -27,10 +27,9 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicLayer
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.attention import SlotLength, mark
-from kvdsl.runtime.hf.binding import bind
-from kvdsl.runtime.hf.models import managed_windows, text_model
-from kvdsl.runtime.hf.probe import quietly
+from kvdsl.runtime.hf.attention import mark, serve_attention
+from kvdsl.runtime.hf.mask import SlotLength
+from kvdsl.runtime.hf.models import at_rest, execution_device, managed_windows, rope_types, rotary_scalings, text_model
 from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config, with_cache
 from kvdsl.runtime.rope import Pairing, Rope
 
@@ -62,7 +61,7 @@ _found: weakref.WeakKeyDictionary[PreTrainedModel, _Found] = weakref.WeakKeyDict
 def ropes(model: PreTrainedModel, *, moves_queries: bool = False) -> dict[int, Rope | None]:
     """The rotation of every managed layer, None where a layer has no positions.
 
-    Costs a forward of 20 tokens, once; a model that is not bound is bound meanwhile.
+    Costs a forward of 20 tokens, once.
 
     Args:
         moves_queries: whether queries are to stand elsewhere, too, as under compact positions.
@@ -90,7 +89,7 @@ def ropes(model: PreTrainedModel, *, moves_queries: bool = False) -> dict[int, R
 def _refuse_by_config(part: PreTrainedModel) -> None:
     """Raise KvdslError for what a few short texts would not show."""
     config = text_config(part)
-    changing = sorted(kind for kind in _rope_types(config) if "dynamic" in kind or kind in ("longrope", "su"))
+    changing = sorted(kind for kind in rope_types(config) if "dynamic" in kind or kind in ("longrope", "su"))
     if changing:
         raise _refusal(
             part,
@@ -103,25 +102,13 @@ def _refuse_by_config(part: PreTrainedModel) -> None:
         raise _refusal(part, "instead of rotating, it adds a bias that grows with the distance (ALiBi)")
 
 
-def _rope_types(config: Any) -> set[str]:
-    """The config's words for how frequencies are scaled, of all kinds of layers."""
-    return {str(found[key]) for found in _scalings(config) for key in ("rope_type", "type") if key in found}
-
-
-def _scalings(config: Any) -> list[dict[str, Any]]:
-    """What the config says of scaling by position, of all kinds of layers."""
-    scaling = [getattr(config, name, None) for name in ("rope_scaling", "rope_parameters")]
-    scalings = [found for found in scaling if isinstance(found, dict)]
-    return scalings + [inner for outer in scalings for inner in outer.values() if isinstance(inner, dict)]
-
-
 def _refuse_scaled_queries(part: PreTrainedModel, growing: list[int]) -> None:
     """Raise KvdslError if queries are scaled by their own position, as was seen in these layers, or as the config says.
 
     Its words are asked as well because a scale may begin behind the last position, or go by the cache's length.
     """
     config = text_config(part)
-    told = [scaling for scaling in _scalings(config) if scaling.get("llama_4_scaling_beta")]
+    told = [scaling for scaling in rotary_scalings(config) if scaling.get("llama_4_scaling_beta")]
     if growing or told or getattr(config, "attn_temperature_tuning", None):
         where = f" in layer {growing[0]}" if growing else ""
         raise _refusal(
@@ -169,28 +156,25 @@ def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
     Raises:
         KvdslError: if the model cannot be run so.
     """
-    embedding = part.get_input_embeddings().weight
-    if embedding.device.type == "meta":
+    device = execution_device(part)
+    if device.type == "meta":
         raise _refusal(part, "it has no weights yet, so that its keys cannot be looked at")
-    binding = bind(model)
-    try:
-        with torch.autocast(embedding.device.type, enabled=False), quietly(part):
-            layers = _run(part, embedding)
-    finally:
-        binding.leave()
+    serve_attention(model)
+    with torch.autocast(device.type, enabled=False):
+        layers = _run(at_rest(part), device)
     return {index: layer.seen for index, layer in enumerate(layers) if isinstance(layer, _Tap)}
 
 
-def _run(part: PreTrainedModel, embedding: Tensor) -> list[Any]:
+def _run(part: PreTrainedModel, device: torch.device) -> list[Any]:
     """The tapped layers, after every token has been at every position."""
     if "position_ids" not in inspect.signature(part.forward).parameters:
         raise _refusal(part, "its forward takes no `position_ids`")
-    tokens = (torch.arange(TOKENS, device=embedding.device) * 7919 + 11) % embedding.shape[0]
-    positions = torch.tensor([*_positions(part), _last(part)], device=embedding.device)
+    tokens = (torch.arange(TOKENS, device=device) * 7919 + 11) % part.get_input_embeddings().weight.shape[0]
+    positions = torch.tensor([*_positions(part), _last(part)], device=device)
     inputs = {
         "input_ids": tokens.repeat(len(positions))[:, None],
         "position_ids": positions.repeat_interleave(TOKENS)[:, None],
-        "attention_mask": torch.ones(len(positions) * TOKENS, 1, dtype=torch.long, device=embedding.device),
+        "attention_mask": torch.ones(len(positions) * TOKENS, 1, dtype=torch.long, device=device),
     }
     layers = [_Tap() if is_full(layer) or sliding_window(layer) else layer for layer in native_layers(text_config(part))]
     try:

@@ -6,7 +6,7 @@ evicting cache held before must then come back: `activate_past_recording` makes 
 
 The first such forward brings the prompt and the guesses together. Where the prompt ends decides when the policy first evicts, so it
 must be known: generation asks the model for the logits of the guesses and of the token before them (`logits_to_keep`), and
-`kvdsl.runtime.hf.listening` passes their number on.
+`kvdsl.runtime.hf.forwards` passes their number on.
 """
 
 from __future__ import annotations

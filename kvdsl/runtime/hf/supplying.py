@@ -1,26 +1,27 @@
 """What the caller gives of each token: by functions of what an attention module is given, or beforehand.
 
-Attention sees queries, keys and values only. So while a model has a cache with functions, a hook runs before every module of it that
-knows its layer, and tells the cache that comes along what the module is given; the attention that follows takes it.
+Attention sees queries, keys and values only. So once a cache with functions was made for a model, the classes of its modules that know
+their layer tell the cache that comes along what they are given; the attention that follows takes it.
 """
 
 from __future__ import annotations
 
-import weakref
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers.cache_utils import Cache
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.binding import lock
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.supplied import check, in_rows, refuse_unknown
+
+_HEARS = "_kvdsl_hears"
+"""An attribute of the `__call__`s that tell a cache."""
 
 Supplier = Callable[[nn.Module, Tensor], Tensor]
 """From an attention module and its hidden states, [batch, tokens, any], to a float tensor [batch, KV heads or 1, tokens]."""
@@ -98,39 +99,24 @@ class Supplying(Linked):
                 state.spec, values, key, layer=state.layer, head_offset=state.head_offset, processes=state.processes
             )
 
-    def listen(self, cache: Cache, model: nn.Module) -> None:
-        """Hear what the model's attention modules are given together with this cache, as long as that lives."""
+    def listen(self, model: nn.Module) -> None:
+        """Hear what the model's attention modules are given together with this cache."""
         if self.functions:
-            ears = _ears.setdefault(model, _Ears())
-            ears.enter(model)
-            weakref.finalize(cache, ears.leave).atexit = False
+            for part in {type(module) for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int)}:
+                if not hasattr(part.__call__, _HEARS):
+                    part.__call__ = _over(part.__call__)  # type: ignore[method-assign]
 
 
-class _Ears:
-    """The hooks of a model, while any cache of it has functions: the same for all, so that a graph of one cache serves the next."""
+def _over(own: Callable[..., Any]) -> Callable[..., Any]:
+    """The `__call__` of a class that knows its layer, which first tells a cache with functions what the module is given."""
 
-    def __init__(self) -> None:
-        self._caches = 0
-        self._handles: list[RemovableHandle] = []
+    @functools.wraps(own)
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        _hear(self, args, kwargs)
+        return own(self, *args, **kwargs)
 
-    def enter(self, model: nn.Module) -> None:
-        """One more cache."""
-        with lock:
-            self._caches += 1
-            if self._caches == 1:
-                layers = (module for module in model.modules() if isinstance(getattr(module, "layer_idx", None), int))
-                self._handles = [module.register_forward_pre_hook(_hear, with_kwargs=True) for module in layers]
-
-    def leave(self) -> None:
-        """One cache less."""
-        with lock:
-            self._caches -= 1
-            if self._caches == 0:
-                for handle in self._handles:
-                    handle.remove()
-
-
-_ears: weakref.WeakKeyDictionary[nn.Module, _Ears] = weakref.WeakKeyDictionary()
+    setattr(call, _HEARS, True)
+    return call
 
 
 def _hear(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:

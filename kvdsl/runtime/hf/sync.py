@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.admission import releases
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.text import Text
 from kvdsl.runtime.linked import Linked
@@ -31,11 +33,14 @@ class LayerSync(Linked):
     be compiled anew each time. It adds to a tensor instead, from which the layers' counts are mended when somebody asks.
 
     Attributes:
+        running: whether a forward runs that was given the cache.
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
+        served: how many layers this forward has been through.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
         guessing: whether generation with guesses has begun, and has not prepared its first forward.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
-        text: which tokens came in, as far as the model tells.
+        knows_padding: whether the padding of a prompt was looked at that generation cuts into chunks.
+        text: which tokens came in, if the model says so.
         counting: where the model puts them, for compact positions.
         total: tokens that the model has seen, int64 [], or None before the first forward.
         ahead: whether compiled forwards have added tokens that the layers have not counted.
@@ -43,8 +48,10 @@ class LayerSync(Linked):
 
     LINKS = ("_model",)
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.running = self.knows_padding = False
         self.open: int | None = None
+        self.served = 0
         self.guesses: int | None = None
         self.guessing = False
         self.one_by_one = False
@@ -52,29 +59,65 @@ class LayerSync(Linked):
         self.counting = Counting()
         self.total: Tensor | None = None
         self.ahead = False
-        self._model: weakref.ref[nn.Module] | None = weakref.ref(model)
+        self._model: weakref.ref[PreTrainedModel] | None = weakref.ref(model)
+        self._releases = releases(model)
         self._layers: list[Weakly[SlotLayer]] = []
         self._first, self._last = -1, -1
 
     @property
-    def model(self) -> nn.Module | None:
+    def model(self) -> PreTrainedModel | None:
         """The model that the cache was made for, if it is still there."""
         return None if self._model is None else self._model()
 
-    def attach(self, model: nn.Module) -> None:
-        """The model that the cache is to go on with."""
-        self._model = weakref.ref(model)
+    @property
+    def is_attached(self) -> bool:
+        """Whether the cache was made for a model, or has got one since it was loaded."""
+        return self._model is not None
+
+    def attach(self, model: PreTrainedModel) -> None:
+        """Let the cache go on with this model."""
+        self._model, self._releases = weakref.ref(model), releases(model)
 
     def require_model(self) -> None:
-        """Raise KvdslError if the cache was loaded and nobody has said which model it belongs to."""
+        """Raise KvdslError if the cache was loaded without a model, or if its model was released from it."""
         if self._model is None:
             raise KvdslError("the cache was loaded and belongs to no model yet: call `cache.attach(model)` first")
+        if self._releases != releases(self._model()):
+            raise KvdslError(
+                "`release` was called for the cache's model, so that the cache cannot be used any more: construct another one"
+            )
 
     def enter(self, layer: SlotLayer) -> None:
         """A layer joins, in the model's order."""
         self._first = self._first if self._layers else layer.index
         self._last = layer.index
         self._layers.append(Weakly(layer))
+
+    def begin_forward(self) -> None:
+        """Begin a forward that was given the cache.
+
+        Raises:
+            KvdslError: if the last one was interrupted.
+        """
+        if self.open is not None:
+            raise self._not_reached()
+        self.running, self.served = True, 0
+
+    def end_forward(self, module: nn.Module) -> None:
+        """Raise KvdslError unless every layer has been through the forward once. A compiled forward was looked at when it was traced."""
+        if self.served == len(self._layers) or self.ahead:
+            return
+        layers = [layer() for layer in self._layers]
+        furthest = max(layer.length for layer in layers)
+        missed = [layer.index for layer in layers if self.served == 0 or layer.length < furthest]
+        if self.open is not None:
+            self.running = True
+            raise self._not_reached()
+        what = f"ran without it in layers {missed}" if missed else "went through its layers more than once"
+        raise KvdslError(
+            f"{type(module).__name__} was given a kvdsl cache and {what}, so that what it returned is not what the policy says: "
+            f"kvdsl does not serve this way of calling it; call `cache.reset()` before the next text"
+        )
 
     def begin(self, layer: SlotLayer, tokens: int) -> None:
         """A layer is given keys.
@@ -83,11 +126,7 @@ class LayerSync(Linked):
             KvdslError: if the last layer's keys never met our attention, or if the last forward was cut short.
         """
         if self.open is not None:
-            raise KvdslError(
-                f"the keys of layer {self.open} did not reach kvdsl's attention: this is not the model that the cache was made "
-                f"for, its attention was changed afterwards, or the last forward was interrupted; use the model that was "
-                f"given to the constructor, or call `cache.reset()`"
-            )
+            raise self._not_reached()
         if torch.compiler.is_compiling():
             self.open = layer.index
             return
@@ -109,6 +148,18 @@ class LayerSync(Linked):
                 f"cache that observes attention does not support"
             )
         self.open = None
+        if not torch.compiler.is_compiling():
+            self.served += 1
+
+    def _not_reached(self) -> KvdslError:
+        reached = f"the keys of layer {self.open} did not reach kvdsl's attention: "
+        if self.running:
+            return KvdslError(
+                f"{reached}the model changes them after caching (as compressed latents, for example) or calls an attention of its own"
+            )
+        return KvdslError(
+            f"{reached}the last forward was interrupted between two layers; call `cache.reset()` and start again"
+        )
 
     def take_guesses(self, layer: SlotLayer) -> int | None:
         """How many tokens of this forward are guesses, if somebody has said; once all layers have asked, nobody has."""

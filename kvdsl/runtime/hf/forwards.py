@@ -1,0 +1,96 @@
+"""A model's forwards, seen from the cache that they are given.
+
+A cache sees keys and values only. So the classes of a served model and of its parts have a `__call__` that looks for a cache of ours among
+the arguments, however they are passed. Before the forward the cache learns which tokens come and where they stand; behind it, the cache
+checks that every layer of its policy has been through it once. Instances keep their attributes, so a pickled model knows nothing of
+kvdsl, and forwards without a cache of ours are as before.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import cache_of
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.cache import KVCache
+
+_SERVES = "_kvdsl_serves"
+"""An attribute of the `__call__`s that look for a cache."""
+
+
+def serve_forwards(model: PreTrainedModel) -> None:
+    """Have the classes of the model and its parts look for caches of ours; doing it again changes nothing."""
+    for part in {type(module) for module in model.modules() if isinstance(module, PreTrainedModel)}:
+        if not hasattr(part.__call__, _SERVES):
+            part.__call__ = _over(part.__call__)  # type: ignore[method-assign]
+
+
+def _over(own: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(own)
+    def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
+        cache = _cache_among(args, kwargs)
+        if cache is None or torch.compiler.is_compiling():
+            return own(self, *args, **kwargs)
+        return _with_cache(cache, own, self, args, kwargs)
+
+    setattr(call, _SERVES, True)
+    return call
+
+
+def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
+    """The cache of ours that a forward is given, by name or by place."""
+    named: KVCache | None = cache_of(kwargs)
+    if named is not None:
+        return named if hasattr(named, "begin_forward") else None
+    return next((given for given in args if hasattr(given, "begin_forward")), None) if args else None
+
+
+def _with_cache(
+    cache: KVCache, own: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Run a forward between the two looks of its cache. A part of a model that runs already only tells where its tokens stand."""
+    given = kwargs if not args else {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
+    cache.hear_positions(model, given.get("position_ids"))
+    if cache.is_running:
+        return own(model, *args, **kwargs)
+    _refuse_checkpointing(model)
+    wanted = given.get("logits_to_keep")
+    guesses = wanted - 1 if isinstance(wanted, int) and wanted > 0 else None
+    try:
+        cache.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), guesses)
+        out = own(model, *args, **kwargs)
+    finally:
+        cache.is_running = False
+    cache.end_forward(model)
+    return out
+
+
+@functools.cache
+def _names(model: type[nn.Module]) -> tuple[str, ...]:
+    """What a forward calls its arguments, in their order."""
+    return tuple(inspect.signature(model.forward).parameters)[1:]
+
+
+def _refuse_checkpointing(model: nn.Module) -> None:
+    """Raise KvdslError where transformers would take the cache away from every layer, in order to run it a second time."""
+    if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
+        raise KvdslError(
+            "gradient checkpointing runs every layer of a model in training mode without the cache: leave the cache out to train, or "
+            "call `model.eval()` to generate"
+        )
+
+
+def tokens_of(given: dict[str, Any]) -> int | None:
+    """How many tokens a forward is given; None if its arguments have another form."""
+    fed = given.get("inputs_embeds")
+    fed = given.get("input_ids") if fed is None else fed
+    return fed.shape[1] if isinstance(fed, Tensor) and fed.ndim > 1 else None

@@ -1,0 +1,192 @@
+"""The mask that a forward with a cache of ours gets, and what attention reads from it.
+
+Our attention only needs to know which of the new tokens are padding. A model may run a layer without our attention, though, and then the
+mask must be causal by itself. `SlotMask` is both: it holds the padding, and becomes the whole causal mask when anything else reads it.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map_only
+from transformers.masking_utils import causal_mask_function
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import mask_tokens
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.layer import SlotLayer
+
+_WINDOW = "_kvdsl_window"
+"""An attribute of our masks: the window that the model asked for, None for the whole text."""
+
+UNTOLD = -1
+"""The window where no mask tells."""
+
+
+class SlotLength(int):
+    """The logical length of a cache of ours: the mask function knows by its type that it serves slots."""
+
+    layer: SlotLayer | None = None
+    """The layer that the mask is for; None where nothing is cached."""
+
+
+UNCOUNTED = SlotLength(-1)
+"""The length in a compiled forward, where a number would be compiled in."""
+
+
+class SlotMask(Tensor):
+    """A causal mask [batch, 1, tokens, tokens] of a forward's new tokens, which is allocated only if an operation reads it.
+
+    Attributes:
+        text: bool [batch, tokens], False for padding; None without padding.
+    """
+
+    text: Tensor | None
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # Python never looks into it
+
+    @staticmethod
+    def __new__(cls, text: Tensor | None, batch: int, tokens: int, dtype: torch.dtype, device: Any) -> SlotMask:
+        made: SlotMask = torch.Tensor._make_wrapper_subclass(cls, (batch, 1, tokens, tokens), dtype=dtype, device=device)
+        made.text = text
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, operator: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        args, kwargs = tree_map_only(SlotMask, SlotMask.whole, (args, kwargs or {}))
+        return operator(*args, **kwargs)
+
+    def whole(self) -> Tensor:
+        """The mask itself: bool, True where a query sees a key; for eager attention, 0 there and the dtype's minimum elsewhere."""
+        tokens = self.shape[-1]
+        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril().expand(self.shape)
+        if self.text is not None:
+            seen = seen & self.text[:, None, None]
+        if self.dtype == torch.bool:
+            return seen.contiguous()
+        return torch.zeros(self.shape, dtype=self.dtype, device=self.device).masked_fill(~seen, torch.finfo(self.dtype).min)
+
+    def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
+        return f"SlotMask({list(self.shape)}, {self.dtype}, padded={self.text is not None})"
+
+
+class Read(NamedTuple):
+    """What a mask says: `real` is bool [batch, tokens], False for padding, or None; `window` is that of the model's mask, or `UNTOLD`."""
+
+    real: Tensor | None
+    window: int | None
+
+
+# -- made for the model ------------------------------------------------------------------------------------------------
+
+
+def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
+    """The mask of a forward with a cache of ours, from what a mask function of transformers is given; None if nothing is to be masked.
+
+    Args:
+        additive: whether the model's own attention adds its masks, as eager attention does.
+
+    Raises:
+        KvdslError: if the attention mask does not cover exactly what was cached and what is new, if it hides what was cached, or if the
+            model asks for more than causal attention.
+    """
+    if arguments.get("use_vmap") or not _only_causal(arguments):
+        raise KvdslError(
+            "the model asks for attention that is not causal (image blocks, packed texts or a mask of its own), which a "
+            "cache of slots does not serve: pass plain text, one per row"
+        )
+    tokens, window = mask_tokens(arguments), arguments.get("local_size")
+    real = _padding_of_new_tokens(arguments, tokens)
+    if torch.compiler.is_compiling():
+        return None if real is None else real[:, None, None]
+    if tokens == 1:
+        made = None if real is None else real[:, None, None]
+    elif real is None and window is None and not additive and arguments.get("allow_is_causal_skip", True):
+        made = None  # attention without a mask is causal, except for eager attention
+    else:
+        dtype = arguments.get("dtype", torch.float32) if additive else torch.bool
+        made = SlotMask(real, _rows(arguments), tokens, dtype, _device(arguments))
+    if made is not None:
+        setattr(made, _WINDOW, window)
+    return made
+
+
+def _padding_of_new_tokens(arguments: dict[str, Any], tokens: int) -> Tensor | None:
+    """Bool [batch, tokens], or None without padding information."""
+    padding: Tensor | None = arguments.get("attention_mask")
+    if padding is None:
+        return None
+    length: SlotLength = arguments["kv_length"]
+    if length != UNCOUNTED and padding.shape[-1] != length:
+        raise KvdslError(
+            f"the attention mask covers {padding.shape[-1]} tokens, but {length - tokens} are cached and {tokens} are new: "
+            f"pass the mask of the whole text, or call `cache.reset()` before an unrelated prompt"
+        )
+    if length.layer is not None:
+        length.layer.check_mask(padding, one_token=tokens == 1)
+    # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
+    return padding[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
+
+
+def _only_causal(arguments: dict[str, Any]) -> bool:
+    """Whether the mask is causal, or causal in a sliding window, which is compared with the layer's own later."""
+    return arguments.get("local_size") is not None or arguments.get("mask_function") in (None, causal_mask_function)
+
+
+def _rows(arguments: dict[str, Any]) -> int:
+    padding = arguments.get("attention_mask")
+    return int(arguments["batch_size"]) if padding is None else len(padding)
+
+
+def _device(arguments: dict[str, Any]) -> Any:
+    """Where the mask is wanted; transformers 4.57 tells by the cache positions."""
+    padding, positions = arguments.get("attention_mask"), arguments.get("cache_position")
+    found = padding if padding is not None else positions
+    return arguments.get("device", "cpu") if found is None else found.device
+
+
+# -- read by attention -------------------------------------------------------------------------------------------------
+
+
+def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
+    """What the mask says that reaches a layer's attention together with a query [batch, heads, tokens, dim].
+
+    Raises:
+        KvdslError: for a mask that hides more than padding.
+    """
+    tokens = query.shape[2]
+    if mask is None:
+        return Read(None, UNTOLD)
+    if torch.compiler.is_compiling():
+        return Read(mask[:, 0, 0, -tokens:], UNTOLD)
+    window: int | None = getattr(mask, _WINDOW, UNTOLD)
+    if isinstance(mask, SlotMask):
+        return Read(mask.text, window)
+    if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:] == (1, 1, 1) and tokens == 1:
+        return Read(mask[:, 0, 0], window)
+    return Read(_read_ready_made(mask, query, layer), UNTOLD)
+
+
+def _read_ready_made(mask: Tensor, query: Tensor, layer: SlotLayer) -> Tensor:
+    """The padding of a whole mask, bool [batch or 1, 1, tokens, columns], which must be causal otherwise."""
+    batch, _, tokens, _ = query.shape
+    fits = mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, tokens)
+    columns = mask.shape[-1]
+    if not fits or columns not in (tokens, layer.length + tokens) or layer.window is not None:
+        raise _refusal(mask)
+    last = mask[:, 0, -1]
+    causal = torch.ones(tokens, columns, dtype=torch.bool, device=mask.device).tril(columns - tokens)
+    if not torch.equal(mask[:, 0], last[:, None] & causal):
+        raise _refusal(mask)
+    last = last.expand(batch, -1)
+    layer.check_mask(last, one_token=False)
+    return last[:, -tokens:]
+
+
+def _refusal(mask: Tensor) -> KvdslError:
+    return KvdslError(
+        f"attention was given a ready-made mask ({str(mask.dtype).removeprefix('torch.')} {list(mask.shape)}), but a "
+        f"cache of slots only understands padding: pass a 2-D `attention_mask` [batch, tokens] of zeros and ones"
+    )
