@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
@@ -96,9 +97,27 @@ def likeness(model: PreTrainedModel) -> dict[str, Any]:
 
 def _weights(model: PreTrainedModel) -> dict[str, float]:
     """The first number of every parameter; nothing of a model without weights."""
-    named = {name: x.detach() for name, x in model.named_parameters() if x.device.type != "meta" and x.numel()}
+    held = {name: _brought(model, name) if x.device.type == "meta" else x for name, x in _parameters(model)}
+    named = {name: x.detach() for name, x in held.items() if x is not None and x.numel()}
     firsts = [(x.to_local() if hasattr(x, "to_local") else x).flatten()[:1].float().cpu() for x in named.values()]
     return dict(zip(named, torch.cat(firsts).tolist(), strict=True)) if firsts else {}
+
+
+def _parameters(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter by each of its names: weights that are tied in one copy of a model may not be in another."""
+    return model.named_parameters(remove_duplicate=False)
+
+
+def _brought(model: PreTrainedModel, name: str) -> Tensor | None:
+    """A parameter that accelerate brings for each forward; None if there is none."""
+    owner, _, last = name.rpartition(".")
+    hook = getattr(model.get_submodule(owner), "_hf_hook", None)
+    for one in getattr(hook, "hooks", (hook,)):
+        weights = getattr(one, "weights_map", None)
+        if weights is not None:
+            found: Tensor = weights[last]
+            return found
+    return None
 
 
 def refuse_another(model: PreTrainedModel, left: dict[str, Any]) -> None:
