@@ -18,6 +18,7 @@ from contestants import CONTESTANTS, Contestant, Task
 from torch import Tensor
 
 from kvdsl.generation.models import load_model, read_text, windows
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench.measure import peak_bytes
 
 WARM_TOKENS = 8
@@ -39,7 +40,7 @@ def read(model: Any, ids: Tensor, cache: Any, prompt: int) -> dict[str, Any]:
     for start, stop in [(0, prompt), *((at, at + 1) for at in range(prompt, ids.shape[1] - 1))]:
         positions = torch.arange(start, stop)[None]
         begun = time.perf_counter()
-        logits = model(ids[:, start:stop], past_key_values=cache, position_ids=positions, logits_to_keep=1).logits[:, -1]
+        logits = model(ids[:, start:stop], **with_cache(cache), position_ids=positions, logits_to_keep=1).logits[:, -1]
         times.append((time.perf_counter() - begun) * 1e3)
         losses.append(float(torch.nn.functional.cross_entropy(logits.float(), ids[:, stop])))
     return {"ttft_ms": times[0], "tpot_ms": times[1:], "losses": losses}

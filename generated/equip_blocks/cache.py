@@ -33,7 +33,7 @@ class EQUIPBlocksCache(KVCache):
     "EQUIP: EQUivariant preserving In-Place updates for Efficient Token Pruning", section 4.3 and figure 18: rotated halves
     are kept, and a new token is written at block and offset.
 
-    Usage: `model.generate(**inputs, past_key_values=EQUIPBlocksCache(model))`.
+    Usage: `model.generate(**inputs, cache=EQUIPBlocksCache(model))`.
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.

@@ -35,7 +35,7 @@ class RoCoCache(KVCache):
     reach: exact
     checked: formula
 
-    Usage: `model.generate(**inputs, past_key_values=RoCoCache(model))`.
+    Usage: `model.generate(**inputs, cache=RoCoCache(model))`.
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.

@@ -36,7 +36,7 @@ class SparCasCache(KVCache):
     reach: exact
     checked: formula
 
-    Usage: `model.generate(**inputs, past_key_values=SparCasCache(model))`.
+    Usage: `model.generate(**inputs, cache=SparCasCache(model))`.
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.

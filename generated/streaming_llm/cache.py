@@ -36,7 +36,7 @@ class StreamingLLMCache(KVCache):
     reach: exact
     checked: formula
 
-    Usage: `model.generate(**inputs, past_key_values=StreamingLLMCache(model))`.
+    Usage: `model.generate(**inputs, cache=StreamingLLMCache(model))`.
 
     Args:
         model: a transformers model; its attention is prepared to serve this cache.

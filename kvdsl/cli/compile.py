@@ -181,7 +181,7 @@ def _usage(policy: Policy, out: Path) -> str:
     defaults = {param.name: param.default for param in policy.params}
     budget = f", budget={print_expression(defaults['budget'])}" if isinstance(defaults.get("budget"), Number) else ""
     given = "".join(f", {one.name}=f" for one in policy.given if one.default is None)
-    lines.append(f"out = model.generate(**inputs, past_key_values={name}(model{budget}{given}))")
+    lines.append(f"out = model.generate(**inputs, cache={name}(model{budget}{given}))")
     if given:
         lines.append("# f(module, hidden_states) returns a number of each new token: [batch, KV heads or 1, tokens]")
     return "\n".join(lines)

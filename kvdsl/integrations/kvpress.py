@@ -7,7 +7,7 @@
     pipe(context, question=question, press=PolicyPress("roco", compression_ratio=0.5))
 
 A press works on a prompt, once: so does the policy here. What evicts while decoding needs statistics of every query, which a press
-is not given; there kvdsl's own cache serves, `model.generate(..., past_key_values=RoCoCache(model))`.
+is not given; there kvdsl's own cache serves, `model.generate(..., cache=RoCoCache(model))`.
 """
 
 from __future__ import annotations

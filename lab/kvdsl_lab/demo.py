@@ -108,7 +108,7 @@ def _compile(console: Any, out: Path) -> Any:
     taken = time.perf_counter() - begun
     console.print(f"\n[bold]Compiled[/] in {taken:.2f} s into {os.path.relpath(out / 'roco')}/: {', '.join(files)}")
     console.print(f"    from {out.name}.roco import RoCoCache\n    cache = RoCoCache(model, budget={RATE})\n"
-                  "    model.generate(**inputs, past_key_values=cache)", style="cyan", markup=False)  # fmt: skip
+                  "    model.generate(**inputs, cache=cache)", style="cyan", markup=False)  # fmt: skip
     sys.path.insert(0, str(out.parent))
     return importlib.import_module(f"{out.name}.roco").RoCoCache
 

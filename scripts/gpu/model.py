@@ -88,8 +88,10 @@ def _others(model: Any, ids: torch.Tensor, make: Callable[[], Any], whole: Whole
 
 
 def _generate(model: Any, ids: torch.Tensor, cache: Any, count: int, setting: Setting) -> float:
+    from kvdsl.runtime.hf.versions import with_cache
+
     begun = time.perf_counter()
-    model.generate(ids, past_key_values=cache, max_new_tokens=count, min_new_tokens=count, do_sample=False)
+    model.generate(ids, **with_cache(cache), max_new_tokens=count, min_new_tokens=count, do_sample=False)
     if setting.real:
         torch.cuda.synchronize()
     return time.perf_counter() - begun

@@ -38,6 +38,8 @@ def tiny(setting: Setting) -> Any:
 
 def generated_alike(name: str, setting: Setting) -> Iterator[str]:
     """Greedy text of a tiny model under Triton, eager and as `generate` compiles it, and under torch, of a padded batch."""
+    from kvdsl.runtime.hf.versions import with_cache
+
     model, cls = tiny(setting), cache_class(name)
     ids = torch.randint(1, 128, (2, PROMPT), device=setting.device)
     mask = torch.ones_like(ids)
@@ -49,7 +51,7 @@ def generated_alike(name: str, setting: Setting) -> Iterator[str]:
             continue
         cache: Any = cls(model, backend=backend, **given)
         out = model.generate(
-            ids, attention_mask=mask, past_key_values=cache, max_new_tokens=setting.sizes.generated, do_sample=False,
+            ids, attention_mask=mask, **with_cache(cache), max_new_tokens=setting.sizes.generated, do_sample=False,
             disable_compile=not compiled,
         )  # fmt: skip
         texts[how] = out[:, PROMPT:].tolist()

@@ -21,6 +21,7 @@ from pygments.token import Comment, Keyword, Name, Number, String, _TokenType
 import kvdsl
 from kvdsl.assets import book_text
 from kvdsl.highlight import KvLexer
+from kvdsl.runtime.hf.versions import with_cache
 from scripts.pictures.home import ROOT
 from scripts.pictures.svg import ADVANCE, INK, LINE, drawing, letters
 
@@ -80,7 +81,7 @@ def read(cache_class: type) -> tuple[list[str], set[int]]:
     ids = tokenizer(book[book.index(START) :][: 8 * TOKENS], return_tensors="pt").input_ids[:, :TOKENS]
     cache = cache_class(model, budget=BUDGET)
     with torch.no_grad(), cache.one_by_one():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     words = [tokenizer.decode([token]).replace("\n", " ") for token in ids[0]]
     return words, set(cache.positions(LAYER)[0, HEAD].tolist())
 

@@ -21,6 +21,7 @@ from rich.progress import track
 import kvdsl
 from kvdsl.environment import environment
 from kvdsl.generation.models import encode, first_token, load_model
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import book_index, book_text
 from kvdsl_lab.eval.perplexity import token_losses
 
@@ -65,7 +66,7 @@ def book(tokens: int, budget: int, block: int, size: int, out: Path | None, plot
     begun = time.perf_counter()
     with torch.inference_mode():
         for start in track(range(0, tokens, size), "reading", disable=not sys.stderr.isatty()):
-            model(input_ids=ids[:, start : start + size], past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=ids[:, start : start + size], **with_cache(cache), use_cache=True, logits_to_keep=1)
             live = max(int((cache.positions(layer) >= 0).sum(-1).max()) for layer in cache.managed)
             rows.append(
                 {

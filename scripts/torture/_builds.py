@@ -129,6 +129,7 @@ def decode(backend: str = "cpu") -> list[float]:
     import transformers
 
     import kvdsl
+    from kvdsl.runtime.hf.versions import with_cache
 
     torch.set_num_threads(1)  # nothing here is large, and the machine may be busy
     torch.manual_seed(0)
@@ -140,7 +141,7 @@ def decode(backend: str = "cpu") -> list[float]:
         tokens = torch.randint(32, (1, 20))
         cache = kvdsl.load(POLICY)(model, budget=8, backend=backend)
         steps = (tokens[:, :12], *tokens[:, 12:].unbind(1))
-        logits = [model(step.view(1, -1), past_key_values=cache).logits[0, -1] for step in steps]
+        logits = [model(step.view(1, -1), **with_cache(cache)).logits[0, -1] for step in steps]
     return [float(x) for x in torch.cat(logits)]
 
 

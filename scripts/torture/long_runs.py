@@ -19,6 +19,7 @@ from torch import Tensor
 import kvdsl
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch.backend import TorchBackend, _one_by_one
@@ -120,7 +121,7 @@ class Talk:
     def say(self, ids: Tensor, cache: Any = None) -> Tensor:
         """What the model says behind the last of these tokens."""
         with torch.no_grad():
-            return self.model(ids, past_key_values=self.cache if cache is None else cache).logits[0, -1]  # type: ignore[no-any-return]
+            return self.model(ids, **with_cache(self.cache if cache is None else cache)).logits[0, -1]  # type: ignore[no-any-return]
 
     def go_on(self) -> None:
         """A stretch of the text, most of it several tokens a forward; its last token is said on the torch backend as well.
@@ -239,7 +240,7 @@ def dropped_caches(seed: int, count: int, progress: Progress) -> Counts:
         with counts.trial(f"cache {number}, {policy} on {backend}"), torch.no_grad():
             cache = kvdsl.load(policy)(model, budget=BUDGET, backend=backend)
             for tokens in (2 * BUDGET, 1, 1, 1):
-                model(torch.cat(list(islice(text, tokens)), 1), past_key_values=cache)
+                model(torch.cat(list(islice(text, tokens)), 1), **with_cache(cache))
             gone = [weakref.ref(cache), *(weakref.ref(layer.state) for layer in cache.layers)]
             del cache
             gc.collect()

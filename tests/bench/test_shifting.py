@@ -15,6 +15,7 @@ import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import encode, page
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench import shifting
 from kvdsl_lab.bench.shifting import ShiftedCache, rule, twin
 from tests.hf import policies, zoo
@@ -37,7 +38,7 @@ def logits(model: Any, cache: Any, prompt: Tensor, tokens: Tensor) -> Tensor:
     """What the model says behind the prompt and behind each of the tokens, [1 + tokens, rows, vocabulary]."""
     with torch.inference_mode():
         parts = [prompt, *tokens.split(1, dim=1)]
-        return torch.stack([model(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1] for part in parts])
+        return torch.stack([model(input_ids=part, **with_cache(cache), use_cache=True).logits[:, -1] for part in parts])
 
 
 @pytest.mark.parametrize("length", [7, BUDGET, 20])
@@ -57,7 +58,7 @@ def test_it_says_what_the_policy_says_in_place(policy: str, length: int) -> None
 def divergences(model: Any, other: Any, ids: Tensor, steps: int, ours: Any, theirs: ShiftedCache) -> list[str]:
     """Where one cache generates a token that the other, given the same text so far, clearly would not."""
     options = {"max_new_tokens": steps, "do_sample": False, "use_cache": True}
-    said = model.generate(ids, **options, past_key_values=ours)[:, ids.shape[1] :]
+    said = model.generate(ids, **options, **with_cache(ours))[:, ids.shape[1] :]
     assert said.shape[1] == steps
     found = []
     for step, here in enumerate(logits(other, theirs, ids, said[:, :-1])):
@@ -157,4 +158,4 @@ def test_what_it_does_not_serve() -> None:
     cache = shifted(model, "h2o", fresh=True)
     logits(model, cache, zoo.prompt(1, 5), zoo.prompt(1, 2))
     with pytest.raises(KvdslError, match="one token at a time"):
-        model(input_ids=zoo.prompt(1, 3), past_key_values=cache)
+        model(input_ids=zoo.prompt(1, 3), **with_cache(cache))

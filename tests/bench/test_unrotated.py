@@ -12,6 +12,7 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench.shapes import shaped_model
 from kvdsl_lab.bench.shifting import ShiftedCache, twin
 from kvdsl_lab.bench.unrotated import bias, is_rotated, slopes, without_rotation
@@ -36,7 +37,7 @@ def logits(model: Any, cache: Any, ids: Tensor, tokens: Tensor) -> Tensor:
     """Behind the prompt and behind each of the tokens, [1 + tokens, rows, vocabulary]."""
     with torch.inference_mode():
         parts = [ids, *tokens.split(1, dim=1)]
-        return torch.stack([model(input_ids=part, past_key_values=cache, use_cache=True).logits[:, -1] for part in parts])
+        return torch.stack([model(input_ids=part, **with_cache(cache), use_cache=True).logits[:, -1] for part in parts])
 
 
 @pytest.mark.parametrize("backend", ["torch", "cpu"])
@@ -46,7 +47,7 @@ def test_in_place_says_what_shift_and_append_says(policy: str, biased: bool, bac
     made, ids = model(biased=biased), prompt(30)
     other, given = twin(made), {"budget": BUDGET, **COMPACT[policy]}
     ours = kvdsl.load(policy)(made, backend=backend, **given)
-    said = made.generate(ids, past_key_values=ours, max_new_tokens=STEPS, do_sample=False)[:, 30:]
+    said = made.generate(ids, **with_cache(ours), max_new_tokens=STEPS, do_sample=False)[:, 30:]
     for fresh in (False, True):
         theirs = logits(other, ShiftedCache(other, kvdsl.load(policy).spec, given, fresh=fresh), ids, said[:, :-1])
         assert torch.equal(theirs.argmax(-1).T, said)
@@ -66,7 +67,7 @@ def test_a_bias_counts_places_of_the_text_or_of_the_cache(policy: str, backend: 
     for at in range(40, 50):
         held = cache.positions(0)
         with torch.inference_mode():
-            here = made(input_ids=ids[:, at : at + 1], past_key_values=cache, use_cache=True).logits[:, -1]
+            here = made(input_ids=ids[:, at : at + 1], **with_cache(cache), use_cache=True).logits[:, -1]
             mask = torch.stack([torch.stack([_mask(head, at, compact) for head in row]) for row in held])
             mask = mask.repeat_interleave(plain.config.num_attention_heads // mask.shape[1], 1)
             everything = torch.full((*mask.shape[:2], at + 1, at + 1), -torch.inf).triu(1)
@@ -104,7 +105,7 @@ def test_the_full_cache_is_the_model_itself_also_with_padding() -> None:
     expected = model(biased=True).generate(ids, **options)
     for backend in ("torch", "cpu"):
         cache = kvdsl.load("full")(made, backend=backend)
-        assert torch.equal(made.generate(ids, **options, past_key_values=cache), expected)
+        assert torch.equal(made.generate(ids, **options, **with_cache(cache)), expected)
     alone = model(biased=True).generate(ids[1:, 7:], max_new_tokens=12, do_sample=False)
     assert torch.equal(expected[1:, 20:], alone[:, 13:])
 
@@ -117,9 +118,9 @@ def test_a_compiled_step_is_an_eager_one(backend: str) -> None:
         cache = kvdsl.load("equip_h2o")(made, budget=BUDGET, recent=5, backend=backend)
         forward = torch.compile(made.forward, fullgraph=True, dynamic=False, backend="eager") if compiled else made
         with torch.no_grad():
-            found = [made(ids, past_key_values=cache).logits[:, -1]]
+            found = [made(ids, **with_cache(cache)).logits[:, -1]]
             for step, token in enumerate(prompt(6).split(1, dim=1)):
-                found.append(forward(token, past_key_values=cache, **zoo.place(made, 20 + step)).logits[:, -1])
+                found.append(forward(token, **with_cache(cache), **zoo.place(made, 20 + step)).logits[:, -1])
         said.append(torch.stack(found))
     torch.testing.assert_close(said[1], said[0], atol=1e-5, rtol=1e-5)
 

@@ -7,6 +7,7 @@ import torch
 
 from kvdsl.generation.models import read_text
 from kvdsl.policies import RoCoCache
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.assets import load_reference_model, reference_model_path
 
 TOKENS = 700
@@ -21,9 +22,9 @@ def test_squares_that_fp16_loses(backend: str) -> None:
     ids = tokenizer(read_text(None)[20_000:26_000], return_tensors="pt")["input_ids"][:, :TOKENS]
     cache = RoCoCache(model, budget=TOKENS - 50, backend=backend)
     with torch.no_grad():
-        model(ids[:, :-4], past_key_values=cache)
+        model(ids[:, :-4], **with_cache(cache))
         for token in ids[0, -4:]:
-            model(token.reshape(1, 1), past_key_values=cache)
+            model(token.reshape(1, 1), **with_cache(cache))
     lost = 0
     for layer in range(model.config.num_hidden_layers):
         live = cache.positions(layer) >= 0

@@ -11,6 +11,7 @@ from transformers import DynamicCache
 
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.abreast import Abreast, abreast, feed
 
 POLICIES = ("full", "streaming_llm", "h2o", "roco", "tova", "quest", "snapkv")
@@ -31,7 +32,7 @@ def walk(model: Any, cache: Any, ids: torch.Tensor) -> torch.Tensor:
     """Logits of a prompt and then token by token, [rows, forwards, vocabulary]."""
     with torch.inference_mode():
         parts = [ids[:, :PROMPT], *ids[:, PROMPT:].split(1, dim=1)]
-        return torch.stack([model(input_ids=part, past_key_values=cache).logits[:, -1] for part in parts], dim=1)
+        return torch.stack([model(input_ids=part, **with_cache(cache)).logits[:, -1] for part in parts], dim=1)
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ import kvdsl
 from kvdsl.cli import main
 from kvdsl.compiler import analyse, find_policy
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.calibrate import retrieval_heads
 from kvdsl_lab.calibrate.request import wanted
 from kvdsl_lab.calibrate.run import calibrate, read_twice, steps
@@ -226,7 +227,7 @@ def test_what_is_written_is_what_the_policy_reads(
     assert notes["filter"] == "q-filters" and notes["tokens"] == "128"
     cache = kvdsl.load(tmp_path / "mine.kv")(model, backend="torch")
     with torch.no_grad():
-        model(torch.arange(30)[None], past_key_values=cache)
+        model(torch.arange(30)[None], **with_cache(cache))
     assert torch.equal(cache.layers[1].state.constants[0], values[:, :, 1].T)
     assert int((cache.positions(1) >= 0).sum(-1).max()) == 24
 

@@ -21,6 +21,7 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import lm_eval as ours
 
 LONG = "Once upon a time, in a house by the sea, there lived an old captain who had a lantern."
@@ -85,7 +86,7 @@ def one_by_one(
     total, best = 0.0, True
     with torch.inference_mode():
         for fed, token in zip(feeds, [None] * (len(first) - at) + rest, strict=True):
-            logits = model(torch.tensor([fed]), past_key_values=cache, use_cache=True).logits[0, -1]
+            logits = model(torch.tensor([fed]), **with_cache(cache), use_cache=True).logits[0, -1]
             if token is not None:
                 total += float(logits.log_softmax(-1)[token])
                 best = best and int(logits.argmax()) == token

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval.reading import Reading, read
 
 BLOCKS = """kv 1
@@ -35,13 +36,13 @@ def test_a_cache_is_what_the_models_own_reading_makes_it(model: Any, ids: Tensor
     reading = Reading(model, ids)
     assert reading.give(ours, tokens)
     with torch.inference_mode():
-        logits = model(input_ids=ids[:, :tokens], past_key_values=wanted).logits[:, -1]
+        logits = model(input_ids=ids[:, :tokens], **with_cache(wanted)).logits[:, -1]
         if tokens is None:
             torch.testing.assert_close(reading.logits, logits, rtol=1e-4, atol=1e-4)
         for layer in range(2):
             assert torch.equal(ours.positions(layer), wanted.positions(layer))
         step = ids[:, :1]
-        after = [model(input_ids=step, past_key_values=cache).logits for cache in (ours, wanted)]
+        after = [model(input_ids=step, **with_cache(cache)).logits for cache in (ours, wanted)]
     torch.testing.assert_close(*after, rtol=1e-4, atol=1e-4)
 
 
@@ -52,5 +53,5 @@ def test_a_policy_that_settles_within_the_prompt_has_the_model_read(model: Any, 
     assert cache.get_seq_length() == 0
     read(model, cache, reading)
     with torch.inference_mode():
-        model(input_ids=ids, past_key_values=wanted)
+        model(input_ids=ids, **with_cache(wanted))
     assert torch.equal(cache.positions(1), wanted.positions(1))

@@ -14,6 +14,7 @@ from kvdsl.cli import main
 from kvdsl.errors import KvdslError
 from kvdsl.generation.models import windows
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import sketch
 from kvdsl_lab.eval.recording import Recording
 from kvdsl_lab.eval.sketch import PAGE, Setting
@@ -106,7 +107,7 @@ def test_what_is_recorded_is_what_attention_gets(deep: Any, tokenizer: Any) -> N
     ids = windows(tokenizer, TEXT, 30, 2)
     recordings = sketch.record(deep, ids)
     cache: Any = kvdsl.load("full")(deep, backend="torch")
-    deep(input_ids=ids, past_key_values=cache, use_cache=True)
+    deep(input_ids=ids, **with_cache(cache), use_cache=True)
     assert len(recordings) == 2
     for found, index in zip(recordings, (2, 3), strict=True):
         assert torch.equal(found.key, cache.layers[index].state.keys[:, :, :30])

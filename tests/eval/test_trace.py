@@ -17,6 +17,7 @@ import torch
 
 import kvdsl
 from kvdsl.cli import main
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.eval import trace as tracing
 
 PROMPT = "Once upon a time, in a house by the sea, "
@@ -79,7 +80,7 @@ def test_the_page_says_what_positions_said_step_by_step(
     value = reader(data)
     for step, upto in enumerate(data["seen"]):
         with torch.inference_mode():
-            logits = model(ids[:, seen:upto], past_key_values=cache, use_cache=True).logits
+            logits = model(ids[:, seen:upto], **with_cache(cache), use_cache=True).logits
         for layer in range(2):
             for head in range(2):
                 gone = data["gone"][layer][head]

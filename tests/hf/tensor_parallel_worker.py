@@ -29,7 +29,7 @@ def results(model: Any) -> dict[str, Any]:
     for name in NAMES:
         more = {"importance": importance} if name == LEARNED else {}
         cache = policies.make(name, model, budget=12, seed=11, **more)
-        tokens, _ = zoo.greedy(model, inputs, 16, past_key_values=cache)
+        tokens, _ = zoo.greedy(model, inputs, 16, cache=cache)
         kept = [cache.positions(layer).sort(-1).values.tolist() for layer in cache.managed]
         found[name] = {"tokens": tokens.tolist(), "kept": kept}
     return found

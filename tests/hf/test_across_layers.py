@@ -12,6 +12,7 @@ import torch
 from kvdsl.errors import KvdslError
 from kvdsl.integrations import prompts
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.torch.backend import TorchBackend
 from tests.hf import zoo
@@ -35,7 +36,7 @@ def live(cache: Any) -> torch.Tensor:
 @pytest.mark.parametrize("how", [SHARES, POOL])
 def test_layers_share_what_they_would_keep_apart(how: str) -> None:
     cache = made(how)
-    zoo.greedy(model(), text(60, 40), 1, past_key_values=cache)
+    zoo.greedy(model(), text(60, 40), 1, cache=cache)
     found = live(cache)
     layers, heads = found.shape[1:]
     assert len(found[0].unique()) > 1 and (found[0] != found[1]).any(), "rows share by themselves"
@@ -48,10 +49,10 @@ def test_layers_share_what_they_would_keep_apart(how: str) -> None:
 
 def test_a_padded_row_keeps_what_it_keeps_alone_and_grows() -> None:
     together, ids = made(POOL), text(60, 41)
-    tokens, _ = zoo.greedy(model(), ids, 5, past_key_values=together)
+    tokens, _ = zoo.greedy(model(), ids, 5, cache=together)
     for row, length in enumerate((60, 41)):
         alone, one = made(POOL), {key: value[row, None, -length:] for key, value in ids.items()}
-        assert zoo.greedy(model(), one, 5, past_key_values=alone)[0].tolist() == tokens[row, None].tolist()
+        assert zoo.greedy(model(), one, 5, cache=alone)[0].tolist() == tokens[row, None].tolist()
         assert kept(together, row) == kept(alone, 0)
         assert all(set(range(length, length + 4)) <= set(head) for layer in kept(alone, 0) for head in layer)
 
@@ -61,15 +62,15 @@ def test_a_later_prompt_shares_anew(how: str) -> None:
     """What it finds is what the layers hold by then; and the numbers of tokens are those of the budgets again."""
     cache, ids = made(how), text(60)["input_ids"]
     with torch.no_grad():
-        model()(ids[:, :30], past_key_values=cache)
+        model()(ids[:, :30], **with_cache(cache))
         first = live(cache)
-        model()(ids[:, 30:31], past_key_values=cache)
+        model()(ids[:, 30:31], **with_cache(cache))
         assert (live(cache) == first + 1).all(), "a decoded token stays"
         again = copy.deepcopy(cache)
         restored = torch.load(io.BytesIO(_saved(cache)), weights_only=False)
         restored.attach(model())
         for each in (cache, again, restored):
-            model()(ids[:, 31:60], past_key_values=each)
+            model()(ids[:, 31:60], **with_cache(each))
     assert kept(cache, 0) == kept(again, 0) == kept(restored, 0)
     assert live(cache).sum() <= 12 * live(cache).numel() and (live(cache) != first).any()
 
@@ -88,12 +89,12 @@ def test_a_forward_that_was_cut_short_leaves_nothing_behind() -> None:
 
     handle = model().model.layers[2].register_forward_pre_hook(stop)
     with pytest.raises(RuntimeError, match="cut short"), torch.no_grad():
-        model()(ids, past_key_values=cache)
+        model()(ids, **with_cache(cache))
     handle.remove()
     cache.reset()
     with torch.no_grad():
         for each in (cache, fresh):
-            model()(ids, past_key_values=each)
+            model()(ids, **with_cache(each))
     assert kept(cache, 0) == kept(fresh, 0)
 
 
@@ -102,18 +103,18 @@ def test_guesses_do_not_come_with_the_prompt() -> None:
     cache.activate_past_recording()  # which transformers 4.57 leaves to the caller
     with pytest.raises(KvdslError, match=r"share a budget once all have seen the prompt, but guesses came with it"):
         model().generate(
-            ids.repeat(1, 2), past_key_values=cache, prompt_lookup_num_tokens=3, max_new_tokens=4, eos_token_id=zoo.VOCAB + 1
+            ids.repeat(1, 2), **with_cache(cache), prompt_lookup_num_tokens=3, max_new_tokens=4, eos_token_id=zoo.VOCAB + 1
         )
 
 
 def test_decoded_tokens_are_taken_back() -> None:
     cache, ids = made(POOL), text(50)["input_ids"]
     with torch.no_grad():
-        model()(ids[:, :40], past_key_values=cache)
+        model()(ids[:, :40], **with_cache(cache))
         before = kept(cache, 0)
         cache.activate_past_recording()
         for at in range(40, 43):
-            model()(ids[:, at : at + 1], past_key_values=cache)
+            model()(ids[:, at : at + 1], **with_cache(cache))
         cache.crop(-3)
     assert kept(cache, 0) == before
 
@@ -124,7 +125,7 @@ def test_only_managed_layers_share() -> None:
 
     hybrid = zoo.model("gemma2")
     cache = compiled(f'kv 1\npolicy Custom {{\n"a test"\n{BODY}{POOL}\n}}\n')(hybrid)
-    zoo.greedy(hybrid, zoo.plain(zoo.prompt(1, 40)), 1, past_key_values=cache)
+    zoo.greedy(hybrid, zoo.plain(zoo.prompt(1, 40)), 1, cache=cache)
     assert 0 < len(cache.managed) < len(cache.layers)
     assert int(live(cache).sum()) == 12 * live(cache).numel()
 

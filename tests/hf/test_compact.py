@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.order import ranks
 from kvdsl.runtime.state.slots import SlotState
 from tests.hf import policies, zoo
@@ -67,10 +68,10 @@ def test_logits_are_those_of_the_kept_tokens_alone(family: str, policy: str, bac
     cache = policies.cache_class(policy)(one, **POLICIES[policy], backend=backend)
     ids, lengths = zoo.prompt(2, 50), set()
     with torch.no_grad():
-        one(ids[:, :30], past_key_values=cache)
+        one(ids[:, :30], **with_cache(cache))
         for at in range(30, 50):
             kept = cache.positions(0)[:, 0]
-            ours = one(ids[:, at : at + 1], past_key_values=cache).logits[:, -1]
+            ours = one(ids[:, at : at + 1], **with_cache(cache)).logits[:, -1]
             for row in range(2):
                 places = [*sorted(place for place in kept[row].tolist() if place >= 0), at]
                 lengths.add(len(places))
@@ -107,12 +108,12 @@ def test_a_padded_row_says_what_it_says_alone(precision: str, backend: str) -> N
 def _logits(model: Any, cache: Any, inputs: dict[str, Tensor]) -> Tensor:
     """Logits of 12 tokens that are given, [batch, 12, vocabulary]."""
     mask, given, found = inputs["attention_mask"], zoo.prompt(1, 12, seed=9), []
-    model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), past_key_values=cache)
+    model(**inputs, position_ids=(mask.cumsum(1) - 1).clamp(min=0), **with_cache(cache))
     for at in range(12):
         mask = torch.cat([mask, mask.new_ones(len(mask), 1)], 1)
         token = given[:, at : at + 1].expand(len(mask), 1)
         positions = mask.sum(1, keepdim=True) - 1
-        found.append(model(token, attention_mask=mask, position_ids=positions, past_key_values=cache).logits[:, -1].float())
+        found.append(model(token, attention_mask=mask, position_ids=positions, **with_cache(cache)).logits[:, -1].float())
     for layer in cache.managed:
         state: SlotState = cache.layers[layer].state
         assert torch.equal(state.rank, ranks(state.position))
@@ -124,7 +125,7 @@ def test_beams_take_their_ranks_along() -> None:
     texts = []
     for backend in ("torch", "cpu"):
         cache = policies.cache_class("equip_h2o")(model, budget=12, recent=4, backend=backend)
-        texts.append(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False, past_key_values=cache).tolist())
+        texts.append(model.generate(ids, max_new_tokens=12, num_beams=3, do_sample=False, **with_cache(cache)).tolist())
         for layer in cache.managed:
             assert torch.equal(cache.layers[layer].state.rank, ranks(cache.layers[layer].state.position))
     assert texts[0] == texts[1]
@@ -143,7 +144,7 @@ def _run(model: Any, cache: Any, positions: Tensor, *cuts: int, mask: Tensor | N
     with torch.no_grad():
         for begin, end in zip([0, *ends], ends, strict=False):
             given = {} if mask is None else {"attention_mask": mask[:, :end]}
-            model(ids[:, begin:end], position_ids=positions[..., begin:end], past_key_values=cache, **given)
+            model(ids[:, begin:end], position_ids=positions[..., begin:end], **with_cache(cache), **given)
 
 
 GAP = torch.cat([torch.arange(20), torch.arange(520, 540)])[None]
@@ -204,5 +205,5 @@ def test_an_image_is_refused() -> None:
     image = {"pixel_values": torch.randn(64, 96), "image_grid_thw": torch.tensor([[1, 8, 8]])}
     inputs = {**zoo.plain(ids), **image, "mm_token_type_ids": (ids == 100).int()}
     with pytest.raises(KvdslError, match="in row 0 token 8 has position 7: behind an image"):
-        model.generate(**inputs, past_key_values=_streaming(model), max_new_tokens=2)
-    model.generate(**zoo.plain(text), past_key_values=_streaming(model), max_new_tokens=2)
+        model.generate(**inputs, **with_cache(_streaming(model)), max_new_tokens=2)
+    model.generate(**zoo.plain(text), **with_cache(_streaming(model)), max_new_tokens=2)

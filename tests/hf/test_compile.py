@@ -14,6 +14,7 @@ from transformers import CompileConfig
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime import graph
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 
 BUDGET, PROMPT = 16, 20
@@ -42,10 +43,10 @@ def whole(model: Any, backend: str = "eager") -> Callable[..., Any]:
 def decode(model: Any, forward: Callable[..., Any], cache: Any, steps: int) -> Tensor:
     """A prompt through the model, and then so many greedy tokens through `forward`: [2, steps]."""
     ids = zoo.prompt(2, PROMPT)
-    logits, tokens = model(ids, past_key_values=cache).logits, []
+    logits, tokens = model(ids, **with_cache(cache)).logits, []
     for step in range(steps):
         tokens.append(logits[:, -1].argmax(-1, keepdim=True))
-        logits = forward(tokens[-1], past_key_values=cache, **zoo.place(model, PROMPT + step)).logits
+        logits = forward(tokens[-1], **with_cache(cache), **zoo.place(model, PROMPT + step)).logits
     return torch.cat(tokens, 1)
 
 
@@ -189,7 +190,7 @@ def test_eager_and_compiled_steps_may_alternate(model: Any) -> None:
     assert torch.equal(decode(model, alternating, ours, 9), decode(model, model, theirs, 9))
     assert_same_slots(ours, theirs)
     with pytest.raises(KvdslError, match=f"{PROMPT + 9} tokens that are cached|comes after {PROMPT + 9} cached"):
-        model(zoo.prompt(2, 3), past_key_values=ours, position_ids=torch.arange(3)[None])
+        model(zoo.prompt(2, 3), **with_cache(ours), position_ids=torch.arange(3)[None])
     ours.reset()
     assert ours.get_seq_length() == 0
     assert torch.equal(
@@ -202,7 +203,7 @@ def test_gradients_are_refused_in_graphs_as_well(compiler: str, model: Any) -> N
     """One graph, with the error where a backward runs, not where it is traced; none of the slots has a gradient."""
     cache = policies.make("roco", model, budget=BUDGET, backend="cpu")
     decode(model, model, cache, 2)
-    logits = whole(model, compiler)(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 2)).logits
+    logits = whole(model, compiler)(zoo.prompt(2, 1), **with_cache(cache), **zoo.place(model, PROMPT + 2)).logits
     assert not any(tensor.requires_grad for tensor in cache.layers[0].state.tensors().values())
     with pytest.raises(KvdslError, match=r"gradients do not pass through"):
         logits.sum().backward()
@@ -216,11 +217,11 @@ def test_gradients_of_what_was_cached_before_are_refused_in_graphs_as_well(compi
     decode(model, model, cache, 2)
     compiled = whole(model, compiler)
     for step in range(3):
-        compiled(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 2 + step))
+        compiled(zoo.prompt(2, 1), **with_cache(cache), **zoo.place(model, PROMPT + 2 + step))
     assert counters["stats"]["unique_graphs"] == 1
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)
-    logits = compiled(zoo.prompt(2, 1), past_key_values=cache, **zoo.place(model, PROMPT + 5)).logits
+    logits = compiled(zoo.prompt(2, 1), **with_cache(cache), **zoo.place(model, PROMPT + 5)).logits
     with pytest.raises(KvdslError, match=r"gradients do not pass through"):
         logits.sum().backward()
 
@@ -260,7 +261,7 @@ def test_generate_compiles_by_itself(model: Any) -> None:
         model,
         zoo.left_padded(rows),
         8,
-        past_key_values=policies.make("roco", model, budget=BUDGET, backend="cpu"),
+        cache=policies.make("roco", model, budget=BUDGET, backend="cpu"),
         **options,
     )
     expected = run()
@@ -273,9 +274,7 @@ def test_generate_compiles_by_itself(model: Any) -> None:
 
 
 def test_generate_does_not_compile_what_grows(model: Any) -> None:
-    zoo.greedy(
-        model, zoo.plain(zoo.prompt(1, 4)), 3, past_key_values=policies.make("full", model), compile_config=everywhere()
-    )
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 4)), 3, cache=policies.make("full", model), compile_config=everywhere())
     assert not counters["stats"]
 
 

@@ -23,7 +23,7 @@ def run(family: str, policy: str, inputs: dict[str, Tensor], new: int = 15) -> t
     """A cache after generating, and the text."""
     model = zoo.model(family)
     cache = policies.make(policy, model, budget=BUDGET)
-    return cache, zoo.greedy(model, inputs, new, past_key_values=cache)
+    return cache, zoo.greedy(model, inputs, new, cache=cache)
 
 
 @pytest.mark.parametrize("policy", policies.EVICTING)
@@ -75,7 +75,7 @@ def test_eviction_changes_the_text() -> None:
 def test_a_float_up_to_one_is_a_rate(budget: float, held: int) -> None:
     model = zoo.model("llama")
     cache = policies.make("tova", model, budget=budget)
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 40)), 5, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 40)), 5, cache=cache)
     assert (cache.positions(0) >= 0).sum(-1).tolist() == [[held, held]]
     assert ("budget=1.0" in repr(cache)) == (held == 40)
 
@@ -88,7 +88,7 @@ def test_rate_of_the_prompt_is_per_row() -> None:
     model = zoo.model("llama")
     cache = policies.make(policies.OBSERVING, model, budget=0.5)
     rows = zoo.prompt(2, 40)
-    zoo.greedy(model, zoo.left_padded([rows[0], rows[1, :20]]), 10, past_key_values=cache)
+    zoo.greedy(model, zoo.left_padded([rows[0], rows[1, :20]]), 10, cache=cache)
     live = (cache.positions(0) >= 0).sum(-1)
     assert live[0].tolist() == [20, 20]
     assert live[1].tolist() == [10, 10]
@@ -98,11 +98,11 @@ def test_windowed_model_attends_within_its_window_only() -> None:
     """Mistral's window is 8, the budget holds everything: the text is the native cache's, whatever the slots still hold."""
     model, inputs = zoo.model("mistral-windowed"), zoo.plain(zoo.prompt(1, 30))
     cache = policies.make(policies.OBSERVING, model, budget=100)
-    ours = zoo.greedy(model, inputs, 12, past_key_values=cache)
+    ours = zoo.greedy(model, inputs, 12, cache=cache)
     zoo.assert_same_text(ours, zoo.greedy(zoo.untouched("mistral-windowed"), inputs, 12))
     assert cache.managed == [0, 1]
     bounded = policies.make(policies.OBSERVING, model, budget=10)
-    zoo.greedy(model, inputs, 12, past_key_values=bounded)
+    zoo.greedy(model, inputs, 12, cache=bounded)
     assert int((bounded.positions(0) >= 0).sum(-1).max()) == 10
 
 

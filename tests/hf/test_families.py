@@ -32,7 +32,7 @@ def expected(family: str, batch: int) -> tuple[Tensor, Tensor]:
 def test_budget_that_holds_everything_is_the_dynamic_cache(family: str, policy: str, batch: int) -> None:
     model = zoo.model(family)
     cache = policies.make(policy, model, budget=64)
-    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, past_key_values=cache), expected(family, batch))
+    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, cache=cache), expected(family, batch))
 
 
 @pytest.mark.parametrize("batch", [1, 2])
@@ -43,7 +43,7 @@ def test_text_of_multimodal_models(stem: str, batch: int) -> None:
     other.set_attn_implementation("eager")
     own = model.config._attn_implementation
     cache = policies.make(policies.OBSERVING, model, budget=64)
-    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, past_key_values=cache), zoo.greedy(other, inputs(batch), NEW))
+    zoo.assert_same_text(zoo.greedy(model, inputs(batch), NEW, cache=cache), zoo.greedy(other, inputs(batch), NEW))
     assert model.config._attn_implementation == own
     type(cache).release(model)
     assert model.config.get_text_config()._attn_implementation == own

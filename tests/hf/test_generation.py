@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedTokenizerFast, TextIteratorStreamer, TextStreamer, pipeline
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 
 BUDGETS = [12, 200]
@@ -42,7 +43,7 @@ def test_chat_on_one_cache_is_the_whole_text(family: str) -> None:
     text = zoo.prompt(1, 14)
     for turn in range(3):
         theirs = zoo.greedy(other, zoo.plain(text), 6)
-        ours = zoo.greedy(model, zoo.plain(text), 6, past_key_values=cache)
+        ours = zoo.greedy(model, zoo.plain(text), 6, cache=cache)
         zoo.assert_same_text(ours, theirs)
         text = torch.cat([text, theirs[0], zoo.prompt(1, 5, seed=turn + 20)], 1)
     assert cache.get_seq_length() == text.shape[1] - 6
@@ -56,7 +57,7 @@ def test_chat_with_left_padding(policy: str) -> None:
     inputs = zoo.left_padded([rows[0], rows[1, :8]])
     for turn in range(2):
         theirs = zoo.greedy(other, inputs, 6)
-        zoo.assert_same_text(zoo.greedy(model, inputs, 6, past_key_values=cache), theirs)
+        zoo.assert_same_text(zoo.greedy(model, inputs, 6, cache=cache), theirs)
         ids = torch.cat([inputs["input_ids"], theirs[0], zoo.prompt(2, 5, seed=turn)], 1)
         more = torch.ones(2, ids.shape[1] - inputs["attention_mask"].shape[1], dtype=torch.long)
         inputs = {"input_ids": ids, "attention_mask": torch.cat([inputs["attention_mask"], more], 1)}
@@ -73,8 +74,8 @@ def test_padding_between_two_turns() -> None:
         mask = masks[:, :end]
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, begin:end]
         with torch.no_grad():
-            found = model(ids, attention_mask=mask, position_ids=positions, past_key_values=ours).logits
-            expected = other(ids, attention_mask=mask, position_ids=positions, past_key_values=theirs).logits
+            found = model(ids, attention_mask=mask, position_ids=positions, **with_cache(ours)).logits
+            expected = other(ids, attention_mask=mask, position_ids=positions, **with_cache(theirs)).logits
         assert (found - expected)[masks[:, begin:end].bool()].abs().max() < 1e-4
 
 
@@ -83,7 +84,7 @@ def forwards(cache: Any, ids: Tensor, *ends: int) -> Tensor:
     model, begin = zoo.model("llama"), 0
     with torch.no_grad():
         for end in ends:
-            logits: Tensor = model(ids[:, begin:end], past_key_values=cache).logits
+            logits: Tensor = model(ids[:, begin:end], **with_cache(cache)).logits
             begin = end
     return logits
 
@@ -148,19 +149,19 @@ def test_a_row_without_a_new_token_keeps_its_rate() -> None:
     with torch.no_grad():
         for ids, end in ((first, 20), (second[:, :1], 21), (second[:, 1:2], 22), (second, 34)):
             positions = (mask[:, :end].cumsum(1) - 1)[:, end - ids.shape[1] :]
-            zoo.model("llama")(ids, attention_mask=mask[:, :end], position_ids=positions, past_key_values=cache)
+            zoo.model("llama")(ids, attention_mask=mask[:, :end], position_ids=positions, **with_cache(cache))
     assert (held(cache, 0), held(cache, 1)) == ([17, 17], [10, 10])
 
 
 def test_a_prompt_that_comes_token_by_token_has_no_rate() -> None:
     (cache,) = caches(0.25)
-    options = {"past_key_values": cache, "prefill_chunk_size": 1}
+    options = {"cache": cache, "prefill_chunk_size": 1}
     with pytest.raises(
         KvdslError, match=r"is 0.25, a rate of the prompt, and one token has come.*`prefill_chunk_size` of 2"
     ):
         zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, **options)
     cache.reset()
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache, prefill_chunk_size=2)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 4, cache=cache, prefill_chunk_size=2)
     assert held(cache) == ([4, 4] if zoo.EARLY else [5, 5])  # earlier releases pass the last token alone, which is decoded
     with pytest.raises(KvdslError, match=r"call `cache.reset\(\)` first"):
         cache.expect_prompt(20)
@@ -203,11 +204,11 @@ def test_reset_forgets_everything() -> None:
     for family in ("llama", "gemma2"):
         model, inputs = zoo.model(family), zoo.plain(zoo.prompt(1, 25))
         used, fresh = caches(12, 2, family)
-        zoo.greedy(model, zoo.plain(zoo.prompt(2, 30, seed=8)), 10, past_key_values=used)
+        zoo.greedy(model, zoo.plain(zoo.prompt(2, 30, seed=8)), 10, cache=used)
         used.reset()
         assert used.get_seq_length() == 0
-        theirs = zoo.greedy(model, inputs, 10, past_key_values=fresh)
-        zoo.assert_same_text(zoo.greedy(model, inputs, 10, past_key_values=used), theirs, bound=1e-6)
+        theirs = zoo.greedy(model, inputs, 10, cache=fresh)
+        zoo.assert_same_text(zoo.greedy(model, inputs, 10, cache=used), theirs, bound=1e-6)
 
 
 # -- ways of choosing tokens -------------------------------------------------------------------------------------------
@@ -220,7 +221,7 @@ def test_sampling() -> None:
     torch.manual_seed(3)
     theirs = untouched.generate(**zoo.plain(ids), **options)
     torch.manual_seed(3)
-    ours = model.generate(**zoo.plain(ids), **options, past_key_values=cache)
+    ours = model.generate(**zoo.plain(ids), **options, **with_cache(cache))
     assert ours.tolist() == theirs.tolist()
 
 
@@ -230,7 +231,7 @@ def test_beams(returned: int) -> None:
     inputs = zoo.left_padded([rows[0], rows[1, :9]])
     options = {"max_new_tokens": 10, "num_beams": 3, "do_sample": False, "num_return_sequences": returned}
     theirs = zoo.untouched("llama").generate(**inputs, **options)
-    ours = zoo.model("llama").generate(**inputs, **options, past_key_values=caches(200)[0])
+    ours = zoo.model("llama").generate(**inputs, **options, **with_cache(caches(200)[0]))
     assert ours.tolist() == theirs.tolist()
 
 
@@ -240,14 +241,12 @@ def test_beams_under_eviction_score_what_a_single_run_of_their_text_scores() -> 
     model, (cache, replay) = zoo.model("llama"), caches(12, 2)
     ids = zoo.prompt(1, 25)
     options = {"max_new_tokens": 12, "num_beams": 4, "do_sample": False, "length_penalty": 0.0}
-    out = model.generate(
-        **zoo.plain(ids), **options, past_key_values=cache, return_dict_in_generate=True, output_scores=True
-    )
+    out = model.generate(**zoo.plain(ids), **options, **with_cache(cache), return_dict_in_generate=True, output_scores=True)
     text, total = out.sequences, 0.0
-    logits = model(ids, past_key_values=replay).logits[:, -1]
+    logits = model(ids, **with_cache(replay)).logits[:, -1]
     for at in range(ids.shape[1], text.shape[1]):
         total += float(logits.log_softmax(-1)[0, text[0, at]])
-        logits = model(text[:, at : at + 1], past_key_values=replay).logits[:, -1]
+        logits = model(text[:, at : at + 1], **with_cache(replay)).logits[:, -1]
     assert abs(total - float(out.sequences_scores[0])) < 1e-3
 
 
@@ -258,7 +257,7 @@ def test_several_sequences_per_prompt() -> None:
     torch.manual_seed(5)
     theirs = other.generate(**zoo.plain(ids), **options)
     torch.manual_seed(5)
-    ours = model.generate(**zoo.plain(ids), **options, past_key_values=cache)
+    ours = model.generate(**zoo.plain(ids), **options, **with_cache(cache))
     assert ours.tolist() == theirs.tolist()
 
 
@@ -267,10 +266,10 @@ def test_several_sequences_per_prompt() -> None:
 
 def test_streamers() -> None:
     ids, tok = zoo.prompt(1, 15), tokenizer()
-    plain = zoo.model("llama").generate(**zoo.plain(ids), max_new_tokens=9, do_sample=False, past_key_values=caches(12)[0])
+    plain = zoo.model("llama").generate(**zoo.plain(ids), max_new_tokens=9, do_sample=False, **with_cache(caches(12)[0]))
     streamer = TextIteratorStreamer(tok, skip_prompt=True)
     zoo.model("llama").generate(
-        **zoo.plain(ids), max_new_tokens=9, do_sample=False, past_key_values=caches(12)[0], streamer=streamer
+        **zoo.plain(ids), max_new_tokens=9, do_sample=False, **with_cache(caches(12)[0]), streamer=streamer
     )
     assert "".join(streamer).split() == tok.decode(plain[0, 15:]).split()
     assert issubclass(TextIteratorStreamer, TextStreamer)
@@ -282,7 +281,7 @@ def test_pipeline() -> None:
     results = []
     for model, cache in ((zoo.untouched("llama"), None), (zoo.model("llama"), caches(200)[0])):
         generator = pipeline("text-generation", model=model, tokenizer=tok)
-        more = {} if cache is None else {"past_key_values": cache}
+        more = {} if cache is None else with_cache(cache)
         results.append(generator(prompt, max_new_tokens=8, do_sample=False, **more)[0]["generated_text"])
     assert results[0] == results[1]
     assert results[1].count("w") == 23
@@ -293,15 +292,15 @@ def test_prompt_in_chunks(chunk: int) -> None:
     rows = zoo.prompt(2, 23)
     inputs = zoo.left_padded([rows[0], rows[1, :15]])
     theirs = zoo.greedy(
-        zoo.untouched("llama"), inputs, 8, past_key_values=DynamicCache(), prefill_chunk_size=chunk
+        zoo.untouched("llama"), inputs, 8, cache=DynamicCache(), prefill_chunk_size=chunk
     )  # 4.57 itself forgets the padding's positions here
-    ours = zoo.greedy(zoo.model("llama"), inputs, 8, past_key_values=caches(200)[0], prefill_chunk_size=chunk)
+    ours = zoo.greedy(zoo.model("llama"), inputs, 8, cache=caches(200)[0], prefill_chunk_size=chunk)
     zoo.assert_same_text(ours, theirs)
 
 
 def test_prompt_in_chunks_stays_within_the_budget() -> None:
     cache = caches(12)[0]
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 50)), 8, past_key_values=cache, prefill_chunk_size=10)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 50)), 8, cache=cache, prefill_chunk_size=10)
     assert (cache.positions(0) >= 0).sum(-1).tolist() == [[12, 12]]
 
 
@@ -310,7 +309,7 @@ def test_prompt_of_embeddings() -> None:
     model, other = zoo.model("llama"), zoo.untouched("llama")
     theirs = other.generate(inputs_embeds=other.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False)
     ours = model.generate(
-        inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False, past_key_values=caches(200)[0]
+        inputs_embeds=model.get_input_embeddings()(ids), max_new_tokens=8, do_sample=False, **with_cache(caches(200)[0])
     )
     assert ours.tolist() == theirs.tolist()
 
@@ -319,7 +318,7 @@ def test_prompt_of_embeddings() -> None:
 def test_shortest_prompts(length: int) -> None:
     inputs = zoo.plain(zoo.prompt(2, length))
     theirs = zoo.greedy(zoo.untouched("llama"), inputs, 8)
-    zoo.assert_same_text(zoo.greedy(zoo.model("llama"), inputs, 8, past_key_values=caches(200)[0]), theirs)
+    zoo.assert_same_text(zoo.greedy(zoo.model("llama"), inputs, 8, cache=caches(200)[0]), theirs)
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -328,14 +327,14 @@ def test_modes_may_change_between_calls(budget: int) -> None:
     model, (mixed, plain) = zoo.model("llama"), caches(budget, 2)
     ids = zoo.prompt(1, 20)
     with torch.inference_mode():
-        model(ids[:, :15], past_key_values=mixed)
+        model(ids[:, :15], **with_cache(mixed))
     for at in range(15, 20):
         with torch.set_grad_enabled(at % 2 == 0):
-            last = model(ids[:, at : at + 1], past_key_values=mixed).logits
+            last = model(ids[:, at : at + 1], **with_cache(mixed)).logits
     with torch.no_grad():
-        model(ids[:, :15], past_key_values=plain)
+        model(ids[:, :15], **with_cache(plain))
         for at in range(15, 20):
-            expected = model(ids[:, at : at + 1], past_key_values=plain).logits
+            expected = model(ids[:, at : at + 1], **with_cache(plain)).logits
     assert (last - expected).abs().max() < 1e-5
     assert not any(getattr(mixed.layers[0].state, name).requires_grad for name in ("keys", "values", "columns"))
 
@@ -346,7 +345,7 @@ def test_gradients_are_refused_when_asked_for() -> None:
     cache = policies.make(policies.OBSERVING, model, budget=12)
     graph: list[Any] = []  # of which the residual stream would be part
     model.model.layers[1].input_layernorm.register_forward_hook(lambda *args: graph.append(weakref.ref(args[-1])))
-    logits = [model(ids, past_key_values=cache).logits, model(ids[:, :1], past_key_values=cache).logits]
+    logits = [model(ids, **with_cache(cache)).logits, model(ids[:, :1], **with_cache(cache)).logits]
     for found in logits:
         for weights in (model.model.embed_tokens.weight, model.model.layers[-1].self_attn.q_proj.weight):
             with pytest.raises(KvdslError, match=r"gradients do not pass.*`torch\.no_grad\(\)`"):
@@ -361,11 +360,11 @@ def test_gradients_are_refused_when_asked_for() -> None:
     model.requires_grad_(False)
     model.lm_head.weight.requires_grad_(True)  # behind all attention, of which it needs no gradient
     cache.reset()
-    model(ids[:, :1], past_key_values=cache).logits.sum().backward()
+    model(ids[:, :1], **with_cache(cache)).logits.sum().backward()
     assert model.lm_head.weight.grad is not None
     embedded = model.get_input_embeddings()(ids[:, :1]).requires_grad_(True)
     with pytest.raises(KvdslError, match="gradients do not pass"):
-        model(inputs_embeds=embedded, past_key_values=cache).logits.sum().backward()
+        model(inputs_embeds=embedded, **with_cache(cache)).logits.sum().backward()
 
 
 def trained(model: Any, *weights: Tensor) -> Any:
@@ -383,9 +382,9 @@ def test_gradients_of_what_an_earlier_forward_cached_are_refused(backend: str) -
     trained(model, model.lm_head.weight)
     soft = model.get_input_embeddings()(ids).requires_grad_(True)
     cache = policies.make(policies.OBSERVING, model, budget=12, backend=backend)
-    model(inputs_embeds=soft, past_key_values=cache)
+    model(inputs_embeds=soft, **with_cache(cache))
     for held in (cache, copy.deepcopy(cache), copy.copy(cache)):
-        found = model(ids, past_key_values=held).logits  # right, as long as nobody asks
+        found = model(ids, **with_cache(held)).logits  # right, as long as nobody asks
         with pytest.raises(KvdslError, match=r"gradients do not pass.*those that filled it"):
             found.sum().backward()
     assert soft.grad is None
@@ -394,7 +393,7 @@ def test_gradients_of_what_an_earlier_forward_cached_are_refused(backend: str) -
     cache.reset()
     for held in (loaded, cache):
         model.lm_head.weight.grad = None
-        model(ids, past_key_values=held).logits.sum().backward()
+        model(ids, **with_cache(held)).logits.sum().backward()
         assert model.lm_head.weight.grad is not None
 
 
@@ -403,10 +402,10 @@ def test_gradients_are_not_of_what_was_cached_without() -> None:
     model, ids = zoo.make("Llama"), zoo.prompt(1, 6)
     cache = policies.make(policies.OBSERVING, model, budget=12)
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     trained(model, model.lm_head.weight)
-    model(ids, past_key_values=cache)
-    model(ids, past_key_values=cache).logits.sum().backward()
+    model(ids, **with_cache(cache))
+    model(ids, **with_cache(cache)).logits.sum().backward()
     assert model.lm_head.weight.grad is not None
 
 
@@ -417,7 +416,7 @@ def test_gradients_of_sinks_are_refused() -> None:
     ids, last = zoo.prompt(1, 9), model.model.layers[-1].self_attn.sinks
     trained(model, last, model.lm_head.weight)
     cache = policies.make(policies.OBSERVING, model, budget=12)
-    logits = [model(ids, past_key_values=cache).logits, model(ids[:, :1], past_key_values=cache).logits]
+    logits = [model(ids, **with_cache(cache)).logits, model(ids[:, :1], **with_cache(cache)).logits]
     for found in logits:
         with pytest.raises(KvdslError, match="gradients do not pass"):
             torch.autograd.grad(found.sum(), last)
@@ -429,18 +428,18 @@ def test_half_precision(dtype: torch.dtype) -> None:
     inputs = zoo.plain(zoo.prompt(2, 20))
     theirs = zoo.greedy(model, inputs, 1)
     cache = policies.make(policies.OBSERVING, model, budget=200)
-    ours = zoo.greedy(model, inputs, 1, past_key_values=cache)
+    ours = zoo.greedy(model, inputs, 1, cache=cache)
     assert (ours[1] - theirs[1]).abs().max() < 0.1 * theirs[1].abs().max()
     assert cache.layers[0].state.keys.dtype == dtype
     small = policies.make(policies.OBSERVING, model, budget=8)
-    zoo.greedy(model, inputs, 6, past_key_values=small)
+    zoo.greedy(model, inputs, 6, cache=small)
     assert (small.positions(0) >= 0).sum(-1).unique().tolist() == [8]
 
 
 def test_autocast() -> None:
     model, cache = zoo.model("llama"), caches(12)[0]
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        _, logits = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 6, past_key_values=cache)
+        _, logits = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 6, cache=cache)
     assert torch.isfinite(logits).all()
     assert cache.layers[0].state.keys.dtype == torch.bfloat16
 
@@ -452,7 +451,7 @@ def test_right_padding_in_one_forward() -> None:
     mask = torch.ones_like(ids)
     mask[1, 7:] = 0
     with torch.no_grad():
-        ours = model(ids, attention_mask=mask, past_key_values=caches(200)[0]).logits
+        ours = model(ids, attention_mask=mask, **with_cache(caches(200)[0])).logits
         theirs = other(ids, attention_mask=mask).logits
     assert (ours - theirs)[mask.bool()].abs().max() < 1e-4
 
@@ -461,11 +460,11 @@ def test_copied_cache_continues_one_prompt_several_times() -> None:
     model, shared = zoo.model("gemma2"), caches(12, family="gemma2")[0]
     ids = zoo.prompt(1, 25)
     with torch.no_grad():
-        model(ids, past_key_values=shared)
+        model(ids, **with_cache(shared))
         branches = [copy.deepcopy(shared) for _ in range(2)]
         before = shared.positions(1)
-        first = [model(ids[:, at : at + 1], past_key_values=branches[0]).logits for at in range(6)]
-        second = [model(ids[:, at : at + 1], past_key_values=branches[1]).logits for at in range(6)]
+        first = [model(ids[:, at : at + 1], **with_cache(branches[0])).logits for at in range(6)]
+        second = [model(ids[:, at : at + 1], **with_cache(branches[1])).logits for at in range(6)]
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     assert torch.equal(shared.positions(1), before)
     assert shared.get_seq_length() == 25
@@ -480,6 +479,6 @@ def test_what_is_cached_keeps_its_dtype() -> None:
         with torch.no_grad():
             for autocast, part in ((first, ids[:, :10]), (second, ids[:, 10:11]), (second, ids[:, 11:])):
                 with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-                    logits = model(part, past_key_values=cache).logits
+                    logits = model(part, **with_cache(cache)).logits
         assert logits.isfinite().all()
         assert logits.abs().sum() > 0

@@ -15,6 +15,7 @@ from torch._dynamo.utils import counters
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
 from tests.hf.test_compile import assert_same_slots, decode, whole
 
@@ -70,7 +71,7 @@ def feed(model: nn.Module, cache: KVCache, ids: Tensor, forwards: list[int], mas
     with torch.no_grad():
         for tokens in forwards:
             end = begin + tokens
-            model(ids[:, begin:end], past_key_values=cache, attention_mask=None if mask is None else mask[:, :end])
+            model(ids[:, begin:end], **with_cache(cache), attention_mask=None if mask is None else mask[:, :end])
             begin = end
 
 
@@ -116,7 +117,7 @@ def test_padding_is_given_values_and_does_not_count() -> None:
     rows = zoo.prompt(2, 14)
     inputs = zoo.left_padded([rows[0], rows[1, :9]])
     cache = cache_class()(model, importance=heard, backend="torch")
-    zoo.greedy(model, inputs, 4, past_key_values=cache)
+    zoo.greedy(model, inputs, 4, cache=cache)
     check(cache, heard, [14, 15, 16, 17], padding=5)
 
 
@@ -128,7 +129,7 @@ def test_beams_take_their_values_along() -> None:
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert torch.equal(cache.state(1)["given_importance"], before[[2, 0, 0]])
     cache.reset()
-    zoo.greedy(model, zoo.plain(zoo.prompt(2, 9)), 5, past_key_values=cache, num_beams=3)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 9)), 5, cache=cache, num_beams=3)
     assert int((cache.positions(0) >= 0).sum()) == 6 * HEADS * BUDGET
 
 
@@ -168,8 +169,8 @@ def test_guesses_are_asked_for_like_other_tokens() -> None:
     looked_up.activate_past_recording()
     # The end of the text is a token that never comes, without which transformers 4.57 looks nothing up; it may go a few tokens too far.
     options = {"prompt_lookup_num_tokens": 4, "eos_token_id": zoo.VOCAB + 1}
-    found = zoo.greedy(model, zoo.plain(ids), 12, past_key_values=looked_up, **options)[0]
-    assert torch.equal(found, zoo.greedy(model, zoo.plain(ids), found.shape[1], past_key_values=plain)[0])
+    found = zoo.greedy(model, zoo.plain(ids), 12, cache=looked_up, **options)[0]
+    assert torch.equal(found, zoo.greedy(model, zoo.plain(ids), found.shape[1], cache=plain)[0])
 
 
 # -- beforehand --------------------------------------------------------------------------------------------------------
@@ -342,7 +343,7 @@ def test_what_is_given_beforehand_is_no_part_of_a_graph() -> None:
         for layer in cache.managed:
             cache.give(layer, importance=values[..., begin:end])
         with torch.no_grad():
-            run(zoo.prompt(1, 11)[:, begin:end], past_key_values=cache)
+            run(zoo.prompt(1, 11)[:, begin:end], **with_cache(cache))
     assert held(cache, 1, 0, 0) == stays(values[0, 0], [9, 10, 11])
 
 
@@ -366,7 +367,7 @@ def test_torch_s_defaults_change_nothing(backend: str) -> None:
 
     def left() -> tuple[Tensor, list[Tensor]]:
         cache = kind(model, backend=backend, importance=importance)
-        said = model.generate(**zoo.plain(ids), past_key_values=cache, max_new_tokens=8, do_sample=False)
+        said = model.generate(**zoo.plain(ids), **with_cache(cache), max_new_tokens=8, do_sample=False)
         return said, [cache.positions(layer) for layer in range(len(cache.layers))]
 
     expected = left()

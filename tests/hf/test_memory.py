@@ -20,6 +20,7 @@ import kvdsl
 from kvdsl.compiler import analyse
 from kvdsl.explain.facts import facts
 from kvdsl.runtime.hf.layer import SlotLayer
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.slots import AT_ONCE
 from kvdsl.shipped import find_policy
 from tests.hf import policies, zoo
@@ -56,7 +57,7 @@ class NewStorage(TorchDispatchMode):
 def decode(model: Any, cache: Any, ids: torch.Tensor) -> None:
     """Feed tokens one by one."""
     for at in range(ids.shape[1]):
-        model(ids[:, at : at + 1], past_key_values=cache)
+        model(ids[:, at : at + 1], **with_cache(cache))
 
 
 def run(policy: str, backend: str) -> None:
@@ -65,7 +66,7 @@ def run(policy: str, backend: str) -> None:
     ids = zoo.prompt(1, TOKENS + 300)
     process = psutil.Process()
     with torch.no_grad():
-        model(ids[:, :300], past_key_values=cache)
+        model(ids[:, :300], **with_cache(cache))
         decode(model, cache, ids[:, 300:500])
         began, resident, size = addresses(cache), process.memory_info().rss, cache.bytes()
         decode(model, cache, ids[:, 500:-100])
@@ -115,7 +116,7 @@ def test_a_cache_goes_when_nobody_has_it(how: str, name: str) -> None:
     if how == "guessed" and name not in ("cake", "omnikv"):
         cache.activate_past_recording()  # as transformers 5 does by itself
         options["prompt_lookup_num_tokens"] = 3
-    model.generate(**zoo.plain(ids), **options, past_key_values=cache)
+    model.generate(**zoo.plain(ids), **options, **with_cache(cache))
     if how == "copied":
         cache = copy.deepcopy(cache)
     elif how == "pickled":
@@ -123,7 +124,7 @@ def test_a_cache_goes_when_nobody_has_it(how: str, name: str) -> None:
         cache.attach(model)
     if how in ("copied", "pickled"):
         with torch.no_grad():
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
     gone: list[str] = []
     gc.collect()
     gc.disable()
@@ -143,7 +144,7 @@ def test_beams_reorder_in_place() -> None:
     model = zoo.model("llama")
     cache = policies.make(policies.OBSERVING, model, budget=12)
     with torch.no_grad():
-        model(zoo.prompt(3, 20), past_key_values=cache)
+        model(zoo.prompt(3, 20), **with_cache(cache))
     began, before = addresses(cache), cache.positions(0)
     cache.reorder_cache(torch.tensor([2, 0, 0]))
     assert addresses(cache) == began
@@ -155,12 +156,12 @@ def test_batch_operations(rows: torch.Tensor) -> None:
     model, ids = zoo.model("llama"), zoo.prompt(3, 20)
     cache, single = (policies.make(policies.OBSERVING, model, budget=12) for _ in range(2))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
         cache.batch_select_indices(rows)
         cache.batch_repeat_interleave(2)
-        ours = model(ids[:2, :1], past_key_values=cache).logits
-        model(ids[1:2], past_key_values=single)
-        theirs = model(ids[:1, :1], past_key_values=single).logits
+        ours = model(ids[:2, :1], **with_cache(cache)).logits
+        model(ids[1:2], **with_cache(single))
+        theirs = model(ids[:1, :1], **with_cache(single)).logits
     assert ours.shape[0] == 2
     assert (ours[0] - theirs[0]).abs().max() < 1e-5
     assert torch.equal(cache.positions(1)[0], single.positions(1)[0])
@@ -170,7 +171,7 @@ def test_another_seed_keeps_other_tokens() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 60)
     caches = [policies.make("random", model, budget=12, seed=seed) for seed in (0, 0, 1)]
     for cache in caches:
-        zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+        zoo.greedy(model, zoo.plain(ids), 3, cache=cache)
     first, again, other = ([cache.positions(layer).sort(-1).values for layer in cache.managed] for cache in caches)
     assert all(map(torch.equal, first, again))
     assert not any(map(torch.equal, first, other))
@@ -180,7 +181,7 @@ def test_another_seed_keeps_other_tokens() -> None:
 def test_size_is_known_in_advance(policy: str) -> None:
     """The budget and one more slot, each with what `kvdsl explain` says that a token costs."""
     model, cache = zoo.model("llama"), policies.make(policy, zoo.model("llama"), budget=64)
-    zoo.greedy(model, zoo.plain(zoo.prompt(2, 100)), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 100)), 3, cache=cache)
     told = facts(analyse(find_policy(policy)).policy, 16, "float32")
     slots = 2 * 2 * 2 * 65  # layers, batch, KV heads, slots
     assert 0 <= cache.bytes() - slots * (told.bytes_per_token + told.rotated_half) < 200
@@ -191,7 +192,7 @@ def test_a_budget_takes_memory_as_it_is_filled() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 18)
     cache = policies.make(policies.OBSERVING, model, budget=100_000)
     assert not cache.is_compileable
-    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(ids), 3, cache=cache)
     assert cache.layers[0].state.slots == AT_ONCE
     small = cache.bytes()
     cache.reserve()
@@ -209,8 +210,8 @@ def test_kernels_follow_slots_that_grow(policy: str) -> None:
     logits = []
     with torch.no_grad():
         for cache in (ours, theirs):
-            model(ids[:, :1000], past_key_values=cache)
-            steps = [model(ids[:, at : at + 1], past_key_values=cache).logits for at in range(1000, 1090)]
+            model(ids[:, :1000], **with_cache(cache))
+            steps = [model(ids[:, at : at + 1], **with_cache(cache)).logits for at in range(1000, 1090)]
             logits.append(torch.cat(steps, 1))
     assert (ours.layers[0].state.slots, ours.is_compileable) == (1051, True)
     torch.testing.assert_close(*logits)
@@ -232,6 +233,6 @@ def test_a_whole_prompt_is_held_in_one_layer_at_a_time() -> None:
     serve = SlotLayer._serve
     with pytest.MonkeyPatch.context() as patched, torch.no_grad():
         patched.setattr(SlotLayer, "_serve", noted)
-        model(zoo.prompt(1, 2000), past_key_values=cache)
+        model(zoo.prompt(1, 2000), **with_cache(cache))
     assert len(alive) == len(cache.managed) > 1
     assert alive == [0] * len(alive)

@@ -15,7 +15,7 @@ from transformers import masking_utils
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.versions import cache_of
+from kvdsl.runtime.hf.versions import cache_of, with_cache
 from tests.hf import policies, zoo
 
 
@@ -75,7 +75,7 @@ def test_compressed_latents() -> None:
             latents.append(key.shape[1] == 1)
             return super().update(key, *args, **kwargs)
 
-    model(zoo.prompt(1, 4), past_key_values=Tap())
+    model(zoo.prompt(1, 4), **with_cache(Tap()))
     if not latents[0]:
         assert cache_for(model).managed == [0, 1]
         return
@@ -179,23 +179,21 @@ def test_keeps_that_exceed_the_budget() -> None:
         cache_for(zoo.model("llama"), recent=300)
     said(error)
     late = cache_for(zoo.model("llama"), budget=0.25, recent=10)  # fits a prompt of 40 tokens and more
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 60)), 2, past_key_values=late)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 60)), 2, cache=late)
     late.reset()
     with pytest.raises(KvdslError, match=r"protects 10 tokens.*holds 5") as error:
-        zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 2, past_key_values=late)
+        zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 20)), 2, cache=late)
     said(error)
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 60)), 2, past_key_values=late)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 60)), 2, cache=late)
 
 
 def test_keeps_that_exceed_the_budget_of_a_layer() -> None:
     """The layer is named, and the smallest budget that would do."""
     model = zoo.make("Llama", num_hidden_layers=4)
     with pytest.raises(KvdslError, match=r"holds 3 in layer 3 of 4; raise the budget to at least 640 tokens") as error:
-        zoo.greedy(
-            model, zoo.plain(zoo.prompt(1, 100)), 2, past_key_values=policies.cache_class("pyramidkv")(model, budget=64)
-        )
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 100)), 2, cache=policies.cache_class("pyramidkv")(model, budget=64))
     said(error)
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 100)), 2, past_key_values=policies.cache_class("pyramidkv")(model, budget=640))
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 100)), 2, cache=policies.cache_class("pyramidkv")(model, budget=640))
 
 
 def test_unknown_param_and_backend() -> None:
@@ -213,16 +211,16 @@ def test_output_attentions() -> None:
     model = zoo.model("llama")
     options = {"max_new_tokens": 3, "output_attentions": True, "return_dict_in_generate": True}
     with pytest.raises((KvdslError, ValueError), match="output_attentions"):
-        model.generate(**zoo.plain(zoo.prompt(1, 9)), **options, past_key_values=cache_for(model))
+        model.generate(**zoo.plain(zoo.prompt(1, 9)), **options, **with_cache(cache_for(model)))
     with pytest.raises((KvdslError, ValueError), match="output_attentions"):
-        model(zoo.prompt(1, 9), past_key_values=cache_for(model), output_attentions=True)
+        model(zoo.prompt(1, 9), **with_cache(cache_for(model)), output_attentions=True)
 
 
 def test_ready_made_masks() -> None:
     model, ids = zoo.model("llama"), zoo.prompt(1, 6)
     for mask in (torch.zeros(1, 1, 6, 6), torch.ones(1, 1, 6, 6).tril().bool()):
         with pytest.raises(KvdslError, match=r"ready-made mask.*2-D") as error:
-            model(ids, attention_mask=mask, past_key_values=cache_for(model))
+            model(ids, attention_mask=mask, **with_cache(cache_for(model)))
         said(error)
 
 
@@ -230,7 +228,7 @@ def used(family: str = "llama", length: int = 20) -> tuple[Any, Any]:
     """A model and a cache that has text in it: 20 tokens of a prompt and 5 of 6 generated."""
     model = zoo.model(family)
     cache = cache_for(model)
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, length)), 6, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, length)), 6, cache=cache)
     return model, cache
 
 
@@ -238,23 +236,23 @@ def used(family: str = "llama", length: int = 20) -> tuple[Any, Any]:
 def test_unrelated_prompt_that_is_not_longer(length: int) -> None:
     model, cache = used()
     with pytest.raises((KvdslError, IndexError), match=r"reset|out of bounds") as error:
-        zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, past_key_values=cache)
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, cache=cache)
     if not zoo.EARLY:  # these stop before they ask the cache
         assert "reset()" in said(error)
     cache.reset()
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, length, seed=9)), 3, cache=cache)
 
 
 def test_unrelated_prompt_in_a_bare_forward() -> None:
     model, cache = used()
     ids = zoo.prompt(1, 7)
     with pytest.raises(KvdslError, match=r"mask covers 7.*25 are cached.*reset\(\)") as error:
-        model(ids, attention_mask=torch.ones_like(ids), past_key_values=cache)
+        model(ids, attention_mask=torch.ones_like(ids), **with_cache(cache))
     said(error)
     with pytest.raises(KvdslError, match=r"does not continue.*reset\(\)") as error:
-        model(ids, position_ids=torch.arange(7)[None], past_key_values=cache)
+        model(ids, position_ids=torch.arange(7)[None], **with_cache(cache))
     said(error)
-    model(ids, past_key_values=cache)  # says nothing about its place, so it continues
+    model(ids, **with_cache(cache))  # says nothing about its place, so it continues
 
 
 def test_a_mask_that_hides_what_is_cached() -> None:
@@ -262,12 +260,12 @@ def test_a_mask_that_hides_what_is_cached() -> None:
     ids, mask = zoo.prompt(1, 7), torch.ones(1, 32, dtype=torch.long)
     mask[0, :9] = 0
     with pytest.raises(KvdslError, match=r"row 0 of the attention mask leaves out 9 of 25 tokens.*reset\(\)") as error:
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **with_cache(cache))
     said(error)
     with pytest.raises(KvdslError, match="leaves out 9 of 25"):
-        model(ids[:, :1], attention_mask=mask[:, :26], past_key_values=cache)
+        model(ids[:, :1], attention_mask=mask[:, :26], **with_cache(cache))
     assert cache.get_seq_length() == 25
-    model(ids, attention_mask=torch.ones_like(mask), past_key_values=cache)
+    model(ids, attention_mask=torch.ones_like(mask), **with_cache(cache))
 
 
 def test_padding_that_was_padding_when_it_came_is_left_out_again() -> None:
@@ -275,22 +273,22 @@ def test_padding_that_was_padding_when_it_came_is_left_out_again() -> None:
     cache, ids, mask = cache_for(model), zoo.prompt(2, 30), torch.ones(2, 30, dtype=torch.long)
     mask[1, :6] = mask[0, 18:20] = 0
     for start, end in ((0, 20), (20, 24), (24, 25)):
-        model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache)
+        model(ids[:, start:end], attention_mask=mask[:, :end], **with_cache(cache))
     mask[1, 12] = 0
     with pytest.raises(KvdslError, match="row 1 of the attention mask leaves out 1 of 19 tokens"):
-        model(ids[:, 25:], attention_mask=mask, past_key_values=cache)
+        model(ids[:, 25:], attention_mask=mask, **with_cache(cache))
 
 
 def test_a_row_that_ended_early_cannot_be_gone_on_with() -> None:
     """What `generate` wrote behind a row's end is cached; a mask that says it is padding comes too late."""
     model = zoo.model("llama")
     cache, prompts = cache_for(model), zoo.prompt(2, 12)
-    written = zoo.greedy(model, zoo.plain(prompts), 8, past_key_values=cache)[0]
+    written = zoo.greedy(model, zoo.plain(prompts), 8, cache=cache)[0]
     text = torch.cat([prompts, written, zoo.prompt(2, 5, seed=3)], 1)
     mask = torch.ones_like(text)
     mask[0, 15:20] = 0
     with pytest.raises(KvdslError, match=r"row 0 .* leaves out 4 of 19"):
-        zoo.greedy(model, {"input_ids": text, "attention_mask": mask}, 3, past_key_values=cache)
+        zoo.greedy(model, {"input_ids": text, "attention_mask": mask}, 3, cache=cache)
 
 
 def test_a_prompt_that_was_refused_leaves_nothing() -> None:
@@ -298,9 +296,9 @@ def test_a_prompt_that_was_refused_leaves_nothing() -> None:
     model = zoo.model("llama")
     fresh, late = (policies.cache_class("expected_attention")(model, budget=0.1) for _ in range(2))
     with pytest.raises(KvdslError, match="protects"):
-        zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, past_key_values=late)
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, cache=late)
     for cache in (late, fresh):
-        zoo.greedy(model, zoo.plain(zoo.prompt(1, 200, seed=3)), 2, past_key_values=cache)
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 200, seed=3)), 2, cache=cache)
     assert all(late.positions(layer).equal(fresh.positions(layer)) for layer in range(2))
 
 
@@ -312,11 +310,11 @@ def test_a_share_by_default_of_a_prompt_of_one_token(share: str) -> None:
     with pytest.raises(
         KvdslError, match="`budget` of Mine is by default a rate of the prompt, and one token has come"
     ) as error:
-        zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=cache)
+        zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, cache=cache)
     said(error)
     cache.reset()
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache)
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, past_key_values=kvdsl.compile(text)(model, budget=1))
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 4, cache=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 1)), 4, cache=kvdsl.compile(text)(model, budget=1))
 
 
 @pytest.mark.parametrize("seed", [1.5, "a", -1, 2**32, True])
@@ -331,17 +329,17 @@ def test_a_share_of_a_row_of_one_token() -> None:
     mask[1, :19] = mask[2] = 0
     cache = policies.cache_class("h2o")(model, budget=0.5)
     with torch.no_grad():
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **with_cache(cache))
         with pytest.raises(
             KvdslError, match=r"is 0\.5, a rate of the prompt, and one token has come as the prompt of row 1:"
         ):
-            model(ids[:, :1], attention_mask=torch.cat((mask, torch.ones(3, 1)), 1), past_key_values=cache)
+            model(ids[:, :1], attention_mask=torch.cat((mask, torch.ones(3, 1)), 1), **with_cache(cache))
         cache.reset()
         mask[1, :18] = 1
-        model(ids, attention_mask=mask, past_key_values=cache)
+        model(ids, attention_mask=mask, **with_cache(cache))
         for _ in range(3):
             mask = torch.cat((mask, torch.tensor([[1], [1], [0]])), 1)
-            model(ids[:, :1], attention_mask=mask, past_key_values=cache)
+            model(ids[:, :1], attention_mask=mask, **with_cache(cache))
 
 
 @pytest.mark.parametrize("chunk", [None, 5])
@@ -356,11 +354,11 @@ def test_an_unrelated_longer_prompt(chunk: int | None) -> None:
     if chunk is not None and zoo.EARLY:  # these run the whole text again, in chunks
         where = "covers 5 tokens, but 25 are cached and 5 are new: pass the mask of the whole text, or "
     with pytest.raises(KvdslError, match=where + r"call `cache\.reset\(\)`") as error:
-        zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache, **options)
+        zoo.greedy(model, zoo.plain(ids), 3, cache=cache, **options)
     said(error)
     assert cache.get_seq_length() == 25
     cache.reset()
-    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache, **options)
+    zoo.greedy(model, zoo.plain(ids), 3, cache=cache, **options)
 
 
 @pytest.mark.skipif(zoo.EARLY, reason="earlier releases of transformers run the whole text again, which is refused")
@@ -368,18 +366,18 @@ def test_a_text_goes_on_in_chunks() -> None:
     model = zoo.model("llama")
     whole, cut = (cache_for(model, budget=64) for _ in range(2))
     text = zoo.plain(zoo.prompt(1, 20))
-    more = torch.cat([model.generate(**text, past_key_values=whole, max_new_tokens=4), zoo.prompt(1, 9, seed=3)], 1)
-    model.generate(**text, past_key_values=cut, max_new_tokens=4)
-    plain = zoo.greedy(model, zoo.plain(more), 4, past_key_values=whole)
-    zoo.assert_same_text(zoo.greedy(model, zoo.plain(more), 4, past_key_values=cut, prefill_chunk_size=5), plain)
+    more = torch.cat([model.generate(**text, **with_cache(whole), max_new_tokens=4), zoo.prompt(1, 9, seed=3)], 1)
+    model.generate(**text, **with_cache(cut), max_new_tokens=4)
+    plain = zoo.greedy(model, zoo.plain(more), 4, cache=whole)
+    zoo.assert_same_text(zoo.greedy(model, zoo.plain(more), 4, cache=cut, prefill_chunk_size=5), plain)
 
 
 def test_unrelated_embeddings() -> None:
     model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
     embedded = [model.get_input_embeddings()(zoo.prompt(1, length, seed=seed)) for length, seed in ((12, 1), (20, 9))]
-    model.generate(inputs_embeds=embedded[0], past_key_values=cache, max_new_tokens=3)
+    model.generate(inputs_embeds=embedded[0], **with_cache(cache), max_new_tokens=3)
     with pytest.raises(KvdslError, match="differ in token 0"):
-        model.generate(inputs_embeds=embedded[1], past_key_values=cache, max_new_tokens=3)
+        model.generate(inputs_embeds=embedded[1], **with_cache(cache), max_new_tokens=3)
 
 
 def test_texts_that_continue_whatever_happened_between() -> None:
@@ -387,20 +385,20 @@ def test_texts_that_continue_whatever_happened_between() -> None:
     model, cache = zoo.model("llama"), cache_for(zoo.model("llama"), budget=64)
     ids = zoo.prompt(2, 60)
     with torch.no_grad():
-        model(ids[:, :10], past_key_values=cache)
-        model.model(ids[:, 10:20], past_key_values=cache)
-        model(input_ids=ids[:, 20:22], past_key_values=cache)
-    out = model.generate(ids[:, :30], past_key_values=cache, max_new_tokens=3)
+        model(ids[:, :10], **with_cache(cache))
+        model.model(ids[:, 10:20], **with_cache(cache))
+        model(input_ids=ids[:, 20:22], **with_cache(cache))
+    out = model.generate(ids[:, :30], **with_cache(cache), max_new_tokens=3)
     cache.reorder_cache(torch.tensor([1, 0]))
     out = out[[1, 0]]
-    out = model.generate(torch.cat([out, ids[:, 30:34]], 1), past_key_values=cache, max_new_tokens=3)
+    out = model.generate(torch.cat([out, ids[:, 30:34]], 1), **with_cache(cache), max_new_tokens=3)
     changed = out.clone()
     changed[1, 31] += 1
     with pytest.raises(KvdslError, match="differ in token 31"):
-        model.generate(torch.cat([changed, ids[:, 34:40]], 1), past_key_values=cache, max_new_tokens=3)
+        model.generate(torch.cat([changed, ids[:, 34:40]], 1), **with_cache(cache), max_new_tokens=3)
     cache.reset()
-    several = model.generate(ids[:1, :30], past_key_values=cache, max_new_tokens=3, do_sample=True, num_return_sequences=2)
-    model.generate(torch.cat([several, ids[:, 34:40]], 1), past_key_values=cache, max_new_tokens=3)
+    several = model.generate(ids[:1, :30], **with_cache(cache), max_new_tokens=3, do_sample=True, num_return_sequences=2)
+    model.generate(torch.cat([several, ids[:, 34:40]], 1), **with_cache(cache), max_new_tokens=3)
 
 
 def test_a_text_that_beam_search_has_returned() -> None:
@@ -413,17 +411,17 @@ def test_a_text_that_beam_search_has_returned() -> None:
             zoo.prompt(1, 20, seed=40 + seed),
             zoo.prompt(1, 4, seed=80 + seed),
         )
-        text = torch.cat([model.generate(**zoo.plain(prompt), **options, past_key_values=cache), question], 1)
+        text = torch.cat([model.generate(**zoo.plain(prompt), **options, **with_cache(cache)), question], 1)
         expected = model.generate(**zoo.plain(text), **options)
         try:
-            found = model.generate(**zoo.plain(text), **options, past_key_values=cache)
+            found = model.generate(**zoo.plain(text), **options, **with_cache(cache))
         except KvdslError as error:
             told = re.search(r"call `cache\.batch_select_indices\(torch\.tensor\((\[.*?\])\)\)` first", str(error))
             assert len(str(error)) < 400
             assert told or "beam search does not always leave the text that it returns in the cache" in str(error)
             seen.add(told is None)
             cache.batch_select_indices(torch.tensor(json.loads(told[1]))) if told else cache.reset()
-            found = model.generate(**zoo.plain(text), **options, past_key_values=cache)
+            found = model.generate(**zoo.plain(text), **options, **with_cache(cache))
         assert torch.equal(found, expected)
     assert seen == {True, False}
 
@@ -431,13 +429,13 @@ def test_a_text_that_beam_search_has_returned() -> None:
 def test_rows_that_have_changed_places() -> None:
     """A text of every row is cached, and in which one is said; also for fewer rows than the cache holds."""
     model, cache = zoo.model("llama"), cache_for(zoo.model("llama"), budget=64)
-    out = model.generate(**zoo.plain(zoo.prompt(2, 20)), past_key_values=cache, max_new_tokens=3, do_sample=False)
+    out = model.generate(**zoo.plain(zoo.prompt(2, 20)), **with_cache(cache), max_new_tokens=3, do_sample=False)
     text = torch.cat([out, zoo.prompt(2, 4, seed=9)], 1)
     for rows in ([1, 0], [1]):
         with pytest.raises(KvdslError, match=rf"continues other rows.*torch\.tensor\({re.escape(str(rows))}\)"):
-            zoo.greedy(model, zoo.plain(text[rows]), 3, past_key_values=cache)
+            zoo.greedy(model, zoo.plain(text[rows]), 3, cache=cache)
     cache.batch_select_indices(torch.tensor([1]))
-    zoo.greedy(model, zoo.plain(text[1:]), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(text[1:]), 3, cache=cache)
 
 
 def test_padding_on_the_right() -> None:
@@ -447,10 +445,10 @@ def test_padding_on_the_right() -> None:
     ids[1, -4:] = mask[1, -4:] = 0
     for inputs in ({"input_ids": ids, "attention_mask": mask}, {"input_ids": ids}):
         with pytest.raises(KvdslError, match=r"row 1 .* padded on the right.*pad on the left") as error:
-            model.generate(**inputs, past_key_values=cache, max_new_tokens=3)
+            model.generate(**inputs, **with_cache(cache), max_new_tokens=3)
         said(error)
     assert cache.get_seq_length() == 0
-    model(ids, attention_mask=mask, past_key_values=cache)
+    model(ids, attention_mask=mask, **with_cache(cache))
 
 
 def test_a_prompt_that_ends_in_the_pad_token() -> None:
@@ -458,28 +456,28 @@ def test_a_prompt_that_ends_in_the_pad_token() -> None:
     model = zoo.model("llama")
     ids = zoo.prompt(1, 18)
     ids[0, -2:] = 0
-    found = model.generate(ids, past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
-    expected = model.generate(**zoo.plain(ids), past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
+    found = model.generate(ids, **with_cache(cache_for(model)), max_new_tokens=4, do_sample=False)
+    expected = model.generate(**zoo.plain(ids), **with_cache(cache_for(model)), max_new_tokens=4, do_sample=False)
     assert torch.equal(found, expected)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.long), ids], 1)
-    found = model.generate(padded, past_key_values=cache_for(model), max_new_tokens=4, do_sample=False)
+    found = model.generate(padded, **with_cache(cache_for(model)), max_new_tokens=4, do_sample=False)
     assert torch.equal(found[:, 3:], expected)
 
 
 def test_generation_without_a_cache_but_with_one() -> None:
     model, cache = zoo.model("llama"), cache_for(zoo.model("llama"))
     with pytest.raises(KvdslError, match=r"`use_cache=False`.*leave out one") as error:
-        model.generate(zoo.prompt(1, 9), past_key_values=cache, use_cache=False, max_new_tokens=3)
+        model.generate(zoo.prompt(1, 9), **with_cache(cache), use_cache=False, max_new_tokens=3)
     said(error)
 
 
 def test_another_batch() -> None:
     model, cache = used()
     with pytest.raises(KvdslError, match=r"holds 1 rows.*2 came.*reset\(\)") as error:
-        model(zoo.prompt(2, 3), past_key_values=cache)
+        model(zoo.prompt(2, 3), **with_cache(cache))
     said(error)
     cache.reset()
-    model(zoo.prompt(2, 3), past_key_values=cache)
+    model(zoo.prompt(2, 3), **with_cache(cache))
 
 
 def test_another_model() -> None:
@@ -487,15 +485,15 @@ def test_another_model() -> None:
     bound = zoo.make("Llama")
     own = cache_for(bound)
     with pytest.raises(KvdslError, match="made for another model") as error:
-        bound(zoo.prompt(1, 5), past_key_values=cache)
+        bound(zoo.prompt(1, 5), **with_cache(cache))
     said(error)
-    bound(zoo.prompt(1, 5), past_key_values=own)
+    bound(zoo.prompt(1, 5), **with_cache(own))
     cache.reset()
     with pytest.raises(KvdslError, match=r"did not reach.*not the model that the cache was made for") as error:
-        zoo.untouched("llama")(zoo.prompt(1, 5), past_key_values=cache)
+        zoo.untouched("llama")(zoo.prompt(1, 5), **with_cache(cache))
     said(error)
     cache.reset()
-    model(zoo.prompt(1, 5), past_key_values=cache)
+    model(zoo.prompt(1, 5), **with_cache(cache))
 
 
 def test_released_model() -> None:
@@ -503,27 +501,27 @@ def test_released_model() -> None:
     cache = cache_for(model)
     type(cache).release(model)
     with pytest.raises(KvdslError, match=r"did not reach.*attention was changed") as error:
-        model(zoo.prompt(1, 5), past_key_values=cache)
+        model(zoo.prompt(1, 5), **with_cache(cache))
     said(error)
 
 
 def test_interrupted_forward() -> None:
     model = zoo.make("Llama")
     cache = cache_for(model)
-    model(zoo.prompt(1, 5), past_key_values=cache)
+    model(zoo.prompt(1, 5), **with_cache(cache))
 
     def stop(*args: Any) -> None:
         raise KeyboardInterrupt
 
     hook = model.model.layers[0].mlp.register_forward_hook(stop)
     with pytest.raises(KeyboardInterrupt):
-        model(zoo.prompt(1, 1), past_key_values=cache)
+        model(zoo.prompt(1, 1), **with_cache(cache))
     hook.remove()
     with pytest.raises(KvdslError, match=r"interrupted.*reset\(\)") as error:
-        model(zoo.prompt(1, 1), past_key_values=cache)
+        model(zoo.prompt(1, 1), **with_cache(cache))
     said(error)
     cache.reset()
-    model(zoo.prompt(1, 5), past_key_values=cache)
+    model(zoo.prompt(1, 5), **with_cache(cache))
 
 
 def test_dropout() -> None:
@@ -531,7 +529,7 @@ def test_dropout() -> None:
     cache = cache_for(model)
     model.train()
     with pytest.raises(KvdslError, match=r"dropout.*eval\(\)") as error:
-        model(zoo.prompt(1, 5), past_key_values=cache)
+        model(zoo.prompt(1, 5), **with_cache(cache))
     said(error)
 
 

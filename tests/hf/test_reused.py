@@ -9,6 +9,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
 
@@ -32,9 +33,9 @@ def logits(model: Any, cache: Any, *parts: int, one_by_one: bool = False) -> tor
         for part in parts:
             if one_by_one and at:
                 with cache.one_by_one():
-                    found.append(model(ids[:, at : at + part], past_key_values=cache).logits)
+                    found.append(model(ids[:, at : at + part], **with_cache(cache)).logits)
             else:
-                found.append(model(ids[:, at : at + part], past_key_values=cache).logits)
+                found.append(model(ids[:, at : at + part], **with_cache(cache)).logits)
             at += part
     return torch.cat(found[1:], 1)
 
@@ -61,10 +62,10 @@ def test_guesses_choose_for_themselves(deep: Any) -> None:
     """A token that is taken back has chosen for nobody."""
     ids = zoo.prompt(1, 7).repeat(1, 6)
     options = {"max_new_tokens": 16, "do_sample": False, "eos_token_id": zoo.VOCAB + 1}
-    plain = deep.generate(**zoo.plain(ids), **options, past_key_values=tidal(deep))
+    plain = deep.generate(**zoo.plain(ids), **options, **with_cache(tidal(deep)))
     cache = tidal(deep)
     cache.activate_past_recording()
-    guessed = deep.generate(**zoo.plain(ids), **options, prompt_lookup_num_tokens=3, past_key_values=cache)
+    guessed = deep.generate(**zoo.plain(ids), **options, prompt_lookup_num_tokens=3, **with_cache(cache))
     assert guessed.tolist() == plain.tolist()
 
 
@@ -89,10 +90,10 @@ def test_an_interrupted_forward_is_noticed(deep: Any) -> None:
     first = deep.model.layers[1].self_attn
     hook = first.register_forward_pre_hook(lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     with pytest.raises(KeyboardInterrupt), torch.no_grad():
-        deep(zoo.prompt(2, 1), past_key_values=cache)
+        deep(zoo.prompt(2, 1), **with_cache(cache))
     hook.remove()
     with pytest.raises(KvdslError, match="interrupted"), torch.no_grad():
-        deep(zoo.prompt(2, 1), past_key_values=cache)
+        deep(zoo.prompt(2, 1), **with_cache(cache))
 
 
 def test_a_layer_that_chooses_is_one_of_ours() -> None:

@@ -16,6 +16,7 @@ from transformers import DynamicCache
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import rope as calibration
 from kvdsl.runtime.hf.rope import ropes
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Pairing, Rope
 from tests.hf import policies, zoo
 
@@ -71,7 +72,7 @@ def keys_at(model: Any, tokens: Tensor, positions: Tensor) -> list[Tensor]:
     stored = DynamicCache(config=model.config)
     ones = torch.ones(len(tokens), 1, dtype=torch.long)
     with torch.no_grad():
-        model(tokens[:, None], position_ids=positions[:, None], attention_mask=ones, past_key_values=stored)
+        model(tokens[:, None], position_ids=positions[:, None], attention_mask=ones, **with_cache(stored))
     return [layer.keys for layer in stored.layers]
 
 

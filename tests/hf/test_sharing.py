@@ -21,7 +21,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import saving
-from kvdsl.runtime.hf.versions import cache_of
+from kvdsl.runtime.hf.versions import cache_of, with_cache
 from tests.hf import policies, zoo
 
 _caches: list[Any] = []
@@ -74,7 +74,7 @@ def test_foreign_caches(family: str) -> None:
     inputs = zoo.left_padded([rows[0], rows[1, :9]])
     theirs = zoo.greedy(other, inputs, 10)
     zoo.assert_same_text(zoo.greedy(model, inputs, 10), theirs)
-    zoo.assert_same_text(zoo.greedy(model, inputs, 10, past_key_values=DynamicCache(config=model.config)), theirs)
+    zoo.assert_same_text(zoo.greedy(model, inputs, 10, cache=DynamicCache(config=model.config)), theirs)
     zoo.assert_same_text(zoo.greedy(model, inputs, 10, cache_implementation="static", disable_compile=True), theirs)
 
 
@@ -92,13 +92,13 @@ def test_several_caches_interleaved() -> None:
     alone = []
     for text in texts:
         cache = policies.make(policies.OBSERVING, model, budget=12)
-        alone.append([model(text[:, :15], past_key_values=cache).logits[:, -1]])
-        alone[-1] += [model(text[:, at : at + 1], past_key_values=cache).logits[:, -1] for at in range(15, 20)]
+        alone.append([model(text[:, :15], **with_cache(cache)).logits[:, -1]])
+        alone[-1] += [model(text[:, at : at + 1], **with_cache(cache)).logits[:, -1] for at in range(15, 20)]
     caches = [policies.make(policies.OBSERVING, model, budget=12) for _ in texts]
     together: list[list[torch.Tensor]] = [[] for _ in texts]
     for begin, end in [(0, 15), *((at, at + 1) for at in range(15, 20))]:
         for index, text in enumerate(texts):
-            together[index].append(model(text[:, begin:end], past_key_values=caches[index]).logits[:, -1])
+            together[index].append(model(text[:, begin:end], **with_cache(caches[index])).logits[:, -1])
     for expected, found in zip(alone, together, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
 
@@ -110,7 +110,7 @@ def test_threads() -> None:
     def work(index: int) -> list[list[int]]:
         model = models[index % 2]
         cache = policies.make(policies.OBSERVING, model, budget=12)
-        tokens, _ = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20, seed=index)), 12, past_key_values=cache)
+        tokens, _ = zoo.greedy(model, zoo.plain(zoo.prompt(1, 20, seed=index)), 12, cache=cache)
         return list(tokens.tolist())
 
     expected = [work(index) for index in range(4)]
@@ -130,7 +130,7 @@ def test_release_gives_the_own_attention_back(own: str) -> None:
     assert torch.equal(model(ids).logits, expected)
     type(cache).release(model)  # again: nothing to do
     again = policies.make(policies.OBSERVING, model, budget=12)
-    model(ids, past_key_values=again)
+    model(ids, **with_cache(again))
 
 
 def test_saved_model_knows_nothing_of_kvdsl(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_copied_model() -> None:
     model = copy.deepcopy(bound("llama"))
     cache = policies.make(policies.OBSERVING, model, budget=200)
     inputs = zoo.plain(zoo.prompt(1, 15))
-    zoo.assert_same_text(zoo.greedy(model, inputs, 5, past_key_values=cache), zoo.greedy(zoo.untouched("llama"), inputs, 5))
+    zoo.assert_same_text(zoo.greedy(model, inputs, 5, cache=cache), zoo.greedy(zoo.untouched("llama"), inputs, 5))
 
 
 def test_modes_of_modules_survive_the_self_test() -> None:
@@ -167,8 +167,8 @@ def test_bare_decoder() -> None:
     cache = policies.make(policies.OBSERVING, model, budget=200)
     ids = zoo.prompt(1, 12)
     with torch.no_grad():
-        model(ids[:, :-1], past_key_values=cache)
-        last = model(ids[:, -1:], past_key_values=cache).last_hidden_state
+        model(ids[:, :-1], **with_cache(cache))
+        last = model(ids[:, -1:], **with_cache(cache)).last_hidden_state
         assert (last - model(ids, use_cache=False).last_hidden_state[:, -1:]).abs().max() < 1e-4
 
 
@@ -177,7 +177,7 @@ def test_repr_and_bytes() -> None:
     assert "budget=12" in repr(cache)
     assert "1 of 2 layers" in repr(cache)
     empty = cache.bytes()
-    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=cache)
+    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 3, cache=cache)
     assert "22 tokens seen" in repr(cache)
     assert cache.bytes() > empty
     native = sum(tensor.nbytes for tensor in vars(cache.layers[0]).values() if isinstance(tensor, torch.Tensor))
@@ -190,7 +190,7 @@ def test_html_shows_what_each_layer_holds() -> None:
     cache = policies.make(policies.OBSERVING, zoo.model("llama"), budget=6)
     assert "<table>" not in cache._repr_html_()
     assert "0 tokens seen" in cache._repr_html_()
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(2, 20)), 3, past_key_values=cache)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(2, 20)), 3, cache=cache)
     page = ElementTree.fromstring(f"<div>{cache._repr_html_()}</div>")
     head, *lines = page.iter("tr")
     assert "row 0 of 2" in "".join(head.itertext())
@@ -207,7 +207,7 @@ def test_html_shows_what_each_layer_holds() -> None:
 
 def test_html_of_a_long_text_has_cells_of_several_tokens() -> None:
     cache = policies.make("window", zoo.model("llama"), budget=50)
-    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 500)), 2, past_key_values=cache)
+    zoo.greedy(zoo.model("llama"), zoo.plain(zoo.prompt(1, 500)), 2, cache=cache)
     *_, last = re.findall(
         r'viewBox="0 0 (\d+) 1".*?x="(\d+)" width="(\d+)" height="1" fill-opacity="1"', cache._repr_html_()
     )
@@ -226,11 +226,11 @@ def test_attention_functions_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch
     model, ids = bound("llama"), zoo.prompt(1, 30)
     plain = policies.make(policies.OBSERVING, model, budget=12)
     with torch.no_grad():
-        expected = [model(ids, past_key_values=plain).logits, model(ids, use_cache=False).logits]
+        expected = [model(ids, **with_cache(plain)).logits, model(ids, use_cache=False).logits]
         for name, function in ALL_ATTENTION_FUNCTIONS.items():
             monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, name, wrapped(function))
         cache = policies.make(policies.OBSERVING, model, budget=12)
-        found = [model(ids, past_key_values=cache).logits, model(ids, use_cache=False).logits]
+        found = [model(ids, **with_cache(cache)).logits, model(ids, use_cache=False).logits]
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -247,9 +247,9 @@ def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
     twin = type(model)(model.config).eval()
     twins = policies.make(policies.OBSERVING, twin, budget=12)
     assert model.config._attn_implementation == f"kvdsl_{own}"
-    zoo.greedy(twin, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=twins)
+    zoo.greedy(twin, zoo.plain(zoo.prompt(1, 20)), 3, cache=twins)
     del first
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=copied)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=copied)
     del copied
     assert model.config._attn_implementation == f"kvdsl_{own}"
     del twins
@@ -261,7 +261,7 @@ def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
     type(old).release(model)
     new = policies.make(policies.OBSERVING, model, budget=12)
     del old
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=new)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=new)
     model.set_attn_implementation("eager")  # somebody's own choice stays
     del new
     assert model.config._attn_implementation == "eager"
@@ -276,7 +276,7 @@ def test_attention_that_is_set_while_a_cache_lives_is_the_models_own() -> None:
     assert model.config._attn_implementation == "kvdsl_eager"
     assert model(ids, use_cache=False, output_attentions=True).attentions[0] is not None
     for cache in (first, second):
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     del first, second, cache
     assert model.config._attn_implementation == "eager"
 
@@ -306,7 +306,7 @@ def test_a_model_that_cannot_be_served_keeps_its_attention_beside_one_that_can()
     )
     with pytest.raises(KvdslError, match="differ by"):
         policies.make(policies.OBSERVING, other, budget=12)
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=cache)
     del cache
     assert model.config._attn_implementation == "sdpa"
 
@@ -327,7 +327,7 @@ SAVED = {
 def went_on(model: Any, cache: Any) -> tuple[list[Tensor], Tensor]:
     """What a cache of two rows holds after five more tokens, and their logits."""
     with torch.no_grad():
-        logits = [model(token, past_key_values=cache).logits for token in zoo.prompt(2, 5, seed=9).split(1, dim=1)]
+        logits = [model(token, **with_cache(cache)).logits for token in zoo.prompt(2, 5, seed=9).split(1, dim=1)]
     return [cache.positions(layer) for layer in cache.managed], torch.cat(logits, 1)
 
 
@@ -335,18 +335,18 @@ def went_on(model: Any, cache: Any) -> tuple[list[Tensor], Tensor]:
 def test_a_cache_that_was_pickled_goes_on_to_the_bit(policy: str) -> None:
     model = zoo.model("llama")
     cache = policies.make(policy, model, **SAVED[policy])
-    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, cache=cache)
     loaded = pickle.loads(pickle.dumps(cache))
     assert repr(loaded) == repr(cache)
     assert torch.equal(loaded.positions(1), cache.positions(1))
     with pytest.raises(KvdslError, match=r"belongs to no model yet.*attach\(model\)"):
-        model(zoo.prompt(2, 1), past_key_values=loaded)
+        model(zoo.prompt(2, 1), **with_cache(loaded))
     loaded.attach(model)
     theirs, ours = went_on(model, cache), went_on(model, loaded)
     assert all(torch.equal(mine, other) for mine, other in zip(ours[0], theirs[0], strict=True))
     assert torch.equal(ours[1], theirs[1])
     loaded.reset()
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, past_key_values=loaded)
+    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 2, cache=loaded)
 
 
 def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
@@ -355,7 +355,7 @@ def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
     cache = policies.make(policies.OBSERVING, model, budget=12)
     if not zoo.EARLY and hasattr(cache.layers[0], "activate_past_recording") and not zoo.WINDOWS_STUMBLE:
         cache.activate_past_recording()
-    new, _ = zoo.greedy(model, zoo.plain(ids), 6, past_key_values=cache)
+    new, _ = zoo.greedy(model, zoo.plain(ids), 6, cache=cache)
     taken_back = 2 if cache.layers[1].record_past else 0
     text = torch.cat([ids, new[:, : 5 - taken_back], ids], 1)
     torch.save(cache, tmp_path / "cache.pt")
@@ -364,7 +364,7 @@ def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
     if taken_back:
         cache.crop(-taken_back)
         loaded.crop(-taken_back)
-    ours, theirs = (zoo.greedy(model, zoo.plain(text), 3, past_key_values=one) for one in (cache, loaded))
+    ours, theirs = (zoo.greedy(model, zoo.plain(text), 3, cache=one) for one in (cache, loaded))
     assert torch.equal(ours[1], theirs[1])
 
 
@@ -372,7 +372,7 @@ def test_a_saved_cache_beside_windows_and_with_notes(tmp_path: Path) -> None:
 def test_a_cache_in_another_process(tmp_path: Path) -> None:
     model = zoo.make("Llama")
     cache = policies.make("roco", model, budget=12)
-    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, cache=cache)
     (tmp_path / "cache").write_bytes(pickle.dumps(cache))
     program = (
         "import pathlib, pickle, sys; from tests.hf import zoo; from tests.hf.test_sharing import went_on;"
@@ -388,7 +388,7 @@ def test_a_cache_in_another_process(tmp_path: Path) -> None:
 def test_a_saved_cache_is_for_its_policy_and_its_model() -> None:
     model = zoo.model("llama")
     cache = policies.make("roco", model, budget=12)
-    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(zoo.prompt(2, 40)), 6, cache=cache)
     saved = pickle.dumps(cache)
     known = saving.digest(type(cache)).encode()
     assert known in saved
@@ -417,13 +417,13 @@ def test_a_loaded_cache_serves_its_model_in_another_dtype() -> None:
     """It goes on in its own."""
     model, ids = zoo.make("Llama"), zoo.prompt(1, 40)
     cache = policies.make("roco", model, budget=12)
-    zoo.greedy(model, zoo.plain(ids), 3, past_key_values=cache)
+    zoo.greedy(model, zoo.plain(ids), 3, cache=cache)
     loaded = pickle.loads(pickle.dumps(cache))
     half = zoo.make("Llama").to(torch.bfloat16)
     loaded.attach(half)
     with torch.no_grad():
-        ours = half(ids[:, :1], past_key_values=loaded).logits
-        theirs = model(ids[:, :1], past_key_values=cache).logits
+        ours = half(ids[:, :1], **with_cache(loaded)).logits
+        theirs = model(ids[:, :1], **with_cache(cache)).logits
     assert ours.dtype == torch.bfloat16
     assert loaded._state(0).dtype == torch.float32
     assert (ours.float() - theirs).abs().max() < 0.1 * theirs.abs().max()

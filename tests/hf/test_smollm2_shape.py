@@ -30,7 +30,7 @@ def chat(cache: Any, turns: list[list[Tensor]]) -> tuple[Tensor, Tensor]:
     for rows in turns:
         more = zoo.left_padded(rows)
         inputs = {name: torch.cat([inputs[name], more[name]], 1) if inputs else more[name] for name in more}
-        answers, scores = zoo.greedy(model(), inputs, 4, past_key_values=cache)
+        answers, scores = zoo.greedy(model(), inputs, 4, cache=cache)
         inputs["input_ids"] = torch.cat([inputs["input_ids"], answers], 1)
         inputs["attention_mask"] = torch.cat([inputs["attention_mask"], torch.ones_like(answers)], 1)
         said.append(answers)
@@ -59,5 +59,5 @@ def test_left_padded_chats_answer_as_alone(policy: str, budget: float, backend: 
 
 def test_the_full_cache_is_transformers_own() -> None:
     inputs = zoo.left_padded([zoo.prompt(1, length, seed=row)[0] for row, length in enumerate(LENGTHS)])
-    ours = zoo.greedy(model(), inputs, 6, past_key_values=policies.make("full", model()))
+    ours = zoo.greedy(model(), inputs, 6, cache=policies.make("full", model()))
     zoo.assert_same_text(ours, zoo.greedy(model(), inputs, 6))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.versions import can_roll_back
+from kvdsl.runtime.hf.versions import can_roll_back, with_cache
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
 from tests.hf.test_refusals import said
@@ -49,7 +49,7 @@ def generate(family: str, cache: Any, **how: Any) -> Tensor:
     inputs = zoo.plain(repetitive())
     if "prompt_lookup_num_tokens" in how or "assistant_model" in how:
         cache.activate_past_recording()  # as transformers 5 does by itself
-    return zoo.model(family).generate(**inputs, **options, past_key_values=cache)[0, 42:]
+    return zoo.model(family).generate(**inputs, **options, **with_cache(cache))[0, 42:]
 
 
 def guesser(family: str) -> Any:
@@ -116,7 +116,7 @@ def test_an_assistant_is_plain_decoding(family: str, name: str) -> None:
 
 def longer(model: Any, cache: Any) -> dict[str, Tensor]:
     """A turn of a chat, and the next one's text."""
-    said = model.generate(**zoo.plain(repetitive()), max_new_tokens=6, do_sample=False, past_key_values=cache)
+    said = model.generate(**zoo.plain(repetitive()), max_new_tokens=6, do_sample=False, **with_cache(cache))
     return zoo.plain(torch.cat([said, repetitive()[:, :9]], 1))
 
 
@@ -129,19 +129,19 @@ def test_guesses_in_a_later_turn_are_plain_decoding_or_refused(stem: str, how: s
     model, options = zoo.make(stem), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": zoo.VOCAB + 1}
     cache, plain = (policies.make("full", model) for _ in range(2))
     inputs = longer(model, plain)
-    expected = model.generate(**inputs, **options, past_key_values=plain)
+    expected = model.generate(**inputs, **options, **with_cache(plain))
     cache.activate_past_recording()  # as transformers 5 does by itself
     longer(model, cache)
     guesses = {"prompt_lookup_num_tokens": 3} if how == "lookup" else {"assistant_model": zoo.make(stem)}
     try:
-        assert torch.equal(model.generate(**inputs, **options, **guesses, past_key_values=cache), expected)
+        assert torch.equal(model.generate(**inputs, **options, **guesses, **with_cache(cache)), expected)
         return
     except KvdslError as error:
         assert "47 tokens are cached, and the whole text is about to run again" in str(error)
         assert len(str(error)) < 400
-    assert torch.equal(model.generate(**inputs, **options, past_key_values=cache), expected)
+    assert torch.equal(model.generate(**inputs, **options, **with_cache(cache)), expected)
     cache.reset()
-    assert torch.equal(model.generate(**inputs, **options, **guesses, past_key_values=cache), expected)
+    assert torch.equal(model.generate(**inputs, **options, **guesses, **with_cache(cache)), expected)
 
 
 @pytest.mark.skipif(zoo.EARLY, reason="the attention of Persimmon cannot be reached")
@@ -150,7 +150,7 @@ def test_guesses_behind_an_unrelated_text_are_refused() -> None:
     cache = policies.make("full", model)
     longer(model, cache)
     with pytest.raises(KvdslError, match="differ in token 0"):
-        model.generate(**zoo.plain(zoo.prompt(1, 60, seed=3)), past_key_values=cache, prompt_lookup_num_tokens=3)
+        model.generate(**zoo.plain(zoo.prompt(1, 60, seed=3)), **with_cache(cache), prompt_lookup_num_tokens=3)
 
 
 @pytest.mark.skipif(zoo.EARLY, reason="transformers 4.57 does not know such a text where it guesses")
@@ -159,10 +159,10 @@ def test_guesses_behind_new_tokens_alone() -> None:
     model, options = zoo.make("Llama"), {"max_new_tokens": 5, "do_sample": False, "eos_token_id": zoo.VOCAB + 1}
     cache, plain = (policies.make("full", model) for _ in range(2))
     inputs = longer(model, plain)
-    expected = model.generate(**inputs, **options, past_key_values=plain)[:, -5:]
+    expected = model.generate(**inputs, **options, **with_cache(plain))[:, -5:]
     longer(model, cache)
     inputs["input_ids"] = inputs["input_ids"][:, cache.get_seq_length() :]
-    found = model.generate(**inputs, **options, past_key_values=cache, prompt_lookup_num_tokens=3)
+    found = model.generate(**inputs, **options, **with_cache(cache), prompt_lookup_num_tokens=3)
     assert torch.equal(found[:, -5:], expected)
 
 
@@ -188,7 +188,7 @@ def test_native_windows_go_back_as_well() -> None:
 
 def run(cache: Any, ids: Tensor, **how: Any) -> Tensor:
     with torch.no_grad():
-        logits: Tensor = zoo.model("llama")(ids, past_key_values=cache, **how).logits
+        logits: Tensor = zoo.model("llama")(ids, **with_cache(cache), **how).logits
     return logits
 
 
@@ -266,7 +266,7 @@ def test_what_nothing_has_left_goes_back_without_notes(name: str, given: dict[st
 
 def test_beside_windows_only_what_was_noted_goes_back() -> None:
     cache = policies.cache_class("full")(zoo.model("gemma2"))
-    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 4, past_key_values=cache)
+    zoo.greedy(zoo.model("gemma2"), zoo.plain(zoo.prompt(1, 20)), 4, cache=cache)
     with pytest.raises(KvdslError, match="not noted"):
         cache.crop(-1)
 
@@ -274,7 +274,7 @@ def test_beside_windows_only_what_was_noted_goes_back() -> None:
 def test_rows_of_padding_do_not_go_back() -> None:
     cache = policies.cache_class("full")(zoo.model("llama"))
     inputs = zoo.left_padded([zoo.prompt(1, 12)[0], zoo.prompt(1, 7)[0]])
-    zoo.greedy(zoo.model("llama"), inputs, 4, past_key_values=cache)
+    zoo.greedy(zoo.model("llama"), inputs, 4, cache=cache)
     with pytest.raises(KvdslError, match="not noted"):
         cache.crop(-1)
 

@@ -11,6 +11,7 @@ import torch
 
 import kvdsl
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 from tests.hf.test_eviction import kept
 
@@ -80,18 +81,18 @@ def text(*lengths: int) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("name", NEW)
 def test_with_room_for_everything_it_is_the_full_cache(name: str) -> None:
     inputs = text(50, 38)
-    ours = zoo.greedy(model(), inputs, 12, past_key_values=roomy(name))
+    ours = zoo.greedy(model(), inputs, 12, cache=roomy(name))
     zoo.assert_same_text(ours, zoo.greedy(untouched(), inputs, 12))
 
 
 @pytest.mark.parametrize("name", NEW)
 def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
     together = make(name)
-    tokens, logits = zoo.greedy(model(), text(66, 50, 37), 12, past_key_values=together)
+    tokens, logits = zoo.greedy(model(), text(66, 50, 37), 12, cache=together)
     for row, length in enumerate((66, 50, 37)):
         alone = make(name)
         one = {key: value[row, None, -length:] for key, value in text(66, 50, 37).items()}
-        theirs = zoo.greedy(model(), one, 12, past_key_values=alone)
+        theirs = zoo.greedy(model(), one, 12, cache=alone)
         zoo.assert_same_text((tokens[row, None], logits[row, None]), theirs)
         assert kept(together, row) == kept(alone, 0)
 
@@ -100,7 +101,7 @@ def test_padded_row_gets_what_it_gets_alone(name: str) -> None:
 def test_it_changes_the_text(name: str) -> None:
     """Otherwise the comparisons above would compare nothing."""
     inputs = text(66)
-    ours = zoo.greedy(model(), inputs, 12, past_key_values=make(name))[1]
+    ours = zoo.greedy(model(), inputs, 12, cache=make(name))[1]
     assert (ours - zoo.greedy(untouched(), inputs, 12)[1]).abs().max() > 1e-3
 
 
@@ -108,15 +109,15 @@ def test_it_changes_the_text(name: str) -> None:
 def test_copies_and_resets(name: str) -> None:
     cache, ids = make(name), text(60)["input_ids"]
     with torch.no_grad():
-        model()(ids[:, :50], past_key_values=cache)
-        first = model()(ids[:, 50:51], past_key_values=cache).logits
+        model()(ids[:, :50], **with_cache(cache))
+        first = model()(ids[:, 50:51], **with_cache(cache)).logits
         branch = copy.deepcopy(cache)
-        went_on = [model()(ids[:, at : at + 1], past_key_values=cache).logits for at in range(51, 60)]
-        again = [model()(ids[:, at : at + 1], past_key_values=branch).logits for at in range(51, 60)]
+        went_on = [model()(ids[:, at : at + 1], **with_cache(cache)).logits for at in range(51, 60)]
+        again = [model()(ids[:, at : at + 1], **with_cache(branch)).logits for at in range(51, 60)]
         assert torch.equal(torch.cat(went_on), torch.cat(again))
         cache.reset()
-        model()(ids[:, :50], past_key_values=cache)
-        assert torch.equal(model()(ids[:, 50:51], past_key_values=cache).logits, first)
+        model()(ids[:, :50], **with_cache(cache))
+        assert torch.equal(model()(ids[:, 50:51], **with_cache(cache)).logits, first)
 
 
 @pytest.mark.parametrize("name", NEW)
@@ -125,11 +126,11 @@ def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
     cache, swapped = make(name), make(name)
     with torch.no_grad():
         for each in (cache, swapped):
-            model()(ids[:, :40], past_key_values=each)
+            model()(ids[:, :40], **with_cache(each))
         swapped.reorder_cache(torch.tensor([1, 0]))
         for at in range(40, 50):
-            ours = model()(ids[[1, 0], at : at + 1], past_key_values=swapped).logits
-            theirs = model()(ids[:, at : at + 1], past_key_values=cache).logits
+            ours = model()(ids[[1, 0], at : at + 1], **with_cache(swapped)).logits
+            theirs = model()(ids[:, at : at + 1], **with_cache(cache)).logits
             assert (ours[[1, 0]] - theirs).abs().max() < 1e-5
 
 
@@ -137,8 +138,8 @@ def test_rows_move_with_all_that_is_known_of_them(name: str) -> None:
 def test_beams(name: str) -> None:
     inputs, options = text(40), {"num_beams": 3, "max_new_tokens": 10, "do_sample": False}
     expected = untouched().generate(**inputs, **options)
-    assert model().generate(**inputs, **options, past_key_values=roomy(name)).tolist() == expected.tolist()
-    model().generate(**inputs, **options, past_key_values=make(name))
+    assert model().generate(**inputs, **options, **with_cache(roomy(name))).tolist() == expected.tolist()
+    model().generate(**inputs, **options, **with_cache(make(name)))
 
 
 # -- one by one --------------------------------------------------------------------------------------------------------
@@ -148,7 +149,7 @@ def test_heads_share_a_budget() -> None:
     """All that the heads of a layer keep is as much as if each kept its budget; a head keeps its floor."""
     cache = make("adakv")
     with torch.no_grad():
-        model()(text(66)["input_ids"], past_key_values=cache)
+        model()(text(66)["input_ids"], **with_cache(cache))
     live = torch.stack([(cache.positions(layer) >= 0).sum(-1)[0] for layer in cache.managed])
     assert (live.sum(1) == 2 * 34).all()
     assert (live >= 34 * 0.2 // 1).all()
@@ -159,11 +160,11 @@ def test_a_prompts_cache_grows_and_keeps_the_prompts_survivors() -> None:
     cache = make("snapkv")
     ids = text(80)["input_ids"]
     with torch.no_grad():
-        model()(ids[:, :60], past_key_values=cache)
+        model()(ids[:, :60], **with_cache(cache))
         survivors = kept(cache, 0)
         assert all(len(head) == 34 for layer in survivors for head in layer)
         for at in range(60, 80):
-            model()(ids[:, at : at + 1], past_key_values=cache)
+            model()(ids[:, at : at + 1], **with_cache(cache))
     assert kept(cache, 0) == [[head + list(range(60, 80)) for head in layer] for layer in survivors]
 
 
@@ -171,7 +172,7 @@ def test_history_is_shown_query_by_query() -> None:
     """What a query gave stands in its place; the last one's probabilities add up to 1 over the slots of the text."""
     cache = make("scissorhands_window", budget=100)
     with torch.no_grad():
-        model()(text(30)["input_ids"], past_key_values=cache)
+        model()(text(30)["input_ids"], **with_cache(cache))
     ring = cache.state(0)["attn_ring"]
     assert ring.shape == (*cache.positions(0).shape, 8)
     assert torch.allclose(ring[..., 29 % 8].sum(-1), torch.ones(1, 2))
@@ -181,7 +182,7 @@ def test_history_is_shown_query_by_query() -> None:
 def test_a_sketch_has_no_more_dims_than_a_key() -> None:
     cache = make("sparcas", dims=17)
     with pytest.raises(KvdslError, match="SparCas sketches 17 dims, but keys have 16; sketch fewer"):
-        model()(text(10)["input_ids"], past_key_values=cache)
+        model()(text(10)["input_ids"], **with_cache(cache))
 
 
 @pytest.mark.parametrize("name", ["streaming_llm", "equip_streaming", "equip_h2o"])
@@ -192,10 +193,10 @@ def test_compact_positions_are_those_of_a_text_of_the_survivors(name: str) -> No
     params = {"budget": 12, "recent": 4} if name == "equip_h2o" else {"budget": 12}
     cache, ids = policies.cache_class(name)(one, **params), text(60)["input_ids"]
     with torch.no_grad():
-        one(ids[:, :30], past_key_values=cache)
+        one(ids[:, :30], **with_cache(cache))
         for at in range(30, 60):
             places = kept(cache, 0)[0][0]
-            ours = one(ids[:, at : at + 1], past_key_values=cache).logits[0, -1]
+            ours = one(ids[:, at : at + 1], **with_cache(cache)).logits[0, -1]
             expected = other(ids[:, [*places, at]]).logits[0, -1]
             assert len(places) == 12
             assert (ours - expected).abs().max() < 1e-4, f"token {at}, of {places}"
@@ -214,7 +215,7 @@ def custom(body: str, **options: Any) -> Any:
 @pytest.mark.parametrize("who", ["heads", "layers"])
 def test_who_agrees_keeps_the_same(who: str) -> None:
     cache = custom(f"param budget = 12\nscore sum(attn)\nvictims shared by {who}")
-    zoo.greedy(model(), text(40, 25), 10, past_key_values=cache)
+    zoo.greedy(model(), text(40, 25), 10, cache=cache)
     for row in range(2):
         layers = kept(cache, row)
         assert all(head == layer[0] for layer in layers for head in layer)
@@ -226,11 +227,11 @@ def test_layers_agree_after_a_later_prompt_as_well() -> None:
     cache = custom("param budget = 12\nscore sum(attn)\nvictims shared by layers")
     ids = text(40)["input_ids"]
     with torch.no_grad():
-        model()(ids[:, :30], past_key_values=cache)
-        model()(ids[:, 30:31], past_key_values=copy.deepcopy(cache))
-        model()(ids[:, 30:31], past_key_values=cache)
-        model()(ids[:, 31:38], past_key_values=cache)
-        model()(ids[:, 38:39], past_key_values=cache)
+        model()(ids[:, :30], **with_cache(cache))
+        model()(ids[:, 30:31], **with_cache(copy.deepcopy(cache)))
+        model()(ids[:, 30:31], **with_cache(cache))
+        model()(ids[:, 31:38], **with_cache(cache))
+        model()(ids[:, 38:39], **with_cache(cache))
     layers = kept(cache, 0)
     assert all(head == layers[0][0] for layer in layers for head in layer)
     assert len(layers[0][0]) == 12
@@ -252,14 +253,14 @@ def test_blocks_do_not_depend_on_how_the_prompt_is_cut() -> None:
     inputs, caches = text(62, 45), [custom(BLOCKS) for _ in range(2)]
     ids, mask = inputs["input_ids"], inputs["attention_mask"]
     with torch.no_grad():
-        whole = model()(ids, attention_mask=mask, past_key_values=caches[0]).logits[:, -1]
+        whole = model()(ids, attention_mask=mask, **with_cache(caches[0])).logits[:, -1]
         for end in (10, 20, 41, 62):
             seen = caches[1].get_seq_length()
-            parts = model()(ids[:, seen:end], attention_mask=mask[:, :end], past_key_values=caches[1]).logits[:, -1]
+            parts = model()(ids[:, seen:end], attention_mask=mask[:, :end], **with_cache(caches[1])).logits[:, -1]
         assert torch.allclose(parts, whole, atol=1e-4)
         for _ in range(8):  # what the last block leaves goes with the first of them
             mask = torch.nn.functional.pad(mask, (0, 1), value=1)
             token = whole.argmax(-1, keepdim=True)
-            whole, parts = (model()(token, attention_mask=mask, past_key_values=cache).logits[:, -1] for cache in caches)
+            whole, parts = (model()(token, attention_mask=mask, **with_cache(cache)).logits[:, -1] for cache in caches)
             assert torch.allclose(parts, whole, atol=1e-4)
     assert [kept(caches[0], row) for row in range(2)] == [kept(caches[1], row) for row in range(2)]

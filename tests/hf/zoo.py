@@ -11,6 +11,8 @@ import transformers
 from torch import Tensor
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
+from kvdsl.runtime.hf.versions import with_cache
+
 VOCAB = 101
 
 _SMALL = {
@@ -157,10 +159,13 @@ def left_padded(rows: list[Tensor]) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-def greedy(model: Any, inputs: dict[str, Tensor], tokens: int, **kwargs: Any) -> tuple[Tensor, Tensor]:
+def greedy(
+    model: Any, inputs: dict[str, Tensor], tokens: int, *, cache: Any = None, **kwargs: Any
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """New tokens [batch, tokens] and their logits [batch, tokens, vocabulary], chosen greedily."""
     options = {"max_new_tokens": tokens, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
-    out = model.generate(**inputs, **options, **kwargs)
+    given = {} if cache is None else with_cache(cache)
+    out = model.generate(**inputs, **options, **given, **kwargs)
     return out.sequences[:, inputs["input_ids"].shape[1] :], torch.stack(out.logits, 1)
 
 

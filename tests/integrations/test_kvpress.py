@@ -17,6 +17,7 @@ from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, MistralCon
 import kvdsl  # noqa: E402
 from kvdsl.errors import KvdslError  # noqa: E402
 from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
+from kvdsl.runtime.hf.versions import with_cache  # noqa: E402
 
 TOKENS = 80
 IDS = torch.randperm(100, generator=torch.Generator().manual_seed(0))[None, :TOKENS]  # none twice: equal keys would tie
@@ -40,7 +41,7 @@ def model() -> Any:
 def pressed(model: Any, press: Any, ids: torch.Tensor = IDS, **inputs: Any) -> DynamicCache:
     cache = DynamicCache()
     with torch.no_grad(), press(model):
-        model(ids, past_key_values=cache, **inputs)
+        model(ids, **with_cache(cache), **inputs)
     return cache
 
 
@@ -51,10 +52,10 @@ def test_what_follows_is_what_the_policys_own_cache_predicts(model: Any, policy:
     cache = pressed(model, PolicyPress(policy, settings={"budget": budget}))
     at, token = torch.tensor([[TOKENS]]), torch.tensor([[7]])
     with torch.no_grad():
-        found = model(token, past_key_values=cache, position_ids=at).logits
+        found = model(token, **with_cache(cache), position_ids=at).logits
         own = kvdsl.load(policy)(model, budget=budget)
-        model(IDS, past_key_values=own)
-        expected = model(token, past_key_values=own, position_ids=at).logits
+        model(IDS, **with_cache(own))
+        expected = model(token, **with_cache(own), position_ids=at).logits
     kvdsl.load(policy).release(model)
     torch.testing.assert_close(found, expected, atol=2e-5, rtol=0)
 
@@ -70,8 +71,8 @@ def test_a_prompt_that_is_to_be_decoded_under_another_press(model: Any) -> None:
     )
     cache = DynamicCache()
     with torch.no_grad(), press(model):
-        model(IDS, past_key_values=cache)
-        model(torch.tensor([[7]]), past_key_values=cache, position_ids=torch.tensor([[TOKENS]]))
+        model(IDS, **with_cache(cache))
+        model(torch.tensor([[7]]), **with_cache(cache), position_ids=torch.tensor([[TOKENS]]))
     assert cache.get_seq_length() == 20
 
 

@@ -26,6 +26,7 @@ from kvdsl.assets import book_text  # noqa: E402
 from kvdsl.compiler import analyse, find_policy  # noqa: E402
 from kvdsl.errors import KvdslError  # noqa: E402
 from kvdsl.integrations.kvpress import PolicyPress  # noqa: E402
+from kvdsl.runtime.hf.versions import with_cache  # noqa: E402
 from kvdsl.tensorfile import Stored, written  # noqa: E402
 from tests.integrations.presses import COUNTERPARTS  # noqa: E402
 from tests.integrations.test_kvpress import IDS, TOKENS, llama, pressed  # noqa: E402
@@ -66,7 +67,7 @@ class Read:
 def reading(model: Any, ids: torch.Tensor) -> Read:
     cache = DynamicCache()
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
     return Read(model, ids, tuple(layer.values for layer in cache.layers))
 
 
@@ -176,7 +177,7 @@ def test_all_layers_share(read: Read, policy: str, press: str, score: Callable[.
     for layer in range(layers):
         cache.give(layer, importance=says[layer])
     with torch.no_grad():
-        read.model(read.ids, past_key_values=cache)
+        read.model(read.ids, **with_cache(cache))
     ours = [[sorted(head[head >= 0].tolist()) for head in cache.positions(layer)[0]] for layer in range(layers)]
     made.release(read.model)
     assert ours == expected
@@ -314,7 +315,7 @@ def shortness(module: Any, hidden: torch.Tensor) -> torch.Tensor:
 def test_a_threshold(read: Read, policy: str, share: float) -> None:
     cache = DynamicCache()
     with torch.no_grad():
-        read.model(read.ids, past_key_values=cache)
+        read.model(read.ids, **with_cache(cache))
     threshold = float(torch.cat([layer.keys.norm(dim=-1).flatten() for layer in cache.layers]).neg().quantile(share))
     press = kvpress.DMSPress(kvpress.KnormPress(), threshold=threshold, sliding_window_size=12)
     theirs = read.kept(press)
@@ -354,13 +355,13 @@ def test_a_share_of_the_text_while_decoding(read: Read, ratio: float) -> None:
         kvpress.KnormPress(), target_compression_ratio=ratio, compression_interval=8
     )
     with torch.no_grad(), press(read.model):
-        read.model(prompt, past_key_values=theirs)
+        read.model(prompt, **with_cache(theirs))
         for at, token in enumerate(tokens, 40):
-            read.model(token[None, None], past_key_values=theirs, position_ids=torch.tensor([[at]]))
+            read.model(token[None, None], **with_cache(theirs), position_ids=torch.tensor([[at]]))
     with torch.no_grad():
-        read.model(prompt, past_key_values=ours)
+        read.model(prompt, **with_cache(ours))
         for token in tokens:
-            read.model(token[None, None], past_key_values=ours)
+            read.model(token[None, None], **with_cache(ours))
     kvdsl.load("compression_ratio_decoding").release(read.model)
     for index, other in enumerate(theirs.layers):
         assert other.values.shape[2] == int(TOKENS * (1 - ratio))
@@ -399,15 +400,15 @@ def test_an_interval_of_decoding(read: Read, name: str) -> None:
     prompt, tokens = read.ids[:, :length], read.ids[0, length:]
     theirs, ours = DynamicCache(), kvdsl.load(policy)(read.model, **settings)  # type: ignore[arg-type]
     with torch.no_grad(), made()(read.model):
-        read.model(prompt, past_key_values=theirs)
+        read.model(prompt, **with_cache(theirs))
         for at, token in enumerate(tokens, length):
-            read.model(token[None, None], past_key_values=theirs, position_ids=torch.tensor([[at]]))
+            read.model(token[None, None], **with_cache(theirs), position_ids=torch.tensor([[at]]))
     sizes = []
     with torch.no_grad():
-        read.model(prompt, past_key_values=ours)
+        read.model(prompt, **with_cache(ours))
         held = int((ours.positions(0)[0, 0] >= 0).sum())
         for token in tokens:
-            read.model(token[None, None], past_key_values=ours)
+            read.model(token[None, None], **with_cache(ours))
             sizes.append(int((ours.positions(0)[0, 0] >= 0).sum()))
     kvdsl.load(policy).release(read.model)
     interval = settings["interval"]

@@ -13,6 +13,7 @@ import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.blocks import Blocks
@@ -278,8 +279,8 @@ def test_in_a_model(folder: Path, backend: str) -> None:
     ours, theirs = blocks(model, budget=10, block=8, backend=backend), plain(model, budget=10, backend=backend)
     for how in ({}, {"num_beams": 2}):
         options = {"max_new_tokens": 20, "do_sample": False, **how}
-        found = model.generate(**inputs, **options, past_key_values=ours)
-        assert torch.equal(found, model.generate(**inputs, **options, past_key_values=theirs))
+        found = model.generate(**inputs, **options, **with_cache(ours))
+        assert torch.equal(found, model.generate(**inputs, **options, **with_cache(theirs)))
         assert all(torch.equal(ours.positions(layer), theirs.positions(layer)) for layer in ours.managed)
         ours.reset()
         theirs.reset()

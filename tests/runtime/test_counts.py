@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import kvdsl
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.hf.versions import with_cache
 
 LAYERS, HEADS, RECENT = 2, 2, 3
 HALF = 'kv 1\npolicy Half {\n  "Half of the text."\n  budget 0.5 * seen at most 16\n  score position\n}\n'
@@ -43,7 +44,7 @@ def tokens(count: int, rows: int = 2, seed: int = 1) -> Tensor:
 def read(model: LlamaForCausalLM, cache: KVCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """The logits of the last of some tokens."""
     with torch.inference_mode():
-        return model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1]
+        return model(ids, **with_cache(cache), attention_mask=mask).logits[:, -1]
 
 
 def held(cache: KVCache, layer: int, row: int, head: int = 0) -> list[int]:

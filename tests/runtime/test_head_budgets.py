@@ -18,6 +18,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.state.flat import Flat
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
@@ -65,7 +66,7 @@ def tokens(count: int, rows: int = 2, seed: int = 1) -> Tensor:
 def read(model: LlamaForCausalLM, cache: KVCache, ids: Tensor, mask: Tensor | None = None) -> Tensor:
     """The logits of the last of some tokens."""
     with torch.inference_mode():
-        return model(ids, past_key_values=cache, attention_mask=mask).logits[:, -1]
+        return model(ids, **with_cache(cache), attention_mask=mask).logits[:, -1]
 
 
 def expected(layer: int, head: int, seen: int, prompt: int) -> list[int]:
@@ -227,8 +228,8 @@ def test_a_compiled_step_is_an_eager_one(model: LlamaForCausalLM, policy: Path, 
     for step in range(6):
         ids = tokens(1, seed=step)
         with torch.no_grad():
-            found = compiled(ids, past_key_values=ours).logits
-            torch.testing.assert_close(found, model(ids, past_key_values=theirs).logits)
+            found = compiled(ids, **with_cache(ours)).logits
+            torch.testing.assert_close(found, model(ids, **with_cache(theirs)).logits)
     for layer in range(LAYERS):
         assert torch.equal(ours.positions(layer), theirs.positions(layer))
     torch._dynamo.reset()

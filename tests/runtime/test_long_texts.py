@@ -13,6 +13,7 @@ from kvdsl.runtime.backends import choose
 from kvdsl.runtime.call import AttentionCall
 from kvdsl.runtime.hf.layer import MOST_TOKENS
 from kvdsl.runtime.hf.text import Text
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.runtime.rope import Rope
 from kvdsl.runtime.state.layouts import slot_state
 from kvdsl.runtime.state.slots import SlotState
@@ -72,14 +73,14 @@ def test_a_text_that_32_bits_cannot_count_is_refused(backend: str, monkeypatch: 
     cache = kvdsl.load("roco")(model, budget=8, backend=backend)
     token = torch.tensor([[5]])
     with torch.no_grad():
-        model(torch.arange(1, 20)[None], past_key_values=cache)
+        model(torch.arange(1, 20)[None], **with_cache(cache))
         for layer in cache.layers:
             layer.set_length(MOST_TOKENS - 1)
             layer.state.position.add_(torch.where(layer.state.position >= 0, MOST_TOKENS - 1 - 19, 0).int())
             layer.state.seen.fill_(MOST_TOKENS - 1)
-        model(token, past_key_values=cache)
+        model(token, **with_cache(cache))
         with pytest.raises(KvdslError, match=r"counts 2,147,483,647 tokens.*reset"):
-            model(token, past_key_values=cache)
+            model(token, **with_cache(cache))
         assert [int(layer.state.position.max()) for layer in cache.layers] == [MOST_TOKENS - 1] * len(cache.layers)
         cache.reset()
-        model(token, past_key_values=cache)
+        model(token, **with_cache(cache))

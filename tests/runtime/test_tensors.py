@@ -22,6 +22,7 @@ from kvdsl.compiler import compile_file
 from kvdsl.emit import data
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf import KVCache
+from kvdsl.runtime.hf.versions import with_cache
 from kvdsl.tensorfile import Stored, read
 
 LAYERS, HEADS, DIMS = 3, 2, 16
@@ -57,9 +58,9 @@ def policy(tmp_path: Path) -> Path:
 def read_some(model: LlamaForCausalLM, cache: KVCache, tokens: int = 40) -> KVCache:
     ids = torch.randint(0, 61, (2, tokens), generator=torch.Generator().manual_seed(1))
     with torch.no_grad():
-        model(ids, past_key_values=cache)
+        model(ids, **with_cache(cache))
         for _ in range(3):
-            model(ids[:, :1], past_key_values=cache)
+            model(ids[:, :1], **with_cache(cache))
     return cache
 
 
@@ -162,7 +163,7 @@ def test_copies_and_pickles_keep_them(model: LlamaForCausalLM, policy: Path) -> 
     ids = torch.tensor([[3], [4]])
     for one in (copy.deepcopy(cache), loaded, cache):
         with torch.no_grad():
-            model(ids, past_key_values=one)
+            model(ids, **with_cache(one))
         assert torch.equal(one.layers[1].state.constants, directions()[1][None])
     assert torch.equal(one.positions(1), loaded.positions(1))
 

@@ -10,6 +10,7 @@ import torch
 import kvdsl
 from kvdsl.assets import load_reference_model
 from kvdsl.runtime.hf.layer import SlotLayer
+from kvdsl.runtime.hf.versions import with_cache
 
 BUDGET, NEW = 48, 24
 
@@ -42,10 +43,10 @@ def alone(
     made = kvdsl.load(policy)(model, **params(policy))
     found = []
     with torch.no_grad():
-        logits = model(torch.tensor([prompt]), past_key_values=made).logits[0, -1]
+        logits = model(torch.tensor([prompt]), **with_cache(made)).logits[0, -1]
         for token in tokens:
             found.append(float(logits.log_softmax(-1)[token]))
             if len(found) < len(tokens):
-                logits = model(torch.tensor([[token]]), past_key_values=made).logits[0, -1]
+                logits = model(torch.tensor([[token]]), **with_cache(made)).logits[0, -1]
     served = [index for index, layer in enumerate(made.layers) if isinstance(layer, SlotLayer)]
     return found, {index: made.positions(index)[0] for index in served}

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 
 import kvdsl
+from kvdsl.runtime.hf.versions import with_cache
 from tests.vllm.alone import NEAR, NEW, alone, params, reference
 
 LENGTHS = (1, 9, 47, 130, 301, 700)
@@ -76,7 +77,7 @@ def said(tokens: list[int], policy: str) -> list[int]:
     model = reference()[0]
     made = kvdsl.load(policy)(model, **params(policy))
     found = model.generate(
-        torch.tensor([tokens]), past_key_values=made, max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
+        torch.tensor([tokens]), **with_cache(made), max_new_tokens=NEW, min_new_tokens=NEW, do_sample=False, pad_token_id=0
     )
     return found[0, len(tokens) :].tolist()
 

@@ -41,7 +41,7 @@ NO_SUPPLIERS: Mapping[str, Supplier | None] = MappingProxyType({})
 
 
 class KVCache(Cache):
-    """A cache whose policy decides what stays, for `model.generate(..., past_key_values=cache)`.
+    """A cache whose policy decides what stays, for `model.generate(..., cache=cache)`.
 
     Full-attention layers are managed; sliding-window and linear layers of hybrid models keep transformers' own bounded
     layers. In a model whose every layer has a sliding window, all are managed.

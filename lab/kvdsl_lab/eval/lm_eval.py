@@ -113,7 +113,7 @@ class KvdslLM(HFLM):
             raise KvdslError(
                 "`tail` is for log-likelihoods: a text that is generated follows the whole context; leave it out here"
             )
-        return super()._model_generate(context, max_length, stop, past_key_values=self.make_cache(), **generation)
+        return super()._model_generate(context, max_length, stop, **with_cache(self.make_cache()), **generation)
 
     def _loglikelihood_tokens(
         self, requests: Sequence[Request], disable_tqdm: bool = False, override_bs: int | None = None
