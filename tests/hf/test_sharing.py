@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import kvdsl
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf import saving
+from kvdsl.runtime.hf import KVCache, saving
 from kvdsl.runtime.hf.versions import cache_of, with_cache
 from tests.hf import policies, zoo
 
@@ -28,7 +28,7 @@ _caches: list[Any] = []
 
 
 def bound(family: str, **extra: Any) -> Any:
-    """A fresh model that was given to a cache, which is still there: else the model would have its own attention back."""
+    """A fresh model that was given to a cache, which is still there."""
     stem, sizes = zoo.FAMILIES[family]
     model = zoo.make(stem, **{**sizes, **extra})
     _caches[:] = [policies.make(policies.OBSERVING, model, budget=12)]
@@ -119,18 +119,18 @@ def test_threads() -> None:
 
 
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
-def test_release_gives_the_own_attention_back(own: str) -> None:
+def test_a_released_model_takes_new_caches(own: str) -> None:
     model = zoo.make("Llama", attn_implementation=own)
     ids = zoo.prompt(1, 9)
     expected = model(ids).logits
     cache = policies.make(policies.OBSERVING, model, budget=12)
-    assert model.config._attn_implementation != own
     type(cache).release(model)
-    assert model.config._attn_implementation == own
     assert torch.equal(model(ids).logits, expected)
     type(cache).release(model)  # again: nothing to do
     again = policies.make(policies.OBSERVING, model, budget=12)
     model(ids, **with_cache(again))
+    with pytest.raises(KvdslError, match="`release` was called"):
+        model(ids, **with_cache(cache))
 
 
 def test_saved_model_knows_nothing_of_kvdsl(tmp_path: Path) -> None:
@@ -234,51 +234,40 @@ def test_attention_functions_that_somebody_wraps(monkeypatch: pytest.MonkeyPatch
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-# -- when the caches are gone --------------------------------------------------------------------------------------------
+# -- what a model is, with a cache and without -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("own", ["sdpa", "eager"])
-def test_the_last_cache_gives_the_own_attention_back(own: str) -> None:
-    """Also where it was copied, the other one was made by another model of the same config, or the model was released meanwhile."""
+def test_a_cache_leaves_the_model_and_its_config_as_they_are(own: str) -> None:
+    """While it lives and when it has gone; also those of a copy, and of another model of the same config."""
     model = zoo.make("Llama", attn_implementation=own)
-    methods, hooks = set(vars(model)), len(model._forward_pre_hooks)
+    attributes, config = set(vars(model)), model.config.to_dict()
     first = policies.make(policies.OBSERVING, model, budget=12)
     copied = copy.deepcopy(first)
     twin = type(model)(model.config).eval()
     twins = policies.make(policies.OBSERVING, twin, budget=12)
-    assert model.config._attn_implementation == f"kvdsl_{own}"
     zoo.greedy(twin, zoo.plain(zoo.prompt(1, 20)), 3, cache=twins)
     del first
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=copied)
-    del copied
-    assert model.config._attn_implementation == f"kvdsl_{own}"
-    del twins
     assert model.config._attn_implementation == own
-    assert set(vars(model)) - methods == {"_kvdsl_admitted"}
-    assert len(model._forward_pre_hooks) == hooks
-
-    old = policies.make(policies.OBSERVING, model, budget=12)
-    type(old).release(model)
-    new = policies.make(policies.OBSERVING, model, budget=12)
-    del old
-    zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=new)
-    model.set_attn_implementation("eager")  # somebody's own choice stays
-    del new
-    assert model.config._attn_implementation == "eager"
+    assert model.config.to_dict() == config
+    assert set(vars(model)) == attributes
+    assert not model._forward_pre_hooks
+    assert not model._forward_hooks
 
 
-def test_attention_that_is_set_while_a_cache_lives_is_the_models_own() -> None:
-    """The next cache takes it over, and gives it back."""
+def test_attention_that_is_set_while_a_cache_lives() -> None:
+    """A model may change its own attention at any time; its caches go on."""
     model, ids = zoo.make("Llama", attn_implementation="sdpa"), zoo.prompt(1, 8)
-    first = policies.make("h2o", model, budget=16)
-    model.set_attn_implementation("eager")
-    second = policies.make("h2o", model, budget=16)
-    assert model.config._attn_implementation == "kvdsl_eager"
-    assert model(ids, use_cache=False, output_attentions=True).attentions[0] is not None
-    for cache in (first, second):
-        model(ids, **with_cache(cache))
-    del first, second, cache
-    assert model.config._attn_implementation == "eager"
+    cache, other = (policies.make("h2o", model, budget=16) for _ in range(2))
+    with torch.no_grad():
+        expected = [model(x, **with_cache(other)).logits for x in (ids, ids[:, :1])]
+        first = model(ids, **with_cache(cache)).logits
+        model.set_attn_implementation("eager")
+        assert model(ids, use_cache=False, output_attentions=True).attentions[0] is not None
+        second = model(ids[:, :1], **with_cache(cache)).logits
+    assert first.equal(expected[0])
+    assert second.equal(expected[1])
 
 
 def test_a_model_made_from_a_bound_config_works_as_without_kvdsl() -> None:
@@ -293,22 +282,20 @@ def test_a_model_made_from_a_bound_config_works_as_without_kvdsl() -> None:
     assert cache.get_seq_length() == 0
 
 
-def test_a_model_that_cannot_be_served_keeps_its_attention_beside_one_that_can() -> None:
+def test_a_model_that_cannot_be_served_beside_one_that_can() -> None:
     """Both have the same config: the cache of the one goes on working."""
     model = zoo.make("Llama")
     cache = policies.make(policies.OBSERVING, model, budget=12)
     other = type(model)(model.config).eval()
-    other.lm_head.register_forward_hook(lambda module, args, out: out.flip(-1) if cache_is_given[0] else out)
     cache_is_given = [False]
+    other.lm_head.register_forward_hook(lambda module, args, out: out.flip(-1) if cache_is_given[0] else out)
     other.register_forward_pre_hook(
-        lambda module, args, kwargs: cache_is_given.__setitem__(0, cache_of(kwargs) is not None),
+        lambda module, args, kwargs: cache_is_given.__setitem__(0, isinstance(cache_of(kwargs), KVCache)),
         with_kwargs=True,
     )
     with pytest.raises(KvdslError, match="differ by"):
         policies.make(policies.OBSERVING, other, budget=12)
     zoo.greedy(model, zoo.plain(zoo.prompt(1, 20)), 3, cache=cache)
-    del cache
-    assert model.config._attn_implementation == "sdpa"
 
 
 # -- in files and other processes ----------------------------------------------------------------------------------------

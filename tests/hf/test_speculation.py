@@ -313,16 +313,6 @@ def test_what_is_noted_counts_and_ends() -> None:
     assert not any(layer.record_past for layer in cache.layers)
 
 
-def test_releasing_the_model_takes_the_hook_away() -> None:
-    model = zoo.make("Llama")
-    cache = policies.cache_class("h2o")(model, budget=12)
-    cache.activate_past_recording()
-    cache.activate_past_recording(30)
-    assert len(model._forward_pre_hooks) == 1
-    type(cache).release(model)
-    assert not model._forward_pre_hooks
-
-
 # -- refusals ----------------------------------------------------------------------------------------------------------
 
 

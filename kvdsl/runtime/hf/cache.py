@@ -135,6 +135,7 @@ class KVCache(Cache):
             layer = SlotLayer(state, choose, self._sync, window=window, rope=rope.get(index), supplying=self._supplying)
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
+        self._sync.is_alone = all(isinstance(layer, SlotLayer) for layer in layers)
         hand_over(layer.state for layer in layers if isinstance(layer, SlotLayer))
         super().__init__(layers=layers)
 

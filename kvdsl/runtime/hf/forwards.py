@@ -55,18 +55,19 @@ def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | Non
 
 
 def _with_cache(
-    cache: KVCache, own: Callable[..., Any], model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+    cache: KVCache, own: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Run a forward between the two looks of its cache. A part of a model that runs already only tells where its tokens stand."""
     given = kwargs if not args else {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
-    cache.hear_positions(model, given.get("position_ids"))
     if cache.is_running:
+        cache.hear_positions(model, given.get("position_ids"))
         return own(model, *args, **kwargs)
     _refuse_checkpointing(model)
     wanted = given.get("logits_to_keep")
     guesses = wanted - 1 if isinstance(wanted, int) and wanted > 0 else None
     try:
         cache.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), guesses)
+        cache.hear_positions(model, given.get("position_ids"))
         out = own(model, *args, **kwargs)
     finally:
         cache.is_running = False
@@ -81,10 +82,12 @@ def _names(model: type[nn.Module]) -> tuple[str, ...]:
 
 
 def _refuse_checkpointing(model: nn.Module) -> None:
-    """Raise KvdslError where transformers would take the cache away from every layer, in order to run it a second time."""
-    if model.training and torch.is_grad_enabled() and getattr(model, "is_gradient_checkpointing", False):
+    """Raise KvdslError where transformers would take the cache away from layers, in order to run them a second time."""
+    if not model.training or not torch.is_grad_enabled():
+        return
+    if any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
         raise KvdslError(
-            "gradient checkpointing runs every layer of a model in training mode without the cache: leave the cache out to train, or "
+            "gradient checkpointing runs the layers of a model in training mode without the cache: leave the cache out to train, or "
             "call `model.eval()` to generate"
         )
 

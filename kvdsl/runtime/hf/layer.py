@@ -110,6 +110,11 @@ class SlotLayer(Linked, CacheLayerMixin):
             self._sync.catch_up()
         return self._counted
 
+    @property
+    def is_alone(self) -> bool:
+        """Whether every layer of the cache is of this kind, so that no other attention reads its masks."""
+        return self._sync.is_alone
+
     def set_length(self, tokens: int) -> None:
         """Mend the length."""
         self._counted = tokens
@@ -397,7 +402,7 @@ class SlotLayer(Linked, CacheLayerMixin):
                 f"call `cache.reset()` before an unrelated prompt"
             )
         length = SlotLength(self.length + tokens)
-        length.layer = self if self.state.allocated else None
+        length.layer = self
         return length, 0
 
     def get_max_length(self) -> int:

@@ -30,7 +30,7 @@ class SlotLength(int):
     """The logical length of a cache of ours: the mask function knows by its type that it serves slots."""
 
     layer: SlotLayer | None = None
-    """The layer that the mask is for; None where nothing is cached."""
+    """The layer that the mask is for, if there is one."""
 
 
 UNCOUNTED = SlotLength(-1)
@@ -38,18 +38,18 @@ UNCOUNTED = SlotLength(-1)
 
 
 class SlotMask(Tensor):
-    """A causal mask [batch, 1, tokens, tokens] of a forward's new tokens, which is allocated only if an operation reads it.
+    """A causal mask [batch, 1, tokens, columns] for the last of the columns, which is allocated only if an operation reads it.
 
     Attributes:
-        text: bool [batch, tokens], False for padding; None without padding.
+        text: bool [batch, columns], False for padding; None without padding.
     """
 
     text: Tensor | None
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # Python never looks into it
 
     @staticmethod
-    def __new__(cls, text: Tensor | None, batch: int, tokens: int, dtype: torch.dtype, device: Any) -> SlotMask:
-        made: SlotMask = torch.Tensor._make_wrapper_subclass(cls, (batch, 1, tokens, tokens), dtype=dtype, device=device)
+    def __new__(cls, text: Tensor | None, size: tuple[int, int, int, int], dtype: torch.dtype, device: Any) -> SlotMask:
+        made: SlotMask = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
         made.text = text
         return made
 
@@ -60,10 +60,9 @@ class SlotMask(Tensor):
 
     def whole(self) -> Tensor:
         """The mask itself: bool, True where a query sees a key; for eager attention, 0 there and the dtype's minimum elsewhere."""
-        tokens = self.shape[-1]
-        seen = torch.ones(tokens, tokens, dtype=torch.bool, device=self.device).tril().expand(self.shape)
-        if self.text is not None:
-            seen = seen & self.text[:, None, None]
+        tokens, columns = self.shape[2:]
+        causal = torch.ones(tokens, columns, dtype=torch.bool, device=self.device).tril(columns - tokens)
+        seen = causal.expand(self.shape) if self.text is None else causal & self.text[:, None, None]
         if self.dtype == torch.bool:
             return seen.contiguous()
         return torch.zeros(self.shape, dtype=self.dtype, device=self.device).masked_fill(~seen, torch.finfo(self.dtype).min)
@@ -85,6 +84,9 @@ class Read(NamedTuple):
 def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
     """The mask of a forward with a cache of ours, from what a mask function of transformers is given; None if nothing is to be masked.
 
+    Where the policy manages every layer, it has a column for each new token: our attention needs no others, and a compiled step no other
+    shape for each token. Beside layers of transformers' own, which may read it as well, it has one for each cached token, too.
+
     Args:
         additive: whether the model's own attention adds its masks, as eager attention does.
 
@@ -97,37 +99,38 @@ def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
             "the model asks for attention that is not causal (image blocks, packed texts or a mask of its own), which a "
             "cache of slots does not serve: pass plain text, one per row"
         )
-    tokens, window = mask_tokens(arguments), arguments.get("local_size")
-    real = _padding_of_new_tokens(arguments, tokens)
-    if torch.compiler.is_compiling():
-        return None if real is None else real[:, None, None]
-    if tokens == 1:
-        made = None if real is None else real[:, None, None]
-    elif real is None and window is None and not additive and arguments.get("allow_is_causal_skip", True):
+    tokens, length, window = mask_tokens(arguments), arguments["kv_length"], arguments.get("local_size")
+    text = _checked(arguments.get("attention_mask"), length, tokens)
+    if text is not None and (length.layer is None or length.layer.is_alone):
+        # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
+        text = text[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
+    if tokens == 1 or torch.compiler.is_compiling():
+        made = None if text is None else text[:, None, None]
+    elif text is None and window is None and not additive and arguments.get("allow_is_causal_skip", True):
         made = None  # attention without a mask is causal, except for eager attention
     else:
+        columns = (
+            text.shape[1] if text is not None else tokens if length.layer is None or length.layer.is_alone else int(length)
+        )
         dtype = arguments.get("dtype", torch.float32) if additive else torch.bool
-        made = SlotMask(real, _rows(arguments), tokens, dtype, _device(arguments))
-    if made is not None:
+        made = SlotMask(text, (_rows(arguments), 1, tokens, columns), dtype, _device(arguments))
+    if made is not None and not torch.compiler.is_compiling():
         setattr(made, _WINDOW, window)
     return made
 
 
-def _padding_of_new_tokens(arguments: dict[str, Any], tokens: int) -> Tensor | None:
-    """Bool [batch, tokens], or None without padding information."""
-    padding: Tensor | None = arguments.get("attention_mask")
-    if padding is None:
+def _checked(text: Tensor | None, length: SlotLength, tokens: int) -> Tensor | None:
+    """The mask of the whole text, bool [batch, columns], if there is one."""
+    if text is None:
         return None
-    length: SlotLength = arguments["kv_length"]
-    if length != UNCOUNTED and padding.shape[-1] != length:
+    if length != UNCOUNTED and text.shape[-1] != length:
         raise KvdslError(
-            f"the attention mask covers {padding.shape[-1]} tokens, but {length - tokens} are cached and {tokens} are new: "
+            f"the attention mask covers {text.shape[-1]} tokens, but {length - tokens} are cached and {tokens} are new: "
             f"pass the mask of the whole text, or call `cache.reset()` before an unrelated prompt"
         )
-    if length.layer is not None:
-        length.layer.check_mask(padding, one_token=tokens == 1)
-    # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
-    return padding[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
+    if length != UNCOUNTED and length.layer is not None:
+        length.layer.check_mask(text, one_token=tokens == 1)
+    return text.to(torch.bool)
 
 
 def _only_causal(arguments: dict[str, Any]) -> bool:
@@ -161,11 +164,12 @@ def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
         return Read(None, UNTOLD)
     if torch.compiler.is_compiling():
         return Read(mask[:, 0, 0, -tokens:], UNTOLD)
-    window: int | None = getattr(mask, _WINDOW, UNTOLD)
     if isinstance(mask, SlotMask):
-        return Read(mask.text, window)
-    if mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:] == (1, 1, 1) and tokens == 1:
-        return Read(mask[:, 0, 0], window)
+        return Read(None if mask.text is None else mask.text[:, -tokens:], getattr(mask, _WINDOW, UNTOLD))
+    if hasattr(mask, _WINDOW):
+        return Read(mask[:, 0, 0, -tokens:], getattr(mask, _WINDOW))
+    if mask.dtype == torch.bool and mask.shape[1:] == (1, 1, 1) and tokens == 1:
+        return Read(mask[:, 0, 0], UNTOLD)
     return Read(_read_ready_made(mask, query, layer), UNTOLD)
 
 

@@ -36,6 +36,7 @@ class LayerSync(Linked):
         running: whether a forward runs that was given the cache.
         open: the index of the layer that was given keys and whose attention has not run yet, or None.
         served: how many layers this forward has been through.
+        is_alone: whether the policy manages every layer of the model.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
         guessing: whether generation with guesses has begun, and has not prepared its first forward.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
@@ -63,6 +64,7 @@ class LayerSync(Linked):
         self._releases = releases(model)
         self._layers: list[Weakly[SlotLayer]] = []
         self._first, self._last = -1, -1
+        self.is_alone = True
 
     @property
     def model(self) -> PreTrainedModel | None:
