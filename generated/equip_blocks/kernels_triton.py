@@ -116,7 +116,7 @@ def settle(
     slot, live = ops.free_slot(first_free, held, pair, slots, splits, S_PAD)
     live += 1
     leaving = evicting.overflow(live, ops.count(number_capacity), 1, 0, 0)
-    lse = ops.log_sum_exp(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
+    base, above = ops.log_sum_exp(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
     begin = piece * per_piece
     end = tl.minimum(begin + per_piece, slots)
 
@@ -143,7 +143,7 @@ def settle(
         inside = i < slots
         pos = tl.load(position + i, mask=inside, other=-1)
         visible = (pos >= 0) & (now - pos < window)
-        attn = ops.attn(logits, lse, i, slots, G, G_PAD, "mean")
+        attn = ops.attn(logits, base, above, i, slots, G, G_PAD, "mean")
         sum_attn = tl.load(sum_attn_at + i, mask=inside, other=0.0)
         tl.store(sum_attn_at + i, sum_attn + attn, mask=visible)
     tl.debug_barrier()

@@ -59,7 +59,7 @@ def _from_work(name: str, rows: Rows) -> Fragment:
 
 def _from_queries(policy: Policy) -> dict[str, Fragment]:
     """The inputs that a block computes, by name."""
-    attn = f'ops.attn(logits, lse, i, slots, G, G_PAD, "{policy.group}")'
+    attn = f'ops.attn(logits, base, above, i, slots, G, G_PAD, "{policy.group}")'
     attn = attn if policy.select is None else f"ops.attended({attn}, taken, i, inside, SELECTS)"
     return {
         "attn": Fragment(attn),

@@ -51,7 +51,7 @@ def observe(state: SlotState, attn: Tensor) -> None:
     server = triton_backend.TritonBackend(state.spec, torch.device("cpu"), torch.float32)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(triton_backend, "attend", Told(attn, slot))
-        patch.setattr(ops, "probability", lambda logit, lse: logit)
+        patch.setattr(ops, "probability", lambda logit, base, above: logit)
         server.decode(state, AttentionCall(torch.zeros(1, 1, 1, DIM), key, value, None, 1.0))
 
 

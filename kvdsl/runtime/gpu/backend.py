@@ -110,8 +110,8 @@ class TritonBackend:
         workspace(state, self.kernels, sizes_of(call), tensors)
 
     def _fold(self, prompt: Prompt, lse: Tensor) -> None:
-        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count."""
-        if prompt.call.slopes is not None:
+        """See `kvdsl.runtime.torch.statistics.observe`, which serves where distances count, and for logits that are far from 0."""
+        if prompt.call.slopes is not None or statistics.is_far(prompt, lse):
             statistics.observe(prompt, lse)
             return
         observe(self.kernels, self._dot, prompt, lse)

@@ -41,9 +41,11 @@ def log_sum_exp(
     S_PAD: tl.constexpr,
     SINKS: tl.constexpr,
 ):
-    """That of each query head's logits, [G_PAD]."""
+    """That of each query head's logits, [G_PAD], as a number near the largest one and what is above it: far from 0, their sum would be
+    rounded to the former.
+    """
     base, weight = _softmax(top, total, sinks, pair, head, splits, G, G_PAD, S_PAD, SINKS)
-    return base + tl.log(weight)
+    return base, tl.log(weight)
 
 
 @triton.jit
@@ -119,11 +121,11 @@ def nothing(out, pair, G: tl.constexpr, G_PAD: tl.constexpr, E: tl.constexpr, E_
 
 
 @triton.jit
-def attn(logits, lse, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
+def attn(logits, base, above, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.constexpr):
     """The probabilities of slots i, reduced over the group."""
     g = tl.arange(0, G_PAD)
     found = tl.load(logits + g[:, None] * slots + i[None, :], mask=(g[:, None] < G) & (i[None, :] < slots), other=0.0)
-    return over_group(probability(found, lse[:, None]), g, G, HOW)
+    return over_group(probability(found, base[:, None], above[:, None]), g, G, HOW)
 
 
 @triton.jit
@@ -143,9 +145,9 @@ def logit(logits, i, slots, G: tl.constexpr, G_PAD: tl.constexpr, HOW: tl.conste
 
 
 @triton.jit
-def probability(logit, lse):
-    """What softmax makes of a logit."""
-    return tl.exp(logit - lse)
+def probability(logit, base, above):
+    """What softmax makes of a logit; see `log_sum_exp`."""
+    return tl.exp(logit - base - above)
 
 
 @triton.jit

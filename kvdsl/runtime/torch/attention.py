@@ -50,7 +50,7 @@ def rank_of(kept: dict[str, Tensor]) -> Tensor:
 
 
 def softmax(logit: Tensor, sinks: Tensor | None) -> Tensor:
-    """Over the slots, [batch, kv_heads, group, queries, slots]; learned sinks, [query_heads], join the denominator."""
+    """Over the slots, [batch, kv_heads, group, queries, slots]; learned sinks, one for each query head here, join the denominator."""
     if sinks is not None:
         batch, heads, group, queries, _ = logit.shape
         sink = sinks.float().view(1, heads, group, 1, 1).expand(batch, heads, group, queries, 1)

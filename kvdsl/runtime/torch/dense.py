@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from kvdsl.runtime.torch.attention import scores
+from kvdsl.runtime.torch.attention import scores, softmax
 from kvdsl.runtime.torch.prompt import Prompt
 
 _BLOCK_BYTES = 32 << 20
@@ -252,8 +252,8 @@ def _exact(prompt: Prompt) -> tuple[Tensor, Tensor]:
     for row, head, tokens in prompt.tiles(0, entries):
         slots = prompt.reach(row, head, tokens)
         seen, logit = _logits(prompt, row, head, tokens, slots)
-        total = lse[row, head, everything, tokens] = _log_sum_exp(logit, prompt, head)
-        prob = (logit - total.unsqueeze(-1)).exp_().masked_fill_(~seen.unsqueeze(2), 0.0)
+        lse[row, head, everything, tokens] = _log_sum_exp(logit, prompt, head)
+        prob = softmax(logit, _sinks_of(prompt, head)).masked_fill(~seen.unsqueeze(2), 0.0)
         # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
         value = prompt.kept["values"][row, head, slots].float().masked_fill(~seen.any(2)[..., None], 0.0)
         out[row, head, everything, tokens] = torch.einsum("bhgqs,bhsd->bhgqd", prob, value).to(out.dtype)
@@ -279,8 +279,13 @@ def _logits(prompt: Prompt, row: slice, head: slice, tokens: slice, slots: slice
 
 def _log_sum_exp(logit: Tensor, prompt: Prompt, head: slice) -> Tensor:
     """Over the slots and the sink: [batch, kv_heads, group, queries]."""
-    total = logit.logsumexp(-1)
-    if prompt.call.sinks is not None:
-        sinks = prompt.call.sinks.float().view(1, prompt.heads, prompt.group, 1)[:, head]
+    total, sinks = logit.logsumexp(-1), _sinks_of(prompt, head)
+    if sinks is not None:
         total = torch.logaddexp(total, sinks)
     return total.masked_fill(total == torch.inf, torch.nan)
+
+
+def _sinks_of(prompt: Prompt, head: slice) -> Tensor | None:
+    """The learned sinks of some KV heads, float32 [kv_heads, group, 1]; None if the model has none."""
+    sinks = prompt.call.sinks
+    return None if sinks is None else sinks.float().view(prompt.heads, prompt.group, 1)[head]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.runtime.torch import columns
-from kvdsl.runtime.torch.attention import scores
+from kvdsl.runtime.torch.attention import scores, softmax
 from kvdsl.runtime.torch.prompt import Prompt
 from kvdsl.runtime.torch.tokens import known_lengths
 
@@ -20,6 +20,10 @@ _BLOCK_BYTES = {"cpu": 8 << 20}
 """What a block of probabilities may take: on a CPU it should stay in the cache."""
 
 _DEFAULT_BLOCK_BYTES = 64 << 20
+
+FAR = 4096.0
+"""Log-sum-exps further from 0 are rounded by more than 2e-4, and so are the logits that are found once more: probabilities would be off
+by as much, and by any factor where both are much larger."""
 
 
 def observe(prompt: Prompt, lse: Tensor) -> None:
@@ -33,13 +37,29 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
     if prompt.state.spec.vectors:
         entries //= max(prompt.call.key.shape[-1], prompt.call.value.shape[-1])
     sinks = None if prompt.call.sinks is None else prompt.call.sinks.float().view(prompt.heads, prompt.group, 1)
+    coarse = prompt.call.query.dtype != torch.float32 and not prompt.turns
+    normalises = coarse or is_far(prompt, lse)
     for row, head, tokens in prompt.tiles(first_query(prompt), entries):
         slots = prompt.reach(row, head, tokens)
         view = prompt.view(row, head, tokens, slots)
         query, key = prompt.queries(row, head, tokens), prompt.keys[row, head, slots]
         head_sinks, bias = None if sinks is None else sinks[head], prompt.bias(row, head, tokens, slots)
-        view.weights = Recomputed(prompt, query, key, lse[row, head, :, tokens], view.visible, head_sinks, bias)
+        base = None if normalises else lse[row, head, :, tokens]
+        view.weights = Recomputed(prompt, query, key, base, view.visible, head_sinks, bias)
         columns.observe(view, prompt.state.spec)
+
+
+def is_far(prompt: Prompt, lse: Tensor) -> bool:
+    """Whether a query's log-sum-exp is too far from 0 to tell probabilities, or is NaN; a GPU may leave that in doubt.
+
+    Args:
+        lse: as for `observe`.
+    """
+    furthest = lse.masked_fill(prompt.position[:, None, None] < 0, 0.0).abs().amax()
+    if prompt.doubts is None or lse.device.type == "cpu":
+        return not float(furthest) <= FAR
+    prompt.doubts.append(torch.where(furthest <= FAR, 0.0, torch.inf))
+    return False
 
 
 def first_query(prompt: Prompt) -> int:
@@ -70,7 +90,8 @@ class Recomputed:
     Attributes:
         query: [batch, kv_heads, group, queries, dim], as attention sees it.
         key: [batch, kv_heads, slots, dim].
-        lse: [batch, kv_heads, group, queries].
+        lse: [batch, kv_heads, group, queries]; None where the probabilities are normalised by themselves: on 16 bits, where attention is
+            content with coarse exponentials, and far from 0.
         visible: bool [batch, kv_heads, queries, slots].
         sinks: [kv_heads, group, 1], or None.
         bias: [batch, kv_heads, group, queries, slots], or None.
@@ -79,29 +100,21 @@ class Recomputed:
     prompt: Prompt
     query: Tensor
     key: Tensor
-    lse: Tensor
+    lse: Tensor | None
     visible: Tensor
     sinks: Tensor | None
     bias: Tensor | None
 
     def attn(self) -> Tensor:
         """Probabilities, [batch, kv_heads, group, queries, slots]; without meaning where a query does not see the slot."""
+        if self.lse is None:
+            return softmax(self.logit().masked_fill_(~self.visible.unsqueeze(2), -torch.inf), self.sinks)
         if self.prompt.call.softcap is not None or self.bias is not None:
-            weight = (self.logit() - self.lse.unsqueeze(-1)).exp_()
-        else:
-            query = (self.query.float() * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
-            shift = -self.lse.flatten(0, 1).flatten(1).unsqueeze(-1)
-            weight = torch.baddbmm(shift, query, self.key.float().flatten(0, 1).transpose(1, 2)).exp_()
-        weight = weight.view(*self.lse.shape, self.key.shape[2])
-        return weight if self.query.dtype == torch.float32 else self._normalised(weight)
-
-    def _normalised(self, weight: Tensor) -> Tensor:
-        """On 16 bits, attention is content with coarse exponentials, and its log-sum-exps are no better."""
-        weight.masked_fill_(~self.visible.unsqueeze(2), 0)
-        total = weight.sum(-1, keepdim=True)
-        if self.sinks is not None:
-            total += (self.sinks - self.lse).exp().unsqueeze(-1)
-        return weight.div_(total)
+            return (self.logit() - self.lse.unsqueeze(-1)).exp_()
+        query = (self.query * self.prompt.call.scaling).flatten(0, 1).flatten(1, 2)
+        shift = -self.lse.flatten(0, 1).flatten(1).unsqueeze(-1)
+        weight = torch.baddbmm(shift, query, self.key.float().flatten(0, 1).transpose(1, 2)).exp_()
+        return weight.view(*self.lse.shape, self.key.shape[2])
 
     def logit(self) -> Tensor:
         """Scaled and capped scores with their bias, likewise."""

@@ -9,6 +9,7 @@
 
 #include <cfloat>
 #include <climits>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 
@@ -27,6 +28,13 @@ constexpr float bits_of_1 = 1.44269504088896341f;  // log2(e)
 // How many bits a score may lie above the one over which exponentials are, before these begin anew over it: seldom, since bringing
 // down what was added up takes time and rounds it once more. 2^slack is far from overflowing, however many are added up.
 constexpr float slack = 12.0f;
+
+// From how many bits on, above or below 0, scores are rounded before the highest is taken off. Nearer to 0 the product is taken off as
+// it is, in the instruction that multiplies: the highest, which is rounded, may then lie below it, by 8 bits at most.
+constexpr float far = 268435456.0f;  // 2^28
+
+// No exponential is larger.
+constexpr float most_weight = 2097152.0f;  // 2^21, above 2^(slack + 8)
 
 // `width` queries.
 struct LaneTile {
@@ -153,7 +161,7 @@ class LaneAttention {
       const float sink = args_.sinks ? args_.sinks[of_.head * args_.group + g] * bits_of_1 : -INFINITY;
       const Floats top = splat(sink > -FLT_MAX ? sink : -FLT_MAX);
       store(tile.tops + g * width, top);
-      store(tile.totals + g * width, exp2(splat(sink) - top));
+      store(tile.totals + g * width, sink > -FLT_MAX ? splat(1.0f) : exp2(splat(sink) - top));
     }
     if (attends_) std::memset(tile.out, 0, sizeof(float) * static_cast<std::size_t>(round_.value_stride() * lanes_));
   }
@@ -234,7 +242,7 @@ class LaneAttention {
   // Products of query head g become -inf where a slot is not seen, and scores where these do not grow with them. Returns the highest
   // score in bits. seen: null where all are.
   [[gnu::noinline]] Floats mask(const Ints* seen, int slots, float* logits, int g) const {
-    Floats highest = splat(-FLT_MAX);
+    Floats highest = splat(-INFINITY);
     float* const scores = scores_ + g * width;
     if (!seen && grows() && !logits) {
       for (int s = 0; s < slots; ++s) highest = max(load(scores + s * lanes_), highest);
@@ -258,6 +266,19 @@ class LaneAttention {
   // What makes a score in bits of what `mask` leaves.
   float bits() const { return bits_of_1 * (grows() ? args_.scale : 1.0f); }
 
+  // Rounds query head g's scores to bits in the lanes where the highest is far from 0. Returns what makes bits of all lanes' scores.
+  [[gnu::noinline]] Floats round_far(Floats top, int slots, int g) {
+    const Floats scale = splat(bits()), size = top < 0.0f ? -top : top;
+    const Ints is_far = (size > far) & (size < FLT_MAX);  // of a lane that has seen nothing, it is FLT_MAX
+    if (!any(is_far)) return scale;
+    float* const scores = scores_ + g * width;
+    for (int s = 0; s < slots; ++s) {
+      const Floats score = load(scores + s * lanes_);
+      store(scores + s * lanes_, is_far != 0 ? score * scale : score);
+    }
+    return is_far != 0 ? splat(1.0f) : scale;
+  }
+
   // The exponentials of query head g's scores over the highest so far, or nearly; what was added up over a lower one is brought down.
   [[gnu::noinline]] void exponentiate(LaneTile& tile, Floats highest, float* weights, int slots, int g) {
     const Floats before = load(tile.tops + g * width), top = highest > before + slack ? highest : before;
@@ -270,7 +291,7 @@ class LaneAttention {
         store(at, load(at) * down);
       }
     }
-    const Floats scale = splat(bits());
+    const Floats scale = round_far(top, slots, g);
     const int64_t lanes = lanes_, count = slots * lanes;
     const float* const scores = scores_ + g * width;
     float* const to = weights + g * width;

@@ -190,13 +190,14 @@ float length_of(const DecodeArgs& args, const Dtype& dtype, const void* x, const
   return std::sqrt(total);
 }
 
-// Whether no score and no sum of values can be anything but finite, however they are computed.
+// Whether no score and no sum of weighted values can be anything but finite, however they are computed.
 bool is_tame(const DecodeArgs& args, const Dtype& dtype) {
   const float query = length_of(args, dtype, args.query, args.query_stride, args.kv_heads * args.group, args.tokens, args.key_dim);
   const float key = length_of(args, dtype, args.key, args.key_stride, args.kv_heads, args.slots, args.key_dim);
   const float value = length_of(args, dtype, args.value, args.value_stride, args.kv_heads, args.slots, args.value_dim);
   // No product of two vectors is beyond that of their lengths.
-  return query * key * std::fabs(args.scale) < FLT_MAX / 2 && value * static_cast<float>(args.slots) < FLT_MAX / 2;
+  return query * key * std::fabs(args.scale) < FLT_MAX / 2 &&
+         value * static_cast<float>(args.slots) * most_weight < FLT_MAX / 2;
 }
 
 }  // namespace
