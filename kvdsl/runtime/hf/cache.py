@@ -339,7 +339,8 @@ class KVCache(Cache):
             tokens_to_remove: minus the number of tokens; or, positive, the length that is to be left.
 
         Raises:
-            KvdslError: if they belong to the prompt, or were not noted (see `activate_past_recording`); nothing is changed.
+            KvdslError: if they are more than the cache has, belong to the prompt, or were not noted (see `activate_past_recording`);
+                or if it is no whole number. Nothing is changed then.
         """
         native = [layer for layer in self.layers if not isinstance(layer, SlotLayer)]
         removed = 0

@@ -476,9 +476,9 @@ class SlotLayer(Linked, CacheLayerMixin):
             noted_only: whether other layers can go back no further than what was noted.
 
         Raises:
-            KvdslError: if so many cannot be taken back.
+            KvdslError: if so many cannot be taken back, or if `tokens` is no whole number.
         """
-        removed = -tokens if tokens <= 0 else max(0, self.length - tokens)
+        removed = speculation.asked_to_remove(tokens, self.length)
         left = self.length - removed
         if not self._is_noted(removed) and (
             noted_only or not self.state.can_truncate(self.length, left, self.prompt_length)

@@ -11,6 +11,7 @@ must be known: generation asks the model for the logits of the guesses and of th
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -120,6 +121,29 @@ def check_steps(steps: Any) -> int:
     if isinstance(steps, bool) or not isinstance(steps, int) or steps < 1:
         raise KvdslError(f"`steps` is {steps!r}; give how many of the last tokens may have to be taken back, 1 or more")
     return steps
+
+
+def asked_to_remove(tokens: Any, length: int) -> int:
+    """How many of the `length` cached tokens `crop(tokens)` removes.
+
+    Args:
+        tokens: minus that number; or, positive, the length that is to be left.
+
+    Raises:
+        KvdslError: if it is no whole number, or if fewer are cached.
+    """
+    try:
+        if isinstance(tokens, bool):
+            raise TypeError
+        asked = operator.index(tokens)
+    except TypeError:
+        raise KvdslError(f"`crop` takes a whole number, not {tokens!r}: minus the number of tokens to remove (-8)") from None
+    removed = -asked if asked <= 0 else max(0, length - asked)
+    if removed > length:
+        raise KvdslError(
+            f"`crop` is to remove {removed} tokens, but the cache has {length}: remove fewer, or call `cache.reset()` to begin anew"
+        )
+    return removed
 
 
 def refuse_too_far(log: UndoLog | None, removed: int, generated: int) -> None:

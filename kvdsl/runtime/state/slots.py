@@ -527,7 +527,7 @@ class SlotState(Linked):
         spec = self.spec
         if (
             not self.allocated
-            or not left
+            or left < 1
             or spec.sketches
             or spec.measures
             or (spec.rings and not spec.forgets)
