@@ -4,6 +4,7 @@
 - `attention`: the attention and mask functions that models call, and how they find a layer.
 - `mask`: the mask that a forward with a cache of ours gets, and what attention reads from it.
 - `forwards`: a forward, from the arguments that it is given to the check that every layer has been through it.
+- `watch`: what a cache learns from these, and refuses of them.
 - `generation`: what generation says of the text that it continues.
 - `layer`: one layer's slots, seen as a transformers cache layer.
 - `models`: which models can be served.

@@ -9,7 +9,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -26,8 +26,8 @@ from kvdsl.runtime.hf.rope import ropes
 from kvdsl.runtime.hf.supplying import Supplier, Supplying
 from kvdsl.runtime.hf.sync import LayerSync
 from kvdsl.runtime.hf.tensor_parallel import head_offset, processes_of, refuse_agreement
-from kvdsl.runtime.hf.text import repeats_rows
 from kvdsl.runtime.hf.versions import native_layers, roll_back, sliding_window, text_config
+from kvdsl.runtime.hf.watch import Watch
 from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.state.choices import hand_over
 from kvdsl.runtime.state.layouts import slot_state
@@ -136,6 +136,7 @@ class KVCache(Cache):
             layer.head_offset = head_offset(model, self._config)
             layers[index] = layer
         self._sync.is_alone = all(isinstance(layer, SlotLayer) for layer in layers)
+        self._watch = Watch(self._sync, [layer for layer in layers if isinstance(layer, SlotLayer)])
         hand_over(layer.state for layer in layers if isinstance(layer, SlotLayer))
         super().__init__(layers=layers)
 
@@ -372,119 +373,6 @@ class KVCache(Cache):
                 layer.record(noted)
             elif hasattr(layer, "activate_past_recording"):
                 layer.activate_past_recording()
-
-    # -- what the model's forwards and generation say --------------------------------------------------------------------
-
-    @property
-    def is_running(self) -> bool:
-        """Whether a forward runs that was given the cache."""
-        return self._sync.running
-
-    @is_running.setter
-    def is_running(self, running: bool) -> None:
-        self._sync.running = running
-
-    def begin_forward(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
-        """Note what a forward brings.
-
-        Args:
-            ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
-            guesses: how many of the last ones are guesses; None if that is unknown.
-
-        Raises:
-            KvdslError: if the cache has no model, or if the last forward was interrupted.
-        """
-        self._sync.require_model()
-        self._sync.begin_forward()
-        self._sync.guesses = guesses
-        self._sync.text.note(ids, embeddings, self._sync.length)
-
-    def end_forward(self, module: nn.Module) -> None:
-        """Check a forward that has ended.
-
-        Raises:
-            KvdslError: unless every managed layer has been through it once.
-        """
-        self._sync.end_forward(module)
-
-    def hear_positions(self, module: PreTrainedModel, positions: Tensor | None) -> None:
-        """Note the position ids that a module is given, if it is the model's text part."""
-        if self._spec.compact and module.config is self._config:
-            self._sync.counting.heard = positions
-
-    @property
-    def knows_padding(self) -> bool:
-        """Whether the padding of a prompt was looked at that generation cuts into chunks."""
-        return self._sync.knows_padding
-
-    @knows_padding.setter
-    def knows_padding(self, known: bool) -> None:
-        self._sync.knows_padding = known
-
-    @property
-    def is_recording(self) -> bool:
-        """Whether steps are noted, to be taken back."""
-        return any(self.layers[index].record_past for index in self.managed)
-
-    def check_mask(self, mask: Any) -> None:
-        """Check the mask of the whole text before text is generated.
-
-        Raises:
-            KvdslError: if it leaves out tokens that are cached.
-        """
-        if isinstance(mask, Tensor) and mask.ndim == 2 and self.managed:
-            self.layers[self.managed[0]].check_mask(mask, one_token=False)
-
-    def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
-        """Check the whole text before text is generated; the arguments are those of `begin_forward`.
-
-        Raises:
-            KvdslError: if it does not continue what is cached.
-        """
-        text, length = self._sync.text, self._sync.length
-        at = text.differs(ids, embeddings, length)
-        if at is None:
-            return
-        rows = text.continued_rows(ids, embeddings, length)
-        if None not in rows:
-            raise KvdslError(
-                f"this text continues other rows of the cache than its own, which differ, as beam search and several returned sequences "
-                f"leave them: call `cache.batch_select_indices(torch.tensor({rows}))` first, so that every row holds its text"
-            )
-        if repeats_rows(ids, embeddings):
-            raise KvdslError(
-                f"this text does not continue the cached one, they differ in token {at}: beam search does not always leave the text that "
-                f"it returns in the cache, so call `cache.reset()` and pass the whole text, or generate without beams; and call "
-                f"`cache.reset()` before an unrelated prompt"
-            )
-        raise KvdslError(
-            f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
-            f"prompt, and go on with what `generate` returned as token ids, because text that is tokenized again may come out "
-            f"otherwise"
-        )
-
-    def begin_guessing(self) -> None:
-        """Note that text is about to be generated with guesses."""
-        self._sync.guessing = True
-
-    def take_guessing(self) -> bool:
-        """Whether `begin_guessing` was called since the last time."""
-        guessing, self._sync.guessing = self._sync.guessing, False
-        return guessing
-
-    def check_whole(self, ids: Tensor | None, embeddings: Tensor | None, columns: int) -> None:
-        """Told by `kvdsl.runtime.hf.generation` before a whole text is run, as in `announce`, in order to guess behind it.
-
-        Args:
-            columns: how many tokens generation speaks of: of more than run, if it was given what follows the cached text alone.
-
-        Raises:
-            KvdslError: if the text is cached already, or another.
-        """
-        text, cached = embeddings if ids is None else ids, self._sync.length
-        if cached and text is not None and columns < cached + text.shape[1]:
-            self.check_text(ids, embeddings)
-            speculation.refuse_second_run(cached)
 
 
 class _Backends:

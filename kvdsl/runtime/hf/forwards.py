@@ -21,7 +21,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.versions import cache_of
 
 if TYPE_CHECKING:
-    from kvdsl.runtime.hf.cache import KVCache
+    from kvdsl.runtime.hf.watch import Watch
 
 _SERVES = "_kvdsl_serves"
 """An attribute of the `__call__`s that look for a cache."""
@@ -37,41 +37,41 @@ def serve_forwards(model: PreTrainedModel) -> None:
 def _over(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def call(self: PreTrainedModel, *args: Any, **kwargs: Any) -> Any:
-        cache = _cache_among(args, kwargs)
-        if cache is None or torch.compiler.is_compiling():
+        watch = _watch_among(args, kwargs)
+        if watch is None or torch.compiler.is_compiling():
             return own(self, *args, **kwargs)
-        return _with_cache(cache, own, self, args, kwargs)
+        return _watched(watch, own, self, args, kwargs)
 
     setattr(call, _SERVES, True)
     return call
 
 
-def _cache_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> KVCache | None:
-    """The cache of ours that a forward is given, by name or by place."""
-    named: KVCache | None = cache_of(kwargs)
+def _watch_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Watch | None:
+    """What watches the cache of ours that a forward is given, by name or by place; None without such a cache."""
+    named = cache_of(kwargs)
     if named is not None:
-        return named if hasattr(named, "begin_forward") else None
-    return next((given for given in args if hasattr(given, "begin_forward")), None) if args else None
+        return getattr(named, "_watch", None)
+    return next((given._watch for given in args if hasattr(given, "_watch")), None) if args else None
 
 
-def _with_cache(
-    cache: KVCache, own: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
+def _watched(
+    watch: Watch, own: Callable[..., Any], model: PreTrainedModel, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Run a forward between the two looks of its cache. A part of a model that runs already only tells where its tokens stand."""
+    """Run a forward between the two looks at it. A part of a model that runs already only tells where its tokens stand."""
     given = kwargs if not args else {**dict(zip(_names(type(model)), args, strict=False)), **kwargs}
-    if cache.is_running:
-        cache.hear_positions(model, given.get("position_ids"))
+    if watch.is_running:
+        watch.hear_positions(model, given.get("position_ids"))
         return own(model, *args, **kwargs)
     _refuse_checkpointing(model)
     wanted = given.get("logits_to_keep")
     guesses = wanted - 1 if isinstance(wanted, int) and wanted > 0 else None
     try:
-        cache.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), guesses)
-        cache.hear_positions(model, given.get("position_ids"))
+        watch.begin_forward(given.get("input_ids"), given.get("inputs_embeds"), guesses)
+        watch.hear_positions(model, given.get("position_ids"))
         out = own(model, *args, **kwargs)
     finally:
-        cache.is_running = False
-    cache.end_forward(model)
+        watch.stop_forward()
+    watch.end_forward(model)
     return out
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 from transformers import GenerationMixin, PreTrainedModel
@@ -18,6 +18,9 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.forwards import tokens_of
 from kvdsl.runtime.hf.models import changes_frequencies
 from kvdsl.runtime.hf.versions import cache_of, with_cache
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.watch import Watch
 
 _SERVES = "_kvdsl_serves"
 """An attribute of the methods that look for a cache."""
@@ -33,6 +36,11 @@ def serve_generation(model: PreTrainedModel) -> None:
             setattr(type(model), name, serving)
 
 
+def _watch_of(cache: Any) -> Watch | None:
+    """What watches a cache, if it is one of ours."""
+    return getattr(cache, "_watch", None)
+
+
 # -- the inputs of a forward -------------------------------------------------------------------------------------------
 
 
@@ -42,23 +50,25 @@ def _over_inputs(own: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(own)
     def prepare(self: Any, input_ids: Tensor, *args: Any, **kwargs: Any) -> Any:
         cache = cache_of(kwargs)
-        if not hasattr(cache, "check_text"):
+        watch = _watch_of(cache)
+        if watch is None:
             return own(self, input_ids, *args, **kwargs)
         new = _new_tokens(kwargs)
         first = kwargs.get("is_first_iteration", new != 1)
         if first:
-            _check_text(cache, input_ids, new, kwargs)
+            _check_text(watch, input_ids, new, kwargs)
         made = own(self, input_ids, *args, **kwargs)
         if cache_of(made) is not cache and made.get("use_cache", True):
             made = _with_cache_again(self, cache, made, input_ids, args, kwargs)
-        if first and cache.take_guessing() and new is None:
-            _check_whole(cache, input_ids, made, kwargs)
+        if first and watch.guessing and new is None:
+            _check_whole(watch, input_ids, made, kwargs)
+        watch.guessing = watch.guessing and not first
         return made
 
     return prepare
 
 
-def _check_text(cache: Any, input_ids: Tensor, new: int | None, kwargs: dict[str, Any]) -> None:
+def _check_text(watch: Watch, input_ids: Tensor, new: int | None, kwargs: dict[str, Any]) -> None:
     """Raise KvdslError if the text that generation is about to go on with does not continue what is cached."""
     if kwargs.get("use_cache") is False:
         raise KvdslError(
@@ -66,19 +76,19 @@ def _check_text(cache: Any, input_ids: Tensor, new: int | None, kwargs: dict[str
             "one of the two"
         )
     mask, (ids, embeddings) = kwargs.get("attention_mask"), _text(input_ids, kwargs)
-    if not cache.knows_padding:
+    if not watch.knows_padding:
         _refuse_right_padding(mask)
-    cache.check_mask(mask)
+    watch.check_mask(mask)
     text = input_ids if embeddings is None else embeddings
     if new is not None and new < text.shape[1]:
-        cache.check_text(ids, embeddings)
+        watch.check_text(ids, embeddings)
 
 
-def _check_whole(cache: Any, input_ids: Tensor, made: Any, kwargs: dict[str, Any]) -> None:
+def _check_whole(watch: Watch, input_ids: Tensor, made: Any, kwargs: dict[str, Any]) -> None:
     """Raise KvdslError if the whole text is about to run where guesses begin on a filled cache."""
     ids, embeddings = _text(input_ids, kwargs)
     if tokens_of(made) == (input_ids if embeddings is None else embeddings).shape[1]:
-        cache.check_whole(ids, embeddings, _columns(kwargs.get("attention_mask"), kwargs.get("position_ids")))
+        watch.check_whole(ids, embeddings, _columns(kwargs.get("attention_mask"), kwargs.get("position_ids")))
 
 
 def _text(input_ids: Tensor, kwargs: dict[str, Any]) -> tuple[Tensor | None, Tensor | None]:
@@ -101,7 +111,7 @@ def _with_cache_again(
     cached = cache.get_seq_length()
     if not cached or not changes_frequencies(model):
         return {**made, **GenerationMixin.prepare_inputs_for_generation(model, input_ids, *args, **kwargs)}
-    if cache.is_recording or tokens_of(made) != input_ids.shape[1] or input_ids.shape[1] <= cached:
+    if cache._watch.is_recording or tokens_of(made) != input_ids.shape[1] or input_ids.shape[1] <= cached:
         raise KvdslError(
             f"{type(model).__name__} rotates keys by other frequencies from here on, so that the {cached} cached tokens would have to be "
             f"read anew: generate without guesses and from `input_ids`, or begin with a prompt of that length"
@@ -134,7 +144,7 @@ def _over_mask(own: Callable[..., Tensor]) -> Callable[..., Tensor]:
     @functools.wraps(own)
     def prepare(self: Any, inputs: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Tensor:
         mask = own(self, inputs, settings, model_kwargs, *args, **kwargs)
-        if len(mask) > 1 or not hasattr(cache_of(model_kwargs), "check_text"):
+        if len(mask) > 1 or _watch_of(cache_of(model_kwargs)) is None:
             return mask
         behind_all = mask.flip(1).cumsum(1).flip(1) == 0
         return mask.masked_fill(behind_all, 1)
@@ -147,9 +157,9 @@ def _over_guesses(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def prepare(self: Any, *args: Any, **kwargs: Any) -> Any:
-        cache = cache_of(kwargs.get("model_kwargs") or {})
-        if hasattr(cache, "begin_guessing"):
-            cache.begin_guessing()
+        watch = _watch_of(cache_of(kwargs.get("model_kwargs") or {}))
+        if watch is not None:
+            watch.guessing = True
         return own(self, *args, **kwargs)
 
     return prepare
@@ -160,12 +170,12 @@ def _over_prefill(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def prefill(self: Any, input_ids: Tensor, settings: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        cache, mask = cache_of(model_kwargs), model_kwargs.get("attention_mask")
-        if getattr(settings, "prefill_chunk_size", None) is None or not hasattr(cache, "check_text"):
+        watch, mask = _watch_of(cache_of(model_kwargs)), model_kwargs.get("attention_mask")
+        if watch is None or getattr(settings, "prefill_chunk_size", None) is None:
             return own(self, input_ids, settings, model_kwargs, *args, **kwargs)
         if mask is None or mask.shape[1] == input_ids.shape[1]:
-            cache.check_text(input_ids, None)
-        with _padding_known(cache, mask):
+            watch.check_text(input_ids, None)
+        with _padding_known(watch, mask):
             return own(self, input_ids, settings, model_kwargs, *args, **kwargs)
 
     return prefill
@@ -176,24 +186,24 @@ def _over_early_chunks(own: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(own)
     def prefill(self: Any, input_ids: Tensor, settings: Any, **kwargs: Any) -> Any:
-        cache = cache_of(kwargs)
-        if not hasattr(cache, "check_text"):
+        watch = _watch_of(cache_of(kwargs))
+        if watch is None:
             return own(self, input_ids, settings, **kwargs)
-        with _padding_known(cache, kwargs.get("attention_mask")):
+        with _padding_known(watch, kwargs.get("attention_mask")):
             return own(self, input_ids, settings, **kwargs)
 
     return prefill
 
 
 @contextmanager
-def _padding_known(cache: Any, mask: Any) -> Iterator[None]:
+def _padding_known(watch: Watch, mask: Any) -> Iterator[None]:
     """Look at the padding of a whole prompt, of which a chunk may end in a gap."""
     _refuse_right_padding(mask)
-    cache.knows_padding = True
+    watch.knows_padding = True
     try:
         yield
     finally:
-        cache.knows_padding = False
+        watch.knows_padding = False
 
 
 def _refuse_right_padding(mask: Any) -> None:

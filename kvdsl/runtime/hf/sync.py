@@ -38,9 +38,7 @@ class LayerSync(Linked):
         served: how many layers this forward has been through.
         is_alone: whether the policy manages every layer of the model.
         guesses: how many of this forward's last tokens an assistant guessed, or None where nobody has said.
-        guessing: whether generation with guesses has begun, and has not prepared its first forward.
         one_by_one: whether several tokens of one forward are no prompt, once there is one.
-        knows_padding: whether the padding of a prompt was looked at that generation cuts into chunks.
         text: which tokens came in, if the model says so.
         counting: where the model puts them, for compact positions.
         total: tokens that the model has seen, int64 [], or None before the first forward.
@@ -50,11 +48,10 @@ class LayerSync(Linked):
     LINKS = ("_model",)
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.running = self.knows_padding = False
+        self.running = False
         self.open: int | None = None
         self.served = 0
         self.guesses: int | None = None
-        self.guessing = False
         self.one_by_one = False
         self.text = Text()
         self.counting = Counting()
@@ -199,7 +196,7 @@ class LayerSync(Linked):
 
     def forget(self) -> None:
         """Nothing has been seen."""
-        self.open, self.guesses, self.total, self.guessing, self.ahead = None, None, None, False, False
+        self.open, self.guesses, self.total, self.ahead = None, None, None, False
         self.text.forget()
         self.counting.forget()
 

@@ -1,0 +1,121 @@
+"""What a cache learns from its model's forwards and from generation, and what it refuses of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor, nn
+
+from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf import speculation
+from kvdsl.runtime.hf.text import repeats_rows
+from kvdsl.runtime.hf.versions import text_config
+
+if TYPE_CHECKING:
+    from kvdsl.runtime.hf.layer import SlotLayer
+    from kvdsl.runtime.hf.sync import LayerSync
+
+
+class Watch:
+    """Watches the calls that a cache is given to. `forwards` and `generation` find it as the cache's `_watch`.
+
+    Attributes:
+        guessing: whether generation with guesses has begun, and has not prepared its first forward.
+        knows_padding: whether the padding of a prompt was checked that generation cuts into chunks.
+    """
+
+    def __init__(self, sync: LayerSync, layers: Sequence[SlotLayer]) -> None:
+        self.guessing = self.knows_padding = False
+        self._sync = sync
+        self._layers = layers
+
+    @property
+    def is_recording(self) -> bool:
+        """Whether steps are noted, to be taken back."""
+        return any(layer.record_past for layer in self._layers)
+
+    # -- a forward -----------------------------------------------------------------------------------------------------
+
+    @property
+    def is_running(self) -> bool:
+        """Whether a forward runs that was given the cache."""
+        return self._sync.running
+
+    def begin_forward(self, ids: Tensor | None, embeddings: Tensor | None, guesses: int | None) -> None:
+        """Note what a forward brings.
+
+        Args:
+            ids, embeddings: the tokens that come in, [batch, tokens], or what they are embedded as, [batch, tokens, any].
+            guesses: how many of the last ones are guesses; None if that is unknown.
+
+        Raises:
+            KvdslError: if the cache has no model, or if the last forward was interrupted.
+        """
+        self._sync.require_model()
+        self._sync.begin_forward()
+        self._sync.guesses = guesses
+        self._sync.text.note(ids, embeddings, self._sync.length)
+
+    def hear_positions(self, module: nn.Module, positions: Tensor | None) -> None:
+        """Note the position ids that a module is given, if it is the model's text part and the policy counts positions."""
+        model = self._sync.model
+        if self._layers[0].state.spec.compact and model is not None and module.config is text_config(model):
+            self._sync.counting.heard = positions
+
+    def stop_forward(self) -> None:
+        """Note that the forward runs no more, whether it has ended or failed."""
+        self._sync.running = False
+
+    def end_forward(self, module: nn.Module) -> None:
+        """Check a forward that has ended.
+
+        Raises:
+            KvdslError: unless every managed layer has been through it once.
+        """
+        self._sync.end_forward(module)
+
+    # -- generation ----------------------------------------------------------------------------------------------------
+
+    def check_mask(self, mask: Any) -> None:
+        """Raise KvdslError if the mask of the whole text leaves out tokens that are cached."""
+        if isinstance(mask, Tensor) and mask.ndim == 2:
+            self._layers[0].check_mask(mask, one_token=False)
+
+    def check_text(self, ids: Tensor | None, embeddings: Tensor | None) -> None:
+        """Raise KvdslError if the whole text, as in `begin_forward`, does not continue what is cached."""
+        text, length = self._sync.text, self._sync.length
+        at = text.differs(ids, embeddings, length)
+        if at is None:
+            return
+        rows = text.continued_rows(ids, embeddings, length)
+        if None not in rows:
+            raise KvdslError(
+                f"this text continues other rows of the cache than its own, which differ, as beam search and several returned sequences "
+                f"leave them: call `cache.batch_select_indices(torch.tensor({rows}))` first, so that every row holds its text"
+            )
+        if repeats_rows(ids, embeddings):
+            raise KvdslError(
+                f"this text does not continue the cached one, they differ in token {at}: beam search does not always leave the text that "
+                f"it returns in the cache, so call `cache.reset()` and pass the whole text, or generate without beams; and call "
+                f"`cache.reset()` before an unrelated prompt"
+            )
+        raise KvdslError(
+            f"this text does not continue the cached one, they differ in token {at}: call `cache.reset()` before an unrelated "
+            f"prompt, and go on with what `generate` returned as token ids, because text that is tokenized again may come out "
+            f"otherwise"
+        )
+
+    def check_whole(self, ids: Tensor | None, embeddings: Tensor | None, columns: int) -> None:
+        """Check a whole text that is about to run, as in `begin_forward`, with guesses behind it.
+
+        Args:
+            columns: how many tokens generation speaks of: of more than run, if it was given what follows the cached text alone.
+
+        Raises:
+            KvdslError: if the text is cached already, or another.
+        """
+        text, cached = embeddings if ids is None else ids, self._sync.length
+        if cached and text is not None and columns < cached + text.shape[1]:
+            self.check_text(ids, embeddings)
+            speculation.refuse_second_run(cached)
