@@ -117,7 +117,8 @@ def _with_cache_again(
             f"read anew: generate without guesses and from `input_ids`, or begin with a prompt of that length"
         )
     cache.reset()
-    return {**made, **with_cache(cache)}
+    anew = {name: value for name, value in made.items() if name != "cache_position"}  # in 4.57 that of the last token alone
+    return {**anew, **with_cache(cache)}
 
 
 def _columns(mask: Any, positions: Any) -> int:
