@@ -36,7 +36,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -149,6 +149,9 @@ accept: $(READY)  ## every acceptance criterion with its measured value (ISSUE=2
 
 torture: $(READY)  ## attacks (faults, kills, sanitizers, long runs), and how often kvdsl survived: benchmarks/results/torture.json
 	$(PY) -m scripts.torture $(if $(ONLY),--only '$(ONLY)')
+
+matrix: $(READY)  ## kvdsl's cache in every causal language model of transformers: benchmarks/results/matrix.json (ONLY=Llama,Phi3)
+	$(PY) -m scripts.matrix $(if $(ONLY),--only '$(ONLY)')
 
 gpu:  ## on a GPU, in 30 minutes: are the kernels right, how fast are they, and a whole model (STAGE=right: one stage)
 	$(if $(wildcard $(PY)),$(PY),$(PYTHON)) -m scripts.gpu $(if $(STAGE),--stage $(STAGE))

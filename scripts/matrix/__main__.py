@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import multiprocessing
 import os
@@ -78,9 +79,8 @@ def named(only: str | None) -> list[Row]:
 
 def prepare() -> None:
     """Import and compile what every class needs, once: the processes are copies of this one, which starts no thread."""
-    import transformers.generation.utils
-    import transformers.modeling_layers
-    import transformers.models.llama.modeling_llama  # noqa: F401
+    for module in ("generation.utils", "modeling_layers", "models.llama.modeling_llama"):
+        importlib.import_module(f"transformers.{module}")
 
     torch.set_num_threads(1)
     transformers.logging.set_verbosity(transformers.logging.CRITICAL)

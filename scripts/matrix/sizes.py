@@ -7,7 +7,7 @@ import re
 from typing import Any
 
 import torch
-from transformers import PreTrainedConfig
+from transformers import PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
@@ -51,8 +51,7 @@ SIZES: dict[int, str] = {
 """What becomes of a number, by the names under which configs have it."""
 
 _SIZE = {name: size for size, names in SIZES.items() for name in names.split()}
-_LAYERS = "num_hidden_layers n_layer n_layers num_layers decoder_layers num_decoder_layers".split()
-_HEADS = "num_attention_heads swa_num_attention_heads".split()
+_LAYERS = ["num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "num_decoder_layers"]
 _KV_HEADS = {"num_key_value_heads": "num_attention_heads", "swa_num_key_value_heads": "swa_num_attention_heads"}
 _NO_TOKEN = {"eos_token_id", "forced_eos_token_id", "forced_bos_token_id", "begin_suppress_tokens", "suppress_tokens"}
 _TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "decoder_start_token_id": 1}
@@ -167,14 +166,14 @@ class NotTiny(Exception):
     """A class of which no tiny model can be made or run here, and why."""
 
 
-def tiny_config(model_type: str, extra: dict[str, Any] | None = None) -> PreTrainedConfig:
+def tiny_config(model_type: str, extra: dict[str, Any] | None = None) -> PretrainedConfig:
     """The smallest config of this type whose parts all are there."""
     own = EXTRAS.get(model_type, {}) | (extra or {})
     kind = CONFIG_MAPPING[model_type]
     return kind(**shrunk(kind, own))
 
 
-def shrunk(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, Any]:
+def shrunk(kind: type[PretrainedConfig], own: dict[str, Any]) -> dict[str, Any]:
     """What to construct a config with: small sizes, parts inside of it likewise, and `own` before all that."""
     try:
         usual = kind()
@@ -183,14 +182,14 @@ def shrunk(kind: type[PreTrainedConfig], own: dict[str, Any]) -> dict[str, Any]:
     numbers = {name: value for name, value in vars(usual).items() if not name.startswith("_")}
     made: dict[str, Any] = {}
     for name, value in numbers.items():
-        if isinstance(value, PreTrainedConfig):
+        if isinstance(value, PretrainedConfig):
             made[name] = shrunk(type(value), own.get(name, {}))
             if "model_type" in value.to_dict():
                 made[name]["model_type"] = value.model_type
         elif name not in own:
             made |= _smaller(name, value, numbers)
     made |= _fewer_layers(numbers, own)
-    return made | {name: value for name, value in own.items() if not isinstance(numbers.get(name), PreTrainedConfig)}
+    return made | {name: value for name, value in own.items() if not isinstance(numbers.get(name), PretrainedConfig)}
 
 
 def _smaller(name: str, value: Any, numbers: dict[str, Any]) -> dict[str, Any]:
@@ -250,7 +249,7 @@ def tiny_model(model_type: str, extra: dict[str, Any] | None = None) -> Any:
     config = tiny_config(model_type, extra)
     kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, kind.config_class):  # one that reads text alone, of a type that knows more
-        config = next(part for part in vars(config).values() if isinstance(part, kind.config_class))
+        config = next((part for part in vars(config).values() if isinstance(part, kind.config_class)), config)
     with torch.device("meta"):
         count = sum(parameter.numel() for parameter in kind(copy.deepcopy(config)).parameters())
     if count > MOST_PARAMETERS:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.cache_utils import DynamicCache
 
 from kvdsl.errors import KvdslError
@@ -26,6 +27,9 @@ LENGTH = 28
 NEW = 10
 ROUNDS = 2
 """Of models that two threads begin with."""
+
+_PATIENCE = 60
+"""Seconds that threads may take."""
 
 Way = Callable[[Subject], None]
 WAYS: dict[str, Way] = {}
@@ -154,10 +158,11 @@ def _inner(model: Any) -> Any:
     Raises:
         NotTried: if there is none.
     """
-    found = model.base_model
-    if found is model or found is None:
-        raise NotTried("there is no model inside")
-    return found
+    inside = [model.base_model, *(part for part in model.children() if isinstance(part, PreTrainedModel))]
+    for found in inside:
+        if found is not model and found is not None:
+            return found
+    raise NotTried("there is no model inside")
 
 
 def _in_steps(case: Subject, module: Any, other: Any, call: _Call, *, hides: bool = False) -> None:
@@ -232,24 +237,26 @@ def ready_made_hiding_mask(case: Subject) -> None:
 
 
 _ONES = torch.ones(2, 1, 1, 1, dtype=torch.bool)
-_HIDING = torch.ones(2, 1, 1, 13, dtype=torch.bool)
-_HIDING[..., 6:11] = False
+_HIDING = torch.ones(
+    2, 1, 1, 7, dtype=torch.bool
+)  # no more than windows hold: behind them columns are not those of the text
+_HIDING[..., 2:5] = False
 
 
 def _steps_with_mask(model: Any, cache: Any, mask: Tensor) -> Tensor:
-    """A prompt of twelve tokens, and one with this mask.
+    """A prompt of six tokens, and one with this mask.
 
     Raises:
         NotTried: if a mask of ones changes something: the model's own attention takes it for something else.
     """
-    ids, whole = subject.padded(13)
-    step = subject.arguments(model, ids, whole, 12, 13)
+    ids, whole = subject.padded(7)
+    step = subject.arguments(model, ids, whole, 6, 7)
     with torch.no_grad():
-        subject.by_name(model, cache, subject.arguments(model, ids, whole, 0, 12))
+        subject.by_name(model, cache, subject.arguments(model, ids, whole, 0, 6))
         found = subject.by_name(model, cache, step | {"attention_mask": mask})
         if isinstance(cache, DynamicCache) and mask is _ONES:
             unmasked = native(model)
-            subject.by_name(model, unmasked, subject.arguments(model, ids, whole, 0, 12))
+            subject.by_name(model, unmasked, subject.arguments(model, ids, whole, 0, 6))
             if subject.deviation(found, subject.by_name(model, unmasked, step)) > subject.TOLERANCE:
                 raise NotTried("attention takes bool masks for numbers")
     return found
@@ -322,8 +329,8 @@ def threads(case: Subject) -> None:
 
 def _together(parts: list[Callable[[], None]], *, meanwhile: Callable[[], None]) -> None:
     """Run these at the same time, and one thing again and again until they are done; raise the worst of their errors."""
-    errors: list[BaseException] = []
-    begin, running = threading.Barrier(len(parts) + 1), threading.Event()
+    errors: list[Exception] = []
+    begin, done = threading.Barrier(len(parts) + 1), threading.Event()
 
     def guarded(part: Callable[[], None]) -> None:
         try:
@@ -333,7 +340,7 @@ def _together(parts: list[Callable[[], None]], *, meanwhile: Callable[[], None])
             errors.append(error)
 
     def repeated() -> None:
-        while not running.is_set():
+        while not done.is_set():
             meanwhile()
 
     started = [threading.Thread(target=guarded, args=(part,), daemon=True) for part in parts]
@@ -342,13 +349,13 @@ def _together(parts: list[Callable[[], None]], *, meanwhile: Callable[[], None])
         for thread in (*started, third):
             thread.start()
         for thread in started:
-            thread.join()
-        running.set()
-        third.join()
-    for kind in (Wrong, KvdslError):
-        errors.sort(key=lambda error, kind=kind: isinstance(error, kind))
+            thread.join(_PATIENCE)
+        done.set()
+        third.join(_PATIENCE)
+    if any(thread.is_alive() for thread in (*started, third)):
+        raise TimeoutError(f"threads are not done after {_PATIENCE} s")
     if errors:
-        raise errors[0]
+        raise min(errors, key=lambda error: 2 * isinstance(error, KvdslError) + isinstance(error, Wrong))
 
 
 @contextmanager
