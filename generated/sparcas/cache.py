@@ -1,6 +1,6 @@
 """SparCas: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from sparcas.kv (d6899590e405). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations
@@ -22,14 +22,13 @@ def resolve(given: Given) -> dict[str, Tensor]:
     tokens = given.number("tokens", 2048, low=1)
     dims = given.number("dims", 16, low=1)
     select = given.inside(given.count(tokens, low=1), low=2)
-    given.check_fits(given.largest(), given.largest(1), select, "keep last 1", selected=True)
     return {"select": select, "sketch_dims": given.count(dims, low=1), "sketch_every": given.count(64, low=1)}
 
 
 class SparCasCache(KVCache):
     """Keeps every token and attends to few: those that score best over the dims in which the query is large.
 
-    The first two layers stay dense (section 4.1).
+    The first two layers stay dense (section 4.1). The newest token has to compete.
 
     paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
     year: 2025

@@ -1,10 +1,10 @@
 // SparCas: one decode step on the CPU.
 //
-// Made by kvdsl 0.1.0 from sparcas.kv (d6899590e405). Do not edit: `kvdsl compile` makes it anew.
+// Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
 //
 // Keeps every token and attends to few: those that score best over the dims in which the query is large.
 //
-// The first two layers stay dense (section 4.1).
+// The first two layers stay dense (section 4.1). The newest token has to compete.
 //
 // paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
 // year: 2025
@@ -24,10 +24,6 @@ struct SparCasPolicy : kvdsl::Policy {
   // Attends to the highest: sum(q * k over sketch)
   static constexpr kvdsl::By by = kvdsl::By::sketch_dot;
   static int tokens(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::select)); }
-
-  static void always(kvdsl::Head& head) {
-    head.protect_last(1);
-  }
 
   // Looks at the highest dims: abs(q)
   static int sketch_every(const kvdsl::Slots& row) { return kvdsl::count(row.param(Number::sketch_every)); }

@@ -1,6 +1,6 @@
 """SparCas in torch: what is attended to.
 
-Made by kvdsl 0.1.0 from sparcas.kv (d6899590e405). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
 
 Shapes: a row is a block of queries, values are [batch, kv_heads, queries, slots]; see `kvdsl.runtime.torch.view`.
 """
@@ -16,7 +16,6 @@ from kvdsl.runtime.torch.view import View
 
 def protect(slots: View, keep: Protection, numbers: dict[str, Tensor]) -> None:
     """What is always attended to."""
-    keep.last(1)
 
 
 def sketch(row: View) -> Tensor | float:

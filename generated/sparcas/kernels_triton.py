@@ -1,10 +1,10 @@
 """SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from sparcas.kv (d6899590e405). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
 
 Keeps every token and attends to few: those that score best over the dims in which the query is large.
 
-The first two layers stay dense (section 4.1).
+The first two layers stay dense (section 4.1). The newest token has to compete.
 
 paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Inference", algorithm 1 and equations 3 and 4
 year: 2025
@@ -29,7 +29,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import evicting, ops, select
+from kvdsl.runtime.gpu import ops, select
 
 SCORES = 0  # rows of `work`
 SPREADS = False  # whether several programs of `settle` share a KV head's slots
@@ -154,7 +154,6 @@ def choose(
     found,  # [B, H] int32: gets how many
     joins,  # [B, H] int32: gets whether the new token is attended to
     taken,  # [B, H, N] int8: gets 1 for the slots that are, if anybody asked
-    held,  # [B, H, S] int32
     seen,  # [R] int32: the new token's position
     real,  # [B] bool
     numbers,  # [R, 3] float64
@@ -184,21 +183,19 @@ def choose(
     candidates += pair * (slots + 16)
     chosen += pair * slots
     taken += pair * slots
-    live = select.tokens_with_new(held, pair, splits, S_PAD)
-    last = evicting.last_protected(position, slots, now, live, 1, BLOCK)
     units, wanted = tl.minimum(slots, now), ops.count(number_select)  # a token's slot is never above its position
 
     # What of the program's share may be chosen.
     lowest = select.lowest_level(levels, pair, splits, wanted, S_PAD)
     per_piece, begin, end = select.share(units, piece, pieces, BLOCK)
-    count = select.narrow(position, grades, candidates, begin, end, lowest, slots, units, 1, now, 0, -1, last, False, BLOCK)
+    count = select.narrow(position, grades, candidates, begin, end, lowest, slots, units, 1, now, 0, -1, ops.INT_MAX, False, BLOCK)
     listed += pair * pieces
     tl.store(listed + piece, count)
 
     # What is.
     if ops.last_to_arrive(arrived, pair, pieces):
         total, certain = select.gather(grades, candidates, listed, pieces, per_piece, PIECES_PAD, BLOCK)
-        total, certain = select.add_new(grades, candidates, total, certain, slots, now, -1, last)
+        total, certain = select.add_new(grades, candidates, total, certain, slots, now, -1, ops.INT_MAX)
         select.pick(position, grades, candidates, chosen, found, joins, taken, total, certain, slots, units, 1, now, 0, wanted, False, False, BLOCK)
 
 

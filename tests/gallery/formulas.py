@@ -526,14 +526,14 @@ def buzz(cache: Cache, sinks: int = 4, recent: int = 2, cell: int = 3) -> list[i
     return sorted(text, key=lambda token: (score(token), token))[: cache.excess]
 
 
-def lacache(cache: Cache, sinks: int = 2, layers: int = 4, span: int = 1, overlap: int = 0) -> list[int]:
+def lacache(cache: Cache, budget: int = 12, sinks: int = 2, layers: int = 4, span: int = 1, overlap: int = 0) -> list[int]:
     """As its code goes on where it stopped: from the cursor on, as many rungs as have to be, of each `after` tokens from the layer's offset
     on; what the cache holds where no rung fits before its end begins anew behind the sinks.
     """
     before = 1 + math.ceil((layers - span) / (span - overlap))
     after = math.ceil(span / (span - overlap))
     drop = before - after
-    full = int(cache.method.budget) + drop - 1
+    full = budget + drop // 2
     if len(cache.kept) <= full:
         return []
     cursor = cache.sketch[0] if cache.sketch else sinks  # where the last time ended
@@ -736,7 +736,7 @@ CHANNELS = np.array([0.0, 1, 0, 0, 1, 1])
 
 def double_sparsity(cache: Cache, token: int) -> list[int]:
     cache.sketch = np.flatnonzero(CHANNELS).tolist()
-    return by_sketch(cache, token, 6, [token])
+    return by_sketch(cache, token, 6, [])
 
 
 BASIS = np.array([[0.6, 0.0], [0.0, 0.8], [-0.8, 0.0], [0.0, 0.0], [0.0, -0.6], [0.0, 0.0]])
@@ -759,12 +759,13 @@ def loki(cache: Cache, token: int) -> list[int]:
 def double_sparsity_prompt(cache: Cache, token: int) -> list[int]:
     if token == cache.method.prompt - 1:
         cache.sketch = largest_dims(cache, token)
-    return by_sketch(cache, token, 6, [token])
+    return by_sketch(cache, token, 6, [])
 
 
 def sparq(cache: Cache, token: int) -> list[int]:
+    """The best six and the newest token, among them two recent ones besides it."""
     cache.sketch = largest_dims(cache, token)
-    return by_sketch(cache, token, 6, cache.kept[-2:])
+    return by_sketch(cache, token, 7, cache.kept[-3:])
 
 
 def headkv(cache: Cache, window: int = 4) -> list[int]:

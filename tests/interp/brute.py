@@ -301,11 +301,17 @@ def by_sketch(cache: Cache, token: int, count: int, certain: list[int]) -> list[
 
 def sparcas(cache: Cache, token: int) -> list[int]:
     refresh(cache, token, dims=2)
+    return by_sketch(cache, token, 6, [])
+
+
+def roco_sparcas(cache: Cache, token: int) -> list[int]:
+    """SparCas, and the newest token, which may not leave."""
+    refresh(cache, token, dims=2)
     return by_sketch(cache, token, 6, [token])
 
 
 def quest(cache: Cache, token: int) -> list[int]:
-    """Pages of 16 by the largest dot product that their smallest and largest keys allow, 3 of them with the recent ones'."""
+    """Pages of 16 by the largest dot product that their smallest and largest keys allow, 3 of them with the newest."""
     pages: dict[int, list[int]] = {}
     for slot in cache.kept:
         pages.setdefault(slot // 16, []).append(slot)
@@ -315,9 +321,9 @@ def quest(cache: Cache, token: int) -> list[int]:
         high = [max(cache.k[slot][dim] for slot in slots) for dim in range(cache.k.shape[1])]
         return sum(max(x * a, x * b) for query in cache.q[token] for x, a, b in zip(query, low, high, strict=True))
 
-    certain = sorted({slot // 16 for slot in cache.kept[-16:]})
-    others = sorted((page for page in pages if page not in certain), key=lambda page: bound(pages[page]), reverse=True)
-    return sorted(slot for page in certain + others[: max(0, 3 - len(certain))] for slot in pages[page])
+    newest = cache.kept[-1] // 16
+    others = sorted((page for page in pages if page != newest), key=lambda page: bound(pages[page]), reverse=True)
+    return sorted(slot for page in [newest, *others[:2]] for slot in pages[page])
 
 
 # -- the counter-based random number, written out once more ------------------------------------------------------------
@@ -378,6 +384,6 @@ METHODS: dict[str, Method] = {
         prompt=20,
         tokens=100,
         layer=2,
-        chosen=sparcas,
+        chosen=roco_sparcas,
     ),
 }
