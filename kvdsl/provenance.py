@@ -5,8 +5,10 @@
     reach: exact
     kvpress: KeyDiffPress
     checked: formula, kvpress
+    code: differs: each query head chooses
 
-`paper: no paper` stands where there is none. `reach` is `exact`, or `approximate:` and how. `method` names the published method
+`paper: no paper` stands where there is none. `reach` is `exact`, or `approximate:` and how: it is of the paper's formula. `code` says how
+far the authors' code agrees at its defaults (`AGREEMENTS`); what does not say so was not compared. `method` names the published method
 where that is not the policy's name; several policies may be of one. A value goes on in the next line where that begins with no key.
 """
 
@@ -24,12 +26,23 @@ CHECKS = {
 }
 """How a policy can have been checked, by the word of `checked`."""
 
-_KEYS = ("paper", "year", "method", "reach", "kvpress", "checked")
+NOT_COMPARED = "not compared"
+AGREEMENTS = {
+    "same": "it keeps, or attends to, the same tokens",
+    "same with": "it does so under the conditions that follow",
+    "differs:": "it does not, and what it does instead follows",
+    "none released": "there is no public code",
+    NOT_COMPARED: "nobody has compared it",
+}
+"""What `code` can begin with. `same`, `none released` and `not compared` stand alone."""
+
+_KEYS = ("paper", "year", "method", "reach", "kvpress", "checked", "code")
 _NEEDED = ("paper", "reach", "checked")
 _NO_PAPER = "no paper"
 _LINE = re.compile(rf"({'|'.join(_KEYS)}):\s+(.*)")
 _YEAR = re.compile(r"(\d{4})(?:, arXiv (\d{4}\.\d{5}))?")
 _APPROXIMATE = "approximate: "
+_AGREEMENT = re.compile(rf"same|same with \S.*|differs: \S.*|none released|{NOT_COMPARED}")
 
 
 @dataclass(frozen=True)
@@ -44,6 +57,7 @@ class Provenance:
         how: in what it differs from the method; None if in nothing.
         presses: the classes of kvpress that do the same.
         checks: words of `CHECKS`.
+        code: how far the authors' code agrees, in the form of `AGREEMENTS`.
     """
 
     paper: str | None
@@ -53,6 +67,7 @@ class Provenance:
     how: str | None
     presses: tuple[str, ...]
     checks: tuple[str, ...]
+    code: str = NOT_COMPARED
 
     @property
     def exact(self) -> bool:
@@ -102,6 +117,9 @@ def provenance(name: str, doc: str) -> Provenance | None:
     unknown = [check for check in checks if check not in CHECKS]
     if unknown:
         raise KvdslError(f"{name}: there is no check `{unknown[0]}`; there are {', '.join(CHECKS)}")
+    code = found.get("code", NOT_COMPARED)
+    if _AGREEMENT.fullmatch(code) is None:
+        raise KvdslError(f"{name}: `code: {code}` has none of the forms {', '.join(f'`{form}`' for form in AGREEMENTS)}")
     return Provenance(
         paper=None if found["paper"].startswith(_NO_PAPER) else found["paper"],
         year=None if year is None else int(year[1]),
@@ -110,6 +128,7 @@ def provenance(name: str, doc: str) -> Provenance | None:
         how=None if reach == "exact" else reach.removeprefix(_APPROXIMATE),
         presses=_listed(found.get("kvpress", "")),
         checks=checks,
+        code=code,
     )
 
 

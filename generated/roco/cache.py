@@ -1,6 +1,6 @@
 """RoCo: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from roco.kv (9a5498ebb66d). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (ba0d4e7b73d3). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class RoCoCache(KVCache):
     year: 2024
     reach: exact
     checked: formula
+    code: differs: squares underflow in float16, and scopes and budgets are others
 
     Usage: `model.generate(**inputs, cache=RoCoCache(model))`.
 

@@ -1,6 +1,6 @@
 """RoCo on GPUs: the second launch of a decode step. The first is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from roco.kv (9a5498ebb66d). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from roco.kv (ba0d4e7b73d3). Do not edit: `kvdsl compile` makes it anew.
 
 Evicts the token with the lowest mean attention, but only where attention has settled: those whose attention varies most stay.
 
@@ -9,6 +9,7 @@ paper: "On the Efficacy of Eviction Policy for Key-Value Constrained Generative 
 year: 2024
 reach: exact
 checked: formula
+code: differs: squares underflow in float16, and scopes and budgets are others
 
 The lowest leaves first: mean(attn)
 keep top protect by std(attn)

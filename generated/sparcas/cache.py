@@ -1,6 +1,6 @@
 """SparCas: a KV cache for transformers.
 
-Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (8008ad9772f5). Do not edit: `kvdsl compile` makes it anew.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ class SparCasCache(KVCache):
     year: 2025
     reach: exact
     checked: formula
+    code: none released
 
     Usage: `model.generate(**inputs, cache=SparCasCache(model))`.
 

@@ -1,6 +1,6 @@
 """SparCas on GPUs: the launches of a decode step, all but the one before `settle`, which is `kvdsl.runtime.gpu.attend`.
 
-Made by kvdsl 0.1.0 from sparcas.kv (edd40f2383ce). Do not edit: `kvdsl compile` makes it anew.
+Made by kvdsl 0.1.0 from sparcas.kv (8008ad9772f5). Do not edit: `kvdsl compile` makes it anew.
 
 Keeps every token and attends to few: those that score best over the dims in which the query is large.
 
@@ -10,6 +10,7 @@ paper: "SparCas: A Dimension-First Cascade for Efficient Long-Context LLM Infere
 year: 2025
 reach: exact
 checked: formula
+code: none released
 
 Attends to the highest only: sum(q * k over sketch)
 Looks at the highest dims only: abs(q)

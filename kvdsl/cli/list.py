@@ -19,7 +19,8 @@ class Entry:
     """One policy. `name` is the published spelling; `paper` is None for policies that no paper describes.
 
     `gallery` and `found` say on which shelf it lies; `exact` and `how` whether it is the paper's method, or how it differs; `kvpress` which
-    of its presses do the same; `checked` how that was checked. They are null or empty where the policy says nothing of it.
+    of its presses do the same; `checked` how that was checked; `code` how far the authors' code agrees. They are null or empty where the
+    policy says nothing of it.
     """
 
     name: str
@@ -35,6 +36,7 @@ class Entry:
     how: str | None = None
     kvpress: tuple[str, ...] = ()
     checked: tuple[str, ...] = ()
+    code: str | None = None
 
     @property
     def stem(self) -> str:
@@ -92,7 +94,7 @@ def _entry(path: Path) -> Entry:
         return entry
     return replace(
         entry, paper=found.paper, year=found.year, arxiv=found.arxiv, exact=found.exact, how=found.how, kvpress=found.presses,
-        checked=found.checks,
+        checked=found.checks, code=found.code,
     )  # fmt: skip
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 
 from kvdsl.compiler import analyse
 from kvdsl.explain.facts import facts
-from kvdsl.provenance import CHECKS, Provenance, fields, provenance
+from kvdsl.provenance import AGREEMENTS, CHECKS, NOT_COMPARED, Provenance, fields, provenance
 from kvdsl.shipped import all_policies
 from scripts.pages.markdown import DOCS, MADE, escaped, table
 from scripts.prose import wrapped
@@ -46,8 +47,13 @@ def reach_page() -> str:
     known = presses | {row["kvpress"] for row in missing if "kvpress" in row}
     kernels = sum(one.kernels == "C++, Triton" for one in policies)
     ideas = ((f"`{key}`", text) for key, text in data["ideas"].items() if any(key in row["missing"] for row in missing))
+    of_papers = [one.found for one in policies if one.found.exact and one.found.paper is not None]
+    agreements = Counter(map(_agreement_word, of_papers))
+    compared = sum(found.code == NOT_COMPARED and "kvpress" in found.checks for found in of_papers)
     return wrapped("\n".join([
         MADE + "# What the language reaches\n",
+        "*Exactly* is by the paper's formula: with its numbers a policy keeps, or attends to, the tokens that the formula names. "
+        "The authors' code often does something else. How far it agrees, at its defaults, is a column of its own.\n",
         f"Of {len(exact) + len(nearly) + len(missing)} published methods that evict tokens or choose which to attend to, policies that "
         f"come with kvdsl are **{len(exact)} exactly**, **{len(nearly)} approximately**, and {len(missing)} not. Of the {len(known)} "
         f"presses of kvpress that is {len(exactly)}, {len(presses - exactly)} and {len(known - presses)}. Of the {len(policies)} "
@@ -55,11 +61,16 @@ def reach_page() -> str:
         f"`make docs` makes; in a clone read `policies/NAME.kv`, `policies/gallery/NAME.kv` or `policies/found/NAME.kv`.)\n",
         "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "
         + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items()) + ".\n",
+        f"Of the {agreements.total()} policies that are a paper's method exactly, the authors' code does the same in {agreements['same']} "
+        f"cases and under the named conditions in {agreements['same with']}; it differs in {agreements['differs:']}, was not released for "
+        f"{agreements['none released']}, and was not compared with {agreements[NOT_COMPARED]}, {compared} of them with kvpress's press "
+        "instead. Where it says *each query head chooses*, query heads that share a KV head choose together here. [What the code really "
+        "does](authors_code.md) has more.\n",
         "## Exactly\n",
-        table(("method", "year", "policy", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
+        table(("method", "year", "policy", "the authors' code", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
         "## Approximately\n",
         table(
-            ("method", "year", "policy", "in what it differs", "kvpress", "checked", "kernels"),
+            ("method", "year", "policy", "in what it differs", "the authors' code", "kvpress", "checked", "kernels"),
             _reach_rows(near, lambda one: (escaped(one.found.how or ""),)),
         ),
         "## Not\n",
@@ -96,7 +107,20 @@ def _reach_rows(methods: dict[str, list[Reached]], more: Callable[[Reached], tup
             year = "–" if found.year is None else str(found.year)
             if found.arxiv is not None:
                 year = f"[{year}](https://arxiv.org/abs/{found.arxiv})"
-            yield method, year, one.link, *more(one), ", ".join(found.presses), ", ".join(found.checks), one.kernels
+            presses, checks = ", ".join(found.presses), ", ".join(found.checks)
+            yield method, year, one.link, *more(one), escaped(_agreement(found)), presses, checks, one.kernels
+
+
+def _agreement(found: Provenance) -> str:
+    """How far the authors' code agrees; nothing where no paper has authors, and nothing is said."""
+    if found.code != NOT_COMPARED:
+        return found.code
+    return NOT_COMPARED if found.paper is not None else "–"
+
+
+def _agreement_word(found: Provenance) -> str:
+    """The form of `AGREEMENTS` that it has."""
+    return max((form for form in AGREEMENTS if found.code.startswith(form)), key=len)
 
 
 def _missing_row(row: dict[str, Any]) -> tuple[str, ...]:
