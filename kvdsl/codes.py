@@ -556,6 +556,15 @@ REUSED = _code(
     "have to hold the same tokens, which layers that evict do not.",
     _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k) in layers 2 reused above"),
 )
+EACH = _code(
+    "KV0442",
+    "one number of query heads that nothing reduces",
+    "Under `group each` every query head selects for itself: nothing reduces what the query heads of a KV head find. They still share "
+    "its tokens, its budget and its sketch, and the heads of a layer vote as KV heads. So what a score, a budget, a `keep`, a `sketch` "
+    "or `over heads` reads is the same for all of them: keys, values and positions, but no `attn` and no `q`. Without `select` "
+    "there is nothing to choose.",
+    _policy(_BUDGET, "score sum(attn)", "select top 64 by dot(q, k)", "group each"),
+)
 COMPACT = _code(
     "KV0413",
     "sketch or pages with compact positions",

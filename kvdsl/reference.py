@@ -50,7 +50,7 @@ STATEMENTS = {
     ),
     "layers": ("where the policy evicts; counted from 0, both ends included", "all"),
     "when": ("the phase in which it evicts", ""),
-    "group": ("how a group's query heads are reduced", ""),
+    "group": ("how a group's query heads are reduced; `each`: they are not, and each selects for itself", ""),
     "positions": ("what a key's rotation tells: its place in the text, or its rank among the live slots", ""),
     "storage": ("how slots lie in memory", ""),
     "rope": ("how compact positions are served", ""),

@@ -68,11 +68,15 @@ def _unpacked(data: bytes, dim: int) -> list[list[float]]:
 @lru_cache(maxsize=512)
 def attention(layer: int, head: int, token: int) -> list[float]:
     """What the query of a token gives each token up to itself under the full cache, the mean over the group."""
+    given: list[float] = over_group(_of_query_heads(layer, head, token), "mean").tolist()
+    return given
+
+
+def _of_query_heads(layer: int, head: int, token: int) -> Array:
+    """The same of each query head, [group, tokens]."""
     query, key, value = head_of(layer, head)
     seen = np.arange(token + 1)
-    found = attend(key[: token + 1], value[: token + 1, :0], seen, query[token], token, Call(about()["scaling"]))
-    given: list[float] = over_group(found.probs, "mean").tolist()
-    return given
+    return attend(key[: token + 1], value[: token + 1, :0], seen, query[token], token, Call(about()["scaling"])).probs
 
 
 # -- a run -------------------------------------------------------------------------------------------------------------
@@ -131,13 +135,20 @@ def run(asked: Asked) -> Iterator[dict[str, Any]]:
         for position in step.evicted.tolist():
             left[position] = end - 1
         if first:
-            there = step.position if step.selected is None else step.position[step.selected]
-            read.append(sorted(there.tolist()))
-            given = attention(asked.layer, asked.head, first)
-            lost.append(max(0.0, 1 - sum(given[position] for position in read[-1])))
+            reads = [sorted(there.tolist()) for there in step.reads]
+            read.append(sorted({position for there in reads for position in there}))
+            lost.append(_lost(asked, first, reads))
         if end == tokens or monotonic() - said > PATIENCE:
             yield found | {"known": end, "done": end / tokens}
             said = monotonic()
+
+
+def _lost(asked: Asked, token: int, reads: list[list[int]]) -> float:
+    """What the query of a token gave to those that it did not attend to, or on average each of its query heads."""
+    one = len(reads) == 1
+    given = [attention(asked.layer, asked.head, token)] if one else _of_query_heads(asked.layer, asked.head, token).tolist()
+    shares = [sum(row[position] for position in there) for row, there in zip(given, reads, strict=True)]
+    return max(0.0, 1 - sum(shares) / len(shares))
 
 
 def _policy(text: str) -> Policy:

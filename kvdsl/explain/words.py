@@ -116,7 +116,7 @@ def _evicts(policy: Policy) -> Iterator[str]:
     if policy.victims != "own":
         whose = "the KV heads of a layer" if policy.victims == "heads" else "all layers and KV heads"
         yield f"the same tokens in {whose}: scores are averaged over them"
-    if policy.group != "mean":
+    if policy.group not in ("mean", "each"):
         yield f"by the {policy.group} over the query heads that share a KV head"
 
 
@@ -139,13 +139,16 @@ def _selects(policy: Policy) -> Iterator[str]:
         f"attends to {_selected(policy)} tokens{unit}: what is protected, and those with the highest "
         f"{print_expression(policy.select.by)}; a prompt attends to all"
     )
+    if policy.group == "each":
+        yield "each query head for itself, also of those that share a KV head"
     layers = LayerRange(low=policy.select.low, high=policy.select.high)
     if layers != LayerRange():
         yield f"in layers {print_range(layers)}; the others attend to all"
     if policy.reuses:
+        head = "query head" if policy.group == "each" else "KV head"
         yield (
             f"layers {print_choosing(policy.select)} choose, and attend to all; each layer above takes over what the nearest of these has "
-            f"chosen, KV head by KV head; those below attend to all"
+            f"chosen, {head} by {head}; those below attend to all"
         )
     if policy.sketch is not None:
         yield (

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -31,6 +32,11 @@ class Call:
     rope: Rope | None = None
     slopes: Array | None = None
 
+    def of(self, head: int) -> Call:
+        """The same for one query head of the group."""
+        sinks, slopes = (None if x is None else x[head : head + 1] for x in (self.sinks, self.slopes))
+        return replace(self, sinks=sinks, slopes=slopes)
+
 
 @dataclass(frozen=True)
 class Attention:
@@ -40,7 +46,7 @@ class Attention:
         out: [G, Dv].
         probs: [G, n] softmax probabilities, 0 where the query does not attend to the slot.
         logits: [G, n] scaled and capped scores before softmax, -inf where the query does not attend to the slot.
-        visible: [n] bool, what the query attends to.
+        visible: [n] bool, what a query head attends to.
     """
 
     out: Array
@@ -72,9 +78,12 @@ def attend(
         key, value, position: [n, D], [n, Dv], [n].
         q: [G, D], the group's query heads.
         newest: the query's position in the text.
-        selected: [n] the slots that it attends to, of those that it sees; None: all.
+        selected: [n] the slots that it attends to, of those that it sees, or [G, n] those of each query head; None: all.
         distance: [n] how many places each slot stands behind the query; None: as in the text.
     """
+    if selected is not None and selected.ndim == 2:
+        heads = [(q[g : g + 1], call.of(g), own) for g, own in enumerate(selected)]
+        return _joined([attend(key, value, position, one, newest, alone, own, distance) for one, alone, own in heads])
     visible = is_visible(position, newest, call.window)
     visible = visible if selected is None else visible & selected
     seen = q @ key[visible].T * call.scaling
@@ -87,6 +96,12 @@ def attend(
     logits[:, visible] = seen
     probs[:, visible] = _softmax(seen, call.sinks)
     return Attention(probs[:, visible] @ value[visible], probs, logits, visible)
+
+
+def _joined(heads: Sequence[Attention]) -> Attention:
+    """What query heads give that attend by themselves."""
+    out, probs, logits = (np.concatenate([getattr(head, name) for head in heads]) for name in ("out", "probs", "logits"))
+    return Attention(out, probs, logits, np.asarray(np.stack([head.visible for head in heads]).any(axis=0)))
 
 
 def _softmax(logits: Array, sinks: Array | None) -> Array:
@@ -110,8 +125,8 @@ def rank_distances(position: Indices, newest: int) -> Indices:
     return np.array([np.count_nonzero(position < newest) - np.count_nonzero(position < own) for own in position])
 
 
-def over_group(x: Array, how: Literal["mean", "max", "sum"]) -> Array:
-    """Reduce what the group's query heads gave, [G, ...] to [...]."""
-    if how == "mean":
+def over_group(x: Array, how: Literal["mean", "max", "sum", "each"]) -> Array:
+    """Reduce what the group's query heads gave, [G, ...] to [...]. Under `each`, where no expression asks for it, it is the mean."""
+    if how in ("mean", "each"):
         return np.asarray(x.mean(axis=0))
     return np.asarray(x.max(axis=0) if how == "max" else x.sum(axis=0))

@@ -17,6 +17,7 @@ from kvdsl.interp.head import Head
 from kvdsl.interp.measured import measured
 from kvdsl.interp.numbers import Numbers
 from kvdsl.interp.operations import Operations, floats
+from kvdsl.interp.selection import taken_over
 from kvdsl.interp.settle import overflow, room, shares, union, victims, victims_across, worths
 from kvdsl.interp.step import Attended, Step
 from kvdsl.interp.supplied import NOTHING, Supplied, of_head
@@ -99,17 +100,17 @@ class Layer:
             given = of_head(supplied, index)
             self.machines[index].arrive(heads[index], query[index], key[index], value[index], given)
 
-        choices: dict[tuple[int, int], Indices] = {}  # positions, by layer and KV head
+        choices: dict[tuple[int, int], tuple[Indices, Mask]] = {}  # positions, and which were chosen, by layer and KV head
 
         def part_of(index: int) -> Attended:
             machine, head = self.machines[index], heads[index]
             peers = [(self.machines[i], heads[i], query[i]) for i in self._layer_of(index)] if self.policy.heads_vote else []
             taken = None
             if machine.numbers.takes_over:
-                taken = np.isin(head.position, choices[machine.numbers.chooser, machine.head_index])
+                taken = taken_over(head.position, *choices[machine.numbers.chooser, machine.head_index])
             attended = machine.token(head, query[index], peers, taken)
             if attended.chosen is not None:
-                choices[machine.numbers.layer, machine.head_index] = head.position[attended.chosen]
+                choices[machine.numbers.layer, machine.head_index] = head.position, attended.chosen
             return attended
 
         return self._token(heads, part_of, arrive)

@@ -200,37 +200,46 @@ class Operations:
     def select(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Mask | None:
         """Which slots, [n], the decode query at `newest` attends to; None if the policy does not select.
 
-        The first and last tokens that are kept are always among them; other keeps protect from eviction only.
+        The first and last tokens that are kept are always among them; other keeps protect from eviction only. Under `group each`
+        those of each query head, [G, n].
         """
         if self.policy.select is None:
             return None
         seen = self._seen(head, newest)
-        mask = np.zeros(head.live, dtype=bool)
         places = (keep for keep in self.policy.keeps if keep.scope in ("first", "last"))
         shield = protected(places, self.scope(head, np.arange(head.live), newest), head.position)
         by = self.selects_by(head, newest, q, peers)
         count = self.selects_count(head, newest, q)
-        mask[seen] = selected(by[seen], head.position[seen], shield[seen], count, self.numbers.page, self.numbers.page_after)
-        return mask
+        masks = []
+        for own, most in zip(by, count, strict=True):
+            mask = np.zeros(head.live, dtype=bool)
+            mask[seen] = selected(
+                own[seen], head.position[seen], shield[seen], most, self.numbers.page, self.numbers.page_after
+            )
+            masks.append(mask)
+        return np.stack(masks) if self.policy.group == "each" else masks[0]
 
-    def selects_count(self, head: Head, newest: int, q: Array) -> float:
-        """To how many tokens the decode query at `newest` attends: a count that reads the data is that query's own."""
+    def selects_count(self, head: Head, newest: int, q: Array) -> list[float]:
+        """To how many tokens the decode query at `newest` attends, once for each choice that `selects_by` is for.
+
+        A count that reads the data is that query's own.
+        """
         assert self.policy.select is not None
         if self.policy.select.measured is None or not self.numbers.selects:
-            return self.numbers.select
+            return [self.numbers.select] * self._choices(q)
         scope = self.scope(head, self._seen(head, newest), newest)
-        found = self._per_query(
+        found = self._per_choice(
             self.policy.select.measured, scope, q, lambda expr, at: np.array([evaluate_number(expr, at)])
         )
-        return at_least_one(float(found[0]))
+        return [at_least_one(float(count)) for count in found[:, 0]]
 
     def selects_by(self, head: Head, newest: int, q: Array, peers: Peers = ()) -> Array:
-        """What the decode query at `newest` ranks the slots by, [n]; NaN where it does not see the slot."""
+        """What the decode query at `newest` ranks the slots by, [1, n]; under `group each` [G, n]. NaN where it does not see the slot."""
         assert self.policy.select is not None
-        by, seen = np.full(head.live, np.nan), self._seen(head, newest)
+        by, seen = np.full((self._choices(q), head.live), np.nan), self._seen(head, newest)
         heads = tuple(machine.asked(other, newest, own) for machine, other, own in peers)
         scope = replace(self.scope(head, seen, newest), heads=heads)
-        by[seen] = self._per_query(self.policy.select.by, scope, q, evaluate_slots)
+        by[:, seen] = self._per_choice(self.policy.select.by, scope, q, evaluate_slots)
         return by
 
     def asked(self, head: Head, newest: int, q: Array) -> Peer:
@@ -298,12 +307,26 @@ class Operations:
         if not _reads_q(body.body if isinstance(body, Fold) else body):
             return value(body, scope)
         assert q is not None, "the policy reads q, which was not given"
+        return self.over_group(self._per_query_head(body, scope, q, value))
+
+    def _per_choice(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
+        """The value of what a choice goes by, [1, ...]; under `group each`, where each query head makes one, [G, ...]."""
+        if self.policy.group == "each":
+            return self._per_query_head(body, scope, q, value)
+        return self._per_query(body, scope, q, value)[None]
+
+    def _choices(self, q: Array) -> int:
+        """How many choices a query of the group, [G, D], makes."""
+        return len(q) if self.policy.group == "each" else 1
+
+    def _per_query_head(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Array]) -> Array:
+        """The value for each query head, [G, ...]."""
         first = self.head_index * len(q)
         heads = [
             replace(_with_inputs(scope, q=vector[None], query_head=number(first + index)), query_head=index)
             for index, vector in enumerate(q)
         ]
-        return self.over_group(np.stack([value(body, head) for head in heads]))
+        return np.stack([value(body, head) for head in heads])
 
 
 def floats(x: ArrayLike) -> Array:

@@ -41,6 +41,12 @@ def selected(by: Array, position: Indices, protected: Mask, count: float, page: 
     return np.isin(unit_of, chosen)
 
 
+def taken_over(position: Indices, held: Indices, chosen: Mask) -> Mask:
+    """What a layer below has chosen, of its slots with the positions `held`, [n] or [G, n], among slots that hold the same ones."""
+    heads = [np.isin(position, held[own]) for own in chosen.reshape(-1, len(held))]
+    return np.stack(heads) if chosen.ndim == 2 else heads[0]
+
+
 def _highest(x: Array) -> float:
     """The largest, where NaN is lower than any number."""
     return float(x[ascending(x, np.zeros(len(x), dtype=np.int64))[-1]])

@@ -33,8 +33,8 @@ class Step:
         columns: the state columns, [n] each and [n, N] of a ring; none where the head keeps its history.
         out: [G, Dv] of a decode step, [L, G, Dv] of a prefill.
         attn, logit: [n] of the last query, reduced over the group; 0 and -inf where it does not attend to the slot.
-        selected: [n] what the query attended to; None where it attends to everything, or in a prompt.
-        chosen: [n] what it chose for the layers above; None where the layer does not.
+        selected: [n] what the query attended to, under `group each` [G, n]; None where it attends to everything, or in a prompt.
+        chosen: likewise what it chose for the layers above; None where the layer does not.
         earlier: the settles of the same forward before this one: to make room under `cap hard`, or after a prompt's blocks.
     """
 
@@ -57,9 +57,17 @@ class Step:
 
     @property
     def picked(self) -> Indices:
-        """The positions that the query chose, for itself or the layers above; of one that does not choose, all."""
+        """The positions that a query head chose, for itself or the layers above; of a query that does not choose, all."""
         mask = self.selected if self.chosen is None else self.chosen
-        return self.position if mask is None else self.position[mask]
+        return self.position if mask is None else self.position[mask.reshape(-1, len(self.position)).any(axis=0)]
+
+    @property
+    def reads(self) -> tuple[Indices, ...]:
+        """The positions that the query attended to, under `group each` those of each query head."""
+        mask = self.selected
+        return (
+            (self.position,) if mask is None else tuple(self.position[own] for own in mask.reshape(-1, len(self.position)))
+        )
 
     @property
     def evicted(self) -> Indices:

@@ -448,6 +448,7 @@ class Policy(Node):
         pages_after: how many tokens lie before the page from which pages are counted; None: none.
         layers: where the policy evicts; elsewhere the cache grows. None: everywhere.
         when: the phase in which it evicts.
+        group: how a group's query heads are reduced; `each`: they are not, and every one selects for itself.
         positions: what a key's rotation tells: its place in the text, or its rank among the live slots.
         storage, block, rope: how slots lie in memory and how compact positions are served; no meaning of their own.
         prefill, prefill_block: one settle per prompt forward, or one after every `prefill_block`-th token of a row.
@@ -478,7 +479,7 @@ class Policy(Node):
     pages_after: Expr | None = None
     layers: LayerRange | None = None
     when: Literal["both", "prefill", "decode"] = "both"
-    group: Literal["mean", "max", "sum"] = "mean"
+    group: Literal["mean", "max", "sum", "each"] = "mean"
     positions: Literal["original", "compact"] = "original"
     storage: Literal["in_place", "blocks"] = "in_place"
     block: Expr | None = None

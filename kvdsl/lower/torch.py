@@ -113,7 +113,7 @@ def _budget(policy: Policy) -> Fragment:
 
 
 def _count(select: Select) -> Fragment:
-    """How many tokens a query selects; per query head where that reads q, then reduced over the group."""
+    """How many tokens a query selects; per query head where that reads q, then reduced over the group, unless each selects for itself."""
     assert select.measured is not None
     made = CountPrinter("row", grouped=of_query_heads(select.measured)).value(select.measured)
     if of_query_heads(select.measured):

@@ -219,6 +219,7 @@ def _refuse_statements(policy: Policy) -> None:
     own = {
         "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
         "`victims shared by layers`": policy.victims == "layers",
+        "`group each`: a kernel chooses once for the query heads of a KV head": policy.group == "each",
     }
     refuse_statements(policy, own)
 

@@ -36,7 +36,7 @@ class PolicySpec:
         columns: names of the state columns of one number a slot.
         column_rules: how each is kept up to date: `sum`, `squares`, `max`, `min`, `last`, `ema`, `token`, `fold` or `prune`.
         bounded: whether the policy ever evicts.
-        group: how a group's query heads are reduced: `mean`, `max` or `sum`.
+        group: how a group's query heads are reduced: `mean`, `max` or `sum`; `each`: they are not, and every one selects for itself.
         reads_attention: whether the policy looks at attention at all; one that does not is served by any attention.
         torch_kernels: the generated torch functions (`kvdsl.runtime.torch.backend` documents them).
         cpu_source: the generated C++ file; there is none where the policy has no C++ form.

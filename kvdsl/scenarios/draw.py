@@ -47,7 +47,8 @@ class Form:
         self.policies = policies
         several = any(policy.across is not None or policy.victims != "own" for policy in policies)
         self.heads = 2 if several else 1
-        self.group = 2 if len({policy.group for policy in policies}) > 1 else 1
+        groups = {policy.group for policy in policies}
+        self.group = 2 if len(groups) > 1 or "each" in groups else 1
 
     @cached_property
     def reads(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import walk
-from kvdsl.sema.needs import READS_TENSORS, of_query_heads_unpooled, reads_heads, reads_text
+from kvdsl.sema.needs import READS_TENSORS, asks_query_heads, of_query_heads_unpooled, reads_heads, reads_text
 from kvdsl.sema.params import Params
 from kvdsl.sema.resolve import FlatPolicy
 from kvdsl.sema.statements import COUNTS, PER_HEAD, Parts
@@ -67,6 +67,7 @@ class Combinations:
         self._votes()
         self._compared()
         self._reused()
+        self._each()
         self._positions()
         self._reads()
 
@@ -269,6 +270,31 @@ class Combinations:
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
         self.sink.report(codes.REUSED, name, message, "leave out the budget, or `reused above`", labels)
+
+    def _each(self) -> None:
+        """Reports query heads that would select by themselves where nothing is selected, or where their KV head needs one number."""
+        if not self._is("group", "each"):
+            return
+        if not self._has("select"):
+            if self._lacks("select"):
+                message = "under `group each` every query head selects for itself, but the policy has no `select`"
+                help = "write `group mean`, `group max` or `group sum`, or add a `select`"
+                self._refuse(codes.EACH, "group", message, help)
+            return
+        own = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
+        common = [(part.expr, part.span) for part in self.parts if part not in own]
+        common += [
+            (inner, part.span)
+            for part in own
+            for inner in walk(part.expr)
+            if isinstance(inner, Reduce) and inner.axis is Axis.HEAD
+        ]
+        for expr, span in common:
+            if asks_query_heads(expr):
+                message = f"`group each` reduces nothing, but `{print_expression(expr)}` is one number for the query heads of a KV head"
+                labels = [Label(self._span("group"), "because of this")]
+                help = "write `group mean`, `group max` or `group sum`: then the query heads select together, too"
+                self.sink.report(codes.EACH, span, message, help, labels)
 
     def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
         """Reports the first number that reads what differs between heads; `other` is the statement that forbids it."""

@@ -10,7 +10,7 @@ from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Pool, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, INPUTS
 from kvdsl.ir.printer import print_expression
-from kvdsl.ir.visitors import children, walk
+from kvdsl.ir.visitors import children, of_query_heads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 
@@ -102,6 +102,11 @@ def of_query_heads_at_once(expr: Expr) -> bool:
     if isinstance(expr, Fold) and expr.over == "queries":
         return False
     return (isinstance(expr, TensorRef) and expr.group) or any(map(of_query_heads_at_once, children(expr)))
+
+
+def asks_query_heads(expr: Expr) -> bool:
+    """Whether a value is made of what each query head gives or has of its own."""
+    return of_query_heads(expr) or any(isinstance(part, Input) and part.name in ("attn", "logit") for part in walk(expr))
 
 
 def of_query_heads_unpooled(expr: Expr) -> bool:

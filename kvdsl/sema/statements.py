@@ -40,7 +40,7 @@ WORDS = {
     "victims": ("nobody", "heads", "layers"),
     "cap": ("soft", "hard"),
     "when": ("both", "prefill", "decode"),
-    "group": ("mean", "max", "sum"),
+    "group": ("mean", "max", "sum", "each"),
     "positions": ("original", "compact"),
     "storage": ("in_place", "blocks"),
     "rope": ("fused", "cached"),

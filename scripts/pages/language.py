@@ -65,6 +65,8 @@ def language_reference() -> str:
         _said("counts"),
         "## Budgets that are shared, and heads that vote\n",
         _said("shared_budgets"),
+        "## Query heads that select for themselves\n",
+        _said("each"),
         "## Ranks\n",
         _said("ranks"),
         "## Slots against each other\n",

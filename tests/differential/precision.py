@@ -419,5 +419,5 @@ def weighted(prob: Range, value: Array) -> Range:
 
 @np.errstate(all="ignore")
 def over_group(x: Range, how: str) -> Range:
-    """Reduce the group's query heads: [G, ...] to [...]."""
-    return fold({"mean": "mean", "max": "max", "sum": "sum"}[how], x, 0)[0]
+    """Reduce the group's query heads: [G, ...] to [...]. Under `each`, where no expression asks for it, it is the mean."""
+    return fold({"mean": "mean", "max": "max", "sum": "sum", "each": "mean"}[how], x, 0)[0]

@@ -51,7 +51,7 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.visitors import children, expressions, walk
 from kvdsl.passes.fold import fold, fold_expression, value_of
-from kvdsl.sema.needs import of_query_heads_unpooled
+from kvdsl.sema.needs import asks_query_heads, of_query_heads_unpooled
 
 from .given import GIVEN
 from .tensors import GROUPED, MATRICES, TENSORS
@@ -684,8 +684,20 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     made["tensors"] = tuple(one for one in (*maker.grouped, *maker.matrices, *maker.tensors) if _reads(made, one))
     made["given"] = tuple(one for one in maker.given if _reads(made, one))
     policy = fold(Policy(name=stem.upper(), stem=stem, doc="A random policy.", **made))
+    if selects and may_choose_alone(policy) and maker.one_of(True, False):
+        policy = policy.model_copy(update={"group": "each"})
     kept = tuple(keep for keep in policy.keeps if keep != Keep(scope="last", count=NOTHING))
     return policy.model_copy(update={"keeps": kept})
+
+
+def may_choose_alone(policy: Policy) -> bool:
+    """Whether each query head may select for itself: the KV head needs no number of theirs."""
+    assert policy.select is not None
+    common = list(_all_expressions(policy.model_copy(update={"select": None})))
+    common += [
+        part for part in _nodes({"select": policy.select}) if isinstance(part, Reduce) and part.axis is Axis.HEAD
+    ]  # fmt: skip
+    return not any(map(asks_query_heads, common))
 
 
 def _looks_at_sketch(select: Select) -> bool:

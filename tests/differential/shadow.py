@@ -13,11 +13,12 @@ from typing import Protocol, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from kvdsl.interp.attention import at_ranks, rank_distances
+from kvdsl.interp.attention import Call, at_ranks, rank_distances
 from kvdsl.interp.evaluate import Scope as ExactScope
 from kvdsl.interp.evaluate import at_least_one, evaluate_number, page_of
 from kvdsl.interp.operations import Operations
 from kvdsl.interp.randomness import uniform
+from kvdsl.interp.selection import taken_over
 from kvdsl.interp.settle import first, last
 from kvdsl.interp.step import Step
 from kvdsl.interp.supplied import NOTHING, Supplied, filled
@@ -123,7 +124,7 @@ class Shadow:
         """
         newest = self.seen - 1
         attended, chosen = (
-            None if mask is None else np.isin(self.position, step.position[mask]) for mask in (step.selected, step.chosen)
+            None if mask is None else taken_over(self.position, step.position, mask) for mask in (step.selected, step.chosen)
         )
         if chosen is not None:
             self._check_selection(q, newest, chosen, peers)
@@ -213,8 +214,18 @@ class Shadow:
     def _attend(
         self, q: Array, newest: int, visible: Mask, chosen: Mask | None, fused: float | None
     ) -> tuple[Range, Range, Range]:
-        """Probabilities and logits, [G, visible slots], and the output, [G, Dv]."""
-        call, key = self.machine.call, self.key
+        """Probabilities and logits, [G, visible slots], and the output, [G, Dv]; `chosen`: [n], or [G, n] of each query head."""
+        if chosen is not None and chosen.ndim == 2:
+            call = self.machine.call
+            heads = [self._attend_as(call.of(g), q[g : g + 1], newest, visible, own, fused) for g, own in enumerate(chosen)]
+            prob, logit, out = (joined(list(parts)) for parts in zip(*heads, strict=True))
+            return prob, logit, out
+        return self._attend_as(self.machine.call, q, newest, visible, chosen, fused)
+
+    def _attend_as(
+        self, call: Call, q: Array, newest: int, visible: Mask, chosen: Mask | None, fused: float | None
+    ) -> tuple[Range, Range, Range]:
+        key = self.key
         compact = self.policy.positions == "compact"
         turned = compact and call.rope is not None
         infinite = np.isinf(q).any() | np.isinf(key[visible]).any(1)
@@ -350,15 +361,23 @@ class Shadow:
         """What belongs to one query: per query head where it reads q, then reduced over the group."""
         if not _reads_q(body):
             return value(body, scope)
+        return over_group(stack(self._per_query_head(body, scope, q, value)), self.policy.group)
+
+    def _per_query_head(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Range]) -> list[Range]:
         first = self.machine.head_index * len(q)
         own = [{"q": exactly(head[None]), "query_head": exactly([[first + index]])} for index, head in enumerate(q)]
-        heads = [value(body, replace(scope, inputs={**scope.inputs, **head}, query_head=n)) for n, head in enumerate(own)]
-        return over_group(stack(heads), self.policy.group)
+        return [value(body, replace(scope, inputs={**scope.inputs, **head}, query_head=n)) for n, head in enumerate(own)]
+
+    def _per_choice(self, body: Expr, scope: Scope, q: Array, value: Callable[[Expr, Scope], Range]) -> list[Range]:
+        """What choices go by: that of the group, or of each query head."""
+        if self.policy.group == "each":
+            return self._per_query_head(body, scope, q, value)
+        return [self._per_query(body, scope, q, value)]
 
     # -- what a query attends to -----------------------------------------------------------------------------------------
 
     def _check_selection(self, q: Array, newest: int, chosen: Mask, peers: Sequence[tuple[Shadow, Array]]) -> None:
-        """Whether another selection than the chosen slots, [n], is possible."""
+        """Whether another selection than the chosen slots, [n] or [G, n], is possible."""
         assert self.policy.select is not None
         visible = self._visible(newest)
         measured = self.policy.select.measured if self.numbers.selects else None
@@ -372,16 +391,21 @@ class Shadow:
         pinned = np.any([by_place(keep, self.position, scope) for keep in places] or [visible & False], axis=0)[visible]
         heads = tuple(peer._asked(newest, own) for peer, own in peers)
         asked_by = replace(self._scope(visible, newest), heads=heads)
-        by = self._per_query(self.policy.select.by, asked_by, q, bounds_of_slots)
+        by = self._per_choice(self.policy.select.by, asked_by, q, bounds_of_slots)
+        asked = [(self.numbers.select, self.numbers.select)] * len(by)
+        if measured is not None:
+            asked = self._counts(measured, self._scope(visible, newest), q)
+        for own, count, mask in zip(by, asked, chosen.reshape(len(by), -1), strict=True):
+            self._check_choice(own, *count, mask[visible], position, pinned)
+
+    def _check_choice(self, by: Range, asked: float, most: float, chosen: Mask, position: Indices, pinned: Mask) -> None:
+        """The same of one choice, among the slots that the query sees; of `asked` to `most` tokens."""
+        if asked != most:
+            self.undecided = True
+            return
         unit_of = page_of(position, self.numbers.page, self.numbers.page_after)
         units = np.unique(unit_of)
         certain = np.array([pinned[unit_of == unit].any() for unit in units])
-        asked = self.numbers.select
-        if measured is not None:
-            asked, most = self._count(measured, self._scope(visible, newest), q)
-            if asked != most:
-                self.undecided = True
-                return
         count = at_least_one(asked / self.numbers.page) - certain.sum()
         best = stack([highest(by[unit_of == unit]) for unit in units])
         others = ~certain
@@ -390,17 +414,18 @@ class Shadow:
             self.undecided = True
             return
         selected = np.concatenate([units[certain], units[others][does]])
-        if (np.isin(unit_of, selected) != chosen[visible]).any():
+        if (np.isin(unit_of, selected) != chosen).any():
             raise OutOfBounds("the interpreter's selection")
 
-    def _count(self, measured: Expr, scope: Scope, q: Array) -> tuple[float, float]:
-        """To how many tokens a query attends: at least, and at most."""
+    def _counts(self, measured: Expr, scope: Scope, q: Array) -> list[tuple[float, float]]:
+        """To how many tokens a query attends: at least, and at most; once for each choice."""
         from .counts import value
 
-        found = self._per_query(measured, scope, q, lambda expr, at: value(expr, [at], at).map(lambda x: x.reshape(1)))
-        if found.nan.any():
-            return 1.0, np.inf
-        return at_least_one(float(found.lo[0])), at_least_one(float(found.hi[0]))
+        counts = self._per_choice(measured, scope, q, lambda expr, at: value(expr, [at], at).map(lambda x: x.reshape(1)))
+        return [
+            (1.0, np.inf) if found.nan.any() else (at_least_one(float(found.lo[0])), at_least_one(float(found.hi[0])))
+            for found in counts
+        ]
 
 
 # -- small things ------------------------------------------------------------------------------------------------------------

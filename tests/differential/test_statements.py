@@ -196,6 +196,45 @@ STATEMENTS: dict[str, tuple[str, Case]] = {
         "select top sum(dot(q, k over sketch) > 0 over slots) by dot(q, k over sketch) in layers 2 reused above",
         replace(PADDED, layers=3),
     ),
+    # each query head selects for itself
+    "each": ("group each\nselect top 5 by dot(q, k) - age / 100\nkeep first 2", replace(PADDED, group=3)),
+    "each of what is left": (
+        "group each\nparam budget = 14\nscore norm2(v)\nkeep first 1\nselect top 5 by dot(q, k)",
+        replace(PADDED, group=3),
+    ),
+    "each by position": ("group each\nselect top 5 by age % 3 + position / 100", PADDED),
+    "each by ranks and numbers": (
+        "group each\nselect top 6 by rank(dot(q, k)) % 7 + query_head * k_0\nlet k_0 = max(k over dims)",
+        PADDED,
+    ),
+    "each as many as it needs": (
+        "group each\nselect top enough(exp(dot(q, k) / 4), 0.6) by dot(q, k) in layers 1..2\nkeep last 0",
+        replace(PADDED, layer=2),
+    ),
+    "each a count of all": ("group each\nselect top 0.3 * seen by dot(q, k) in layers 2..", replace(PADDED, layer=2)),
+    "each pages": (
+        "group each\npages 4\nkeep last 3\nselect top 12 by sum(max(q * min(k over page), q * max(k over page)) over dims)",
+        replace(PADDED, group=4),
+    ),
+    "each pages of its own number": ("group each\npages 3\nselect top sum(dot(q, k) > 0 over slots) by dot(q, k)", PADDED),
+    "each pages by token": ("group each\npages 5 after 2\nselect top 16 by dot(q, mean(k over page))\nkeep first 1", PADDED),
+    "each by a sketch of keys": (
+        "group each\nsketch top 6 dims by max(abs(k) over slots) every 5 queries\nselect top 6 by dot(q, k over sketch)",
+        PADDED,
+    ),
+    "each takes over its own": (
+        "group each\nselect top 5 by dot(q, k) in layers 2, 1 reused above",
+        replace(PADDED, layers=3, group=3),
+    ),
+    "each takes over pages": (
+        "group each\npages 3\nselect top 0.4 * seen by dot(q, k) in layers 1 reused above\nkeep last 4",
+        replace(PADDED, layers=3),
+    ),
+    "each in blocks of slots": ("group each\nstorage blocks 4\nselect top 6 by dot(q, k)\nkeep first 1", PADDED),
+    "each, compact and biased": (
+        "group each\npositions compact\nparam budget = 12\nscore position % 5\nselect top 5 by dot(q, k)",
+        replace(PADDED, rope="half", slopes=True),
+    ),
     # where it lies in the text
     "compact": ("param budget = 8\nscore sum(attn)\nkeep first 2\npositions compact", replace(PADDED, rope="half")),
     "compact, interleaved": (

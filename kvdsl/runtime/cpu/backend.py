@@ -129,7 +129,7 @@ class CpuBackend:
         step = self.step(state, call)
         batch, query_heads, tokens, _ = call.query.shape
         out = call.query.new_empty(batch, tokens, query_heads, call.value.shape[-1])
-        made, taken = choices.of_forward(state, tokens)
+        made, taken = choices.of_forward(state, tokens, query_heads // call.key.shape[1])
         check(step.run(self._decode, call, out, seconds=self.seconds, made=made, taken=taken))
         if made is not None and state.choices is not None:
             state.choices.make_several(made)

@@ -60,7 +60,8 @@ class Prepared:
             out: gets the attention's output, [batch, tokens, query_heads, value_dim]; None where nobody attends.
             more: what the kernel takes beside.
             seconds: float64 [len(STAGES)], gets what the threads spend in each stage, added up.
-            made, taken: bool [tokens, batch, kv_heads, slots], get what is chosen for the layers above, or say what a layer below chose.
+            made, taken: bool [tokens, batch, kv_heads, choices, slots], get what is chosen for the layers above, or say what one below
+                chose.
         """
         args = self._args
         query, key, value = in_rows(call.query), in_rows(call.key), in_rows(call.value)

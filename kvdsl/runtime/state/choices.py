@@ -35,41 +35,53 @@ class Choices:
             self._made.clear()
 
     def make(self, choice: Tensor) -> None:
-        """What the forward's next token chooses, bool [batch, kv_heads, slots]."""
+        """What the forward's next token chooses, bool [batch, kv_heads, choices, slots]."""
         self._made.append(choice)
 
     def make_several(self, choices: Tensor) -> None:
-        """The same of some tokens, bool [tokens, batch, kv_heads, slots]."""
+        """The same of some tokens, bool [tokens, batch, kv_heads, choices, slots]."""
         self._made.extend(choices)
 
-    def take(self, layer: int, like: Tensor) -> Tensor:
-        """What the forward's next token attends to in a layer above, bool [batch, kv_heads, slots].
+    def take(self, layer: int, like: Tensor, count: int) -> Tensor:
+        """What the forward's next token attends to in a layer above, bool [batch, kv_heads, choices, slots].
 
         Args:
             like: has as many rows, heads and slots, and lies where the choice is wanted.
+            count: how many choices there are.
 
         Raises:
             KvdslError: if the layers hold different tokens.
         """
         index = self._taken[layer]
         choice = self._made[index] if index < len(self._made) else None
-        if choice is None or choice.shape != like.shape:
+        if choice is None or choice.shape != (*like.shape[:2], count, like.shape[2]):
             raise KvdslError(
-                f"layer {layer} attends to what layer {self.chooser} chooses, but the two hold different tokens, or not as many KV heads: "
+                f"layer {layer} attends to what layer {self.chooser} chooses, but the two hold different tokens, or not as many heads: "
                 f"the last forward was interrupted, or the model's layers differ; call `cache.reset()`"
             )
         self._taken[layer] = index + 1
         return choice.to(like.device)
 
 
-def of_forward(state: SlotState, tokens: int) -> tuple[Tensor | None, Tensor | None]:
-    """Room for what some tokens choose for the layers above, and what they take over: bool [tokens, batch, kv_heads, slots], or None."""
+def choices_of(state: SlotState, group: int) -> int:
+    """How many choices a query of a KV head makes: one, or one for each query head of its group."""
+    return group if state.spec.group == "each" else 1
+
+
+def of_forward(state: SlotState, tokens: int, group: int) -> tuple[Tensor | None, Tensor | None]:
+    """Room for what some tokens choose for the layers above, and what they take over.
+
+    Returns:
+        Bool [tokens, batch, kv_heads, choices, slots], or None.
+    """
     choices, position = state.choices, state.position
     if choices is None:
         return None, None
+    count = choices_of(state, group)
     if choices.chooser == state.layer:
-        return torch.zeros(tokens, *position.shape, dtype=torch.bool, device=position.device), None
-    return None, torch.stack([choices.take(state.layer, position) for _ in range(tokens)])
+        batch, heads, slots = position.shape
+        return torch.zeros(tokens, batch, heads, count, slots, dtype=torch.bool, device=position.device), None
+    return None, torch.stack([choices.take(state.layer, position, count) for _ in range(tokens)])
 
 
 def hand_over(states: Iterable[SlotState]) -> None:

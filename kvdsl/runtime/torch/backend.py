@@ -171,7 +171,7 @@ def _attend(state: SlotState, call: AttentionCall, row: View, kept: dict[str, Te
 
     Args:
         kept: what the slots hold.
-        attended: bool [batch, kv_heads, queries, slots], what takes part, of what each query sees.
+        attended: bool [batch, kv_heads, group or 1, queries, slots], what takes part, of what each query sees.
 
     Returns:
         [batch, queries, query_heads, value_dim]; without meaning for padding.
@@ -182,10 +182,14 @@ def _attend(state: SlotState, call: AttentionCall, row: View, kept: dict[str, Te
         bias = bias_of(call, slice(None), distances(state, kept, row.live, row.query_position))
     query = turned_queries(state, call, row.query, row.live, row.query_position)
     logit = scores(call, query, turned_keys(state, call, kept), bias)
-    prob = softmax(logit.masked_fill(~attended.unsqueeze(2), -torch.inf), call.sinks)
-    prob = prob.masked_fill(~attended.unsqueeze(2), 0.0)  # even where a softmax is NaN, or padding sees nothing
-    # A slot to which no query attends may hold anything, infinities included; it must not meet a probability of zero.
-    value = row.value.float().masked_fill(~attended.any(2)[..., None], 0.0)
+    prob = softmax(logit.masked_fill(~attended, -torch.inf), call.sinks)
+    prob = prob.masked_fill(~attended, 0.0)  # even where a softmax is NaN, or padding sees nothing
+    # A slot to which no query head attends may hold anything, infinities included; it must not meet a probability of zero.
+    value = row.value.float().unsqueeze(2).masked_fill(~attended.any(3)[..., None], 0.0)
     if state.spec.reads_attention:
         row.attn, row.logit = row.over_group(prob), row.over_group(logit)
-    return torch.einsum("bhgqs,bhsd->bqhgd", prob, value).flatten(2, 3).to(call.query.dtype)
+    if value.shape[2] == 1:
+        out = torch.einsum("bhgqs,bhsd->bqhgd", prob, value.squeeze(2))
+    else:
+        out = torch.einsum("bhgqs,bhgsd->bqhgd", prob, value)
+    return out.flatten(2, 3).to(call.query.dtype)

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.state.choices import choices_of
 from kvdsl.runtime.state.slots import SlotState
 from kvdsl.runtime.torch import pages
 from kvdsl.runtime.torch.settle import Places, grade
@@ -15,45 +16,58 @@ _LOWEST, _HIGHEST = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
 
 
 def attended(state: SlotState, row: View) -> Tensor:
-    """The slots to which the token attends: bool [batch, kv_heads, 1, slots]; it chooses for the layers above, or takes a choice over.
+    """The slots to which the token attends: bool [batch, kv_heads, group or 1, 1, slots].
+
+    It chooses for the layers above, or takes a choice over.
 
     Args:
         row: the token's query; its state columns know nothing of it yet.
     """
+    seen = row.visible.unsqueeze(2)
     if state.choices is None:
-        return selected(state, row).unsqueeze(2) if state.selects else row.visible
+        return selected(state, row).unsqueeze(3) if state.selects else seen
     if state.choices.chooser != state.layer:
-        return state.choices.take(state.layer, state.position).unsqueeze(2) & row.visible
+        assert row.query is not None
+        return state.choices.take(state.layer, state.position, choices_of(state, row.query.shape[2])).unsqueeze(3) & seen
     state.choices.make(selected(state, row))
-    return row.visible
+    return seen
 
 
 def selected(state: SlotState, row: View) -> Tensor:
-    """The slots to which the token attends: bool [batch, kv_heads, slots].
+    """The slots to which the token attends: bool [batch, kv_heads, choices, slots].
 
-    The first and last tokens that the policy keeps are always among them and count; the others are the highest by its `select`.
+    There is one choice, or under `group each` one of each query head. The first and last tokens that the policy keeps are always among
+    them and count; the others are the highest by its `select`.
 
     Args:
         row: the token's query; its state columns know nothing of it yet.
     """
     kept = state.in_slots()
     numbers, position = state.settings.per_head(state.numbers), state.position
-    places, seen = Places(position), row.visible[:, :, 0]
+    places, seen = Places(position), row.visible
     slots = slots_view(state, kept, row.query_position[:, 0, 0, 0], state.numbers)
     state.spec.torch_kernels.protect(slots, places, numbers)
-    by = state.spec.torch_kernels.select(row).expand_as(row.visible)[:, :, 0]
-    count = numbers["select"]
+    assert row.query is not None
+    each = (*position.shape[:2], choices_of(state, row.query.shape[2]), position.shape[2])
+    by, count = _by_choice(state.spec.torch_kernels.select(row)).expand(each), numbers["select"].unsqueeze(2)
     if state.spec.counts:
-        found = state.spec.torch_kernels.count(row).squeeze(-1)
+        found = _by_choice(state.spec.torch_kernels.count(row))
         count = torch.where(found >= 1, found.floor(), 1.0)
+    protected = places.mask.unsqueeze(2)
     if "page" not in numbers:
-        return _top(_keys(by, position, seen, places.mask), count) & seen
-    index = pages.numbered(pages.page_of(position, numbers))  # from 0: pages before the first have numbers below it
+        return _top(_keys(by, position.unsqueeze(2), seen, protected), count) & seen
+    page = pages.page_of(position, numbers)
+    index = pages.numbered(page).unsqueeze(2).expand(each)  # from 0: pages before the first have numbers below it
     best = torch.full_like(index, _LOWEST).scatter_reduce(
-        -1, index, _keys(by, index, seen, places.mask), "amax", include_self=False
+        -1, index, _keys(by, index, seen, protected), "amax", include_self=False
     )
-    chosen = _top(best, (count / numbers["page"]).floor())
+    chosen = _top(best, (count / numbers["page"].unsqueeze(2)).floor())
     return chosen.gather(-1, index) & seen
+
+
+def _by_choice(found: Tensor) -> Tensor:
+    """What one query, the group's or each query head's, goes by: [batch, kv_heads, choices, slots or 1]."""
+    return found.squeeze(3) if found.dim() == 5 else found
 
 
 def _keys(by: Tensor, tie: Tensor, seen: Tensor, protected: Tensor) -> Tensor:

@@ -163,12 +163,12 @@ class View:
         return self.doubles[name] if name in self.doubles else getattr(self, name).double()
 
     def in_layers(self, count: Tensor, *, low: Tensor | None = None, high: Tensor | None = None) -> Tensor:
-        """The count in layers `low` to `high`, ends included; inf in the others."""
+        """The count, perhaps one of each query head, in layers `low` to `high`, ends included; inf in the others."""
         layer = self.exact("layer")
         outside = torch.zeros_like(layer, dtype=torch.bool)
         outside = outside if low is None else outside | (layer < low)
         outside = outside if high is None else outside | (layer > high)
-        return torch.where(outside, torch.inf, count)
+        return torch.where(outside if count.dim() == 4 else outside.unsqueeze(2), torch.inf, count)
 
     def scalar(self, name: str) -> Tensor:
         """What a tensor without dims has: [1, kv_heads, 1, 1]."""
@@ -241,7 +241,9 @@ class View:
         return sqrt(x.float())
 
     def over_group(self, x: Tensor) -> Tensor:
-        """Reduce the group's query heads: [batch, kv_heads, group, queries, slots] without the group."""
+        """Reduce the group's query heads: [batch, kv_heads, group, queries, slots] without the group; under `each` as it is."""
+        if self.group == "each":
+            return x
         if self.group == "max":
             return x.amax(2)
         return x.mean(2) if self.group == "mean" else x.sum(2)

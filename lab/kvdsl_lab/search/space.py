@@ -80,6 +80,7 @@ def seed_of(policy: Policy) -> Policy | None:
             return BUDGET
         return rewrite(values[expr.name], number) if isinstance(expr, ParamRef) and expr.name in values else None
 
+    assert policy.group != "each", "nothing is selected"
     keeps = tuple(
         keep.model_copy(
             update={name: rewrite(part, number) for name in ("count", "by") if (part := getattr(keep, name)) is not None}

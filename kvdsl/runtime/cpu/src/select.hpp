@@ -138,6 +138,8 @@ inline void reduce_queries(Group how, const float* queries, int group, int dim, 
 
 // What a choice is made in.
 struct ChoiceWork {
+  int choices;             // 1, or one for each query head
+  int64_t padded;          // slots, padded
   int chunks, chunk;       // as in Workspace
   int64_t query_stride;
   float* query;            // [group, query_stride] what grades the slots: in pairs, or over the sketch's dims in their order
@@ -146,23 +148,31 @@ struct ChoiceWork {
   float* dims;             // [key_dim] what grades the dims
   float* scores;           // [chunks, group, block]
   char* edge;              // [2, key_dim] the bounds of a page of which a query sees a part
-  int32_t* chosen;         // [slots, padded]
+  int32_t* chosen;         // [padded]
   int32_t* chosen_pages;
-  Ballot ballot;
+  int32_t* own;            // [padded] what a query head has chosen,
+  uint8_t* marks;          // [choices, padded] the same of all of them,
+  int32_t* visible;        // [choices, padded] and which of those that any has chosen: masks; nothing where there is one choice
+  Ballot ballot;           // the first one's; those of the others have their grades behind
 
-  ChoiceWork(const DecodeArgs& args, const Selecting& how, int chunk_size, int chunk_count, int element, Arena& arena)
-      : chunks(chunk_count), chunk(chunk_size), query_stride(round_up(args.key_dim, pair)) {
-    const bool selects = how.selects();
-    const int64_t padded = selects ? round_up(args.slots, block) + 2 * block : 0;
+  ChoiceWork(const DecodeArgs& args, const Steps& steps, int chunk_size, int chunk_count, Arena& arena)
+      : choices(steps.group == Group::each ? args.group : 1), chunks(chunk_count), chunk(chunk_size),
+        query_stride(round_up(args.key_dim, pair)) {
+    const bool selects = steps.selecting.selects();
+    padded = selects ? round_up(args.slots, block) + 2 * block : 0;
+    const int64_t apart = choices > 1 ? padded : 0;
     query = arena.take<float>(selects ? args.group * query_stride : 0);
     plain = arena.take<float>(selects ? args.key_dim : 0);
     by = arena.take<float>(padded);
     dims = arena.take<float>(selects ? args.key_dim : 0);
     scores = arena.take<float>(selects ? int64_t{chunks} * args.group * block : 0);
-    edge = arena.take<char>(selects ? int64_t{2} * args.key_dim * element : 0);
+    edge = arena.take<char>(selects ? int64_t{2} * args.key_dim * steps.dtype->size : 0);
     chosen = arena.take<int32_t>(padded);
     chosen_pages = arena.take<int32_t>(padded);
-    ballot.grades = arena.take<Grade>(padded);
+    own = arena.take<int32_t>(apart);
+    marks = arena.take<uint8_t>(choices * apart);
+    visible = arena.take<int32_t>(choices * apart);
+    ballot.grades = arena.take<Grade>(choices * padded);
     ballot.maxima = arena.take<Grade>(padded);
     ballot.candidates = arena.take<int32_t>(padded);
     ballot.candidate_grades = arena.take<Grade>(padded);
@@ -197,6 +207,10 @@ class Choice {
   bool renewing() const { return anew_; }
   int count() const { return count_; }
   const int32_t* chosen() const { return work_.chosen; }
+  int choices() const { return work_.choices; }
+  // Masks, [choices, padded], of what each query head has chosen of all that is chosen; null where there is one choice.
+  const int32_t* visible() const { return several() ? work_.visible : nullptr; }
+  int64_t padded() const { return work_.padded; }
   float* spare() const { return work_.by; }
 
   // What is chosen in any case.
@@ -230,26 +244,36 @@ class Choice {
 
   // Chooses, once all are ranked.
   void choose() {
-    if (how_.by == By::expression) {
-      how_.expression(query_, work_.by);
-      for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from);
+    if (!several()) {
+      count_ = choose_for(0, work_.chosen);
+      return;
     }
-    if (page_ > 0) choose_pages();
-    else count_ = work_.ballot.choose(query_.position, padded(args_.slots), wanted_, work_.chosen);
+    std::memset(work_.marks, 0, static_cast<std::size_t>(work_.choices * work_.padded));
+    for (int c = 0; c < work_.choices; ++c) {
+      const int found = choose_for(c, work_.own);
+      for (int i = 0; i < found; ++i) work_.marks[c * work_.padded + work_.own[i]] = 1;
+    }
+    unite(work_.marks, work_.padded);
   }
 
-  // Marks what was chosen, of slots of which none is marked.
+  // Marks what was chosen, of slots of which none is marked: [choices, slots].
   void make(uint8_t* marks) const {
-    for (int i = 0; i < count_; ++i) marks[work_.chosen[i]] = 1;
+    for (int i = 0; i < count_ && !several(); ++i) marks[work_.chosen[i]] = 1;
+    for (int c = 0; c < work_.choices && several(); ++c) {
+      std::memcpy(marks + int64_t{c} * args_.slots, work_.marks + c * work_.padded, static_cast<std::size_t>(args_.slots));
+    }
   }
 
   // The same where that is all that the query sees.
   void make_all(uint8_t* marks) const {
-    for (int i = 0; i < args_.slots; ++i) marks[i] = query_.position[i] >= query_.oldest;
+    for (int c = 0; c < work_.choices; ++c, marks += args_.slots) {
+      for (int i = 0; i < args_.slots; ++i) marks[i] = query_.position[i] >= query_.oldest;
+    }
   }
 
   // Chooses what is marked.
   void take(const uint8_t* marks) {
+    if (several()) return unite(marks, args_.slots);
     count_ = 0;
     for (int i = 0; i < args_.slots; ++i) {
       work_.chosen[count_] = i;
@@ -258,8 +282,47 @@ class Choice {
   }
 
  private:
-  // Whether the query heads' products are reduced, not their queries.
-  bool apart() const { return group_ == Group::max; }
+  bool several() const { return work_.choices > 1; }
+
+  // Whether the query heads' products are reduced, or none of both, and not their queries.
+  bool apart() const { return group_ == Group::max || group_ == Group::each; }
+
+  Ballot ballot_of(int choice) const {
+    Ballot own = work_.ballot;
+    own.grades += choice * work_.padded;
+    return own;
+  }
+
+  // What one query head, or all together, choose; returns how many.
+  int choose_for(int choice, int32_t* chosen) {
+    const Ballot ballot = ballot_of(choice);
+    if (how_.by == By::expression) {
+      Query asking = query_;
+      if (several()) asking.query += int64_t{choice} * args_.key_dim, asking.group = 1;
+      how_.expression(asking, work_.by);
+      for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from, ballot.grades);
+    }
+    if (page_ > 0) return choose_pages(ballot, chosen);
+    return ballot.choose(query_.position, padded(args_.slots), wanted_, chosen);
+  }
+
+  // Chooses what is marked for any query head, [choices, stride], and notes for which.
+  void unite(const uint8_t* marks, int64_t stride) {
+    count_ = 0;
+    for (int i = 0; i < args_.slots; ++i) {
+      int any = 0;
+      for (int c = 0; c < work_.choices; ++c) {
+        const int own = marks[c * stride + i];
+        work_.visible[c * work_.padded + count_] = -own;
+        any |= own;
+      }
+      work_.chosen[count_] = i;
+      count_ += any;
+    }
+    for (int c = 0; c < work_.choices; ++c) {
+      for (int i = count_; i < padded(count_); ++i) work_.visible[c * work_.padded + i] = 0;
+    }
+  }
 
   const char* key(int slot) const { return query_.keys.row(slot); }
 
@@ -321,7 +384,7 @@ class Choice {
         dtype_.dot(work_.query, work_.query_stride, heads, rows, &next, args_.key_dim, scores, block);
       }
       reduce(scores, heads);
-      rank_slots(scores, from);
+      for (int c = 0; c < work_.choices; ++c) rank_slots(scores + c * block, from, ballot_of(c).grades);
     }
   }
 
@@ -334,17 +397,20 @@ class Choice {
         dtype_.bounds.score(seen_bounds(from + i), args_.key_dim, pairs_, work_.query_stride, args_.group, scores + i, block);
       }
       reduce(scores, args_.group);
-      for (int i = 0; i < n; ++i) work_.ballot.grades[from + i] = grade_of_page(grade(scores[i]), from + i);
+      for (int c = 0; c < work_.choices; ++c) {
+        Grade* const grades = ballot_of(c).grades;
+        for (int i = 0; i < n; ++i) grades[from + i] = grade_of_page(grade(scores[c * block + i]), from + i);
+      }
     }
   }
 
   void reduce(float* scores, int heads) const {
-    if (heads > 1) reduction(group_)(scores, block, heads, ones_, 0, block, scores);
+    if (heads > 1 && !several()) reduction(group_)(scores, block, heads, ones_, 0, block, scores);
   }
 
-  void rank_slots(const float* by, int from) const {
+  void rank_slots(const float* by, int from, Grade* grades) const {
     const int32_t* const at = query_.position + from;
-    Grade* const to = work_.ballot.grades + from;
+    Grade* const to = grades + from;
     const int n = args_.slots - from < block ? args_.slots - from : block;
     const int first = first_, last = last_, oldest = query_.oldest;
 #pragma omp simd
@@ -378,25 +444,26 @@ class Choice {
   }
 
   // A page grades by the best of its tokens.
-  void rank_pages_by_tokens() const {
-    Grade* const best = work_.ballot.candidates;
+  void rank_pages_by_tokens(const Ballot& ballot) const {
+    Grade* const best = ballot.candidates;
     for (int page = 0; page < pages(); ++page) best[page] = below_all;
     for (int slot = 0; slot <= query_.newest; ++slot) {
       Grade& of_page = best[slot / page_];
-      of_page = work_.ballot.grades[slot] > of_page ? work_.ballot.grades[slot] : of_page;
+      of_page = ballot.grades[slot] > of_page ? ballot.grades[slot] : of_page;
     }
-    std::memcpy(work_.ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(pages()));
+    std::memcpy(ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(pages()));
   }
 
-  void choose_pages() {
-    if (how_.by != By::page_bound) rank_pages_by_tokens();
-    for (int page = pages(); page < padded(pages()); ++page) work_.ballot.grades[page] = below_all;
-    const int found = work_.ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
-    count_ = 0;
+  int choose_pages(const Ballot& ballot, int32_t* chosen) const {
+    if (how_.by != By::page_bound) rank_pages_by_tokens(ballot);
+    for (int page = pages(); page < padded(pages()); ++page) ballot.grades[page] = below_all;
+    const int found = ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
+    int count = 0;
     for (int i = 0; i < found; ++i) {
       const int page = work_.chosen_pages[i];
-      for (int slot = first_seen(page); slot <= last_seen(page); ++slot) work_.chosen[count_++] = slot;
+      for (int slot = first_seen(page); slot <= last_seen(page); ++slot) chosen[count++] = slot;
     }
+    return count;
   }
 
   const DecodeArgs& args_;

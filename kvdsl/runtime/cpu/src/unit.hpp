@@ -65,7 +65,7 @@ class Unit {
     free_ = args_.first_rows ? 0 : args_.slots - end_;
     attend_to_all();
     if (steps_.selecting.selects()) begin_choice(slot);
-    const int64_t choice = ((int64_t{t} * args_.batch + row_) * args_.kv_heads + head_) * args_.slots;
+    const int64_t choice = ((int64_t{t} * args_.batch + row_) * args_.kv_heads + head_) * choice_.choices() * args_.slots;
     made_ = args_.made ? args_.made + choice : nullptr;
     if (made_ && !choosing_) choice_.make_all(made_);
     if (args_.taken) {
@@ -116,9 +116,11 @@ class Unit {
       if (rows.any) dot(chunk, from, rows);
       float behind[block];
       if (args_.slopes) find_distances(from, behind);
+      const int32_t* const visible = own_ ? own_ + from : rows.visible;
+      const int64_t apart = own_ ? choice_.padded() : 0;
       for (int g = 0; g < args_.group; ++g) {
         const float slope = args_.slopes ? args_.slopes[head_ * args_.group + g] : 0.0f;
-        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, rows.visible, args_.scale, args_.softcap, slope,
+        tops[g] = finish_scores(work_.weights + g * work_.slot_stride + from, visible + g * apart, args_.scale, args_.softcap, slope,
                                 args_.slopes ? behind : nullptr, tops[g]);
       }
     }
@@ -140,6 +142,10 @@ class Unit {
     for (int i = from; i < to; i += block) {
       const Rows rows = rows_of(values_, i);
       if (!rows.any) continue;
+      if (own_) {
+        add_own(i, rows, sums);
+        continue;
+      }
       steps_.dtype->add(work_.weights + i, work_.slot_stride, args_.group, rows.row, next_of(rows), args_.value_dim, sums,
                        work_.out_stride);
     }
@@ -263,6 +269,7 @@ class Unit {
   void attend_to_all() {
     choosing_ = false;
     chosen_ = nullptr;
+    own_ = nullptr;
     rows_ = args_.slots;
     row_chunk_ = work_.chunk;
     row_chunks_ = work_.chunks;
@@ -272,6 +279,7 @@ class Unit {
   void attend_to_chosen() {
     rows_ = choice_.count();
     chosen_ = choice_.chosen();
+    own_ = choice_.visible();
     row_chunk_ = static_cast<int>(round_up((rows_ + work_.chunks - 1) / work_.chunks, 4 * block));
     row_chunks_ = (rows_ + row_chunk_ - 1) / row_chunk_;
   }
@@ -325,6 +333,17 @@ class Unit {
       steps_.dtype->turn(rows.row, args_.half_keys ? halves.row : nullptr, block, args_.key_dim, turns.by, rope(),
                         work_.half_key + chunk * stride, keys, stride);
       float32.dot(work_.ordered, stride, args_.group, row, nullptr, args_.key_dim, scores, to);
+    }
+  }
+
+  // Adds a block of which each query head attends to its own rows: what another one has chosen may be infinite, and 0 * inf is no 0.
+  void add_own(int from, const Rows& rows, float* sums) const {
+    for (int g = 0; g < args_.group; ++g) {
+      const int32_t* const visible = own_ + g * choice_.padded() + from;
+      const void* row[block];
+      for (int i = 0; i < block; ++i) row[i] = visible[i] ? rows.row[i] : work_.zeros;
+      steps_.dtype->add(work_.weights + g * work_.slot_stride + from, work_.slot_stride, 1, row, nullptr, args_.value_dim,
+                        sums + g * work_.out_stride, work_.out_stride);
     }
   }
 
@@ -522,6 +541,7 @@ class Unit {
   bool placed_ = false, choosing_ = false;
   bool copied_ = true;  // what is kept beside the keys holds
   const int32_t* chosen_ = nullptr;  // the slots that are attended to, in order; null: all
+  const int32_t* own_ = nullptr;     // of these, those of each query head; null: all of them
   uint8_t* made_ = nullptr;          // gets what is chosen for the layers above; null: the query attends to it itself
   int end_ = 0, free_ = 0;           // behind the last slot that is held, and rows from there to the next head's
   int rows_ = 0, row_chunk_ = 0, row_chunks_ = 0;

@@ -47,7 +47,7 @@ struct Workspace {
 
   [[gnu::noinline]] Workspace(const DecodeArgs& args, const Steps& steps, Arena& arena)
       : chunk(chunk_of(args.slots)), chunks((args.slots + chunk - 1) / chunk),
-        choice(args, steps.selecting, chunk, chunks, steps.dtype->size, arena) {
+        choice(args, steps, chunk, chunks, arena) {
     // Whole powers of two would put every head's row into the same sets of the cache.
     slot_stride = round_up(args.slots, block) + width;
     query_stride = round_up(args.key_dim, pair);

@@ -46,7 +46,8 @@ struct DecodeArgs {
   void* sketch_keys;      // [B, H, N / block, S, block] model dtype, see src/sketch.hpp; null unless the layer selects by it
   void* page_bounds;      // [B, H, pages, 2, D] model dtype, see src/pages.hpp; null unless the layer selects by pages
   int32_t* copied;        // [B] 1 where the last two hold what the keys are; null where there are none
-  uint8_t* made;          // [T, B, H, N] gets 1 where a token chooses a slot for the layers above; null where the layer does not
+  uint8_t* made;          // [T, B, H, C, N] gets 1 where a token chooses a slot for the layers above (C: 1, or G where each query head
+                          // chooses for itself); null where the layer does not
   const uint8_t* taken;   // likewise: what a layer below has chosen, which the tokens attend to; null where they do not
   double* seconds;        // [stages] or null: gets the threads' time added up, see src/laps.hpp
   int64_t query_stride[3];

@@ -22,7 +22,8 @@
 
 namespace kvdsl {
 
-enum class Group { mean, max, sum };
+// How the query heads of a group are reduced; `each`: they are not, and every one chooses for itself.
+enum class Group { mean, max, sum, each };
 
 // What a query grades the slots by, to choose what it attends to: nothing at all (it attends to all); the policy's own
 // expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
@@ -303,7 +304,7 @@ struct Slots {
   }
 };
 
-// What the query heads of a group give, value(g) each, as one number.
+// What the query heads of a group give, value(g) each, as one number; under `each` the query has one head.
 template <Group how, class Value>
 inline float over_group(int group, Value&& value) {
   float result = value(0);
