@@ -149,6 +149,50 @@ def test_chooses_the_pages_that_torch_chooses(name: str, tokens: int, shape: Sha
         twins.step()
 
 
+EACH = {
+    "dot": SELECTS["dot"],
+    "expression": SELECTS["expression"],
+    "sketch": "sketch top 8 dims by max(abs(k) over slots) every 2 queries\nselect top t by dot(q, k over sketch)",
+    "pages by bounds": PAGED["pages by bounds"],
+    "pages by tokens": PAGED["pages by tokens"],
+    "of what is left": "param budget = 300\nscore position % 7\nkeep first 3\nselect top t by dot(q, k)",
+}
+
+
+@pytest.mark.parametrize(
+    "shape",
+    few(
+        [
+            Shape(group=4), Shape(group=5, inputs="nan"), Shape(inputs="equal"), Shape(window=400), Shape(window=30, group=3),
+            Shape(dtype=torch.bfloat16, group=4), Shape(prompt=3, pad=1), Shape(group=8, dim=128, batch=1, prompt=5000),
+        ],
+        Shape(group=4), Shape(window=30, group=3),
+    ),
+    ids=str,
+)  # fmt: skip
+@pytest.mark.parametrize("name", EACH)
+def test_each_query_head_chooses_what_it_chooses_in_torch(name: str, shape: Shape) -> None:
+    """Nothing is remembered of what was chosen; values differ from slot to slot."""
+    twins = Twins(selecting(f"group each\n{EACH[name]}"), shape, t=40)
+    for _ in range(3):
+        twins.step()
+    twins.step(3)
+    if shape.batch == 2:
+        twins.step(1, torch.tensor([[True], [False]]))
+
+
+@pytest.mark.parametrize("name", EACH)
+def test_alone_in_its_group_a_query_head_chooses_as_a_group_does(name: str) -> None:
+    """To the bit, whatever the group is said to do."""
+    found = []
+    for group in ("mean", "each"):
+        twins = Twins(selecting(f"group {group}\n{EACH[name]}"), Shape(group=1), backends=("cpu", "torch"), t=40)
+        calls = [twins.call(1) for _ in range(3)]
+        backends, states = twins.backends, twins.states
+        found.append([[b.decode(s, call) for call in calls] for b, s in zip(backends, states, strict=True)])
+    assert all(torch.equal(*pair) for backend in zip(*found, strict=True) for pair in zip(*backend, strict=True))
+
+
 @pytest.mark.parametrize("name", ["sketch", "sketch of keys", "dot", "expression", "random"])
 def test_what_was_evicted_is_not_chosen(name: str) -> None:
     """Slots are freed and used again, in the sketch as well."""
@@ -254,7 +298,15 @@ def test_a_dense_layer_keeps_nothing_beside_its_keys() -> None:
 
 
 @pytest.mark.parametrize(
-    "body", [SELECTS["sketch"], SELECTS["expression"], PAGED["pages by bounds"], PAGED["pages by tokens"]]
+    "body",
+    [
+        SELECTS["sketch"],
+        SELECTS["expression"],
+        PAGED["pages by bounds"],
+        PAGED["pages by tokens"],
+        f"group each\n{EACH['dot']}",
+        f"group each\n{EACH['pages by bounds']}",
+    ],
 )
 @pytest.mark.parametrize("threads", [2, 3, 5])
 def test_the_number_of_threads_does_not_matter(body: str, threads: int) -> None:

@@ -161,6 +161,29 @@ def test_top_tokens_by_brute_force(group: str) -> None:
     assert head.live == 20
 
 
+@pytest.mark.parametrize("page", [1, 3])
+def test_each_query_head_selects_for_itself(page: int) -> None:
+    """By brute force: of pages that of the newest token, and those whose best token is among the best."""
+    pages = {} if page == 1 else {"pages": num(page)}
+    policy = keeping(last(1), select=select(4 * page, DOT), group="each", **pages)
+    interpreter, head = start(policy, prompt=8)
+    q, k, v = trace(25)
+    interpreter.prefill(head, q[:8], k[:8], v[:8])
+    apart = 0
+    for token in range(8, 25):
+        step = interpreter.decode(head, q[token], k[token], v[token])
+        for index in range(GROUP):
+            match = k[: token + 1] @ q[token, index]
+            best = {slot // page: max(match[slot // page * page :][:page]) for slot in range(token + 1)}
+            others = sorted((one for one in best if one != token // page), key=lambda one: best[one])[-3:]
+            expected = [slot for slot in range(token + 1) if slot // page in (*others, token // page)]
+            assert step.reads[index].tolist() == expected
+            np.testing.assert_allclose(step.out[index], softmax(match[expected]) @ v[expected])
+        apart += step.reads[0].tolist() != step.reads[1].tolist()
+        assert step.picked.tolist() == sorted({*step.reads[0].tolist(), *step.reads[1].tolist()})
+    assert apart > 5, "the query heads choose the same"
+
+
 @pytest.mark.parametrize(("tokens", "page"), [(12, 1), (99, 1), (math.inf, 1), (16, 4), (64, 7)])
 def test_selecting_everything_is_dense_exactly(tokens: float, page: int) -> None:
     q, k, v = trace(12)
