@@ -648,6 +648,18 @@ def twilight(cache: Cache, token: int, share: float = 0.6, tokens: int = 20) -> 
     return sorted(sorted(cache.kept, key=lambda one: -mean[one])[: sum(needed) // len(needed)])
 
 
+def quest_code(cache: Cache, token: int, tokens: int = 70) -> list[int]:
+    """Pages of 16 by the largest dot product that their keys' bounds allow, at least 3; the newest competes."""
+    pages = {page: [slot for slot in cache.kept if slot // 16 == page] for page in range(token // 16 + 1)}
+
+    def bound(page: int) -> float:
+        low, high = cache.k[pages[page]].min(axis=0), cache.k[pages[page]].max(axis=0)
+        return float(sum(np.maximum(query * low, query * high).sum() for query in cache.q[token]))
+
+    count = max(3, min(token + 1, tokens) // 16)
+    return sorted(slot for page in sorted(pages, key=bound, reverse=True)[:count] for slot in pages[page])
+
+
 def dbudgetkv(cache: Cache, loss: float = 0.3, sinks: int = 2) -> list[int]:
     """The oldest leave, but the first two, while the matrix of what is left has 1 - loss of its Frobenius norm."""
 
@@ -869,6 +881,7 @@ METHODS: dict[str, Method] = {
         given={"threshold": 0.3, "asked": 2, "recent": 4, "sinks": 2},
         prompt=16,
     ),
+    "quest_code": Method(full, math.inf, {"tokens": 70}, prompt=40, tokens=140, layer=2, chosen=quest_code),
     "twilight": Method(full, math.inf, {"share": 0.6, "tokens": 20}, layer=2, chosen=twilight),
     "dbudgetkv": Method(once(dbudgetkv), given={"loss": 0.3, "sinks": 2}, prompt=20),
     "fastgen": Method(once(fastgen), given={"recovered": 0.8, "share": 0.3}, prompt=20),

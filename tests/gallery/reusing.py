@@ -21,7 +21,7 @@ class Reusing:
     """A method with the numbers that a test gives it.
 
     Attributes:
-        chooses: the tokens, by head, that a layer chooses for a decoded token.
+        chooses: the tokens, by KV head or, where each chooses for itself, by query head, that a layer chooses for a decoded token.
         layers: those that choose.
         group: the query heads that share a KV head.
     """
@@ -44,8 +44,8 @@ def highest(score: dict[int, float], count: int) -> list[int]:
 
 
 def tidaldecode(heads: Heads, token: int, count: int = 5) -> list[list[int]]:
-    """Every head's top k."""
-    return [sorted(highest(scores(head, token)[0], count)) for head in heads]
+    """Every query head's top k."""
+    return [sorted(highest(score, count)) for head in heads for score in scores(head, token)]
 
 
 def omnikv(heads: Heads, token: int, prompt: int = 12, count: int = 4) -> list[list[int]]:
@@ -68,7 +68,7 @@ def less_is_more(heads: Heads, token: int, tokens: int = 7, share: float = 0.3) 
 
 
 REUSING: dict[str, Reusing] = {
-    "tidaldecode": Reusing(tidaldecode, (1, 3), {"tokens": 5, "start": 1, "again": 3}),
+    "tidaldecode": Reusing(tidaldecode, (1, 3), {"tokens": 5, "start": 1, "again": 3}, group=2),
     "less_is_more": Reusing(less_is_more, (1, 3), {"tokens": 7, "share": 0.3, "start": 1, "again": 3}, group=3),
     "omnikv": Reusing(omnikv, (0, 2, 4), {"share": 0.4, "first": 0, "second": 2, "third": 4}, group=2),
 }

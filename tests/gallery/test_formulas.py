@@ -98,7 +98,10 @@ def test_layers_share(stem: str, form: str) -> None:
 
 @pytest.mark.parametrize("stem", REUSING)
 def test_layers_take_over(stem: str) -> None:
-    """Six layers of three KV heads: each attends to what the nearest below, of those that choose, has chosen; these to everything."""
+    """Six layers of three KV heads: each attends to what the nearest below, of those that choose, has chosen; these to everything.
+
+    Under `group each` that is so of query heads.
+    """
     method, policy, tokens, layers, count = REUSING[stem], policy_of(stem), 30, 6, 3
     texts = [grouped_trace(tokens, 31 + seed, method.group) for seed in range(layers * count)]
     caches = [Cache(Method(lambda cache: []), *text) for text in texts]
@@ -108,7 +111,7 @@ def test_layers_take_over(stem: str) -> None:
     q, k, v = map(np.stack, zip(*texts, strict=True))
     part = slice(0, method.prompt)
     model.prefill(heads, q[:, part], k[:, part], v[:, part])
-    apart = 0
+    apart, choices = 0, method.group if policy.group == "each" else 1
     for token in range(tokens):
         for cache in caches:
             cache.place(token)
@@ -120,16 +123,17 @@ def test_layers_take_over(stem: str) -> None:
             own, taken = steps[layer * count :][:count], chosen
             if layer in method.layers:
                 chosen = method.chooses(caches[layer * count :][:count], token)
-                assert [sorted(step.picked.tolist()) for step in own] == chosen
+                found = [step.position[mask].tolist() for step in own for mask in step.chosen.reshape(choices, -1)]
+                assert found == chosen
                 apart += taken is not None and chosen != taken
                 taken = None
             for head, step in enumerate(own):
-                everything = list(range(token + 1))
-                expected = everything if taken is None else taken[head]
-                attended = step.position if step.selected is None else step.position[step.selected]
-                assert sorted(attended.tolist()) == expected
+                expected = [list(range(token + 1))] * len(step.reads) if taken is None else taken[head * choices :][:choices]
+                assert [there.tolist() for there in step.reads] == expected
                 cache = caches[layer * count + head]
-                np.testing.assert_allclose(step.out, attend_to(cache, token, expected), rtol=1e-9, atol=1e-12)
+                outs = [attend_to(cache, token, there) for there in expected]
+                out = outs[0] if len(outs) == 1 else np.stack([own[index] for index, own in enumerate(outs)])
+                np.testing.assert_allclose(step.out, out, rtol=1e-9, atol=1e-12)
     assert apart > 5, "all layers would choose the same"
 
 

@@ -38,6 +38,8 @@ def compare(
 ) -> None:
     """Outputs, who left, who stays and who was attended to, after the prompt and after each token.
 
+    Under `group each` the method is run for each query head by itself.
+
     Args:
         supplied: what the caller gives of the token at a place in the text.
     """
@@ -52,7 +54,10 @@ def compare(
     numbers = resolve(policy, method.given, **where)
     interpreter = Interpreter(policy, numbers, Call(scaling=DIM**-0.5, rope=rope), tensors=method.tensors)
     head, at = interpreter.empty(DIM, DIM), 0
-    for out, gone, kept, chosen in method.run(q, k, v):
+    asking = [q[:, [index]] for index in range(GROUP)] if policy.group == "each" else [q]
+    for runs in zip(*(method.run(own, k, v) for own in asking), strict=True):
+        out = np.concatenate([run[0] for run in runs], axis=-2)
+        _, gone, kept, chosen = runs[0]
         if at == 0 and method.prompt > 0:
             given = {name: [f(token) for token in range(method.prompt)] for name, f in supplied.items()}
             step = interpreter.prefill(head, query[: method.prompt], key[: method.prompt], v[: method.prompt], given)
@@ -63,7 +68,7 @@ def compare(
         np.testing.assert_allclose(step.out, out, rtol=1e-9, atol=1e-12)
         assert step.evicted.tolist() == gone
         assert head.position.tolist() == kept
-        assert chosen is None or step.position[step.selected].tolist() == chosen
+        assert chosen is None or [there.tolist() for there in step.reads] == [run[3] for run in runs]
     assert at == method.tokens
 
 
