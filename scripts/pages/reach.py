@@ -22,16 +22,17 @@ MISSING = DOCS / "notes" / "reach.json"
 
 @dataclass(frozen=True)
 class Reached:
-    """A policy that is a published method, or nearly."""
+    """A policy that is a published method, or nearly; `each`: every query head selects for itself."""
 
     path: Path
     found: Provenance
     kernels: str
+    each: bool
 
     @property
     def link(self) -> str:
         folder = "policies/gallery" if self.path.parent.name == "gallery" else "policies"
-        return f"[`{self.path.stem}`]({folder}/{self.path.stem}.md)"
+        return f"[`{self.path.stem}`]({folder}/{self.path.stem}.md){' †' if self.each else ''}"
 
 
 def reach_page() -> str:
@@ -60,12 +61,14 @@ def reach_page() -> str:
         f"policies here, {kernels} have kernels in C++ and in Triton; all of them run on torch. (Their pages are on the site that "
         f"`make docs` makes; in a clone read `policies/NAME.kv`, `policies/gallery/NAME.kv` or `policies/found/NAME.kv`.)\n",
         "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "
-        + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items()) + ".\n",
+        + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items())
+        + ". †: each query head selects for itself (`group each`); elsewhere those that share a KV head share its selection.
+",
         f"Of the {agreements.total()} policies that are a paper's method exactly, the authors' code does the same in {agreements['same']} "
         f"cases and under the named conditions in {agreements['same with']}; it differs in {agreements['differs:']}, was not released for "
         f"{agreements['none released']}, and was not compared with {agreements[NOT_COMPARED]}, {compared} of them with kvpress's press "
-        "instead. Where it says *each query head chooses*, query heads that share a KV head choose together here. [What the code really "
-        "does](authors_code.md) has more.\n",
+        "instead. [What the code really does](authors_code.md) has more.
+",
         "## Exactly\n",
         table(("method", "year", "policy", "the authors' code", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
         "## Approximately\n",
@@ -89,7 +92,7 @@ def reached() -> Iterator[Reached]:
                 found = replace(found, methods=(policy.name,))
             serve = {one["name"]: one["ok"] for one in facts(policy).backends}
             kernels = ", ".join(name for name, backend in (("C++", "cpu"), ("Triton", "triton")) if serve[backend])
-            yield Reached(path, found, kernels or "–")
+            yield Reached(path, found, kernels or "–", policy.group == "each")
 
 
 def _by_method(policies: Iterable[Reached]) -> dict[str, list[Reached]]:
