@@ -175,6 +175,7 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
     holds = {
         "across": policy.heads_share,
         "heads_differ": heads_differ,
+        "overprotects": policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps),
         "hard_cap": policy.cap == "hard",
         "measures": policy.measured is not None,
         "selects": policy.select is not None,

@@ -85,12 +85,15 @@ def of_forward(state: SlotState, tokens: int, group: int) -> tuple[Tensor | None
 
 
 def hand_over(states: Iterable[SlotState]) -> None:
-    """Have layers that take over a choice know whose, and those that make it for whom.
+    """Have the layers of a cache warn of the same thing once; those that take over a choice know whose, and those that make it for whom.
 
     Raises:
         KvdslError: if the layer that would choose is none of these.
     """
-    known = {state.layer: state for state in states}
+    known: dict[int, SlotState] = {state.layer: state for state in states}
+    warned: set[str] = set()
+    for state in known.values():
+        state.warned = warned
     made: dict[int, Choices] = {}
     for layer, state in known.items():
         chooser = state.settings.chooser()

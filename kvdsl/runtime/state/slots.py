@@ -87,6 +87,7 @@ class SlotState(Linked):
         processes: over how many the layer's KV heads are spread; these are from `head_offset` on.
         together: the layers that agree on their victims, or None where this one decides by itself.
         choices: what the layer chooses for those above, or takes over from one below; None where it does neither.
+        warned: of what somebody was warned, the layers of one cache together.
         workspace: what a backend works in from token to token, with its `tensors` by name, or None; nothing of it is part of the
             cache.
         expected: tokens that a row's prompt counts as at least, because more of it will come.
@@ -137,6 +138,7 @@ class SlotState(Linked):
         self.seed = seed
         self.together: Together | None = None
         self.choices: Choices | None = None
+        self.warned: set[str] = set()
         self.reserves = False
         self.longest: int | None = None
         self._fixed: bool | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -111,6 +112,8 @@ def settle(held: Held, then: Callable[[], None] = lambda: None, kernel: Kernel =
         return
     if held.waits and held.state.spec.across_layers and held.state.settings.layers > 1:
         raise KvdslError(f"the layers of {held.state.spec.name} share a budget, but layer {held.state.layer} is asked alone")
+    if held.of_prompt:
+        warn_of_protected([held])
     if held.evicts and (_watchers or not (_fits(held) or _nobody_leaves(held, overflow) or kernel(held))):
         evict([held], overflow)
     then()
@@ -182,6 +185,8 @@ class Together:
             return
         waiting, self._waiting = self._waiting, []
         deciding = [one for one, _ in waiting if one.evicts]
+        if waiting[0][0].of_prompt:
+            warn_of_protected([one for one, _ in waiting])
         if deciding:
             evict(deciding, overflow)
         for _, finish in waiting:
@@ -321,3 +326,73 @@ def _common_victims(layers: Sequence[Held], excess: Excess) -> list[Tensor]:
         < excess(protection.live, numbers) * held.rows.view(-1, 1, 1)
         for held, protection, numbers in zip(layers, protections, tables, strict=True)
     ]
+
+
+# -- more protected than kept ------------------------------------------------------------------------------------------
+
+
+def warn_of_protected(layers: Sequence[Held]) -> None:
+    """Warn, once for all layers of a cache, where a prompt's end protects more tokens than the budget keeps.
+
+    Args:
+        layers: those that decide together, before any token leaves.
+    """
+    spec, warned = layers[0].state.spec, layers[0].state.warned
+    if not spec.overprotects or "protected" in warned or all(_keeps_all(held) for held in layers):
+        return
+    if spec.across_layers == "shares":
+        layers = _with_shares(layers)
+    counts, rooms = zip(*(_protected_and_kept(held, protection) for held, protection in _protections(layers)), strict=True)
+    if spec.across_layers == "pool":
+        counts, rooms = (tuple(torch.stack([x.to(one[0].device) for x in one]).sum(0, keepdim=True)) for one in (counts, rooms))
+    for held, count, room in zip(layers, counts, rooms, strict=False):
+        over = ((count > room) & held.rows[:, None]).nonzero()
+        if len(over):
+            row, head = over[0].tolist()
+            warned.add("protected")
+            warnings.warn(_too_many(held, row, int(count[row, head]), int(room[row, head])), stacklevel=2)
+            return
+
+
+def _keeps_all(held: Held) -> bool:
+    """Whether the host knows that the budget keeps whatever the prompt left."""
+    spec = held.state.spec
+    if spec.measures or spec.hard_cap:
+        return False
+    return held.position.shape[-1] <= held.state.settings.table(held.numbers).least_capacity
+
+
+def _protections(layers: Sequence[Held]) -> Iterator[tuple[Held, Protection]]:
+    """What may not leave each layer."""
+    victims = layers[0].state.spec.victims
+    for together in [layers] if victims == "layers" else [[held] for held in layers]:
+        found = [Protection(held.position) if victims == "own" else Ballot(held.position) for held in together]
+        for held, one in zip(together, found, strict=True):
+            held.state.spec.torch_kernels.protect(held.view(), one, held.state.settings.per_head(held.numbers))
+        for own, (held, one) in enumerate(zip(together, found, strict=True)):
+            yield held, one if isinstance(one, Protection) else agreed(found, own)
+
+
+def _protected_and_kept(held: Held, protection: Protection) -> tuple[Tensor, Tensor]:
+    """How many tokens are protected, and how many of these can stay: [batch, kv_heads] each, or [batch, 1] where heads share them."""
+    numbers = _measured(held, held.view(), held.state.settings.per_head(held.numbers))
+    room = numbers["capacity"].squeeze(-1)
+    if "max_drop" in numbers:
+        room = room + torch.where(numbers["max_drop"] > 0, numbers["slack"], 0.0).squeeze(-1)
+    count = protection.mask.sum(-1)
+    room = (room - 1 if held.state.spec.hard_cap else room).expand(count.shape)
+    if held.state.spec.across or held.state.spec.across_layers:
+        return count.sum(1, keepdim=True), room.sum(1, keepdim=True)
+    return count, room
+
+
+def _too_many(held: Held, row: int, count: int, room: int) -> str:
+    state = held.state
+    whose = "all layers" if state.spec.across_layers == "pool" else f"layer {state.layer}"
+    if not (state.spec.across or state.spec.across_layers):
+        whose += ", each KV head" if state.spec.victims != "own" else ", a KV head"
+    return (
+        f"{state.spec.name} protects {count} tokens in row {row} ({whose}), but its budget keeps {room} of them: protected tokens leave, "
+        f"the lowest-scored first. Raise the budget, protect fewer, or have the budget grow with the prompt (`budget prompt + 512` in "
+        f"the policy). `kvdsl explain {state.spec.stem}` says what is protected"
+    )

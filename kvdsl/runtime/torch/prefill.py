@@ -113,7 +113,9 @@ def _in_blocks(
         kept, part = _encode(state, _only(call, chosen, real), kept, position, numbers, attend)
         newest = position.amax(1)
         whole = real.any(1) & ((newest + 1) % size == 0)
-        eviction.settle(Held(state, kept, numbers, newest, whole, evicts=True), kernel=kernel)
+        held = Held(state, kept, numbers, newest, whole, evicts=True)
+        eviction.warn_of_protected([held])
+        eviction.settle(held, kernel=kernel)
         kept = _survivors(kept)
         out.scatter_add_(1, chosen[:, :, None, None].expand_as(part), part)  # onto zeros, and no more than once
     assert kept is not None
