@@ -1,4 +1,4 @@
 """The number of the interface between generated packages and the runtime."""
 
-ABI = 11
+ABI = 12
 """Generated code states it; the runtime refuses a package that was made for another."""

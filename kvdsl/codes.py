@@ -483,6 +483,16 @@ KEEPS_IN_LAYER = _code(
     _policy(_BUDGET, "budget budget / (1 + layer)", "score position", "keep last 32"),
     severity="warning",
 )
+OVERPROTECTED = _code(
+    "KV0424",
+    "more protected than the budget keeps",
+    "If what is protected leaves too few tokens to evict, the lowest-scored protected tokens leave. `keep where position < prompt` "
+    "protects a prompt of any length, which a budget that does not grow with it cannot hold; so may several `keep` lines together. "
+    "Under `cap hard`, room for a token is made before it comes, so that one token less is kept then. At a prompt's end, a cache "
+    "warns where that happens.",
+    _policy(_BUDGET, "score sum(attn)", "keep where position < prompt"),
+    severity="warning",
+)
 NEGATIVE = _code(
     "KV0405",
     "negative count",

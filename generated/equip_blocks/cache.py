@@ -60,7 +60,7 @@ class EQUIPBlocksCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         rope_cached=True,
-        abi=11,
+        abi=12,
     )
 
     def __init__(

@@ -60,7 +60,8 @@ class RoCoCache(KVCache):
         torch_kernels=kernels_torch,
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
-        abi=11,
+        overprotects=True,
+        abi=12,
     )
 
     def __init__(

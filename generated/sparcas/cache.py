@@ -62,7 +62,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=11,
+        abi=12,
     )
 
     def __init__(

@@ -61,7 +61,7 @@ class StreamingLLMCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
-        abi=11,
+        abi=12,
     )
 
     def __init__(

@@ -19,7 +19,7 @@ def rows(found: Facts) -> Rows:
     said = {
         "keeps": list(_keeps(found)),
         "evicts": list(_evicts(policy)),
-        "protects": [_protects(keep, policy) for keep in policy.keeps],
+        "protects": [*(_protects(keep, policy) for keep in policy.keeps), *_beyond(policy)],
         "selects": list(_selects(policy)),
         "when": list(_when(policy)),
         "positions": list(_positions(policy)),
@@ -129,6 +129,12 @@ def _protects(keep: Keep, policy: Policy) -> str:
         return f"the {keep.scope} token"
     which = f"tokens with the highest {by}" if keep.scope == "top" else f"{keep.scope} tokens"
     return f"the {which}: {_count(keep.count, policy)} of them"
+
+
+def _beyond(policy: Policy) -> Iterator[str]:
+    """What happens where the budget does not hold all of it."""
+    if policy.budget is not None and any(keep.scope in ("where", "top") for keep in policy.keeps):
+        yield "if that is more than the budget keeps, its lowest-scored tokens leave, and a cache warns at the prompt's end"
 
 
 def _selects(policy: Policy) -> Iterator[str]:

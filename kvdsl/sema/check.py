@@ -15,6 +15,7 @@ from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.modules import EDITION
 from kvdsl.sema.params import Params
+from kvdsl.sema.protected import Protected
 from kvdsl.sema.resolve import FlatPolicy, Placed
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
 from kvdsl.sema.settings import Setting
@@ -161,6 +162,7 @@ class Checker:
         keeps = [(keep.ir.scope, keep.count.expr, keep.span) for keep in parts.keeps if keep.count is not None]
         statics.check_keeps(keeps, parts.exprs)
         if not self.sink.failed():
+            Protected(self.sink, parts, statics.known, grows=bool(self.flat.settings.get("budget"))).check()
             statics.warn_of_drops(parts.exprs, parts.words["cap"] == "hard")
             if parts.words["when"] == "both" and "layers" not in self.flat.settings:
                 statics.warn_of_selection(parts.exprs)

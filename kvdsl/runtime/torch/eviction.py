@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -26,6 +27,8 @@ from kvdsl.runtime.torch.settle import (
 )
 from kvdsl.runtime.torch.view import View, slots_view
 from kvdsl.runtime.weakly import Weakly
+
+_Noted = TypeVar("_Noted", Protection, Ballot)
 
 Excess = Callable[[Tensor, dict[str, Tensor]], Tensor]
 """From the live slots and the numbers to how many must leave; see `settle.overflow`."""
@@ -344,7 +347,9 @@ def warn_of_protected(layers: Sequence[Held]) -> None:
         layers = _with_shares(layers)
     counts, rooms = zip(*(_protected_and_kept(held, protection) for held, protection in _protections(layers)), strict=True)
     if spec.across_layers == "pool":
-        counts, rooms = (tuple(torch.stack([x.to(one[0].device) for x in one]).sum(0, keepdim=True)) for one in (counts, rooms))
+        counts, rooms = (
+            tuple(torch.stack([x.to(one[0].device) for x in one]).sum(0, keepdim=True)) for one in (counts, rooms)
+        )
     for held, count, room in zip(layers, counts, rooms, strict=False):
         over = ((count > room) & held.rows[:, None]).nonzero()
         if len(over):
@@ -366,11 +371,17 @@ def _protections(layers: Sequence[Held]) -> Iterator[tuple[Held, Protection]]:
     """What may not leave each layer."""
     victims = layers[0].state.spec.victims
     for together in [layers] if victims == "layers" else [[held] for held in layers]:
-        found = [Protection(held.position) if victims == "own" else Ballot(held.position) for held in together]
-        for held, one in zip(together, found, strict=True):
-            held.state.spec.torch_kernels.protect(held.view(), one, held.state.settings.per_head(held.numbers))
-        for own, (held, one) in enumerate(zip(together, found, strict=True)):
-            yield held, one if isinstance(one, Protection) else agreed(found, own)
+        if victims == "own":
+            yield from ((held, _noted(held, Protection(held.position))) for held in together)
+            continue
+        ballots = [_noted(held, Ballot(held.position)) for held in together]
+        yield from ((held, agreed(ballots, own)) for own, held in enumerate(together))
+
+
+def _noted(held: Held, protection: _Noted) -> _Noted:
+    """What the layer's `keep` lines ask for, noted."""
+    held.state.spec.torch_kernels.protect(held.view(), protection, held.state.settings.per_head(held.numbers))
+    return protection
 
 
 def _protected_and_kept(held: Held, protection: Protection) -> tuple[Tensor, Tensor]:
