@@ -36,7 +36,9 @@ def test_when_and_how_many() -> None:
 
 def test_group() -> None:
     assert policy("param budget = 8", "score mean(attn)", "group max").group == "max"
-    expect_in("group largest", "KV0310", "`group` cannot be `largest`", "largest", "`group` is `mean`, `max`, `sum` or `each`")
+    expect_in(
+        "group largest", "KV0310", "`group` cannot be `largest`", "largest", "`group` is `mean`, `max`, `sum` or `each`"
+    )
     expect_in("group men", "KV0310", "`group` cannot be `men`", "men", "did you mean `mean`?")
 
 
