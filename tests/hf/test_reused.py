@@ -78,7 +78,8 @@ def test_a_compiled_forward_is_the_same(deep: Any, backend: str) -> None:
 
 
 def test_in_blocks_of_slots(deep: Any) -> None:
-    text = 'kv 1\npolicy Paged {\n  "x"\n  select top 6 by dot(q, k) in layers 0, 1 reused above\n  group each\n  keep last 0\n  storage blocks 4\n}\n'
+    body = "select top 6 by dot(q, k) in layers 0, 1 reused above\n  group each\n  keep last 0\n  storage blocks 4"
+    text = f'kv 1\npolicy Paged {{\n  "x"\n  {body}\n}}\n'
     expected = logits(deep, tidal(deep), 20, *[1] * 9)
     found = logits(deep, kvdsl.compile(text)(deep), 20, *[1] * 9)
     assert alike(found, expected)

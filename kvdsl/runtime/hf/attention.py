@@ -106,11 +106,11 @@ def _attend(
     layer: SlotLayer, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None,
     dropout: float, kwargs: dict[str, Any],
 ) -> Tensor:  # fmt: skip
-    """What the layer of a marked key makes of it: [batch, tokens, query_heads, value_dim]."""
+    """What the layer of a marked key makes of it: [batch, tokens, query_heads, value_dim], contiguous."""
     _refuse(module, dropout, kwargs)
     scaling = kwargs.get("scaling")
     told = mask.read(attention_mask, query, layer)
-    return layer.attend(
+    out = layer.attend(
         module,
         query,
         key,
@@ -123,6 +123,7 @@ def _attend(
         positions=kwargs.get("position_ids"),
         asked_window=told.window,
     )
+    return out.contiguous()  # models may view it
 
 
 _REFUSED = {
