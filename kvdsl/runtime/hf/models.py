@@ -65,7 +65,12 @@ def managed_windows(model: PreTrainedModel) -> dict[int, int | None]:
     Raises:
         KvdslError: if there is none.
     """
-    native = native_layers(text_config(model))
+    try:
+        native = native_layers(text_config(model))
+    except Exception as error:
+        raise KvdslError(
+            f"{type(model).__name__} cannot be served: transformers makes no cache from its config ({type(error).__name__}: {error})"
+        ) from error
     full: dict[int, int | None] = {index: None for index, layer in enumerate(native) if is_full(layer)}
     if full:
         return full
