@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import logging
 import multiprocessing
 import os
 import sys
@@ -83,7 +84,7 @@ def prepare() -> None:
         importlib.import_module(f"transformers.{module}")
 
     torch.set_num_threads(1)
-    transformers.logging.set_verbosity(transformers.logging.CRITICAL)
+    transformers.logging.set_verbosity(logging.CRITICAL)
     kvdsl.load("h2o")
 
 
@@ -142,7 +143,7 @@ def _try(row: Row, tell: Connection) -> None:
 
 def in_processes(rows: list[Row], jobs: int, limit: float) -> Iterator[dict[str, Any]]:
     """The rows as they are done, each made in a process of its own."""
-    waiting, running = list(reversed(rows)), []
+    waiting, running = list(reversed(rows)), list[_Process]()
     while waiting or running:
         while waiting and len(running) < jobs:
             running.append(_Process(waiting.pop(), limit))

@@ -6,6 +6,7 @@ import time
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -100,7 +101,7 @@ def _outcomes(row: Row, tell: Callable[[str, str], None]) -> dict[str, str]:
         return everywhere(refused)
     outcomes = {}
     for name, way in WAYS.items():
-        outcomes[name] = outcome_of(lambda way=way: way(case))
+        outcomes[name] = outcome_of(partial(way, case))
         tell(name, outcomes[name])
     return outcomes
 

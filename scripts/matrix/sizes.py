@@ -210,7 +210,7 @@ def _smaller(name: str, value: Any, numbers: dict[str, Any]) -> dict[str, Any]:
         taken = sorted(other for other in numbers if re.search(r"token_(id|index)$|_index$", other))
         return {name: VOCAB - 1 - taken.index(name) % (VOCAB - 1 - TOKENS.stop)}
     if name in _KV_HEADS:
-        return {name: _kv_heads(value, numbers.get(_KV_HEADS[name]))}
+        return {name: _kv_heads(int(value), numbers.get(_KV_HEADS[name]))}
     if name in _SIZE and value > _SIZE[name]:
         return {name: _SIZE[name]}
     return {}
@@ -247,7 +247,7 @@ def tiny_model(model_type: str, extra: dict[str, Any] | None = None) -> Any:
         NotTiny: if it stays large.
     """
     config = tiny_config(model_type, extra)
-    kind = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+    kind: Any = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     if not isinstance(config, kind.config_class):  # one that reads text alone, of a type that knows more
         config = next((part for part in vars(config).values() if isinstance(part, kind.config_class)), config)
     with torch.device("meta"):
@@ -269,4 +269,4 @@ def _stir(model: torch.nn.Module) -> None:
     with torch.no_grad():
         for weight in model.parameters():
             if weight.is_floating_point() and weight.numel() > 1 and bool((weight == weight.flatten()[0]).all()):
-                weight += 0.1 * torch.randn(weight.shape, generator=draw)
+                weight.add_(0.1 * torch.randn(weight.shape, generator=draw))

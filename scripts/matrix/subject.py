@@ -59,7 +59,8 @@ class Subject:
 
     def cache(self, model: Any | None = None, *, budget: int = EVERYTHING, backend: str = "torch") -> Any:
         """A cache of ours: H2O, which reads attention and evicts."""
-        return kvdsl.load("h2o")(self.model if model is None else model, budget=budget, backend=backend)
+        made: Any = kvdsl.load("h2o")
+        return made(self.model if model is None else model, budget=budget, backend=backend)
 
 
 def theirs(run: Callable[[], Result]) -> Result:
@@ -129,7 +130,7 @@ def by_name(module: Any, cache: Any, given: dict[str, Any]) -> Tensor:
 
 def by_position(module: Any, cache: Any, given: dict[str, Any]) -> Tensor:
     """The same; the cache, and everything before it, given by position."""
-    rest, values = dict(given), []
+    rest, values = dict(given), list[Any]()
     for parameter in inspect.signature(module.forward).parameters.values():
         if parameter.kind is not parameter.POSITIONAL_OR_KEYWORD:
             raise NotTried("its forward takes no cache by position")
@@ -157,7 +158,7 @@ def same(ours: Tensor, expected: Tensor, what: str, real: Tensor | None = None) 
     """
     if ours.shape != expected.shape:
         raise Wrong(f"{what}: {list(ours.shape)} instead of {list(expected.shape)}")
-    if real is not None and expected.ndim == 3:
+    if real is not None and expected.shape[:2] == real.shape:
         ours, expected = ours[real.bool()], expected[real.bool()]
     if not bool(expected.isfinite().all()):
         raise NotTried("with DynamicCache: it gives NaN or infinity")

@@ -10,14 +10,15 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.cache_utils import DynamicCache
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import cache_of
 from scripts.matrix import subject
 from scripts.matrix.subject import NotTried, Subject, Wrong, native, same, theirs
 
@@ -88,8 +89,7 @@ def _same_text(out: Any, expected: Any) -> None:
 
 def _is_the_cache(out: Any, cache: Any, seen: int) -> None:
     """Raise Wrong unless generation returned this cache, which has seen so many tokens."""
-    returned = getattr(out, "cache", None)
-    returned = getattr(out, "past_key_values", None) if returned is None else returned
+    returned = cache_of(vars(out))
     if returned is not cache:
         raise Wrong(f"generate drops the cache: it returns a {type(returned).__name__} of its own")
     if cache.get_seq_length() != seen:
@@ -221,18 +221,18 @@ def _in_chunks(case: Subject, ids: Tensor, mask: Tensor) -> None:
 @way
 def mask_of_ones(case: Subject) -> None:
     """A bool mask [rows, 1, 1, 1] of ones at a step of one token."""
-    expected = theirs(lambda: _steps_with_mask(case.other, native(case.other), _ONES))
-    same(_steps_with_mask(case.model, case.cache(), _ONES), expected, "a mask of ones")
+    expected = _understood_ones(case)
+    same(_step_with_mask(case.model, case.cache(), _ONES), expected, "a mask of ones")
 
 
 @way
 def ready_made_hiding_mask(case: Subject) -> None:
     """A bool mask [rows, 1, 1, columns] at a step of one token, which hides cached tokens: followed or refused."""
-    theirs(lambda: _steps_with_mask(case.other, native(case.other), _ONES))
+    _understood_ones(case)
     cache = case.cache()
     _honoured_or_refused(
-        lambda: _steps_with_mask(case.model, cache, _HIDING),
-        lambda: _steps_with_mask(case.other, native(case.other), _HIDING),
+        lambda: _step_with_mask(case.model, cache, _HIDING),
+        lambda: _step_with_mask(case.other, native(case.other), _HIDING),
     )
 
 
@@ -243,23 +243,27 @@ _HIDING = torch.ones(
 _HIDING[..., 2:5] = False
 
 
-def _steps_with_mask(model: Any, cache: Any, mask: Tensor) -> Tensor:
-    """A prompt of six tokens, and one with this mask.
+def _understood_ones(case: Subject) -> Tensor:
+    """What transformers' own cache gives with a mask of ones.
 
     Raises:
-        NotTried: if a mask of ones changes something: the model's own attention takes it for something else.
+        NotTried: if that is something else than without a mask: the model's own attention takes bools for numbers.
     """
+    with_ones, without = (
+        theirs(partial(_step_with_mask, case.other, theirs(lambda: native(case.other)), mask)) for mask in (_ONES, None)
+    )
+    if subject.deviation(with_ones, without) > subject.TOLERANCE:
+        raise NotTried("its own attention takes bool masks for numbers")
+    return with_ones
+
+
+def _step_with_mask(model: Any, cache: Any, mask: Tensor | None) -> Tensor:
+    """A prompt of six tokens, and what one more with this mask gives."""
     ids, whole = subject.padded(7)
     step = subject.arguments(model, ids, whole, 6, 7)
     with torch.no_grad():
         subject.by_name(model, cache, subject.arguments(model, ids, whole, 0, 6))
-        found = subject.by_name(model, cache, step | {"attention_mask": mask})
-        if isinstance(cache, DynamicCache) and mask is _ONES:
-            unmasked = native(model)
-            subject.by_name(model, unmasked, subject.arguments(model, ids, whole, 0, 6))
-            if subject.deviation(found, subject.by_name(model, unmasked, step)) > subject.TOLERANCE:
-                raise NotTried("attention takes bool masks for numbers")
-    return found
+        return subject.by_name(model, cache, step if mask is None else step | {"attention_mask": mask})
 
 
 # -- training ----------------------------------------------------------------------------------------------------------
@@ -299,15 +303,17 @@ def threads(case: Subject) -> None:
     texts = [subject.text(1, LENGTH, seed) for seed in (1, 2)]
     ids, mask = subject.padded(LENGTH, range(6))
     plain = subject.arguments(case.other, ids, mask, 0, LENGTH) | {"use_cache": False}
+
+    def plainly(model: Any, make: Callable[[Any], Any], one: Tensor) -> Any:
+        return _generated(model, make(model), one, torch.ones_like(one))
+
     with torch.no_grad():
         alone = theirs(lambda: subject.first(case.other(**plain)))
-        generated = [
-            theirs(lambda one=one: _generated(case.other, native(case.other), one, torch.ones_like(one))) for one in texts
-        ]
+        generated = [theirs(partial(plainly, case.other, native, one)) for one in texts]
 
     def at_once(model: Any, make: Callable[[Any], Any]) -> None:
         def generates(index: int) -> None:
-            _same_text(_generated(model, make(model), texts[index], torch.ones_like(texts[index])), generated[index])
+            _same_text(plainly(model, make, texts[index]), generated[index])
 
         def runs() -> None:
             try:
@@ -317,7 +323,7 @@ def threads(case: Subject) -> None:
                 raise Wrong(f"a forward without kvdsl raises {subject.described(error)}") from error
             same(found, alone, "a forward without kvdsl", mask)
 
-        _together([lambda: generates(0), lambda: generates(1)], meanwhile=runs)
+        _together([partial(generates, 0), partial(generates, 1)], meanwhile=runs)
 
     try:
         theirs(lambda: at_once(case.fresh(), native))
