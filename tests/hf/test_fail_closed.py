@@ -442,3 +442,24 @@ def test_the_reason_of_a_refusal_is_the_first_one() -> None:
     model.model.layers[0].self_attn.forward = biased
     with pytest.raises(KvdslError, match="cannot be served: attention was given a ready-made mask"):
         h2o(model)
+
+
+def test_padding_behind_text_where_every_layer_has_a_window() -> None:
+    """transformers' windows count the columns of a gap, and slots do not hold them."""
+    model, ids = zoo.model("mistral-windowed"), zoo.prompt(2, 24)
+    gap, left = torch.ones(2, 24, dtype=torch.long), torch.ones(2, 24, dtype=torch.long)
+    gap[1, 6:9], left[1, :5] = 0, 0
+    with torch.no_grad():
+        for cut in (24, 12, 7):
+            cache = h2o(model, budget=64)
+            with pytest.raises(
+                KvdslError, match="row 1 has padding behind text, but every layer of the model attends within 8 tokens"
+            ):
+                for begin, end in ((0, cut), (cut, 24)):
+                    model(ids[:, begin:end], attention_mask=gap[:, :end], **with_cache(cache))
+        logits = [
+            [model(ids[:, a:b], attention_mask=left[:, :b], **with_cache(cache)).logits for a, b in ((0, 12), (12, 24))]
+            for cache in (h2o(model, budget=64), DynamicCache(config=model.config))
+        ]
+    text = left.bool()
+    assert (torch.cat(logits[0], 1)[text] - torch.cat(logits[1], 1)[text]).abs().max() < 1e-3

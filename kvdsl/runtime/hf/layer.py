@@ -205,6 +205,8 @@ class SlotLayer(Linked, CacheLayerMixin):
         self._check_module(module)
         self._check_text(positions, call.real, call.query.shape[2])
         self._check_counting(positions, call)
+        if self.window is not None and call.real is not None:
+            self._check_gaps(call.real)
         if self.state.choices is not None:
             self.state.choices.begin(self.index)
         if self.length == 0:
@@ -346,6 +348,22 @@ class SlotLayer(Linked, CacheLayerMixin):
             raise KvdslError(
                 f"position {int(positions.max())} comes after {int(self.state.seen.max())} cached tokens: this text does not "
                 f"continue the cached one; call `cache.reset()` before an unrelated prompt"
+            )
+
+    def _check_gaps(self, real: Tensor) -> None:
+        """Raise KvdslError for padding behind text in a layer with a window: transformers' windows count it, and slots do not hold it.
+
+        Where and when `_check_text` looks.
+        """
+        if not self._sync.is_first(self) or (real.shape[1] == 1 and real.device.type != "cpu"):
+            return
+        seen = real.new_zeros(len(real), dtype=torch.int32) if not self.state.allocated else self.state.seen
+        behind_text = ~real & ((seen > 0)[:, None] | (real.cumsum(1) > 0))
+        if bool((behind_text & real.any(1)[:, None]).any()):
+            row = int((behind_text & real.any(1)[:, None]).any(1).int().argmax())
+            raise KvdslError(
+                f"row {row} has padding behind text, but every layer of the model attends within {self.window} tokens, among which "
+                f"transformers counts padding: pad on the left only, or go on with each row by itself"
             )
 
     def _check_counting(self, positions: Tensor | None, call: AttentionCall) -> None:
