@@ -7,6 +7,7 @@ import hashlib
 import importlib.util
 import sys
 import threading
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from importlib.machinery import FileFinder, SourceFileLoader
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
 def load(policy: str | Path, /, **settings: Any) -> type[KVCache]:
     """The cache class of a shipped policy (`"h2o"`) or of a .kv file.
 
-    The package goes into kvdsl's cache folder, so that a second call finds it there.
+    The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
 
     Args:
         settings: defaults of params to change, as `--set` does.
@@ -38,11 +39,11 @@ def load(policy: str | Path, /, **settings: Any) -> type[KVCache]:
     """
     from kvdsl.compiler import compile_file
 
-    return cache_class(compile_file(policy, {name: str(value) for name, value in settings.items()}))
+    return _with_warnings(compile_file(policy, {name: str(value) for name, value in settings.items()}))
 
 
 def compile(source: str, /, **settings: Any) -> type[KVCache]:
-    """The cache class of a policy that is given as a string.
+    """The cache class of a policy that is given as a string. What `kvdsl check` warns of is a Python warning.
 
     Args:
         source: the text of a .kv file; what it imports is looked for in the current folder.
@@ -56,7 +57,16 @@ def compile(source: str, /, **settings: Any) -> type[KVCache]:
 
     if isinstance(source, Path) or ("\n" not in source and Path(source).suffix == ".kv"):
         raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({str(source)!r})` compiles the file")
-    return cache_class(compile_text(source, {name: str(value) for name, value in settings.items()}))
+    return _with_warnings(compile_text(source, {name: str(value) for name, value in settings.items()}))
+
+
+def _with_warnings(compiled: Compiled) -> type[KVCache]:
+    """The class out of a package, whose diagnostics become Python warnings where the caller of this module's caller stands."""
+    for found in compiled.diagnostics:
+        line, _ = found.span.file.location(found.span.start)
+        help = "" if found.help is None else f"; {found.help}"
+        warnings.warn(f"{found.file}:{line}: {found.message}{help} ({found.code})", stacklevel=3)
+    return cache_class(compiled)
 
 
 def cache_class(compiled: Compiled) -> type[KVCache]:

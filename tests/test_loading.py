@@ -66,3 +66,10 @@ def test_diagnostics_reach_another_process() -> None:
 def test_the_errors_are_there_without_torch() -> None:
     code = "import sys, kvdsl; kvdsl.KvdslError, kvdsl.DiagnosticError, kvdsl.compile; assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_what_check_warns_of_is_a_python_warning() -> None:
+    text = 'kv 1\npolicy Mine {\n  "A test."\n  param budget = 50\n  score mean(attn)\n  keep where position < prompt\n}\n'
+    with pytest.warns(UserWarning, match=r":6: `keep where position < prompt` protects .* \(KV0424\)") as seen:
+        kvdsl.compile(text)
+    assert seen[0].filename == __file__
