@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvdsl.runtime.hf.versions import CACHE
+from kvdsl.runtime.hf.versions import cache_of
 from kvdsl_lab.bench.baselines import repeat_kv
 
 
@@ -68,7 +68,7 @@ class UnrotatedAttention(nn.Module):
         query, key, value = (
             project(hidden_states).view(shape).transpose(1, 2) for project in (self.q_proj, self.k_proj, self.v_proj)
         )
-        cache = kwargs.pop(CACHE, None)
+        cache = cache_of({name: kwargs.pop(name, None) for name in ("cache", "past_key_values")})
         if cache is not None:
             key, value = cache.update(key, value, self.layer_idx)
         attend = eager_attention_forward
