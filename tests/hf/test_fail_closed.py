@@ -463,3 +463,25 @@ def test_padding_behind_text_where_every_layer_has_a_window() -> None:
         ]
     text = left.bool()
     assert (torch.cat(logits[0], 1)[text] - torch.cat(logits[1], 1)[text]).abs().max() < 1e-3
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_ready_made_masks_in_a_compiled_step(attention: str) -> None:
+    """A graph cannot look at a mask's numbers, so one with a column for each cached token is no mask of ours there."""
+    model = zoo.make("Llama", attn_implementation=attention)
+    compiled, ids = torch.compile(model, backend="eager"), zoo.prompt(2, 12)
+    padded = torch.ones(2, 12, dtype=torch.long)
+    padded[1, :3] = 0
+    logits = []
+    for run in (model, compiled):
+        cache = h2o(model, budget=16, backend="torch")
+        with torch.no_grad():
+            out = [run(ids[:, :5], attention_mask=padded[:, :5], **with_cache(cache)).logits]
+            out += [run(ids[:, 5:11], attention_mask=padded[:, :11], **with_cache(cache)).logits]
+            logits.append([*out, run(ids[:, 11:], attention_mask=padded, **with_cache(cache)).logits])
+    text = padded.bool()
+    assert (torch.cat(logits[0], 1)[text] - torch.cat(logits[1], 1)[text]).abs().max() < 1e-5
+    hiding = torch.ones(2, 1, 1, 13, dtype=torch.bool)
+    hiding[0, ..., 4:6] = False
+    with torch.no_grad(), pytest.raises((KvdslError, RuntimeError), match=r"ready-made mask|leaves out 2 of 12"):
+        compiled(ids[:, :1], attention_mask=hiding, **with_cache(cache))

@@ -6,6 +6,7 @@ mask must be causal by itself. `SlotMask` is both: it holds the padding, and bec
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -59,16 +60,21 @@ class SlotMask(Tensor):
         return operator(*args, **kwargs)
 
     def whole(self) -> Tensor:
-        """The mask itself: bool, True where a query sees a key; for eager attention, 0 there and the dtype's minimum elsewhere."""
-        tokens, columns = self.shape[2:]
-        causal = torch.ones(tokens, columns, dtype=torch.bool, device=self.device).tril(columns - tokens)
-        seen = causal.expand(self.shape) if self.text is None else causal & self.text[:, None, None]
-        if self.dtype == torch.bool:
-            return seen.contiguous()
-        return torch.zeros(self.shape, dtype=self.dtype, device=self.device).masked_fill(~seen, torch.finfo(self.dtype).min)
+        """The mask itself."""
+        return _causal(self.text, self.shape, self.dtype, self.device)
 
     def __repr__(self, *_: Any, **__: Any) -> str:  # type: ignore[override]
         return f"SlotMask({list(self.shape)}, {self.dtype}, padded={self.text is not None})"
+
+
+def _causal(text: Tensor | None, size: Sequence[int], dtype: torch.dtype, device: Any) -> Tensor:
+    """What `SlotMask` stands for: bool, True where a query sees a key; for eager attention, 0 there and the dtype's minimum elsewhere."""
+    tokens, columns = size[2:]
+    causal = torch.ones(tokens, columns, dtype=torch.bool, device=device).tril(columns - tokens)
+    seen = causal.expand(tuple(size)) if text is None else causal & text[:, None, None]
+    if dtype == torch.bool:
+        return seen.contiguous()
+    return torch.zeros(tuple(size), dtype=dtype, device=device).masked_fill(~seen, torch.finfo(dtype).min)
 
 
 class Read(NamedTuple):
@@ -104,19 +110,25 @@ def make(arguments: dict[str, Any], *, additive: bool) -> Tensor | None:
     if text is not None and (length.layer is None or length.layer.is_alone):
         # A copy, because a compiled forward would be compiled anew for every stride that a part of a growing mask has.
         text = text[:, -tokens:].to(torch.bool, copy=True, memory_format=torch.contiguous_format)
-    if tokens == 1 or torch.compiler.is_compiling():
+    if tokens == 1:
         made = None if text is None else text[:, None, None]
     elif text is None and window is None and not additive and arguments.get("allow_is_causal_skip", True):
         made = None  # attention without a mask is causal, except for eager attention
     else:
-        columns = (
-            text.shape[1] if text is not None else tokens if length.layer is None or length.layer.is_alone else int(length)
-        )
+        size = _rows(arguments), 1, tokens, _columns(text, length, tokens)
         dtype = arguments.get("dtype", torch.float32) if additive else torch.bool
-        made = SlotMask(text, (_rows(arguments), 1, tokens, columns), dtype, _device(arguments))
+        make_one = _causal if torch.compiler.is_compiling() else SlotMask
+        made = make_one(text, size, dtype, _device(arguments))
     if made is not None and not torch.compiler.is_compiling():
         setattr(made, _WINDOW, window)
     return made
+
+
+def _columns(text: Tensor | None, length: SlotLength, tokens: int) -> int:
+    """How many keys the mask is for."""
+    if text is not None:
+        return text.shape[1]
+    return tokens if length == UNCOUNTED or length.layer is None or length.layer.is_alone else int(length)
 
 
 def _checked(text: Tensor | None, length: SlotLength, tokens: int) -> Tensor | None:
@@ -163,7 +175,7 @@ def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
     if mask is None:
         return Read(None, UNTOLD)
     if torch.compiler.is_compiling():
-        return Read(mask[:, 0, 0, -tokens:], UNTOLD)
+        return Read(_read_in_a_graph(mask, tokens, layer), UNTOLD)
     if isinstance(mask, SlotMask):
         return Read(None if mask.text is None else mask.text[:, -tokens:], getattr(mask, _WINDOW, UNTOLD))
     if hasattr(mask, _WINDOW):
@@ -171,6 +183,15 @@ def read(mask: Tensor | None, query: Tensor, layer: SlotLayer) -> Read:
     if mask.dtype == torch.bool and mask.shape[1:] == (1, 1, 1) and tokens == 1:
         return Read(mask[:, 0, 0], UNTOLD)
     return Read(_read_ready_made(mask, query, layer), UNTOLD)
+
+
+def _read_in_a_graph(mask: Tensor, tokens: int, layer: SlotLayer) -> Tensor:
+    """The padding of a mask whose numbers nobody can look at: only those that `make` makes have this form."""
+    rows, columns = mask.shape[2:]
+    if rows != tokens or (layer.is_alone and columns != tokens):
+        raise _refusal(mask)
+    last = mask[:, 0, -1, -tokens:]
+    return last if mask.dtype == torch.bool else last == 0
 
 
 def _read_ready_made(mask: Tensor, query: Tensor, layer: SlotLayer) -> Tensor:
