@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.versions import cache_of
+from kvdsl.runtime.hf.versions import cache_of, with_cache
 from scripts.matrix import subject
 from scripts.matrix.subject import NotTried, Subject, Wrong, native, same, theirs
 
@@ -75,7 +75,7 @@ def generate_within_a_budget(case: Subject) -> None:
 def _generated(model: Any, cache: Any, ids: Tensor, mask: Tensor, *, new: int = NEW) -> Any:
     options = {"do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     return model.generate(
-        input_ids=ids, attention_mask=mask, past_key_values=cache, max_new_tokens=new, min_new_tokens=new, **options
+        input_ids=ids, attention_mask=mask, **with_cache(cache), max_new_tokens=new, min_new_tokens=new, **options
     )
 
 

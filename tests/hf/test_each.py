@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import kvdsl
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
 
 STATEMENTS = {
@@ -69,12 +70,12 @@ def test_it_is_a_kv_head_for_each_query_head(name: str, backend: str, model: str
     ours, theirs = grouped(model), repeated(model)
     inputs = text(40, 29)
     caches = [cache_class(name)(ours, backend=backend), cache_class(name, "mean")(theirs, backend=backend)]
-    found = [zoo.greedy(one, inputs, 8, past_key_values=each) for one, each in zip((ours, theirs), caches, strict=True)]
+    found = [zoo.greedy(one, inputs, 8, cache=each) for one, each in zip((ours, theirs), caches, strict=True)]
     zoo.assert_same_text(*found)
     more = torch.cat([inputs["input_ids"], found[1][0], zoo.prompt(2, 5, seed=3)], 1)
     mask = torch.cat([inputs["attention_mask"], torch.ones(2, 13, dtype=torch.long)], 1)
     inputs = {"input_ids": more, "attention_mask": mask}
-    found = [zoo.greedy(one, inputs, 6, past_key_values=each) for one, each in zip((ours, theirs), caches, strict=True)]
+    found = [zoo.greedy(one, inputs, 6, cache=each) for one, each in zip((ours, theirs), caches, strict=True)]
     zoo.assert_same_text(*found)
 
 
@@ -82,9 +83,7 @@ def test_it_is_a_kv_head_for_each_query_head(name: str, backend: str, model: str
 def test_the_group_would_choose_otherwise(name: str) -> None:
     """Or the comparison above would compare nothing."""
     model, inputs = grouped("llama"), text(40)
-    each, mean = (
-        zoo.greedy(model, inputs, 8, past_key_values=cache_class(name, group)(model))[1] for group in ("each", "mean")
-    )
+    each, mean = (zoo.greedy(model, inputs, 8, cache=cache_class(name, group)(model))[1] for group in ("each", "mean"))
     assert (each - mean).abs().max() > 1e-3
 
 
@@ -92,8 +91,7 @@ def test_the_group_would_choose_otherwise(name: str) -> None:
 def test_one_query_head_a_kv_head_is_every_group_to_the_bit(name: str, backend: str) -> None:
     model, inputs = repeated("llama"), text(40, 29)
     each, mean = (
-        zoo.greedy(model, inputs, 8, past_key_values=cache_class(name, group)(model, backend=backend))[1]
-        for group in ("each", "mean")
+        zoo.greedy(model, inputs, 8, cache=cache_class(name, group)(model, backend=backend))[1] for group in ("each", "mean")
     )
     assert torch.equal(each, mean)
 
@@ -103,7 +101,7 @@ def test_beams(name: str) -> None:
     ours, theirs = grouped("llama"), repeated("llama")
     options = {"num_beams": 3, "max_new_tokens": 8, "do_sample": False}
     found = [
-        one.generate(**text(40, 29), **options, past_key_values=cache_class(name, group)(one)).tolist()
+        one.generate(**text(40, 29), **options, **with_cache(cache_class(name, group)(one))).tolist()
         for one, group in ((ours, "each"), (theirs, "mean"))
     ]
     assert found[0] == found[1]
@@ -116,12 +114,12 @@ def test_several_tokens_choose_one_by_one_and_may_be_taken_back(name: str, backe
     alone, together = (cache_class(name)(model, backend=backend) for _ in range(2))
     together.activate_past_recording()
     with torch.no_grad(), alone.one_by_one(), together.one_by_one():
-        one = [model(ids[:, :28], past_key_values=alone).logits[:, -1:]]
-        one += [model(ids[:, at : at + 1], past_key_values=alone).logits for at in range(28, 34)]
-        model(ids[:, :28], past_key_values=together)
-        model(zoo.prompt(1, 3, seed=9), past_key_values=together)
+        one = [model(ids[:, :28], **with_cache(alone)).logits[:, -1:]]
+        one += [model(ids[:, at : at + 1], **with_cache(alone)).logits for at in range(28, 34)]
+        model(ids[:, :28], **with_cache(together))
+        model(zoo.prompt(1, 3, seed=9), **with_cache(together))
         together.crop(28)
-        several = model(ids[:, 28:34], past_key_values=together).logits
+        several = model(ids[:, 28:34], **with_cache(together)).logits
     assert (torch.cat(one[1:], 1) - several).abs().max() < 1e-4
 
 
@@ -131,8 +129,8 @@ def test_a_compiled_step_is_the_same() -> None:
     with torch.no_grad():
         for forward in (model, compiled):
             held = cache_class("evicts")(model)
-            model(ids[:, :25], past_key_values=held)
-            found.append(torch.cat([forward(ids[:, at : at + 1], past_key_values=held).logits for at in range(25, 30)], 1))
+            model(ids[:, :25], **with_cache(held))
+            found.append(torch.cat([forward(ids[:, at : at + 1], **with_cache(held)).logits for at in range(25, 30)], 1))
     assert (found[0] - found[1]).abs().max() < 1e-4
 
 
@@ -140,7 +138,5 @@ def test_attention_sinks_and_caps_are_those_of_each_query_head() -> None:
     """Learned sinks (gpt-oss) and capped logits (Gemma 2): torch and C++ agree."""
     for family in ("gpt_oss", "gemma2"):
         model, inputs = zoo.model(family), text(40, 29)
-        found = [
-            zoo.greedy(model, inputs, 8, past_key_values=cache_class("dot")(model, backend=one)) for one in ("torch", "cpu")
-        ]
+        found = [zoo.greedy(model, inputs, 8, cache=cache_class("dot")(model, backend=one)) for one in ("torch", "cpu")]
         zoo.assert_same_text(*found)

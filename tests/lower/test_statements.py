@@ -158,9 +158,9 @@ def test_params_are_not_taken_for_numbers() -> None:
         ),
         ("layers 2..", {}),
         ("prefill blocks of 4", {}),
-        ("keep top 2 by sum(norm1(max(attn * v over slots)))", {"vectors": "True"}),
-        ("keep top 2 by sum(norm1(sum(attn * v over slots)) + dot(q, k))", {}),
-        ("keep top 2 by sum(norm1(q - k))", {"vectors": "True"}),
+        ("keep top 2 by sum(norm1(max(attn * v over slots)))", {"vectors": "True", "overprotects": "True"}),
+        ("keep top 2 by sum(norm1(sum(attn * v over slots)) + dot(q, k))", {"overprotects": "True"}),
+        ("keep top 2 by sum(norm1(q - k))", {"vectors": "True", "overprotects": "True"}),
     ],
 )
 def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:

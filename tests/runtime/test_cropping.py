@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvdsl.errors import KvdslError
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import policies, zoo
 
 TOKENS = 24
@@ -28,7 +29,7 @@ def filled(request: pytest.FixtureRequest) -> tuple[Any, Tensor]:
     if request.param == "h2o":
         cache.activate_past_recording(30)
     for part in ids[:, :TOKENS].split([20, 1, 1, 1, 1], 1):
-        model(part, past_key_values=cache)
+        model(part, **with_cache(cache))
     return cache, ids
 
 
@@ -38,9 +39,9 @@ def goes_on(cache: Any, ids: Tensor) -> None:
     assert cache.get_seq_length() == TOKENS and all(layer.length == TOKENS for layer in cache.layers)
     fresh = type(cache)(model, **POLICIES[type(cache).__name__.removesuffix("Cache").lower()])
     for part in ids[:, :TOKENS].split([20, 1, 1, 1, 1], 1):
-        model(part, past_key_values=fresh)
+        model(part, **with_cache(fresh))
     further = ids[:, TOKENS : TOKENS + 1]
-    assert torch.equal(model(further, past_key_values=cache).logits, model(further, past_key_values=fresh).logits)
+    assert torch.equal(model(further, **with_cache(cache)).logits, model(further, **with_cache(fresh)).logits)
 
 
 @pytest.mark.parametrize("tokens", [-25, -30, -(10**12)])

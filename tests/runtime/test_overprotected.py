@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import kvdsl
+from kvdsl.runtime.hf.versions import with_cache
 from tests.hf import zoo
 
 BEYOND = "param budget = 50\nscore mean(attn)\nkeep where position < prompt\n"
@@ -29,7 +30,7 @@ def cache_of(body: str, **given: Any) -> Any:
 def read(cache: Any, *sizes: int, rows: int = 2) -> Tensor:
     with torch.no_grad():
         for part in zoo.prompt(rows, sum(sizes)).split(list(sizes), 1):
-            out = zoo.model("llama")(part, past_key_values=cache).logits
+            out = zoo.model("llama")(part, **with_cache(cache)).logits
     return out
 
 
@@ -102,7 +103,7 @@ def test_one_row_of_several() -> None:
     mask = torch.ones_like(ids)
     mask[0, :15] = 0
     with pytest.warns(UserWarning, match=r"protects 60 tokens in row 1 \("):
-        zoo.model("llama")(ids, attention_mask=mask, past_key_values=cache)
+        zoo.model("llama")(ids, attention_mask=mask, **with_cache(cache))
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])

@@ -167,7 +167,7 @@ def test_keeps_that_exceed_the_budget(statements: list[str], message: str) -> No
 
 
 def test_keeps_that_fit() -> None:
-    assert keeps("keep first 256", "keep last 256", "keep top 512 by age")
+    assert keeps("keep first 128", "keep last 128", "keep top 256 by age")
     assert keeps("keep first 100", "keep first 400", "keep last 112")
     assert keeps("keep first 511.9")
 

@@ -156,6 +156,7 @@ def _watch(model: PreTrainedModel, part: PreTrainedModel) -> dict[int, _Seen]:
     Raises:
         KvdslError: if the model cannot be run so.
     """
+    refuse_unsupported(model)
     device = execution_device(part)
     if device.type == "meta":
         raise _refusal(part, "it has no weights yet, so that its keys cannot be looked at")

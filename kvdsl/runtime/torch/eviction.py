@@ -188,9 +188,9 @@ class Together:
             return
         waiting, self._waiting = self._waiting, []
         deciding = [one for one, _ in waiting if one.evicts]
-        if waiting[0][0].of_prompt:
-            warn_of_protected([one for one, _ in waiting])
         if deciding:
+            if deciding[0].of_prompt:
+                warn_of_protected(deciding)
             evict(deciding, overflow)
         for _, finish in waiting:
             finish()
