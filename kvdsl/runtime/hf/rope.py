@@ -29,7 +29,15 @@ from transformers.cache_utils import Cache, DynamicLayer
 from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.attention import mark, serve_attention
 from kvdsl.runtime.hf.mask import SlotLength
-from kvdsl.runtime.hf.models import at_rest, execution_device, managed_windows, rope_types, rotary_scalings, text_model
+from kvdsl.runtime.hf.models import (
+    at_rest,
+    execution_device,
+    managed_windows,
+    refuse_unsupported,
+    rope_types,
+    rotary_scalings,
+    text_model,
+)
 from kvdsl.runtime.hf.versions import is_full, native_layers, sliding_window, text_config, with_cache
 from kvdsl.runtime.rope import Pairing, Rope
 
