@@ -287,3 +287,13 @@ def test_the_python_interface_has_every_public_member_of_a_cache() -> None:
     public = {name for name in vars(KVCache) if not name.startswith("_")} - {"assemble", "spec"}
     told = {name for member, _ in rows("docs/api.md", "A cache") for name in re.findall(r"\w+", member)}
     assert public <= told, public - told
+
+
+def test_the_matrix_is_what_the_page_says() -> None:
+    report = json.loads(read("benchmarks/results/matrix.json"))
+    generated = [row["ways"].get("generate", row["outcome"]).partition(":")[0] for row in report["rows"]]
+    served, refused, rest = (generated.count(outcome) for outcome in ("right", "refused", "not tried"))
+    release = ".".join(report["environment"]["transformers"].split(".")[:2])
+    told = f"Of {len(generated)} models of transformers {release}, {served} are served, {refused} are refused, and {rest} was not tried;"
+    assert told in " ".join(read("docs/support.md").split())
+    assert served + refused + rest == len(generated)
