@@ -485,3 +485,11 @@ def test_ready_made_masks_in_a_compiled_step(attention: str) -> None:
     hiding[0, ..., 4:6] = False
     with torch.no_grad(), pytest.raises((KvdslError, RuntimeError), match=r"ready-made mask|leaves out 2 of 12"):
         compiled(ids[:, :1], attention_mask=hiding, **with_cache(cache))
+
+
+@pytest.mark.skipif(CACHE == "cache", reason="this release knows both names")
+def test_a_name_that_this_release_does_not_know() -> None:
+    """It is swallowed with whatever else a forward is given."""
+    model = zoo.model("llama")
+    with torch.no_grad(), pytest.raises(KvdslError, match="pass it as `past_key_values=cache`, its name in this release"):
+        model(zoo.prompt(1, 9), cache=h2o(model))

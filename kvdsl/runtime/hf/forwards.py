@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from kvdsl.errors import KvdslError
-from kvdsl.runtime.hf.versions import cache_of
+from kvdsl.runtime.hf.versions import CACHE, cache_of
 
 if TYPE_CHECKING:
     from kvdsl.runtime.hf.watch import Watch
@@ -71,7 +71,7 @@ def _watched(
         out = own(model, *args, **kwargs)
     finally:
         watch.stop_forward()
-    watch.end_forward(model)
+    watch.end_forward(model, by_its_name=CACHE in given)
     return out
 
 

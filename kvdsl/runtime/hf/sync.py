@@ -13,6 +13,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.runtime.hf.admission import releases
 from kvdsl.runtime.hf.counting import Counting
 from kvdsl.runtime.hf.text import Text
+from kvdsl.runtime.hf.versions import CACHE
 from kvdsl.runtime.linked import Linked
 from kvdsl.runtime.plain import plain_tensors
 from kvdsl.runtime.state.tensors import stays_where_it_is
@@ -102,7 +103,7 @@ class LayerSync(Linked):
             raise self._not_reached()
         self.running, self.served = True, 0
 
-    def end_forward(self, module: nn.Module) -> None:
+    def end_forward(self, module: nn.Module, by_its_name: bool) -> None:
         """Raise KvdslError unless every layer has been through the forward once. A compiled forward was looked at when it was traced."""
         if self.served == len(self._layers) or self.ahead:
             return
@@ -113,9 +114,14 @@ class LayerSync(Linked):
             self.running = True
             raise self._not_reached()
         what = f"ran without it in layers {missed}" if missed else "went through its layers more than once"
+        advice = (
+            "kvdsl does not serve this way of calling it"
+            if by_its_name
+            else f"pass it as `{CACHE}=cache`, its name in this release"
+        )
         raise KvdslError(
             f"{type(module).__name__} was given a kvdsl cache and {what}, so that what it returned is not what the policy says: "
-            f"kvdsl does not serve this way of calling it; call `cache.reset()` before the next text"
+            f"{advice}; call `cache.reset()` before the next text"
         )
 
     def begin(self, layer: SlotLayer, tokens: int) -> None:

@@ -67,13 +67,16 @@ class Watch:
         """Note that the forward runs no more, whether it has ended or failed."""
         self._sync.running = False
 
-    def end_forward(self, module: nn.Module) -> None:
+    def end_forward(self, module: nn.Module, *, by_its_name: bool) -> None:
         """Check a forward that has ended.
+
+        Args:
+            by_its_name: whether the forward was given the cache by the name that this release of transformers has for it.
 
         Raises:
             KvdslError: unless every managed layer has been through it once.
         """
-        self._sync.end_forward(module)
+        self._sync.end_forward(module, by_its_name)
 
     # -- generation ----------------------------------------------------------------------------------------------------
 
