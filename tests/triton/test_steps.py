@@ -108,8 +108,13 @@ def test_keys_and_values_are_read_once(policy: str, share: float, traffic: Traff
 
 
 def test_a_selection_reads_little(traffic: Traffic) -> None:
-    """Four launches; of keys the chosen rows (gathered once a sketch over its dims), of values the chosen rows."""
-    spec, chosen, dims = kvdsl.load("sparcas").spec, 64, 4
+    """Four launches; of keys the chosen rows (gathered once a sketch over its dims), of values the chosen rows.
+
+    Of SparCas with the newest token always among them, so that it is known how many rows come from slots.
+    """
+    body = "sketch top dims dims by abs(q) every 64 queries\n  select top tokens by dot(q, k over sketch)\n  keep last 1"
+    text = f'kv 1\npolicy Newest {{\n  "A test."\n  param tokens = 2048\n  param dims = 16\n  {body}\n}}\n'
+    spec, chosen, dims = kvdsl.compile(text).spec, 64, 4
     state = steady_state(spec, SHAPE, tokens=chosen, dims=dims)
     server = choose(spec, "triton", CPU, torch.float16)
     tokens = new_tokens(SHAPE)

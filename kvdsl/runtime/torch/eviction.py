@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -45,6 +46,7 @@ class Held:
         rows: bool [batch], the rows that may lose slots.
         evicts: whether any may, in this layer and phase.
         of_prompt: whether it is a prompt's; layers share a budget then only.
+        unsaid: gets conditions and what to do where they hold, once somebody waits for the device; None: it is done at once.
     """
 
     state: SlotState
@@ -54,6 +56,7 @@ class Held:
     rows: Tensor
     evicts: bool
     of_prompt: bool = False
+    unsaid: list[tuple[Tensor, Callable[[], None]]] | None = None
 
     @property
     def waits(self) -> bool:
@@ -351,12 +354,22 @@ def warn_of_protected(layers: Sequence[Held]) -> None:
             tuple(torch.stack([x.to(one[0].device) for x in one]).sum(0, keepdim=True)) for one in (counts, rooms)
         )
     for held, count, room in zip(layers, counts, rooms, strict=False):
-        over = ((count > room) & held.rows[:, None]).nonzero()
-        if len(over):
-            row, head = over[0].tolist()
-            warned.add("protected")
-            warnings.warn(_too_many(held, row, int(count[row, head]), int(room[row, head])), stacklevel=2)
+        over = (count > room) & held.rows[:, None]
+        say = partial(_say_too_many, held, over, count, room)
+        if held.unsaid is not None:
+            held.unsaid.append((over.any(), say))
+        elif bool(over.any()):
+            say()
             return
+
+
+def _say_too_many(held: Held, over: Tensor, count: Tensor, room: Tensor) -> None:
+    """Warn of the first KV head that protects more than its budget keeps, once a cache."""
+    warned = held.state.warned
+    if "protected" not in warned:
+        warned.add("protected")
+        row, head = over.nonzero()[0].tolist()
+        warnings.warn(_too_many(held, row, int(count[row, head]), int(room[row, head])), stacklevel=2)
 
 
 def _keeps_all(held: Held) -> bool:

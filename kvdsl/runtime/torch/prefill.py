@@ -7,8 +7,9 @@ of the prompt.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from math import isfinite
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -55,18 +56,41 @@ def prefill(
     """
     if state.allocated or state.together is not None or state.choices is not None:
         return _prefill(state, call, attend, kernel)
-    doubts: list[Tensor] = []
-    out = _prefill(state, call, attend, kernel, doubts)
-    if all(isfinite(float(doubt)) for doubt in doubts):
+    later = Later([], [])
+    out = _prefill(state, call, attend, kernel, later)
+    conditions, said = zip(*later.unsaid, strict=True) if later.unsaid else ((), ())
+    numbers = _all_finite([*later.doubts, *conditions])
+    if numbers is not None:
+        for holds, say in zip(numbers[len(later.doubts) :], said, strict=True):
+            if holds:
+                say()
         return out
     state.begin_again()
     return _prefill(state, call, attend, kernel)
 
 
+def _all_finite(found: Sequence[Tensor]) -> list[float] | None:
+    """These numbers, [] each, for which the host waits once; None if one is not finite."""
+    numbers = torch.stack([x.float() for x in found]).tolist() if found else []
+    return numbers if all(map(isfinite, numbers)) else None
+
+
+class Later(NamedTuple):
+    """What is looked at when all else of a prompt is done.
+
+    Attributes:
+        doubts: see `Prompt`.
+        unsaid: see `Held`.
+    """
+
+    doubts: list[Tensor]
+    unsaid: list[tuple[Tensor, Callable[[], None]]]
+
+
 def _prefill(
-    state: SlotState, call: AttentionCall, attend: Attend, kernel: eviction.Kernel, doubts: list[Tensor] | None = None
+    state: SlotState, call: AttentionCall, attend: Attend, kernel: eviction.Kernel, later: Later | None = None
 ) -> Tensor:
-    """`prefill`, but for the doubts that it leaves: see `Prompt`."""
+    """`prefill`, which may leave something for later."""
     state.window, state.scaling, state.rope = call.window, call.scaling, call.rope
     state.read_constants(call.key, call.value)
     position = new_positions(state, call)
@@ -81,9 +105,10 @@ def _prefill(
         state.prompt_from = before.clone().view(-1, 1, 1)  # `before` may be `state.seen`, which goes on
     if "prefill_block" in state.spec.numbers and _evicts(state, numbers):
         return _in_blocks(state, call, position, seen, numbers, attend, kernel)
+    doubts, unsaid = (None, None) if later is None else later
     kept, out = _encode(state, call, _cached(state), position, numbers, attend, doubts)
     evicts = _evicts(state, numbers) and not call.goes_on
-    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True)
+    held = Held(state, kept, numbers, seen - 1, (position >= 0).any(1), evicts, of_prompt=True, unsaid=unsaid)
     staying = None if known_lengths(state, call) is None else eviction.known_to_stay(held)
     if call.goes_on:
         state.store(kept, seen, numbers, staying)

@@ -50,13 +50,13 @@ def observe(prompt: Prompt, lse: Tensor) -> None:
 
 
 def is_far(prompt: Prompt, lse: Tensor) -> bool:
-    """Whether a query's log-sum-exp is too far from 0 to tell probabilities, or is NaN; a GPU may leave that in doubt.
+    """Whether a query's log-sum-exp is too far from 0 to tell probabilities, or is NaN; that may be left in doubt.
 
     Args:
         lse: as for `observe`.
     """
     furthest = lse.masked_fill(prompt.position[:, None, None] < 0, 0.0).abs().amax()
-    if prompt.doubts is None or lse.device.type == "cpu":
+    if prompt.doubts is None:
         return not float(furthest) <= FAR
     prompt.doubts.append(torch.where(furthest <= FAR, 0.0, torch.inf))
     return False
