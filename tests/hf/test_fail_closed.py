@@ -493,3 +493,12 @@ def test_a_name_that_this_release_does_not_know() -> None:
     model = zoo.model("llama")
     with torch.no_grad(), pytest.raises(KvdslError, match="pass it as `past_key_values=cache`, its name in this release"):
         model(zoo.prompt(1, 9), cache=h2o(model))
+
+
+def test_a_cap_that_the_models_own_attention_drops() -> None:
+    """transformers 4.57 lets Gemma 2 have `sdpa`; later releases fail at its first forward."""
+    stem, sizes = zoo.FAMILIES["gemma2"]
+    model = zoo.make(stem, **sizes)
+    model.config._attn_implementation = "sdpa"
+    with pytest.raises(KvdslError, match=r"caps its attention's logits, which `sdpa` does not: call `model\.set_attn_impl"):
+        h2o(model)

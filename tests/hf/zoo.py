@@ -113,6 +113,8 @@ def make(stem: str, **extra: Any) -> Any:
     suffix = "LMHeadModel" if stem == "GPT2" else "ForCausalLM"
     torch.manual_seed(7)
     made = getattr(transformers, name + suffix)(config).eval()
+    if getattr(config, "attn_logit_softcapping", None) is not None and "attn_implementation" not in extra:
+        made.set_attn_implementation("eager")  # transformers 4.57 lets it have `sdpa`, which drops the cap
     made.generation_config.eos_token_id = None
     made.generation_config.pad_token_id = 0
     return made

@@ -195,15 +195,20 @@ def _read_in_a_graph(mask: Tensor, tokens: int, layer: SlotLayer) -> Tensor:
 
 
 def _read_ready_made(mask: Tensor, query: Tensor, layer: SlotLayer) -> Tensor:
-    """The padding of a whole mask, bool [batch or 1, 1, tokens, columns], which must be causal otherwise."""
+    """The padding of a whole mask, [batch or 1, 1, tokens, columns], which must be causal otherwise.
+
+    It is bool, or 0 where a query sees a key and the dtype's minimum elsewhere, as eager attention adds it.
+    """
     batch, _, tokens, _ = query.shape
-    fits = mask.dtype == torch.bool and mask.ndim == 4 and mask.shape[1:3] == (1, tokens)
     columns = mask.shape[-1]
-    if not fits or columns not in (tokens, layer.length + tokens) or layer.window is not None:
+    if mask.ndim != 4 or mask.shape[1:3] != (1, tokens) or columns not in (tokens, layer.length + tokens):
         raise _refusal(mask)
-    last = mask[:, 0, -1]
+    seen = mask if mask.dtype == torch.bool else mask == 0
+    added = mask.is_floating_point() and bool((seen | (mask <= torch.finfo(mask.dtype).min)).all())
+    last = seen[:, 0, -1]
     causal = torch.ones(tokens, columns, dtype=torch.bool, device=mask.device).tril(columns - tokens)
-    if not torch.equal(mask[:, 0], last[:, None] & causal):
+    is_causal = torch.equal(seen[:, 0], last[:, None] & causal)
+    if layer.window is not None or not is_causal or not (mask.dtype == torch.bool or added):
         raise _refusal(mask)
     last = last.expand(batch, -1)
     layer.check_mask(last, one_token=False)

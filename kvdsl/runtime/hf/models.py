@@ -145,6 +145,11 @@ def refuse_unsupported(model: PreTrainedModel) -> None:
             f"{name} attends in chunks of {getattr(config, 'attention_chunk_size', '?')} tokens, which a policy over the whole "
             f"text would change: kvdsl does not serve chunked attention"
         )
+    if getattr(config, "attn_logit_softcapping", None) is not None and config._attn_implementation == "sdpa":
+        raise KvdslError(
+            f'{name} caps its attention\'s logits, which `sdpa` does not: call `model.set_attn_implementation("eager")` first, with a '
+            f"cache of kvdsl's and without"
+        )
     if getattr(config, "output_attentions", False):
         raise KvdslError(
             f"{name}'s config asks for `output_attentions`, which fused attention never builds: set it to False first"
