@@ -411,10 +411,17 @@ TEXT = _code(
 OTHERS = _code(
     "KV0325",
     "no slot to compare with",
-    "A reduction `over others` compares each slot with all other live slots of its KV head, one by one: `max(dot(k, other(k)) over "
-    "others)`, where `other(x)` is what the other slot has. It is found in a settle, from what slots have whatever the query, and "
-    "`other(x)` is read nowhere else.",
-    _policy(_BUDGET, "score sum(dot(k, other(k)) over slots)"),
+    "A reduction `over slots as j` compares each slot with all live slots of its KV head, one by one: `max(dot(k, j.k) over slots as j "
+    "where j.position != position)`. `j.x` is what the slot j has of x, and `j.(x + y)` of an expression. It is found in a settle, from "
+    "what slots have whatever the query, and `j` means nothing elsewhere.",
+    _policy(_BUDGET, "score sum(dot(k, j.k) over slots)"),
+)
+KEY = _code(
+    "KV0326",
+    "not a key",
+    "`mean(x over slots by key)` gives every slot the mean of the slots that have the same key as it, as pages do: `by floor(position / "
+    "16)`. A key is one number per slot, whatever the query, and so is what is reduced.",
+    _policy(_BUDGET, "score mean(k over slots by attn)"),
 )
 SELECT_AXES = _code(
     "KV0314",

@@ -240,14 +240,16 @@ def differs_by_query_head(expr: Expr) -> bool:
 def _over_text(expr: Reduce, scope: Scope) -> Array:
     """A reduction over the prompt's queries, of one query head."""
     first = 0.0 if expr.after is None else evaluate_number(expr.after, scope)
-    position, found = scope.inputs["position"], []
+    position, found, holds = scope.inputs["position"], [], []
     for place, heads in scope.text:
         if place >= first:
             own = {"q": heads[scope.query_head][None], "query_position": number(place), "age": place - position}
-            found.append(_value(expr.body, replace(scope, inputs={**scope.inputs, **own})))
+            asked = replace(scope, inputs={**scope.inputs, **own})
+            found.append(_value(expr.body, asked))
+            holds.append(number(1) if expr.where is None else _value(expr.where, asked))
     if not found:
         return np.full((1, scope.dims if Axis.DIM in axes_of(expr.body) else 1), REDUCTIONS[expr.op].of_nothing)
-    reduced: Array = fold(expr.op, np.stack(found), axis=0)[0]
+    reduced: Array = _where_it_holds(expr, np.stack(found), np.stack(holds))[0]
     return reduced
 
 
@@ -299,38 +301,72 @@ def _solved(matrix: Array, right: Array) -> Array | None:
 
 def _over_heads(expr: Reduce, scope: Scope) -> Array:
     """A reduction over the layer's KV heads, of a number of each, or position by position: these hold the same ones."""
-    values = [peer.value(expr.body, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
-    if all(len(value) == 1 for value in values):
-        return fold(expr.op, np.concatenate(values), axis=0)
+    values, holds = (
+        [number(1) if part is None else peer.value(part, replace(peer.scope, heads=scope.heads)) for peer in scope.heads]
+        for part in (expr.body, expr.where)
+    )
+    if all(len(value) == 1 for value in (*values, *holds)):
+        return _where_it_holds(expr, np.concatenate(values), np.concatenate(holds))
     orders = [np.argsort(peer.scope.inputs["position"][:, 0]) for peer in scope.heads]
-    texts = [np.broadcast_to(value, (len(order), 1))[order] for value, order in zip(values, orders, strict=True)]
-    folded = fold(expr.op, np.stack(texts), axis=0)[0]
+    texts, where = (
+        np.stack([np.broadcast_to(value, (len(order), 1))[order] for value, order in zip(of, orders, strict=True)])
+        for of in (values, holds)
+    )
+    folded = _where_it_holds(expr, texts, where)[0]
     own: Array = folded[np.argsort(np.argsort(scope.inputs["position"][:, 0]))]
     return own
 
 
 def _over_slots(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over slots, or over those of each slot's page, or of the next. What does not vary over slots counts once for each."""
+    """A reduction over slots, or over those with each slot's key, of its page, or of the next.
+
+    What does not vary over slots counts once for each.
+    """
     body = _value(expr.body, scope)
     body = np.broadcast_to(body, (scope.slots, body.shape[1]))
-    if expr.within == "all":
-        return fold(expr.op, body, axis=0)
-    pages = page_of(scope.inputs["position"][:, 0], scope.page, scope.page_after)
-    folded = {page: fold(expr.op, body[pages == page], axis=0) for page in set(pages)}
+    holds = np.broadcast_to(number(1) if expr.where is None else _value(expr.where, scope), (scope.slots, 1))
+    if expr.by is None and expr.within == "all":
+        return _where_it_holds(expr, body, holds)
+    if expr.by is None:
+        keys = page_of(scope.inputs["position"][:, 0], scope.page, scope.page_after).astype(np.float64)
+    else:
+        keys = evaluate_slots(expr.by, scope)
+    folded = {key: _where_it_holds(expr, body[keys == key], holds[keys == key]) for key in set(keys.tolist())}
     nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
-    return np.concatenate([folded.get(page + (expr.within == "next"), nothing) for page in pages])
+    found = [nothing if math.isnan(key) else folded.get(key + (expr.within == "next"), nothing) for key in keys.tolist()]
+    return np.concatenate(found)
+
+
+def _where_it_holds(expr: Reduce, x: Array, holds: Array) -> Array:
+    """The reduction along the first axis of what the condition holds for: straight from the definition, line by line."""
+    if expr.where is None:
+        return fold(expr.op, x, axis=0)
+    chosen, x = np.broadcast_to(_truth(holds), np.broadcast_shapes(holds.shape, x.shape)), np.asarray(x)
+    x = np.broadcast_to(x, chosen.shape)
+    lines, masks = x.reshape(len(x), -1), chosen.reshape(len(x), -1)
+    of_nothing = REDUCTIONS[expr.op].of_nothing
+    found = [
+        fold(expr.op, line[mask], axis=0).item() if mask.any() else of_nothing
+        for line, mask in zip(lines.T, masks.T, strict=True)
+    ]
+    return np.array(found).reshape((1, *x.shape[1:]))
 
 
 def _over_others(expr: Reduce, scope: Scope) -> Array:
-    """A reduction over all other slots, of each slot in turn."""
-    parts = {part: _of_every_slot(part, scope) for part in of_one_slot(expr.body)}
+    """A reduction over all other slots, or over all with the slot itself, of each slot in turn."""
+    both = (expr.body,) if expr.where is None else (expr.body, expr.where)
+    parts = {part: _of_every_slot(part, scope) for expr_ in both for part in of_one_slot(expr_)}
     place, reduced = np.arange(scope.slots), []
     for slot in place:
-        known = {part: x[place != slot] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
-        body = _value(expr.body, replace(scope, slots=scope.slots - 1, known=known))
-        body = np.broadcast_to(body, (scope.slots - 1, body.shape[1]))
+        others = (place != slot) if expr.within == "all" else (place >= 0)
+        known = {part: x[others] if isinstance(part, Other) else x[place == slot] for part, x in parts.items()}
+        compared = replace(scope, slots=int(others.sum()), known=known)
+        body = _value(expr.body, compared)
+        body = np.broadcast_to(body, (compared.slots, body.shape[1]))
         nothing = np.full((1, body.shape[1]), REDUCTIONS[expr.op].of_nothing)
-        reduced.append(fold(expr.op, body, axis=0) if len(body) else nothing)
+        holds = number(1) if expr.where is None else _value(expr.where, compared)
+        holds = np.broadcast_to(holds, (compared.slots, 1))
+        reduced.append(_where_it_holds(expr, body, holds) if len(body) else nothing)
     return np.concatenate(reduced)
 
 
@@ -345,11 +381,27 @@ def _over_dims(expr: Reduce, scope: Scope) -> Array:
     body = _value(expr.body, scope)
     dims = body.shape[1] if Axis.DIM in axes_of(expr.body) else scope.dims
     body = np.broadcast_to(body, (body.shape[0], dims))
+    holds = None if expr.where is None else np.broadcast_to(_truth(_value(expr.where, scope)), body.shape)
     if expr.within == "sketch":
         if scope.sketch is None:
             raise LookupError("there is no sketch before the prompt's last query")
-        body = body[:, scope.sketch]
-    return over_dims(expr.op, body)
+        body, holds = body[:, scope.sketch], None if holds is None else holds[:, scope.sketch]
+    return over_dims(expr.op, body) if holds is None else _over_some_dims(expr.op, body, holds)
+
+
+def _over_some_dims(op: str, x: Array, holds: Mask) -> Array:
+    """The reduction of the dims for which a condition holds, [n, D] each to [n, 1], adding in the same order as all of them."""
+    if op in ("max", "min"):
+        return over_dims(op, np.where(holds, x, REDUCTIONS[op].of_nothing))
+    if op == "sum":
+        return over_dims(op, np.where(holds, x, 0))
+    count: Array = over_dims("sum", _as_number(holds))
+    mean: Array = over_dims("sum", np.where(holds, x, 0)) / count
+    if op == "mean":
+        return mean
+    variance: Array = over_dims("sum", np.where(holds, (x - mean) ** 2, 0)) / count
+    deviation: Array = np.sqrt(variance)
+    return variance if op == "var" else deviation
 
 
 @np.errstate(all="ignore")
@@ -384,12 +436,14 @@ def _rank(expr: Rank, scope: Scope) -> Array:
     if expr.within == "heads":
         return _rank_over_heads(expr, scope)
     body, position = evaluate_slots(expr.body, scope), scope.inputs["position"][:, 0]
-    pages = (
-        page_of(position, scope.page, scope.page_after) if expr.within == "page" else np.zeros(scope.slots, dtype=np.int64)
-    )
+    keys = np.zeros(scope.slots)
+    if expr.by is not None:
+        keys = evaluate_slots(expr.by, scope)
+    elif expr.within == "page":
+        keys = page_of(position, scope.page, scope.page_after).astype(np.float64)
     ranks = np.zeros(scope.slots)
-    for page in set(pages):
-        own = np.flatnonzero(pages == page)
+    for key in set(keys.tolist()):
+        own = np.flatnonzero(keys == key)
         ranks[own[ascending(body[own], position[own])]] = np.arange(len(own))
     return per_slot(ranks)
 

@@ -104,7 +104,11 @@ class History:
         if leaf.last is not None:
             first = max(moment.since, moment.newest - at_least_one(moment.number(leaf.last)) + 1)
         decay = 0.0 if leaf.decay is None else moment.number(leaf.decay)
-        received = [[value for query, value in slots[slot].items() if query >= first] for slot in moment.chosen]
+        holds = slots if leaf.where is None else self._received[leaf.where]
+        received = [
+            [value for query, value in slots[slot].items() if query >= first and (leaf.where is None or holds[slot][query])]
+            for slot in moment.chosen
+        ]
         return per_slot([over_queries(leaf.op, values, decay) for values in received])
 
     def prune(self, values: Values) -> None:
@@ -263,3 +267,5 @@ def _bodies(expr: Expr) -> Iterator[Expr]:
         yield from _bodies(child)
     if isinstance(expr, Reduce) and expr.axis is Axis.QUERY and expr.within != "text":
         yield expr.body
+        if expr.where is not None:
+            yield expr.where

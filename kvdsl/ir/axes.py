@@ -43,13 +43,13 @@ def axes_of(expr: Expr) -> frozenset[Axis]:
     if isinstance(expr, Other):
         return (axes_of(expr.body) - {Axis.SLOT}) | {Axis.OTHER}
     if isinstance(expr, (Project, Rank)):
-        return axes_of(expr.body)
+        return axes_of(expr.body)  # what `rank` orders has slots, and so has its key
     if isinstance(expr, Rotate):
         return axes_of(expr.body) | (frozenset() if expr.by is None else axes_of(expr.by))
     if isinstance(expr, Reduce):
-        inner = axes_of(expr.body)
-        if expr.within in ("page", "next"):  # every slot has the value of a page
-            return inner
+        inner = axes_of(expr.body) | (frozenset() if expr.where is None else axes_of(expr.where))
+        if expr.within in ("page", "next") or expr.by is not None:  # every slot has the value of its page, or of its key
+            return inner | {Axis.SLOT}
         if expr.within == "text":
             return inner - {Axis.QUERY}
         return inner - {expr.axis} | ({Axis.SLOT} if expr.axis in (Axis.QUERY, Axis.OTHER) else frozenset())

@@ -69,6 +69,7 @@ def _row_of(table: Container[str]) -> AfterValidator:
     return AfterValidator(known)
 
 
+Within = Literal["all", "page", "next", "sketch", "text", "self"]
 InputName = Annotated[str, _row_of(ops.INPUTS)]
 Function = Annotated[str, _row_of(ops.FUNCTIONS)]
 Operator = Annotated[str, _row_of(ops.OPERATORS)]
@@ -149,15 +150,17 @@ class Binary(Node):
 class Reduce(Node):
     """A reduction of `body` over one axis.
 
-    Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last`
-    over those of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and
-    each later one gives decay * ema + (1 - decay) * value.
-    Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within a
-    page it gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it. Over dims within the
-    sketch it ranges over the sketch's dims only. Over queries within the text it ranges over all queries of the prompt that has come,
-    but for those at the first `after` places, whether they saw the slot or not, and leaves no slots of its own. Over others it ranges,
-    for each live slot, over all other live slots of its KV head (`Other`). Over heads it ranges over a layer's KV heads, each of which has
-    one number; only a layer's weight (`AcrossLayers`) does. `std` and `var` are the population's.
+    Over queries it ranges over the queries that could see the slot while it was cached, its own token's included; with `last` over those
+    of them that are among the row's newest `last` queries. `ema` begins with the value of the slot's first query, and each later one
+    gives decay * ema + (1 - decay) * value. Within `text` it ranges over all queries of the prompt that has come, but for those at the
+    first `after` places, whether they saw the slot or not, and leaves no slots of its own.
+    Over slots it ranges over the slots that the query sees (inside a reduction over queries), or over the live slots; within `page` it
+    gives every slot the value of its page (`Policy.pages`), within `next` that of the page behind it.
+    Over dims within `sketch` it ranges over the sketch's dims only.
+    Over others it ranges, for each live slot, over all other live slots of its KV head (`Other`); within `self` over all of them.
+    Over heads it ranges over a layer's KV heads, each of which has one number; only a layer's weight (`AcrossLayers`) does.
+    With `where` only what that holds for is reduced. With `by` every slot has the reduction of the slots with the same key as its own.
+    `std` and `var` are the population's.
     """
 
     kind: Literal["reduce"] = "reduce"
@@ -166,8 +169,10 @@ class Reduce(Node):
     body: Expr
     last: Expr | None = None
     decay: Expr | None = None
-    within: Literal["all", "page", "next", "sketch", "text"] = "all"
+    within: Within = "all"
     after: Expr | None = None
+    where: Expr | None = None
+    by: Expr | None = None
 
     @property
     def over(self) -> str:
@@ -239,12 +244,14 @@ class Rank(Node):
     """How many slots rank lower by `body`: 0 for the lowest, a NaN below every number, of equals the older.
 
     Of the slots that the query sees (inside a reduction over queries, or in a selection), or of the live slots; within a page of
-    those of the slot's page; within heads of the live slots of all KV heads of the layer, of equals the older, then the lower head's.
+    those of the slot's page; within heads of the live slots of all KV heads of the layer, of equals the older, then the lower head's. With
+    `by` of those with the same key as the slot.
     """
 
     kind: Literal["rank"] = "rank"
     body: Expr
     within: Literal["all", "page", "heads"] = "all"
+    by: Expr | None = None
 
 
 class Enough(Node):

@@ -235,7 +235,7 @@ def range_of(axis: Axis, within: str = "all", *, last: bool = False) -> str:
     if last:
         return "history"
     words = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTHER: "others", Axis.HEAD: "heads"}
-    return words[axis] if within == "all" else within
+    return words[axis] if within in ("all", "self") else within
 
 
 Formula = float | str | tuple[object, ...]

@@ -49,7 +49,8 @@ _STRENGTH = {
 }  # fmt: skip
 
 _OVER = {Axis.QUERY: "", Axis.SLOT: " over slots", Axis.DIM: " over dims"}
-_OVER |= {Axis.OTHER: " over others", Axis.HEAD: " over heads"}
+_OVER |= {Axis.HEAD: " over heads"}
+_POSITION = Input(name="position")
 
 
 def print_expression(expr: Expr) -> str:
@@ -75,9 +76,9 @@ def _parts(expr: Expr) -> tuple[str, int]:
         return _call(expr)
     if isinstance(expr, Reduce):
         decay = "" if expr.decay is None else f", {_text(expr.decay, _OR)}"
-        return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{decay})", _ATOM
+        return f"{expr.op}({_text(expr.body, _OR)}{_over(expr)}{_only(expr)}{decay})", _ATOM
     if isinstance(expr, Other):
-        return f"other({_text(expr.body, _OR)})", _ATOM
+        return f"j.{expr.body.name}" if isinstance(expr.body, (Input, GivenRef)) else f"j.({_text(expr.body, _OR)})", _ATOM
     if isinstance(expr, Fold):
         over = " over prunes" if expr.over == "prunes" else ""
         return f"fold({_text(expr.body, _OR)}{over}, {_text(expr.start, _OR)})", _ATOM
@@ -93,7 +94,8 @@ def _parts(expr: Expr) -> tuple[str, int]:
     if isinstance(expr, Leverage):
         return f"leverage({_text(expr.body, _OR)}, {_text(expr.ridge, _OR)})", _ATOM
     if isinstance(expr, Rank):
-        return f"rank({_text(expr.body, _OR)}{'' if expr.within == 'all' else f' over {expr.within}'})", _ATOM
+        over = "" if expr.within == "all" else f" over {expr.within}"
+        return f"rank({_text(expr.body, _OR)}{over}{_by(expr)})", _ATOM
     if isinstance(expr, Enough):
         order = () if expr.by == expr.body else (expr.by,)
         return f"enough({', '.join(_text(part, _OR) for part in (expr.body, expr.share, *order))})", _ATOM
@@ -109,10 +111,25 @@ def _over(expr: Reduce) -> str:
     """What a reduction ranges over; queries go without saying, but beside `max(a, b)`."""
     if expr.last is not None:
         return f" over last {_text(expr.last, _OR)} queries"
+    if expr.axis is Axis.OTHER:
+        return " over slots as j"
     if expr.within != "all":
         after = "" if expr.after is None else f" after {_text(expr.after, _OR)}"
         return " over next page" if expr.within == "next" else f" over {expr.within}{after}"
     return " over queries" if expr.axis is Axis.QUERY and expr.op in FUNCTIONS else _OVER[expr.axis]
+
+
+def _only(expr: Reduce) -> str:
+    """The rest of a range: where it counts, and by which key."""
+    others = Binary(op="!=", left=Other(body=_POSITION), right=_POSITION)
+    where = expr.where
+    if expr.axis is Axis.OTHER and expr.within == "all":
+        where = others if where is None else Binary(op="and", left=others, right=where)
+    return ("" if where is None else f" where {_text(where, _OR)}") + _by(expr)
+
+
+def _by(expr: Reduce | Rank) -> str:
+    return "" if expr.by is None else f" by {_text(expr.by, _OR)}"
 
 
 def _binary(expr: Binary) -> tuple[str, int]:
@@ -135,7 +152,7 @@ def _call(expr: Call) -> tuple[str, int]:
 
 def print_number(value: float) -> str:
     """A number as one would write it, which every target reads as the same double."""
-    return str(int(value)) if value == int(value) and abs(value) < 2**53 else repr(value)
+    return str(int(value)) if abs(value) < 2**53 and value == int(value) else repr(value)
 
 
 def print_policy(policy: Policy) -> str:

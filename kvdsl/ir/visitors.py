@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
@@ -28,6 +29,8 @@ from kvdsl.ir.nodes import (
 )
 from kvdsl.ir.ops import OF_QUERY_HEADS
 
+_Inside = TypeVar("_Inside", bound=Node)
+
 
 def walk(expr: Expr) -> Iterator[Expr]:
     """The expression and everything in it, outermost first."""
@@ -43,7 +46,7 @@ def children(expr: Expr) -> tuple[Expr, ...]:
     if isinstance(expr, Binary):
         return (expr.left, expr.right)
     if isinstance(expr, Reduce):
-        return (expr.body, *(part for part in (expr.last, expr.decay, expr.after) if part is not None))
+        return (expr.body, *(part for part in (expr.last, expr.decay, expr.after, expr.where, expr.by) if part is not None))
     if isinstance(expr, Fold):
         return (expr.body, expr.start)
     if isinstance(expr, FoldRef):
@@ -54,7 +57,9 @@ def children(expr: Expr) -> tuple[Expr, ...]:
         return (expr.body, *(part for part in (expr.by, expr.factor) if part is not None))
     if isinstance(expr, Leverage):
         return (expr.body, expr.ridge)
-    if isinstance(expr, (Other, Rank)):
+    if isinstance(expr, Rank):
+        return (expr.body,) if expr.by is None else (expr.body, expr.by)
+    if isinstance(expr, Other):
         return (expr.body,)
     if isinstance(expr, Enough):
         return (expr.body, expr.share, expr.by)
@@ -80,21 +85,45 @@ def of_one_slot(body: Expr) -> Iterator[Expr]:
             yield from of_one_slot(child)
 
 
+def with_children(expr: Expr, change: Callable[[Expr], Expr]) -> Expr:
+    """The expression with each of its direct operands changed; the same object if nothing changes."""
+    changed: dict[str, object] = {}
+    for name, value in expr:
+        if isinstance(value, EXPRESSIONS) and (new := change(value)) is not value:
+            changed[name] = new
+        elif isinstance(value, tuple):
+            parts = tuple(change(part) for part in value)
+            if any(new is not old for new, old in zip(parts, value, strict=True)):
+                changed[name] = parts
+    return expr.model_copy(update=changed) if changed else expr
+
+
+def bottom_up(expr: Expr, rule: Callable[[Expr], Expr]) -> Expr:
+    """Rewrite innermost first: `rule` gets a node whose operands are rewritten, and gives what it becomes."""
+    return rule(with_children(expr, lambda part: bottom_up(part, rule)))
+
+
+def mapped(node: _Inside, change: Callable[[Expr], Expr]) -> _Inside:
+    """A policy, or a part of one, with every expression in it changed; the same object if nothing changes."""
+    changed = {name: new for name, value in node if (new := _mapped(value, change)) is not value}
+    return node.model_copy(update=changed) if changed else node
+
+
+def _mapped(value: object, change: Callable[[Expr], Expr]) -> object:
+    if isinstance(value, tuple):
+        parts = tuple(_mapped(part, change) for part in value)
+        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
+    if isinstance(value, EXPRESSIONS):
+        return change(value)
+    return mapped(value, change) if isinstance(value, Node) else value
+
+
 def rewrite(expr: Expr, rule: Callable[[Expr], Expr | None]) -> Expr:
     """Rewrite outermost first: where `rule` returns an expression it replaces the node and is not entered again."""
     replaced = rule(expr)
     if replaced is not None:
         return replaced
-    if isinstance(expr, Call):
-        args = tuple(rewrite(arg, rule) for arg in expr.args)
-        return expr if args == expr.args else Call(function=expr.function, args=args)
-    if isinstance(expr, Binary):
-        left, right = rewrite(expr.left, rule), rewrite(expr.right, rule)
-        return expr if (left, right) == (expr.left, expr.right) else Binary(op=expr.op, left=left, right=right)
-    if isinstance(expr, (Reduce, Other, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
-        parts = {name: rewrite(part, rule) for name, part in expr if isinstance(part, Node)}  # type: ignore[arg-type]
-        return expr.model_copy(update=parts)
-    return expr
+    return with_children(expr, lambda part: rewrite(part, rule))
 
 
 def expressions(policy: Policy) -> Iterator[Expr]:

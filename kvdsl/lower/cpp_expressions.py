@@ -273,5 +273,7 @@ def _float(value: float) -> str:
 
 
 def _double(value: float) -> str:
+    if math.isinf(value):
+        return _float(value)
     text = print_number(value)
     return f"{text}.0" if text.lstrip("-").isdigit() else text

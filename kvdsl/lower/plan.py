@@ -21,6 +21,7 @@ from kvdsl.lower.triton_prompt import TritonPromptPlan, triton_prompt_plan
 from kvdsl.lower.triton_words import TritonWords, triton_words
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import fold
+from kvdsl.passes.normal import normal
 
 Plan = TypeVar("Plan")
 
@@ -109,7 +110,7 @@ def make_plan(policy: Policy) -> PackagePlan:
     Raises:
         KvdslError: if not even torch has code for something in it.
     """
-    policy = _tensors_in_order(fold(policy))
+    policy = _tensors_in_order(fold(normal(policy)))
     lowered = add_columns(policy)
     numbers = numbers_plan(lowered)
     names = tuple(name for name, _ in numbers.numbers)

@@ -97,6 +97,8 @@ class _TorchPrinter(Printer):
 
     def number(self, value: float) -> Fragment:
         """A literal."""
+        if math.isinf(value):
+            return Fragment("-torch.inf" if value < 0 else "torch.inf", uses=(TORCH,))
         return Fragment(print_number(value))
 
     def of_dtype(self, value: float) -> Fragment:
@@ -211,7 +213,7 @@ class TokenPrinter(_TorchPrinter):
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
-            return Fragment(print_number(expr.value))
+            return self.number(expr.value)
         if isinstance(expr, TensorRef):
             return Fragment(f'new.tensor("{expr.name}", dims={expr.dims})')
         if isinstance(expr, GivenRef):
@@ -261,10 +263,7 @@ class TensorPrinter(_TorchPrinter):
 
     def number(self, value: float) -> Fragment:
         """A literal beside float32 tensors."""
-        known = as_float32(value)
-        if math.isfinite(known):
-            return Fragment(print_number(known))
-        return Fragment(f"{'-' if known < 0 else ''}torch.inf", uses=(TORCH,))
+        return super().number(as_float32(value))
 
     def leaf(self, expr: Leaf) -> Fragment:
         if isinstance(expr, Number):
@@ -365,7 +364,7 @@ class TensorPrinter(_TorchPrinter):
         body = pairs.value(expr.body)
         vectors = ", vectors=True" if pairs.compares_vectors else ""
         lifted = (".unsqueeze(2)" if self._grouped else "") + (".unsqueeze(-1)" if self._dims and not dims else "")
-        flags = f"{', dims=True' if dims else ''}{vectors}"
+        flags = f"{', dims=True' if dims else ''}{vectors}{', itself=True' if expr.within == 'self' else ''}"
         own, others = (fragment("[" + ", ".join("{}" for _ in parts) + "]", *parts) for parts in (pairs.own, pairs.others))
         call = f'{self._view}.over_others("{expr.op}", lambda own, other: {{}}, {{}}, {{}}{flags}){lifted}'
         return fragment(call, body, own, others)

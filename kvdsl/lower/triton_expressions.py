@@ -7,6 +7,7 @@ text calls.
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass
 from typing import ClassVar
@@ -159,6 +160,8 @@ class BlockPrinter(_TritonPrinter):
         return made if expr.right == Number(value=2) else fragment("{}.to(tl.float32)", made)
 
     def leaf(self, expr: Leaf) -> Fragment:
+        if isinstance(expr, Number) and math.isinf(expr.value):
+            return Fragment(f'float("{expr.value}")')
         if isinstance(expr, Number):
             text = print_number(expr.value)
             return Fragment(f"{text}.0" if text.lstrip("-").isdigit() else text)

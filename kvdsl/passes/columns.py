@@ -38,8 +38,9 @@ from kvdsl.ir.nodes import (
     TensorRef,
 )
 from kvdsl.ir.ops import OPERATORS, REDUCTIONS
-from kvdsl.ir.visitors import rewrite, walk, with_policy
+from kvdsl.ir.visitors import mapped, rewrite, walk, with_policy
 from kvdsl.passes.fold import fold
+from kvdsl.passes.normal import normal, plain
 from kvdsl.passes.parts import from_formula
 
 _MAX_NAME = 40
@@ -47,7 +48,7 @@ _MAX_NAME = 40
 
 def add_columns(policy: Policy) -> Policy:
     """Rewrite the policy's expressions, with constants folded, so that they read state columns, and list those in `policy.columns`."""
-    policy = fold(policy)
+    policy = mapped(fold(normal(policy)), plain)
     table = _Columns()
     score = None if policy.score is None else table.lower(policy.score)
     keeps = tuple(

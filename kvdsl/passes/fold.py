@@ -8,30 +8,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import TypeVar
 
-from kvdsl.ir.nodes import (
-    EXPRESSIONS,
-    Binary,
-    Call,
-    Enough,
-    Expr,
-    Fold,
-    FoldRef,
-    Input,
-    Leverage,
-    Node,
-    Number,
-    Other,
-    ParamRef,
-    Policy,
-    Pool,
-    Project,
-    Rank,
-    Reduce,
-    Rotate,
-)
+from kvdsl.ir.nodes import Binary, Call, Expr, Input, Number, ParamRef, Policy
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS
+from kvdsl.ir.visitors import bottom_up, children, mapped
 
 
 def value_of(expr: Expr, names: Mapping[str, float] | None = None) -> float | None:
@@ -70,41 +50,16 @@ def apply(name: str, *args: float | None) -> float | None:
 
 def fold_expression(expr: Expr) -> Expr:
     """The expression with its constant parts computed."""
-    if isinstance(expr, Binary):
-        left, right = fold_expression(expr.left), fold_expression(expr.right)
-        expr = expr if left is expr.left and right is expr.right else Binary(op=expr.op, left=left, right=right)
-        constant = isinstance(left, Number) and isinstance(right, Number)
-    elif isinstance(expr, Call):
-        args = tuple(fold_expression(arg) for arg in expr.args)
-        same = all(new is old for new, old in zip(args, expr.args, strict=True))
-        expr = expr if same else Call(function=expr.function, args=args)
-        constant = all(isinstance(arg, Number) for arg in args)
-    elif isinstance(expr, (Reduce, Other, Fold, FoldRef, Project, Rotate, Leverage, Rank, Enough, Pool)):
-        return _folded_inside(expr)
-    else:
+    return bottom_up(expr, _folded)
+
+
+def _folded(expr: Expr) -> Expr:
+    if not isinstance(expr, (Binary, Call)) or not all(isinstance(part, Number) for part in children(expr)):
         return expr
-    value = value_of(expr) if constant else None
+    value = value_of(expr)
     return expr if value is None else Number(value=value)
 
 
 def fold(policy: Policy) -> Policy:
     """The policy with the constant parts of every expression computed."""
-    return _folded_inside(policy)
-
-
-_Inside = TypeVar("_Inside", bound=Node)
-
-
-def _folded_inside(node: _Inside) -> _Inside:
-    """A node with every expression in it folded, however deep in its parts; the same object if nothing changes."""
-    changed = {name: folded for name, value in node if (folded := _folded(value)) is not value}
-    return node if not changed else node.model_copy(update=changed)
-
-
-def _folded(value: object) -> object:
-    if isinstance(value, tuple):
-        parts = tuple(_folded(part) for part in value)
-        return value if all(new is old for new, old in zip(parts, value, strict=True)) else parts
-    if isinstance(value, EXPRESSIONS):
-        return fold_expression(value)
-    return _folded_inside(value) if isinstance(value, Node) else value
+    return mapped(policy, fold_expression)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvdsl.ir.nodes import AcrossLayers, Binary, Call, Column, Expr, Input, Keep, Number, Policy, Reduce, Select, Sketch
+from kvdsl.ir.nodes import Binary, Call, Expr, Input, Number, Policy, Reduce
 from kvdsl.ir.ops import FUNCTIONS, OPERATORS, REDUCTIONS, Formula
-from kvdsl.ir.visitors import rewrite
+from kvdsl.ir.visitors import mapped, rewrite
 
 
 def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, Expr], Expr]) -> Expr:
@@ -28,16 +28,7 @@ def from_formula(formula: Formula | object, body: Expr, reduced: Callable[[str, 
 
 def in_parts(policy: Policy, knows: Callable[[Reduce], bool]) -> Policy:
     """The policy with every reduction that a target does not know made of others, as far as it is made of any."""
-
-    def changed(name: str, value: object) -> object:
-        """A field of the policy, or of a part of it."""
-        if isinstance(value, tuple):
-            return tuple(changed(name, one) for one in value)
-        if isinstance(value, (AcrossLayers, Column, Keep, Select, Sketch)):
-            return value.model_copy(update={name: changed(name, part) for name, part in value})
-        return _in_parts(value, knows) if name in ("measured", "score", "by", "body") and value is not None else value  # type: ignore[arg-type]
-
-    return policy.model_copy(update={name: changed(name, value) for name, value in policy})
+    return mapped(policy, lambda expr: _in_parts(expr, knows))
 
 
 def _in_parts(expr: Expr, knows: Callable[[Reduce], bool]) -> Expr:

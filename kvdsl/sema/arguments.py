@@ -6,6 +6,7 @@ from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
 from kvdsl.ir.ops import PLAIN_REDUCTIONS
 from kvdsl.sema.needs import Report
+from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
 _SHOWN = 8
@@ -21,8 +22,8 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
     values: dict[str, syn.Expr] = {}
     for index, argument in enumerate(node.arguments):
         keyword = argument.keyword
-        if argument.over is not None:
-            over_without_reduction(function, argument.over, report)
+        if argument.ranges is not None:
+            over_without_reduction(function, argument.ranges, report)
         elif keyword is None and index >= positional:
             message = "an argument without a name cannot follow one with a name"
             report(codes.ARGUMENTS, argument.span, message, f"write `{_signature(function, parameters)}`")
@@ -60,10 +61,11 @@ def no_argument(function: str, keyword: syn.Word, names: list[str] | tuple[()], 
     report(codes.ARGUMENTS, keyword.span, f"`{function}` has no argument named `{keyword.text}`", help)
 
 
-def over_without_reduction(function: str, over: syn.Over, report: Report) -> None:
-    """Reports an `over` in a call that reduces nothing."""
-    message = f"`{function}` is not a reduction of one value, so `over` has no meaning here"
-    report(codes.ARGUMENTS, over.span, message, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}")
+def over_without_reduction(function: str, ranges: Span, report: Report) -> None:
+    """Reports an `over`, `where` or `by` in a call that reduces nothing."""
+    word = ranges.text.split()[0]
+    message = f"`{function}` is not a reduction of one value, so `{word}` has no meaning here"
+    report(codes.ARGUMENTS, ranges, message, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}")
 
 
 def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:

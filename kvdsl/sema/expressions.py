@@ -32,11 +32,12 @@ from kvdsl.ir.ops import (
     ReductionRow,
 )
 from kvdsl.ir.visitors import children
+from kvdsl.passes.normal import Pages, page_of_key
 from kvdsl.sema import values
 from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
-from kvdsl.sema.reductions import Over, Reductions, vector
-from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, TensorName
+from kvdsl.sema.reductions import Over, Reductions, in_fewer_words, vector
+from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value, extent
 from kvdsl.source import Span
@@ -88,6 +89,7 @@ class Expressions:
         bounded: the numbers inside of expressions that lie in bounds, to be checked when the params are known.
         histories: where `over last N queries` stands, by the N.
         vectors: reductions over queries that would have to be remembered dim by dim; each reports itself.
+        pages: how long the policy's pages are and what lies before them, as the first range by a page says. `pages_span`: where.
     """
 
     def __init__(self, sink: Sink, lenient: bool = False) -> None:
@@ -96,6 +98,8 @@ class Expressions:
         self.bounded: list[Bounded] = []
         self.histories: dict[Expr, Span] = {}
         self.vectors: dict[Expr, Callable[[], None]] = {}
+        self.pages: Pages | None = None
+        self.pages_span: Span | None = None
         self._uses: list[_Use] = []
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
@@ -121,7 +125,9 @@ class Expressions:
             return None
         return value
 
-    def _dispatch(self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call, scope: Scope) -> Value | None:
+    def _dispatch(
+        self, node: syn.Constant | syn.Name | syn.Unary | syn.Binary | syn.Call | syn.Member, scope: Scope
+    ) -> Value | None:
         if isinstance(node, syn.Constant):
             return values.number(node.value)
         if isinstance(node, syn.Name):
@@ -130,6 +136,8 @@ class Expressions:
             return self._unary(node, scope)
         if isinstance(node, syn.Binary):
             return self._binary(node, scope)
+        if isinstance(node, syn.Member):
+            return self._member(node, scope)
         return self._call(node, scope)
 
     # -- reports -----------------------------------------------------------------------------------------------------
@@ -202,6 +210,10 @@ class Expressions:
             return values.read_tensor(definition.tensor)
         if isinstance(definition, GivenName):
             return values.read_given(definition.given.name)
+        if isinstance(definition, SlotName):
+            help = f"write `{node.name}.position`, say"
+            self._report(codes.OTHERS, node.span, f"`{node.name}` is a slot, not a value", help)
+            return None
         if definition.let.parameters is None:
             return self.let(definition, node.span)
         names = (parameter.name.text for parameter in definition.let.parameters)
@@ -232,6 +244,22 @@ class Expressions:
             yield True
         finally:
             self._uses.pop()
+
+    def _member(self, node: syn.Member, scope: Scope) -> Value | None:
+        """`j.position`: what the slot j has."""
+        owner, definition = node.owner.text, scope.find(node.owner.text)
+        if isinstance(definition, SlotName):
+            definition.used = True
+            body = self.check(node.value, scope)
+            return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})")
+        if isinstance(definition, Bound) and definition.value is None:
+            return None
+        text, value = node.span.quoted(), node.value.span.quoted()
+        help = f"name it: `sum({text} over slots as {owner})`, say"
+        if isinstance(node.value, syn.Name) and value in NAMED_FUNCTIONS:
+            help = f"write `{value}({owner})`"
+        self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
+        return None
 
     # -- operators ---------------------------------------------------------------------------------------------------
 
@@ -387,8 +415,8 @@ class Expressions:
             if argument.keyword is not None:
                 no_argument(name, argument.keyword, (), self._report)
                 return False
-            if argument.over is not None:
-                over_without_reduction(name, argument.over, self._report)
+            if argument.ranges is not None:
+                over_without_reduction(name, argument.ranges, self._report)
                 return False
         return True
 
@@ -404,8 +432,10 @@ class Expressions:
             return None
         if not self._plain(node.function.text, node.arguments[1:]):
             return None
-        over = self._over(node.arguments[0].over, scope, Over())
-        body = self.check(node.arguments[0].value, scope)
+        over, inner = self._range(node.arguments[0], scope, Over())
+        body = self.check(node.arguments[0].value, inner)
+        if over is not None and body is not None:
+            over, body = self._with_pages(node, *in_fewer_words(over, body, self._is_page))
         decay = self._fixed(node.arguments[1].value, scope, f"the decay of `{op}`", 0, 1) if row.decay else None
         if over is None or body is None or (row.decay and decay is None):
             return None
@@ -415,8 +445,41 @@ class Expressions:
             self.vectors.setdefault(made.expr, self._reporting(codes.VECTOR, node.arguments[0].value.span, message, help))
         return made
 
+    def _range(self, argument: syn.Argument, scope: Scope, default: Over) -> tuple[Over | None, Scope]:
+        """What a reduction ranges over, and the scope of what it reduces."""
+        over, inner = self._over(argument.over, scope, default), scope
+        if over is not None and argument.over is not None and argument.over.name is not None:
+            name = argument.over.name
+            if over.axis is not Axis.SLOT or over.within != "all":
+                self._report(codes.AXIS, name.span, "only slots have names: `over slots as j`", "leave out `as`")
+                return None, scope
+            over, inner = replace(over, axis=Axis.OTHER, within="self"), Scope({name.text: SlotName()}, scope)
+        where = by = None
+        if argument.only is not None:
+            where = self.check(argument.only, inner)
+            if where is not None and not self.condition(where, argument.only.span, "`where`"):
+                where = None
+        if argument.key is not None:
+            by = self.check(argument.key, scope)
+        if over is None or (where is None) != (argument.only is None) or (by is None) != (argument.key is None):
+            return None, inner
+        return replace(over, where=where, by=by), inner
+
+    def _is_page(self, key: Expr) -> bool:
+        """Whether a key counts the policy's pages, of which there is one size."""
+        found = page_of_key(key)
+        return found is not None and (self.pages is None or self.pages == found)
+
+    def _with_pages(self, node: syn.Call, over: Over, body: Value) -> tuple[Over, Value]:
+        """A range by a key that counts pages, as one of the policy's pages."""
+        if over.by is None or over.axis is not Axis.SLOT or not self._is_page(over.by.expr):
+            return over, body
+        if self.pages is None:
+            self.pages, self.pages_span = page_of_key(over.by.expr), self._place(node.span)
+        return replace(over, within="next" if over.within == "next" else "page", by=None), body
+
     def _over(self, over: syn.Over | None, scope: Scope, default: Over) -> Over | None:
-        """What a reduction ranges over."""
+        """The axis of a range."""
         if over is None:
             return default
         if over.last is None:
@@ -438,14 +501,17 @@ class Expressions:
     def _dot(self, node: syn.Call, scope: Scope) -> Value | None:
         """`dot(a, b)`, over dims; `dot(a, b over sketch)`."""
         for argument in node.arguments[:-1]:
-            if argument.over is not None:
+            if argument.ranges is not None:
                 help = "for example `dot(q, k over sketch)`"
-                self._report(codes.ARGUMENTS, argument.over.span, "`over` follows the last argument of `dot`", help)
+                self._report(codes.ARGUMENTS, argument.ranges, "`over` follows the last argument of `dot`", help)
                 return None
         over = node.arguments[-1].over if node.arguments else None
-        plain = (*node.arguments[:-1], *(replace(argument, over=None) for argument in node.arguments[-1:]))
+        plain = (
+            *node.arguments[:-1],
+            *(replace(argument, over=None, only=None, ranges=None) for argument in node.arguments[-1:]),
+        )
         args = self._arguments(replace(node, arguments=plain), 2, scope)
-        ranges = self._over(over, scope, Over(Axis.DIM))
+        ranges = self._range(node.arguments[-1], scope, Over(Axis.DIM))[0] if node.arguments else Over(Axis.DIM)
         if args is None or ranges is None or any(arg is None for arg in args):
             return None
         if over is not None and ranges.axis is not Axis.DIM:
@@ -534,15 +600,17 @@ class Expressions:
     def _other(self, node: syn.Call, scope: Scope) -> Value | None:
         """`other(x)`."""
         body = next(iter(self._arguments(node, 1, scope) or [None]))
-        return None if body is None else self.reductions.other(node, body)
+        return None if body is None else self.reductions.other(node.arguments[0].value.span, body, "other({})")
 
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
         """`rank(x)`, `rank(x over page)`."""
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
             self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", "for example `rank(sum(attn))`")
             return None
-        over = self._over(node.arguments[0].over, scope, Over(Axis.SLOT))
-        body = self.check(node.arguments[0].value, scope)
+        over, inner = self._range(node.arguments[0], scope, Over(Axis.SLOT))
+        body = self.check(node.arguments[0].value, inner)
+        if over is not None and body is not None:
+            over, body = self._with_pages(node, over, body)
         return None if over is None or body is None else self.reductions.rank(node, over, body)
 
     def _enough(self, node: syn.Call, scope: Scope) -> Value | None:

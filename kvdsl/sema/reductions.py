@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce, Within
 from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
+from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
 from kvdsl.sema import values
 from kvdsl.sema.needs import (
     Report,
@@ -22,8 +26,6 @@ from kvdsl.sema.needs import (
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
-
-Within = Literal["all", "page", "next", "sketch", "text"]
 
 _AXES: dict[str, tuple[Axis, Within]] = {
     "queries": (Axis.QUERY, "all"),
@@ -41,17 +43,56 @@ _PLURAL = {Axis.QUERY: "queries", Axis.SLOT: "slots", Axis.DIM: "dims", Axis.OTH
 
 @dataclass(frozen=True)
 class Over:
-    """What a reduction ranges over; `last` is the N of `over last N queries`, `after` that of `over text after N`."""
+    """What a reduction ranges over.
+
+    Attributes:
+        last: the N of `over last N queries`. `after`: that of `over text after N`.
+        where: the condition of `x where c`. `by`: the key of `x over slots by key`.
+    """
 
     axis: Axis = Axis.QUERY
     within: Within = "all"
     last: Value | None = None
     after: Value | None = None
+    where: Value | None = None
+    by: Value | None = None
 
     @property
     def range(self) -> str:
         """Which of `kvdsl.ir.ops.RANGES` it is."""
         return range_of(self.axis, self.within, last=self.last is not None)
+
+
+def in_fewer_words(over: Over, body: Value, is_page: Callable[[Expr], bool]) -> tuple[Over, Value]:
+    """A range of other slots as one of slots, where that says the same: by a key, or of the page behind.
+
+    What is left compares a slot with all others, or with all slots.
+    """
+    if over.axis is not Axis.OTHER or over.within != "self" or over.where is None:
+        return over, body
+    parts = conditions(over.where.expr)
+    rest = [part for part in parts if not is_another(part)]
+    if len(rest) < len(parts):
+        return replace(over, within="all", where=_condition(over.where, rest)), body
+    own = of_the_other(body.expr)
+    for part in parts:
+        found, rest = same_key(part), [other for other in parts if other is not part]
+        filtered = [of_the_other(other) for other in rest]
+        if found is None or own is None or None in filtered:
+            continue
+        key, ahead = found
+        if ahead == 0 or (ahead == 1 and is_page(key)):
+            where = _condition(over.where, [other for other in filtered if other is not None])
+            by = Value(key, axes_of(key))
+            made = replace(over, axis=Axis.SLOT, within="next" if ahead else "all", where=where, by=by)
+            return made, replace(body, expr=own, axes=axes_of(own))
+    return over, body
+
+
+def _condition(where: Value, parts: list[Expr]) -> Value | None:
+    """What is left of a condition."""
+    left = together(parts)
+    return None if left is None else replace(where, expr=left, axes=axes_of(left))
 
 
 @dataclass(frozen=True)
@@ -70,10 +111,40 @@ class Reductions:
 
     def reduce(self, node: syn.Call, op: str, over: Over, body: Value, decay: Value | None = None) -> Value | None:
         """The reduction that a call stands for; `decay` is that of `ema`."""
-        fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, body)
-        return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after) if fits else None
+        reduced = body if over.where is None else values.call("where", over.where, body, values.number(0))
+        fits = self._fits_operator(node, op, over) and self._fits_body(node, op, over, reduced)
+        if not fits or not self._fits_key(node, over, reduced):
+            return None
+        return values.reduce(op, over.axis, body, over.last, decay, over.within, over.after, over.where, over.by)
+
+    def _fits_key(self, node: syn.Call, over: Over, body: Value) -> bool:
+        """Whether slots can be told apart by a key, and what they have be reduced by it: whatever the query."""
+        if over.by is None:
+            return True
+        span = node.arguments[0].value.span
+        if over.axis is not Axis.SLOT or over.within != "all":
+            message = f"`by` gives every slot what the slots with its key have, so `{node.function.text}` ranges over slots"
+            self.report(codes.KEY, node.span, message, f"write `{node.function.text}({span.quoted()} over slots by ...)`")
+        elif over.by.axes != {Axis.SLOT}:
+            message = f"a key is one number per slot, but `{print_expression(over.by.expr)}` {extent(over.by.axes)}"
+            self.report(codes.KEY, node.span, message, "for example `by floor(position / 16)`")
+        elif over.by.pools:
+            self._pooled(node, "a key")
+        elif Axis.QUERY in body.axes:
+            message = f"`by` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
+            self.report(codes.KEY, span, message, f"reduce it over queries: `sum({span.quoted()})`, say")
+        elif of_query_heads_at_once(body.expr) or reads_text(body.expr) or reads_heads(body.expr):
+            self.report(codes.KEY, span, "slots are grouped for a KV head, so `by` cannot read what each query head has")
+        else:
+            return True
+        return False
 
     def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
+        if over.where is not None and (REDUCTIONS[op].decay or op in ("last", "median")):
+            text = node.arguments[0].value.span.quoted()
+            help = f"`fold(where(c, {text}, prev), 0)` is the newest one for which c holds" if op == "last" else None
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` takes no `where`", help)
+            return False
         ranges = REDUCTIONS[op].over
         if over.range in ranges:
             return True
@@ -148,17 +219,19 @@ class Reductions:
             return True
         return False
 
-    def other(self, node: syn.Call, body: Value) -> Value | None:
-        """`other(x)`."""
-        span, text = node.arguments[0].value.span, node.arguments[0].value.span.quoted()
-        if self.is_of_other(node, body):
-            return None
-        if Axis.QUERY in body.axes:
-            message = f"`other` is what another slot has whatever the query, but `{text}` {extent(body.axes)}"
-            help = f"reduce it over queries: `other(mean({text}))`" if Axis.DIM not in body.axes else None
+    def other(self, span: Span, body: Value, written: str) -> Value | None:
+        """What the other slot has of a body at `span`; `written` is how a help says it of `{}`."""
+        text = span.quoted()
+        if Axis.OTHER in body.axes:
+            self.report(codes.OTHERS, span, f"`{text}` is what another slot has already", "reduce it before")
+        elif Axis.QUERY in body.axes:
+            message = f"another slot has what is the same whatever the query, but `{text}` {extent(body.axes)}"
+            help = f"reduce it over queries: `{written.format(f'mean({text})')}`" if Axis.DIM not in body.axes else None
             self.report(codes.OTHERS, span, message, help)
         elif Axis.SLOT not in body.axes:
-            message = f"`other` is what another slot has, but `{text}` is the same for all of them: it {extent(body.axes)}"
+            message = (
+                f"another slot has nothing of its own of `{text}`, which is the same for all of them: it {extent(body.axes)}"
+            )
             self.report(codes.OTHERS, span, message, f"write `{text}`")
         else:
             return values.other(body)
@@ -190,8 +263,13 @@ class Reductions:
             self.report(codes.RANK, span, f"`rank` orders slots by one number each, but `{text}` {extent(body.axes)}", help)
         elif over.within == "page" and Axis.QUERY in body.axes:
             self._page_of_query(span, body, f"rank(sum({text}) over page)")
-        else:
-            return values.rank(body, "heads" if over.axis is Axis.HEAD else "page" if over.within == "page" else "all")
+        elif over.where is not None:
+            self.report(codes.ARGUMENTS, node.span, "`rank` takes no `where`", f"rank `where(c, {text}, -1e30)`, say")
+        elif self._fits_key(node, over, body):
+            within: Literal["all", "page", "heads"] = (
+                "heads" if over.axis is Axis.HEAD else "page" if over.within == "page" else "all"
+            )
+            return values.rank(body, within, over.by)
         return None
 
     def leverage(self, node: syn.Call, body: Value, ridge: Value) -> Value | None:

@@ -51,7 +51,14 @@ class Bound:
     value: Value | None
 
 
-Definition = ParamName | TensorName | GivenName | LetName | Bound
+@dataclass(eq=False)
+class SlotName:
+    """The other slot, `j` of `over slots as j`."""
+
+    used: bool = False
+
+
+Definition = ParamName | TensorName | GivenName | LetName | Bound | SlotName
 
 
 class Scope:

@@ -112,6 +112,8 @@ class Statements:
 
     def check(self) -> Parts:
         """Checks them all."""
+        if "pages" in self.flat.settings:
+            self._pages(self.flat.settings["pages"][-1])
         self._budget()
         for keyword in self.flat.settings:
             placed = self.flat.settings[keyword][-1]
@@ -120,8 +122,6 @@ class Statements:
                 self._select(statement, placed)
             elif isinstance(statement, syn.Sketch):
                 self._sketch(statement, placed)
-            elif isinstance(statement, syn.Pages):
-                self._pages(statement, placed)
             elif isinstance(statement, syn.Layers):
                 self._range("layers", "`layers`", statement.range, placed)
             elif isinstance(statement, syn.Setting):
@@ -129,6 +129,7 @@ class Statements:
         for keyword, known in WORDS.items():
             self.parts.words.setdefault(keyword, known[0])
         self.parts.keeps = [keep for placed in self.flat.keeps if (keep := self._keep(placed)) is not None]
+        self._pages_of_keys()
         return self.parts
 
     # -- what statements are made of ---------------------------------------------------------------------------------
@@ -383,10 +384,25 @@ class Statements:
         elif value is not None and sketches(value, statement.by.span, self.sink):
             self.parts.exprs["sketch.by"] = Part(value.expr, statement.by.span)
 
-    def _pages(self, statement: syn.Pages, placed: Placed) -> None:
+    def _pages(self, placed: Placed) -> None:
+        statement = cast(syn.Pages, placed.statement)
         self._number("pages", statement.value, placed, "`pages`", 1)
         if statement.after is not None:
             self._number("pages_after", statement.after, placed, "the beginning of `pages`")
+        size, after = (self.parts.expr(name) for name in ("pages", "pages_after"))
+        self.expressions.pages = None if size is None else (size, after)
+
+    def _pages_of_keys(self) -> None:
+        """The pages that ranges go by, where no statement says them."""
+        if self.expressions.pages is None or self.expressions.pages_span is None:
+            return
+        span = self.expressions.pages_span
+        for name, expr, least in zip(("pages", "pages_after"), self.expressions.pages, (1, 0), strict=True):
+            if expr is not None:
+                self.parts.exprs[name] = Part(expr, span)
+                self.parts.bounded.append(
+                    Bounded("the size of a page" if least else "the first page's beginning", Part(expr, span), least)
+                )
 
     # -- keeps -------------------------------------------------------------------------------------------------------
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
+from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import (
     Axis,
     Binary,
@@ -27,6 +28,7 @@ from kvdsl.ir.nodes import (
     Rotate,
     Tensor,
     TensorRef,
+    Within,
 )
 from kvdsl.ir.ops import COMPARISONS, INPUTS, LOGICAL
 from kvdsl.passes import fold
@@ -114,19 +116,20 @@ def reduce(
     body: Value,
     last: Value | None = None,
     decay: Value | None = None,
-    within: Literal["all", "page", "next", "sketch", "text"] = "all",
+    within: Within = "all",
     after: Value | None = None,
+    where: Value | None = None,
+    by: Value | None = None,
 ) -> Value:
-    """A reduction. One over queries or others leaves one number per slot; one within a page gives every slot the value of its page."""
-    args = tuple(value for value in (body, last, decay, after) if value is not None)
-    last_expr, decay_expr, after_expr = (None if value is None else value.expr for value in (last, decay, after))
-    expr = Reduce(op=op, axis=axis, body=body.expr, last=last_expr, decay=decay_expr, within=within, after=after_expr)
+    """A reduction. One over queries or others leaves one number per slot; one by a key gives every slot the value of its key's slots."""
+    args = tuple(value for value in (body, last, decay, after, where, by) if value is not None)
+    parts = {"last": last, "decay": decay, "after": after, "where": where, "by": by}
+    exprs = {name: value.expr for name, value in parts.items() if value is not None}
+    expr = Reduce(op=op, axis=axis, body=body.expr, within=within).model_copy(update=exprs)
     combined = _combined(expr, args, condition=False, constant=None)
     return replace(
         combined,
-        axes=body.axes
-        if within in ("page", "next")
-        else body.axes - {axis} | ({Axis.SLOT} if axis in (Axis.QUERY, Axis.OTHER) and within != "text" else NO_AXES),
+        axes=axes_of(expr),
         observes=body.observes or axis is Axis.QUERY,
         spaces=NO_SPACES if axis is Axis.DIM else body.spaces,
         sketched=body.sketched or within == "sketch",
@@ -160,9 +163,10 @@ def leverage(body: Value, ridge: Value) -> Value:
     return replace(made, axes=frozenset({Axis.SLOT}), spaces=NO_SPACES)
 
 
-def rank(body: Value, within: Literal["all", "page", "heads"]) -> Value:
+def rank(body: Value, within: Literal["all", "page", "heads"], by: Value | None = None) -> Value:
     """A place in an order."""
-    return _combined(Rank(body=body.expr, within=within), (body,), condition=False, constant=None)
+    expr = Rank(body=body.expr, within=within, by=None if by is None else by.expr)
+    return _combined(expr, (body,) if by is None else (body, by), condition=False, constant=None)
 
 
 def enough(body: Value, share: Value, by: Value) -> Value:

@@ -55,23 +55,41 @@ class Binary:
 
 
 @dataclass(frozen=True)
+class Member:
+    """`j.position` or `j.(dot(k, k))`: what the slot that `over slots as j` names has of `value`."""
+
+    span: Span
+    owner: Word
+    value: Expr
+
+
+@dataclass(frozen=True)
 class Over:
-    """`over slots`; `last` is the N of `over last N queries`, `after` that of `over text after N`."""
+    """`over slots`; `last` is the N of `over last N queries`, `after` that of `over text after N`, `name` the j of `over slots as j`."""
 
     span: Span
     axis: Word
     last: Expr | None = None
     after: Expr | None = None
+    name: Word | None = None
 
 
 @dataclass(frozen=True)
 class Argument:
-    """One argument of a call."""
+    """One argument of a call.
+
+    Attributes:
+        only: the condition of `x where c`. `key`: that of `x over slots by key`.
+        ranges: where `over`, `where` and `by` stand.
+    """
 
     span: Span
     value: Expr
     keyword: Word | None = None
     over: Over | None = None
+    only: Expr | None = None
+    key: Expr | None = None
+    ranges: Span | None = None
 
 
 @dataclass(frozen=True)
@@ -90,7 +108,7 @@ class Broken:
     span: Span
 
 
-Expr = Constant | Name | Unary | Binary | Call | Broken
+Expr = Constant | Name | Unary | Binary | Call | Member | Broken
 
 # -- statements ------------------------------------------------------------------------------------------------------
 

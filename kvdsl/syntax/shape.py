@@ -214,6 +214,10 @@ class _Shaper:
         if tree.data == "binary":
             left, op, right = children
             return syn.Binary(span, str(op), self._expr(left), self._expr(right))
+        if tree.data == "member":
+            owner, value = children
+            named = syn.Name(self._word(value).span, str(value)) if isinstance(value, Token) else self._expr(value)
+            return syn.Member(span, self._word(owner), named)
         function, *arguments = children
         shaped = tuple(self._argument(child) for child in arguments if isinstance(child, Tree))
         return syn.Call(span, self._word(function), shaped)
@@ -226,12 +230,16 @@ class _Shaper:
         return syn.Broken(span)
 
     def _argument(self, tree: Tree[Token]) -> syn.Argument:
-        keyword, value, over = tree.children
+        keyword, value, over, only, key = tree.children
+        ranges = [self._span(part) for part in (over, only, key) if isinstance(part, Tree)]
         return syn.Argument(
             self._span(tree),
             self._expr(value),
             None if keyword is None else self._word(keyword),
             self._over(over) if isinstance(over, Tree) else None,
+            self._expr(only.children[0]) if isinstance(only, Tree) else None,
+            self._expr(key.children[0]) if isinstance(key, Tree) else None,
+            ranges[0].to(ranges[-1]) if ranges else None,
         )
 
     def _over(self, tree: Tree[Token]) -> syn.Over:
@@ -240,8 +248,13 @@ class _Shaper:
             return syn.Over(span, syn.Word(span, "queries"), self._expr(tree.children[0]))
         if tree.data == "over_next":
             return syn.Over(span, syn.Word(span, "next page"))
-        name, after = tree.children
-        return syn.Over(span, self._word(name), after=None if after is None else self._expr(after))
+        axis, after, name = tree.children
+        return syn.Over(
+            span,
+            self._word(axis),
+            after=None if after is None else self._expr(after),
+            name=None if name is None else self._word(name),
+        )
 
     # -- leaves ------------------------------------------------------------------------------------------------------
 

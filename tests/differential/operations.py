@@ -52,6 +52,40 @@ _REDUCED = {
 }
 """By what a reduction ranges over: where it stands, and what it is there."""
 
+_SOME = {
+    "queries": (_EVICTS, "{op}(attn where age % 3 != 1) + {op}(attn where attn > 0.15 or age == 0)"),
+    "history": (_EVICTS, "{op}(attn over last 4 queries where age % 2 == 0 or attn > 0.1)"),
+    "slots": (
+        _EVICTS,
+        "sum(attn > {op}(attn over slots where age < 5)) + position * {op}(sum(attn) over slots where position != 2)",
+    ),
+    "dims": (_EVICTS, "{op}(k over dims where k < 1) + sum({op}(q * k over dims where q != k))"),
+    "sketch": ("sketch top 3 dims by abs(q) every 2 queries\nselect top 5 by {}", "{op}(q * k over sketch where k < 9)"),
+    "page": ("param budget = 7\npages 3\nscore {} + age / 9", "{op}(sum(attn) over page where age != 2)"),
+    "next page": (
+        "param budget = 7\npages 3\nscore {} + age",
+        "where(position < 6, {op}(v_ over next page where v_ > 0), 0)\nlet v_ = norm1(v)",
+    ),
+    "text": (
+        "param budget = 7\nwhen prefill\nscore {}",
+        "{op}(dot(q, k) over text where query_position % 2 == 0 or query_position > position)",
+    ),
+    "slots as j": (
+        _EVICTS,
+        "{op}(dot(k, j.v) over slots as j) + {op}(j.(last(attn)) over slots as j where j.position <= position)",
+    ),
+    "others": (_EVICTS, "{op}(dot(k, j.v) + age over slots as j where j.position != position and j.age < 7)"),
+    "a key": (
+        _EVICTS,
+        "{op}(sum(attn) over slots by position % 3) + norm1({op}(k over slots where age > 1 by age % 2 > 0)) / 9",
+    ),
+    "heads": (
+        "param budget = 7\nwhen prefill\nscore sum(attn)\nbudget budget across layers by {}",
+        "{op}(var(sum(attn) over slots) over heads where live > 1) + 0.1",
+    ),
+}
+"""Where a reduction takes a part of what it ranges over, or groups it."""
+
 _CALLED = {
     1: "{name}(sum(attn)) + sum({name}(attn + age))",
     2: "{name}(sum(attn), age) + sum({name}(attn, 0.3))",
@@ -124,6 +158,12 @@ def reduction(op: str, over: str) -> Policy:
     return policy(statement.format(text.format(op=op, decay=", 0.5" if ops.REDUCTIONS[op].decay else "")))
 
 
+def some(op: str, over: str) -> Policy:
+    """A policy that reduces a part of a range by `op`."""
+    statement, text = _SOME[over]
+    return policy(statement.format(text.format(op=op)))
+
+
 def function(name: str) -> Policy:
     """A policy that applies a function, or an operator of one operand, to columns and to what one query gives."""
     arguments = ops.FUNCTIONS[name].arguments
@@ -151,6 +191,7 @@ _DRAWN = {
 
 
 _RANKED = {
+    "a key": "param budget = 7\nscore rank(sum(attn) by floor(position / 4)) + rank(norm2(k) over slots by age % 2) / 9",
     "all": "param budget = 7\nscore rank(sum(attn)) + rank(random()) / 20\nkeep where rank(-norm2(k)) < 2",
     "a query": "param budget = 7\nscore sum(rank(attn)) + sum(attn * rank(dot(q, k) + v_norm))\nlet v_norm = norm1(v)",
     "a selection": "select top 5 by rank(dot(q, k)) - rank(norm2(v)) + sum(rank(dot(q, k)) * k over dims)",
@@ -240,6 +281,8 @@ def all_operations() -> Iterator[tuple[str, Policy]]:
     for op, row in ops.REDUCTIONS.items():
         for over in row.over:
             yield f"{op} {ops.RANGES[over]}", reduction(op, over)
+    for over in _SOME:
+        yield from ((f"{op} of some of {over}", some(op, over)) for op in ("sum", "mean", "std", "var", "max", "min"))
     yield from ((name, function(name)) for name in ops.FUNCTIONS)
     yield from ((name, operator(name)) for name in ops.OPERATORS)
     yield from ((name, pool(name)) for name in ops.POOLS)
@@ -277,6 +320,12 @@ _NOWHERE = {
         for op in ("sum", "mean", "std", "var", "max", "min")
         for where in ("page", "next page", "others")
     ),
+    *(
+        f"{op} of some of {where}"
+        for op in ("sum", "mean", "std", "var", "max", "min")
+        for where in ("page", "next page", "slots as j", "others", "a key")
+    ),
+    "rank in a key",
     *("median over slots", "median over the last N queries", "max_pool", "mean_pool"),
     *(f"rank in {place}" for place in ("all", "page", "a query", "a selection", "a page of a selection")),
     *(f"fold over queries{more}" for more in ("", ", with another in it", ", of vectors")),
@@ -290,11 +339,13 @@ _NOWHERE = {
 }
 WITHOUT_KERNELS = {
     "cpu": _NOWHERE | {
+        *(f"{op} of some of {where}" for op in ("std", "var") for where in ("dims", "sketch")),
         "a given value in a score that heads agree on", "a tensor in a count that heads agree on", "vectors in a vector of products",
         "vectors in heads that agree",
     },
     "triton": _NOWHERE | {
-        *(f"{op} over dims" for op in ("sum", "mean", "std", "var", "max", "min")),
+        *(f"{op} {of} dims" for op in ("sum", "mean", "std", "var", "max", "min") for of in ("over", "of some of")),
+        *(f"{op} of some of sketch" for op in ("sum", "mean", "std", "var", "max", "min")),
         *(f"{op} over sketch" for op in ("mean", "std", "var", "max", "min")),
         *(f"a tensor in a {place}" for place in ("count that a selection keeps", "reduction over queries and dims", "selection", "sketch")),
         *(f"vectors in {place}" for place in ("a reduction of products", "a selection", "what a query gives")),

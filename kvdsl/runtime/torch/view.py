@@ -299,6 +299,7 @@ class View:
         *,
         dims: bool = False,
         vectors: bool = False,
+        itself: bool = False,
     ) -> Tensor:
         """Reduce for each slot what it makes of the other live ones, [batch, kv_heads, 1, slots]; with `dims` these behind.
 
@@ -306,13 +307,14 @@ class View:
             body: from what a block of slots has, [batch, kv_heads, block, 1], and what the others have, [batch, kv_heads, 1, slots].
             own, other: this of all slots, [batch, kv_heads, 1, slots or 1] each, vectors with their dims behind.
             vectors: whether the body has a value for every pair and dim.
+            itself: whether a slot is compared with itself, too.
         """
         batch, heads, _, slots = self.visible.shape
         place = torch.arange(slots, device=self.visible.device)
         columns = [x.transpose(2, 3) for x in own]
         found = []
         for block in place.split(max(1, _ENTRIES // (batch * heads * slots * (self.key.shape[-1] if vectors else 1)))):
-            compared = self.visible & (block[:, None] != place)
+            compared = self.visible & (itself | (block[:, None] != place))
             rows = [x if x.shape[2] == 1 else x[:, :, block] for x in columns]
             x = body(rows, other).float()
             found.append(masked_reduce(op, x, compared.unsqueeze(-1) if dims else compared, -2 if dims else -1))

@@ -1,0 +1,291 @@
+"""One spelling for each meaning.
+
+`normal` rewrites what can be said in several ways into the way for which targets have code, so that a kernel does not depend on how a
+policy was spelled. `plain` goes one step further, to what targets know: it makes filters (`where`) and keys (`by`) of a reduction part
+of what is reduced.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TypeGuard
+
+from kvdsl.ir.axes import axes_of
+from kvdsl.ir.nodes import Axis, Binary, Call, Expr, Input, Keep, Number, Other, Policy, Rank, Reduce
+from kvdsl.ir.ops import FIXED, REDUCTIONS
+from kvdsl.ir.visitors import bottom_up, children, mapped, walk, with_children, with_policy
+from kvdsl.passes.fold import fold_expression
+
+POSITION, AGE, LIVE = Input(name="position"), Input(name="age"), Input(name="live")
+QUERY_POSITION = Input(name="query_position")
+ZERO, ONE = Number(value=0), Number(value=1)
+
+Pages = tuple[Expr, Expr | None]
+"""How long a page is, and how many tokens lie before the first; None: none."""
+
+
+# -- ranges, as the checker makes them -----------------------------------------------------------------------------------
+
+
+def page_of_key(key: Expr) -> Pages | None:
+    """The pages that a key counts, as `page(16)` and `floor((position - 4) / 16)` do; None if it is another key."""
+    folded = fold_expression(key)
+    if not (isinstance(folded, Call) and folded.function == "floor"):
+        return None
+    (quotient,) = folded.args
+    if not (isinstance(quotient, Binary) and quotient.op == "/"):
+        return None
+    size, after = _whole(quotient.right, 1), None
+    if isinstance(quotient.left, Binary) and quotient.left.op == "-" and quotient.left.left == POSITION:
+        after = _whole(quotient.left.right, 0)
+        if after is None:
+            return None
+    elif quotient.left != POSITION:
+        return None
+    return None if size is None else (size, None if after == ZERO else after)
+
+
+def _whole(count: Expr, least: int) -> Expr | None:
+    """What a count is made of that is floored, and at least 0 or 1: what pages are counted by."""
+    if isinstance(count, Number):
+        return count if count.value == math.floor(count.value) and count.value >= least else None
+    if least and isinstance(count, Call) and count.function == "max" and count.args[1:] == (ONE,):
+        return _whole(count.args[0], 0)
+    if isinstance(count, Call) and count.function == "floor" and is_fixed(count):
+        return count.args[0]
+    return None
+
+
+def is_fixed(expr: Expr) -> bool:
+    """Whether a number is known once the prompt is."""
+    leaves = [part for part in walk(expr) if not children(part)]
+    return all(part.kind in ("number", "param") or (isinstance(part, Input) and part.name in FIXED) for part in leaves)
+
+
+def conditions(where: Expr | None) -> list[Expr]:
+    """What has to hold together."""
+    if isinstance(where, Binary) and where.op == "and":
+        return [*conditions(where.left), *conditions(where.right)]
+    return [] if where is None else [where]
+
+
+def together(parts: list[Expr]) -> Expr | None:
+    """The condition that all of these hold."""
+    found: Expr | None = None
+    for part in parts:
+        found = part if found is None else Binary(op="and", left=found, right=part)
+    return found
+
+
+def is_another(condition: Expr) -> bool:
+    """Whether a condition says that the other slot is not the slot itself."""
+    sides = [condition.left, condition.right] if isinstance(condition, Binary) and condition.op == "!=" else []
+    return sides in ([Other(body=POSITION), POSITION], [POSITION, Other(body=POSITION)])
+
+
+def same_key(condition: Expr) -> tuple[Expr, float] | None:
+    """The key of which a condition says that the other slot's is the slot's own plus a number."""
+    if not (isinstance(condition, Binary) and condition.op == "=="):
+        return None
+    for other, own in ((condition.left, condition.right), (condition.right, condition.left)):
+        if isinstance(other, Other) and Axis.OTHER not in axes_of(own):
+            key, ahead = fold_expression(other.body), fold_expression(own)
+            if key == ahead:
+                return other.body, 0
+            if isinstance(ahead, Binary) and ahead.op == "+" and ahead.left == key and isinstance(ahead.right, Number):
+                return other.body, ahead.right.value
+    return None
+
+
+def of_the_other(body: Expr) -> Expr | None:
+    """What a body says of the other slot alone, as of the slot itself; None if it reads the slot's own, too."""
+    if Axis.SLOT in axes_of(body) or any(isinstance(part, Reduce) and Axis.OTHER in axes_of(part) for part in walk(body)):
+        return None
+    return bottom_up(body, lambda part: part.body if isinstance(part, Other) else part)
+
+
+# -- one spelling --------------------------------------------------------------------------------------------------------
+
+
+def normal(policy: Policy) -> Policy:
+    """The policy in the spelling for which targets have code."""
+    policy = mapped(policy, lambda expr: _spelled(expr, in_text=False))
+    return with_policy(policy, keeps=_keeps(policy))
+
+
+def _spelled(expr: Expr, *, in_text: bool) -> Expr:
+    inside = isinstance(expr, Reduce) and expr.within == "text"
+    expr = with_children(expr, lambda part: _spelled(part, in_text=in_text or inside))
+    if _is_call(expr, "neg"):
+        (inner,) = expr.args
+        return inner.args[0] if _is_call(inner, "neg") else expr
+    if _is_call(expr, "not"):
+        return _negated(expr.args[0]) or expr
+    if isinstance(expr, Reduce):
+        return _filtered(_after(expr))
+    return _query_position(expr, in_text)
+
+
+def _is_call(expr: Expr, function: str) -> TypeGuard[Call]:
+    return isinstance(expr, Call) and expr.function == function
+
+
+def _query_position(expr: Expr, in_text: bool) -> Expr:
+    """The query's place, which is the token's and how many came after it; of the text's queries it has nothing to do with a token."""
+    sums = [Binary(op="+", left=left, right=right) for left, right in ((POSITION, AGE), (AGE, POSITION))]
+    if expr not in (*sums, QUERY_POSITION):
+        return expr
+    return QUERY_POSITION if in_text else sums[0]
+
+
+def _negated(condition: Expr) -> Expr | None:
+    """The opposite of a condition, which of an order there is not: with a NaN neither holds."""
+    opposite = {"==": "!=", "!=": "=="}
+    if _is_call(condition, "not"):
+        return condition.args[0]
+    if isinstance(condition, Binary) and condition.op in opposite:
+        return Binary(op=opposite[condition.op], left=condition.left, right=condition.right)
+    return None
+
+
+def _after(expr: Reduce) -> Reduce:
+    """`over text where query_position >= n` is `over text after n`."""
+    if expr.within != "text" or expr.after is not None:
+        return expr
+    parts = conditions(expr.where)
+    for part in parts:
+        if isinstance(part, Binary) and part.op == ">=" and part.left == QUERY_POSITION and is_fixed(part.right):
+            rest = together([other for other in parts if other is not part])
+            return expr.model_copy(update={"after": part.right, "where": rest})
+    return expr
+
+
+def _filtered(expr: Reduce) -> Reduce:
+    """`sum(where(c, x, 0))` is `sum(x where c)`."""
+    body = expr.body
+    if expr.op != "sum" or not (_is_call(body, "where") and body.args[2] == ZERO):
+        return expr
+    where = together([*conditions(expr.where), *conditions(body.args[0])])
+    return expr.model_copy(update={"body": body.args[1], "where": where})
+
+
+# -- statements ----------------------------------------------------------------------------------------------------------
+
+
+def _keeps(policy: Policy) -> tuple[Keep, ...]:
+    """`keep` by a place in an order, as `first`, `last` or `top`.
+
+    A selection always takes what `keep first` and `keep last` protect, and nothing else, so there the words stay as they are. Heads that
+    agree on their victims average what `keep top` ranks by, which a condition is not.
+    """
+    if policy.select is not None:
+        return policy.keeps
+    lines = [line for keep in policy.keeps for line in _alternatives(keep)]
+    found = tuple(_placed(line, own=policy.victims == "own") for line in lines)
+    return tuple(dict.fromkeys(found))
+
+
+def _alternatives(keep: Keep) -> list[Keep]:
+    """`keep where a or b` as two lines."""
+    if keep.scope != "where" or not (isinstance(keep.by, Binary) and keep.by.op == "or"):
+        return [keep]
+    sides = [Keep(scope="where", by=side) for side in (keep.by.left, keep.by.right)]
+    return [line for side in sides for line in _alternatives(side)]
+
+
+def _placed(keep: Keep, *, own: bool) -> Keep:
+    if keep.scope == "top" and keep.by == POSITION:
+        return Keep(scope="last", count=keep.count)
+    if keep.scope == "top" and keep.by == Call(function="neg", args=(POSITION,)):
+        return Keep(scope="first", count=keep.count)
+    by = keep.by
+    if keep.scope != "where" or not isinstance(by, Binary) or not (isinstance(by.left, Rank) and by.left.within == "all"):
+        return keep
+    if by.left.by is not None:
+        return keep
+    ranked = by.left.body
+    if by.op == "<" and ranked == POSITION and is_fixed(by.right):
+        return Keep(scope="first", count=by.right)
+    count = by.right.right if isinstance(by.right, Binary) and by.right.op == "-" and by.right.left == LIVE else None
+    if by.op == ">=" and count is not None and is_fixed(count) and (own or ranked == POSITION):
+        return _placed(Keep(scope="top", count=count, by=ranked), own=own)
+    return keep
+
+
+# -- what targets know ---------------------------------------------------------------------------------------------------
+
+
+def plain(expr: Expr) -> Expr:
+    """The expression without filters and keys."""
+    return bottom_up(expr, _plain)
+
+
+def _plain(expr: Expr) -> Expr:
+    if isinstance(expr, Rank) and expr.by is not None:
+        return _rank_by(expr.body, expr.by)
+    if not isinstance(expr, Reduce):
+        return expr
+    if expr.by is not None:
+        expr = _compared(expr, expr.by)
+    return expr if expr.where is None else _of_what_holds(expr, expr.where)
+
+
+def _compared(expr: Reduce, key: Expr) -> Reduce:
+    """A reduction by a key as one of the other slots: those whose key is the slot's."""
+    same = Binary(op="==", left=Other(body=key), right=key)
+    where = same if expr.where is None else Binary(op="and", left=same, right=Other(body=expr.where))
+    body = Other(body=expr.body) if axes_of(expr.body) else expr.body
+    return Reduce(op=expr.op, axis=Axis.OTHER, within="self", body=body, where=where)
+
+
+def _rank_by(body: Expr, key: Expr) -> Expr:
+    """How many slots with the same key rank lower: a NaN below every number, of equals the older."""
+    mine, other, older = body, Other(body=body), Binary(op="<", left=Other(body=POSITION), right=POSITION)
+    is_nan, other_is_nan = (Binary(op="!=", left=x, right=x) for x in (mine, other))
+    equal = _either(Binary(op="==", left=other, right=mine), _both(is_nan, other_is_nan))
+    lower = _either(Binary(op="<", left=other, right=mine), _both(other_is_nan, Call(function="not", args=(is_nan,))))
+    before = _either(lower, _both(equal, older))
+    return _of_what_holds(
+        Reduce(op="sum", axis=Axis.OTHER, within="self", body=ONE),
+        _both(Binary(op="==", left=Other(body=key), right=key), before),
+    )
+
+
+def _both(left: Expr, right: Expr) -> Expr:
+    return Binary(op="and", left=left, right=right)
+
+
+def _either(left: Expr, right: Expr) -> Expr:
+    return Binary(op="or", left=left, right=right)
+
+
+def _of_what_holds(expr: Reduce, where: Expr) -> Expr:
+    """A filtered reduction as others of what is filtered."""
+    bare = expr.model_copy(update={"where": None})
+    if expr.axis not in axes_of(where) | {Axis.QUERY, Axis.HEAD}:
+        return _where(where, bare, Number(value=REDUCTIONS[expr.op].of_nothing))
+
+    def reduced(op: str, body: Expr, otherwise: Expr) -> Expr:
+        return bare.model_copy(update={"op": op, "body": _where(where, body, otherwise)})
+
+    if expr.op in ("max", "min"):
+        return reduced(expr.op, expr.body, Number(value=REDUCTIONS[expr.op].of_nothing))
+    total = reduced("sum", expr.body, ZERO)
+    if expr.op == "sum":
+        return total
+    count = reduced("sum", ONE, ZERO)
+    mean = Binary(op="/", left=total, right=count)
+    if expr.op == "mean":
+        return mean
+    if expr.axis is Axis.QUERY:  # one query at a time, as the columns of `var` are kept
+        square = Binary(op="/", left=reduced("sum", Binary(op="*", left=expr.body, right=expr.body), ZERO), right=count)
+        less = Binary(op="-", left=square, right=Binary(op="**", left=mean, right=Number(value=2)))
+        variance: Expr = Call(function="max", args=(less, ZERO))  # rounding can leave it below zero
+    else:
+        squared = Binary(op="**", left=Binary(op="-", left=expr.body, right=mean), right=Number(value=2))
+        variance = Binary(op="/", left=reduced("sum", squared, ZERO), right=count)
+    return variance if expr.op == "var" else Call(function="sqrt", args=(variance,))
+
+
+def _where(condition: Expr, x: Expr, otherwise: Expr) -> Expr:
+    return Call(function="where", args=(condition, x, otherwise))
