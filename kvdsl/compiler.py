@@ -25,9 +25,9 @@ from kvdsl.sema.files import Analysis as Analysis
 from kvdsl.sema.files import check_file
 from kvdsl.sema.modules import Loader
 from kvdsl.shipped import find_policy as find_policy
-from kvdsl.shipped import policy_name
+from kvdsl.shipped import policy_name, text_of
 from kvdsl.shipped import shipped_policies as shipped_policies
-from kvdsl.source import SourceFile
+from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax.reader import read_source
 
 if TYPE_CHECKING:
@@ -80,25 +80,41 @@ def package(policy: Policy, source: str, data: Mapping[str, bytes] | None = None
 
 @dataclass(frozen=True)
 class Compiled:
-    """A policy, its package (text by name, and what is no text) and what there is to say about it (warnings)."""
+    """A policy, its package and what there is to say about it.
+
+    Attributes:
+        files, data: text by name, and what is no text.
+        diagnostics: warnings.
+        source, settings: what it was made from.
+    """
 
     policy: Policy
     files: dict[str, str]
     data: dict[str, bytes]
     diagnostics: tuple[Diagnostic, ...]
+    source: SourceFile | Path
+    settings: Mapping[str, str]
 
 
 def compile_file(name_or_path: str | Path, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
-    """A shipped policy, by its stem, or a .kv file, through all stages.
+    """A shipped policy, by its stem, a .kv file, or one of them with clauses (`h2o with when prefill`), through all stages.
 
     Raises:
         DiagnosticError: if there is no such file, or if it has errors.
     """
-    path = find_policy(name_or_path)
-    analysis = analyse(path, settings=settings)
+    return compile_found(find_policy(name_or_path), settings)
+
+
+def compile_found(found: Path | Combined, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
+    """The same of what `find_policy` has found.
+
+    Raises:
+        DiagnosticError: if it has errors.
+    """
+    analysis = analyse(found, settings=settings)
     if not analysis.ok:  # of a file that cannot be read, too
         raise DiagnosticError(analysis.diagnostics)
-    return _compiled(analysis, path.read_text(encoding="utf-8-sig"))
+    return _compiled(analysis, text_of(found), found, settings)
 
 
 def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compiled:
@@ -111,11 +127,12 @@ def compile_text(text: str, settings: Mapping[str, str] = NO_SETTINGS) -> Compil
 
     stem = (policy_name(text) or "policy").lower()
     file = SourceFile(f"<{stem if problem(stem, 'package') is None else 'policy'}>", text)
-    return _compiled(analyse(file, settings=settings), text)
+    return _compiled(analyse(file, settings=settings), text, file, settings)
 
 
-def _compiled(analysis: Analysis, source: str) -> Compiled:
+def _compiled(analysis: Analysis, text: str, source: SourceFile | Path, settings: Mapping[str, str]) -> Compiled:
     from kvdsl.emit.data import data_of
 
     data = data_of(analysis.policy)
-    return Compiled(analysis.policy, package(analysis.policy, source, data), data, analysis.diagnostics)
+    files = package(analysis.policy, text, data)
+    return Compiled(analysis.policy, files, data, analysis.diagnostics, source, settings)

@@ -32,6 +32,11 @@ class KvLexer(RegexLexer):  # type: ignore[misc]
             (rf"^([ \t]*)({_BOTH})\b", bygroups(Whitespace, Keyword)),
             (rf"(override)([ \t]+)({_BOTH})\b", bygroups(Keyword, Whitespace, Keyword)),
             (r"[ \t]+", Whitespace),
+            (
+                rf"(policy)([ \t]+)({_NAME})([ \t]*)(=)([ \t]*)({_NAME})(?=[ \t]+with\b)",
+                bygroups(Keyword.Declaration, Whitespace, Name.Class, Whitespace, Operator, Whitespace, Name.Class),
+            ),
+            (rf"(with[ \t]+|,[ \t]*)({_BOTH})(?=[ \t])", Keyword),
             (rf"(policy|extends)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Class)),
             (rf"(param|tensor|given)([ \t]+)({_NAME})", bygroups(Keyword.Declaration, Whitespace, Name.Variable)),
             (rf"(let)([ \t]+)({_NAME})(?=\()", bygroups(Keyword.Declaration, Whitespace, Name.Function)),

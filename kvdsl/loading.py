@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 import hashlib
 import importlib.util
+import re
 import sys
 import threading
 import warnings
@@ -14,10 +15,12 @@ from importlib.machinery import FileFinder, SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 from kvdsl.build.cache import cache_folder
 from kvdsl.build.store import entry
 from kvdsl.errors import KvdslError
+from kvdsl.source import Combined, SourceFile
 
 if TYPE_CHECKING:
     from kvdsl.compiler import Compiled
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 
 def load(policy: str | Path, /, **settings: Any) -> type[KVCache]:
-    """The cache class of a shipped policy (`"h2o"`) or of a .kv file.
+    """The cache class of a shipped policy (`"h2o"`) or of a .kv file; or of one of them with clauses, `"h2o with when prefill"`.
 
     The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
 
@@ -69,6 +72,39 @@ def _with_warnings(compiled: Compiled) -> type[KVCache]:
     return cache_class(compiled)
 
 
+def with_clauses(cache_class: type[KVCache], clauses: str, settings: Mapping[str, Any]) -> type[KVCache]:
+    """The class of a loaded class's policy with clauses; the settings of either hold, but for params that the clauses change.
+
+    Raises:
+        DiagnosticError: if it has errors.
+        KvdslError: if `load` or `compile` has not made the class.
+    """
+    from kvdsl.compiler import compile_found
+    from kvdsl.shipped import combine
+
+    if cache_class not in _MADE:
+        raise KvdslError(
+            f"`{cache_class.__name__}` was not loaded from a policy's text, so that clauses cannot be added: "
+            f"load the policy with `kvdsl.load`, or write `policy NAME = {cache_class.__name__.removesuffix('Cache')} with ...` in a file"
+        )
+    source, before = _MADE[cache_class]
+    changed = set(re.findall(r"\bparam\s+(\w+)", clauses))
+    kept = {name: value for name, value in before.items() if name not in changed}
+    return _with_warnings(
+        compile_found(combine(source, clauses), kept | {name: str(value) for name, value in settings.items()})
+    )
+
+
+def named(cache_class: type[KVCache]) -> str:
+    """By what `load` finds a class again that it has made: `h2o`, `h2o with when prefill`."""
+    source, _ = _MADE.get(cache_class, (None, {}))
+    return source.text if isinstance(source, Combined) else cache_class.spec.stem
+
+
+_MADE: WeakKeyDictionary[type[KVCache], tuple[SourceFile | Path, Mapping[str, str]]] = WeakKeyDictionary()
+"""What the classes were made from that `load` and `compile` gave, and the settings with which."""
+
+
 def cache_class(compiled: Compiled) -> type[KVCache]:
     """The class out of a package, which is written to the cache folder where it was not yet, and imported.
 
@@ -80,6 +116,7 @@ def cache_class(compiled: Compiled) -> type[KVCache]:
     folder = entry(cache_folder() / "packages" / f"{stem}-{digest}", stem, lambda folder: _write(compiled, folder))
     with _needing("a policy's cache"):
         found: type[KVCache] = getattr(_import(folder, f"_kvdsl_{stem}_{digest}"), f"{compiled.policy.name}Cache")
+    _MADE[found] = compiled.source, compiled.settings
     return found
 
 

@@ -8,14 +8,14 @@ Three shelves hold them: `policies/`, the short list of what is used most, `poli
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from pathlib import Path
 
 from kvdsl import codes
 from kvdsl.diagnostics import DiagnosticError, Sink, did_you_mean, nearest
 from kvdsl.resources import resource
-from kvdsl.source import SourceFile
+from kvdsl.source import Combined, SourceFile
 
 _SHELVES = (("policies",), ("policies", "gallery"), ("policies", "found"))
 _STEM = re.compile(r"[a-z][a-z0-9_]*")
@@ -74,30 +74,101 @@ def stems_by_name() -> dict[str, str]:
 # -- by name or path ------------------------------------------------------------------------------------------------
 
 
-def find_policy(name_or_path: str | Path) -> Path:
-    """The file of a shipped policy, by its stem, or the path itself.
+def find_policy(name_or_path: str | Path) -> Path | Combined:
+    """The file of a shipped policy, by its stem, or the path itself; of `h2o with when prefill` the policy with those clauses.
 
     Raises:
         DiagnosticError: if there is no such policy or file.
     """
     text = str(name_or_path)
     shipped = {path.stem: path for path in all_policies()}
-    if text in shipped:
-        return shipped[text]
-    path = Path(name_or_path)
-    try:
-        if path.is_file():
-            return path
-    except (OSError, ValueError):
-        pass
-    raise _no_such_policy(text, path, shipped)
+    if (known := _file(text, shipped)) is not None:
+        return known
+    pieces = _WITH.split(text.strip())
+    for count in range(1, len(pieces)):
+        name = " with ".join(pieces[:count])
+        if (known := _file(name, shipped)) is not None:
+            found: Path | Combined = known
+            for clauses in _joined(pieces[count:]):
+                found = combine(found, clauses, name)
+            return found
+    raise _no_such_policy(pieces[0] if len(pieces) > 1 else text, shipped, whole=text)
 
 
-def _no_such_policy(text: str, path: Path, shipped: Mapping[str, Path]) -> DiagnosticError:
-    """What to say of a name or path that is neither a shipped policy's nor a file's."""
+def separate(policies: str) -> list[str]:
+    """The policies of a list, `h2o,roco`: a comma separates nothing inside of parentheses, brackets, braces or a string."""
+    pieces, depth = [""], 0
+    for part in re.findall(r""""[^"]*"|'[^']*'|.""", policies, re.DOTALL):
+        depth += (part in "([{") - (part in ")]}")
+        if part == "," and depth <= 0:
+            pieces.append("")
+        else:
+            pieces[-1] += part
+    return [piece.strip() for piece in pieces if piece.strip()]
+
+
+def text_of(found: Path | Combined) -> str:
+    """What stands in a policy's file; of one that has none, what would."""
+    return found.as_file if isinstance(found, Combined) else found.read_text(encoding="utf-8-sig")
+
+
+def combine(base: Path | SourceFile, clauses: str, name: str | None = None) -> Combined:
+    """A policy with clauses: `with` and these behind the name of the base, or what else it goes by.
+
+    Raises:
+        DiagnosticError: if the clauses can be no text of a policy.
+    """
+    imports = ""
+    if isinstance(base, Combined):
+        name, of = base.text, base.policy
+    elif isinstance(base, SourceFile):
+        name, of = base.name, policy_name(base.text) or base.stem
+    else:
+        is_shipped = shipped_policy(base.stem) == base
+        name = name or (base.stem if is_shipped else str(base))
+        imports = f"import {base.stem}" if is_shipped else f'import "{base}"'
+        of = policy_name(base.read_text(encoding="utf-8-sig", errors="replace")) or base.stem
+    from kvdsl.syntax.reader import normalized
+
     sink = Sink()
+    source = normalized(SourceFile("<policy>", f"{name} with {clauses.strip()}"), sink)
+    if source is None:
+        raise DiagnosticError(sink)
+    begins = len(name) + len(" with ")
+    return Combined("<policy>", source.text, base=base, imports=imports, of=of, named=len(name), clauses=begins)
+
+
+_WITH = re.compile(r"\s+with(?:\s+|\Z)")
+
+
+def _joined(pieces: Iterable[str]) -> list[str]:
+    """What stands between one `with` and the next: only what a word of the language begins are clauses, or a brace."""
+    from kvdsl.syntax.parser import keywords
+
+    found: list[str] = []
+    for piece in pieces:
+        if found and re.split(r"\W", piece, maxsplit=1)[0] not in {*keywords(), ""}:
+            found[-1] += f" with {piece}"
+        else:
+            found.append(piece)
+    return found
+
+
+def _file(name: str, shipped: Mapping[str, Path]) -> Path | None:
+    """The file of the shipped policy of a name, or the file at a path, if there is one."""
+    if name in shipped:
+        return shipped[name]
+    try:
+        return path if (path := Path(name)).is_file() else None
+    except (OSError, ValueError):
+        return None
+
+
+def _no_such_policy(text: str, shipped: Mapping[str, Path], whole: str) -> DiagnosticError:
+    """What to say of a name or path, the beginning of what was written, that is neither a shipped policy's nor a file's."""
+    sink, path = Sink(), Path(text)
     name = " ".join(text.split())
-    source = SourceFile("<policy>", name)
+    source = SourceFile("<policy>", " ".join(whole.split()))
     if "\n" in text:
         message, help = (
             "this is a text, not a policy's name or path",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import re
 from bisect import bisect_right
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -45,6 +47,52 @@ class SourceFile:
     def span(self, start: int, end: int) -> Span:
         """A place in this file."""
         return Span(self, start, end)
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Combined(SourceFile):
+    """A policy with clauses, where it is named and no file holds it: `h2o with when prefill`, which is the text.
+
+    Attributes:
+        base: what stands before `with`: a file, a text, or the same again.
+        imports: what makes the base known in a file.
+        of: the name of the base's policy.
+        named, clauses: where the base ends in the text, and where the clauses begin.
+    """
+
+    base: Path | SourceFile
+    imports: str
+    of: str
+    named: int
+    clauses: int
+
+    @property
+    def policy(self) -> str:
+        """The policy's name: the base's, and the words of the clauses, or a digest of them where they are many or not only words."""
+        return f"{self.of}_{self._suffix}"
+
+    @property
+    def stem(self) -> str:
+        """The base's stem, and the same."""
+        base = self.base if isinstance(self.base, SourceFile) else SourceFile("", "", self.base)
+        return f"{base.stem}_{self._suffix}"
+
+    @cached_property
+    def _suffix(self) -> str:
+        words = re.findall(r"\w+|[^\w\s]", self.text[self.clauses :])
+        plain = "_".join(word for word in words if word not in ",;{}")
+        if len(plain) <= _MAX_SUFFIX and re.fullmatch(r"[a-z0-9]+(_[a-z0-9]+)*", plain):
+            return plain
+        return f"with_{hashlib.sha256(' '.join(words).encode()).hexdigest()[:8]}"
+
+    @property
+    def as_file(self) -> str:
+        """What would stand in a file; of clauses behind clauses, in two."""
+        before = self.base.as_file if isinstance(self.base, Combined) else f"kv 1\n{self.imports}\n"
+        return f"{before}\npolicy {self.policy} = {self.of} with {self.text[self.clauses :]}\n"
+
+
+_MAX_SUFFIX = 32
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,7 @@ from kvdsl.source import SourceFile  # noqa: E402
 from kvdsl.syntax.parser import keywords, parse  # noqa: E402
 from tests.syntax.test_grammar import POLICIES, SHAPES  # noqa: E402
 
-DECLARING = ("import", "let", "override", "param", "policy", "extends", "tensor", "given", "test")
+DECLARING = ("import", "let", "override", "param", "policy", "extends", "with", "tensor", "given", "test")
 """The keywords that name something, which editors colour unlike those of statements."""
 SPELT = ("and", "not", "or")
 CONSTANTS = ("nan", "inf", "nothing")
@@ -55,6 +55,8 @@ _HIGHLIGHTS = """\
 
 (policy name: (identifier) @type)
 (policy extends: (identifier) @type)
+(with name: (identifier) @type)
+(with with: (identifier) @type)
 (import (identifier) @type)
 (use (identifier) @type)
 (param name: (identifier) @variable.parameter)
@@ -159,13 +161,17 @@ def textmate() -> str:
     patterns = [
         _match(r"#.*$", "comment.line.number-sign"),
         *strings,
+        _match(
+            rf"\b(policy)\s+({_NAME})\s*=\s*({_NAME})(?=\s+with\b)",
+            "", "storage.type", "entity.name.type", "entity.other.inherited-class",
+        ),
         _match(rf"\b(policy)\s+({_NAME})", "", "storage.type", "entity.name.type"),
         _match(rf"\b(extends)\s+({_NAME})", "", "storage.type", "entity.other.inherited-class"),
         _match(rf"\b(param)\s+({_NAME})", "", "storage.type", "variable.parameter"),
         _match(rf"\b(let)\s+({_NAME})(?=\()", "", "storage.type", "entity.name.function"),
         _match(rf"\b(let)\s+({_NAME})", "", "storage.type", "variable.other"),
         # words of both kinds: `budget budget / 2`
-        _match(rf"(?:^|(?<=[;{{]))\s*(override\s+)?({both})\b", "", "storage.type", "keyword.control"),
+        _match(rf"(?:^|(?<=[;{{,])|(?<=with))\s*(override\s+)?({both})\b", "", "storage.type", "keyword.control"),
         _match(rf"\b({_any_of(NAMED_FUNCTIONS)})(?=\()", "support.function"),
         _match(rf"\b({_any_of(NAMED_INPUTS)})\b", "variable.language"),
         _match(rf"\b({_any_of(DECLARING)})\b", "storage.type"),

@@ -22,12 +22,17 @@ module.exports = grammar({
   rules: {
     start: ($) => seq(repeat($._end), optional(lines($, $._top))),
 
-    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.test),
+    _top: ($) => choice($.edition, $.import, $.let, $.policy, $.with, $.test),
     edition: ($) => seq("kv", $.number),
     import: ($) => seq("import", choice($.identifier, $.string)),
     policy: ($) => seq(
       "policy", field("name", $.identifier), optional(seq("extends", field("extends", $.identifier))), open($), optional($.body), "}",
     ),
+    with: ($) => seq(
+      "policy", field("name", $.identifier), "=", field("with", $.identifier), "with",
+      choice($.clauses, seq(open($), optional($.body), "}")),
+    ),
+    clauses: ($) => parts($._plain, ","),
     body: ($) => choice(seq($.docstring, repeat($._end), optional(lines($, $._statement))), lines($, $._statement)),
     docstring: ($) => $.string,
 

@@ -83,15 +83,16 @@ def _analyse(name: str, settings: Mapping[str, str]) -> tuple[Policy, str]:
     """The checked policy and its source; warnings are shown, errors end the command."""
     from kvdsl.compiler import analyse, find_policy
     from kvdsl.diagnostics import DiagnosticError
+    from kvdsl.shipped import text_of
 
     if Path(name).is_dir():
         raise KvdslError(f"`{name}` is a folder; name the .kv files in it, such as {Path(name) / '*.kv'}")
-    path = find_policy(name)
-    analysis = analyse(path, settings=settings)
+    found = find_policy(name)
+    analysis = analyse(found, settings=settings)
     if not analysis.ok:
         raise DiagnosticError(analysis.diagnostics)
     report(analysis.diagnostics)
-    return analysis.policy, path.read_text(encoding="utf-8-sig")
+    return analysis.policy, text_of(found)
 
 
 def _compile(name: str, policy: Policy, source: str, out: Path) -> Compiled:

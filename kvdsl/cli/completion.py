@@ -9,7 +9,7 @@ import click
 from click.shell_completion import BashComplete, CompletionItem, add_completion_class
 
 from kvdsl.errors import KvdslError
-from kvdsl.shipped import all_policies
+from kvdsl.shipped import all_policies, separate
 
 _NAMING = ("named", "names", "policy", "policies", "files", "what")
 """What commands call the arguments and options that name policies."""
@@ -78,7 +78,7 @@ def _named(ctx: click.Context) -> Iterable[str]:
     for name in _NAMING:
         value = ctx.params.get(name)
         for one in (value,) if isinstance(value, str) else value or ():
-            found += one.split(",")
+            found += separate(one)
     return found or [POLICY]
 
 

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from kvdsl.explain.facts import Facts
     from kvdsl.ir.nodes import Policy
     from kvdsl.scenarios.witness import Search, Witness
+    from kvdsl.source import SourceFile
+
+    Source = Path | SourceFile
 
 
 @click.command()
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     """Say what is different between two policies: statements, what they remember of every token, bytes, and who stays.
 
-    A and B are shipped policies or .kv files. Both count with all that they inherit; names, docstrings, comments and lets make no
+    A and B are shipped policies or .kv files, perhaps with clauses (`h2o with when prefill`). Both count with all that they inherit; names, docstrings, comments and lets make no
     difference. A small text of which they keep, or attend to, different tokens is looked for in the reference interpreter, and shown as
     a test that one passes and the other fails.
 
@@ -57,7 +60,7 @@ def command(a: str, b: str, settings: dict[str, str], as_json: bool) -> None:
     finish(FINDINGS if found.changes else CLEAN)
 
 
-def _policy(path: Path, settings: Mapping[str, str]) -> Policy:
+def _policy(path: Source, settings: Mapping[str, str]) -> Policy:
     from kvdsl.compiler import analyse
     from kvdsl.diagnostics import DiagnosticError
 
@@ -67,11 +70,11 @@ def _policy(path: Path, settings: Mapping[str, str]) -> Policy:
     return analysis.policy
 
 
-def _search(paths: tuple[Path, Path], fixed: Mapping[str, str]) -> Search:
+def _search(paths: tuple[Source, Source], fixed: Mapping[str, str]) -> Search:
     from kvdsl.compiler import analyse
     from kvdsl.scenarios.witness import Variant, find_witness
 
-    def variant(path: Path) -> Variant:
+    def variant(path: Source) -> Variant:
         names = {param.name for param in _policy(path, fixed).params}
 
         def make(settings: Mapping[str, str]) -> Policy | None:

@@ -56,8 +56,9 @@ def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, styl
     elif style == "html":
         from kvdsl.compiler import find_policy
         from kvdsl.explain.html import policy_page
+        from kvdsl.shipped import text_of
 
-        click.echo(policy_page(found, find_policy(what).read_text(encoding="utf-8-sig")), nl=False)
+        click.echo(policy_page(found, text_of(find_policy(what))), nl=False)
     else:
         click.echo("\n".join(_in_words(found)))
 

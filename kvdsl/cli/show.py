@@ -4,11 +4,16 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
+from kvdsl.errors import KvdslError
+
+if TYPE_CHECKING:
+    from kvdsl.source import Combined
 
 
 @click.command()
@@ -18,7 +23,7 @@ from kvdsl.cli.common import json_option, print_json
 def command(policy: str, only_path: bool, as_json: bool) -> None:
     """Print a policy's source, and say where it lies.
 
-    POLICY is a shipped policy or a .kv file. The source goes to standard output as it is, highlighted on a terminal; where it lies
+    POLICY is a shipped policy or a .kv file, or one of them with clauses, which is shown as a file that could be. The source goes to standard output as it is, highlighted on a terminal; where it lies
     is said on standard error.
 
     \b
@@ -29,9 +34,13 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
     """
     from kvdsl.compiler import find_policy
     from kvdsl.diagnostics import DiagnosticError, Sink, wants_color
+    from kvdsl.source import Combined
     from kvdsl.syntax.reader import read
 
     found, sink = find_policy(policy), Sink()
+    if isinstance(found, Combined):
+        _show_combined(found, only_path, as_json)
+        return
     source = read(found, sink, str(policy))
     if source is None:
         raise DiagnosticError(sink)
@@ -41,8 +50,24 @@ def command(policy: str, only_path: bool, as_json: bool) -> None:
         click.echo(found.resolve())
     else:
         click.echo(click.style(_short(found), dim=True), err=True, color=wants_color(sys.stderr))
-        color = wants_color(sys.stdout)
-        click.echo(_highlighted(source.text) if color else source.text, nl=False, color=color)
+        _print(source.text)
+
+
+def _show_combined(found: Combined, only_path: bool, as_json: bool) -> None:
+    """A policy that no file holds."""
+    if only_path:
+        raise KvdslError(f"`{found.text}` lies in no file")
+    if as_json:
+        print_json({"name": found.stem, "path": None, "source": found.as_file})
+    else:
+        _print(found.as_file)
+
+
+def _print(text: str) -> None:
+    from kvdsl.diagnostics import wants_color
+
+    color = wants_color(sys.stdout)
+    click.echo(_highlighted(text) if color else text, nl=False, color=color)
 
 
 def _short(path: Path) -> str:

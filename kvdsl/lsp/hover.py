@@ -132,7 +132,7 @@ def _policy(document: Document, name: Name) -> Iterator[str]:
         return
     found = next((policy for policy, _ in document.module.policies() if policy.name.span == name.target), None)
     if found is not None:
-        yield f"```kv\npolicy {found.name.text}{'' if found.parent is None else f' extends {found.parent.text}'}\n```"
+        yield f"```kv\n{found.heading}\n```"
         if found.doc is not None:
             yield "\n".join(line.strip() for line in found.doc.text.strip().splitlines())
     if document.facts is not None and name.defines:

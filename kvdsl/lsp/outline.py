@@ -31,7 +31,7 @@ def _policy(document: Document, policy: syn.Policy) -> lsp.DocumentSymbol:
     inner = [_statement(document, one) for one in policy.statements]
     found = _symbol(document, policy.name.text, _Kind.Class, policy.span, policy.name.span)
     found.children = inner
-    found.detail = None if policy.parent is None else f"extends {policy.parent.text}"
+    found.detail = policy.heading.partition(f"policy {policy.name.text} ")[2] or None
     return found
 
 

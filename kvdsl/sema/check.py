@@ -174,7 +174,6 @@ class Checker:
         if protects and not any(keep.scope == "last" for keep in keeps):
             keeps.append(ir.Keep(scope="last", count=ir.Number(value=1)))
         nothing = ir.Keep(scope="last", count=ir.Number(value=0))
-        doc = self.flat.syntax.doc
         words: dict[str, Any] = dict(parts.words)
         words["victims"] = "own" if words["victims"] == "nobody" else words["victims"]
         fields: dict[str, Any] = {name: expr for name in COUNTS if (expr := parts.expr(name)) is not None}
@@ -186,7 +185,7 @@ class Checker:
             edition=EDITION,
             name=self.flat.syntax.name.text,
             stem=self.flat.module.file.stem,
-            doc="" if doc is None else clean_docstring(doc.text),
+            doc=_docstring(self.flat.syntax),
             params=tuple(param.ir for name, param in self.params.checked.items() if not self._is_dropped(name, read)),
             tensors=tuple(tensor for tensor in self._tensors() if tensor.name in read),
             given=tuple(one.given for one in self.own.values() if isinstance(one, GivenName) and one.given.name in read),
@@ -198,6 +197,15 @@ class Checker:
             **fields,
             **words,
         )
+
+
+def _docstring(policy: syn.Policy) -> str:
+    """What the policy says of itself; of one that is another with a few clauses, without a string, that."""
+    if policy.doc is not None:
+        return clean_docstring(policy.doc.text)
+    if policy.parent is None or not policy.clauses:
+        return ""
+    return f"{policy.parent.text} with {', '.join(statement.span.quoted() for statement in policy.statements)}."
 
 
 def _select(parts: Parts) -> Any:

@@ -101,7 +101,8 @@ def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> C
     if policy is None:
         return None
     check_stem(module.file, sink)
-    if (policy.doc is None or not policy.doc.text.strip()) and not sink.failed():
+    doc_text = policy.doc.text.strip() if policy.doc is not None else ""
+    if not doc_text and not policy.clauses and not sink.failed():
         name = policy.name
         help = "begin the policy with a string that says what it does and where it comes from"
         sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
 from kvdsl.shipped import all_policies, is_shipped_like_a_file, shipped_policy, stems_by_name
-from kvdsl.source import SourceFile
+from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.reader import normalized, read
 from kvdsl.syntax.shape import parse_module
@@ -89,6 +89,8 @@ class Loader:
 
     def load(self, source: SourceFile) -> Module:
         """A source with everything that it imports."""
+        if isinstance(source, Combined):
+            return self._combined(source)
         syntax = parse_module(source, self.sink)
         self._check_editions(syntax)
         module = Module(syntax)
@@ -105,6 +107,20 @@ class Loader:
         if identity is not None:
             self._loading.pop()
         return module
+
+    def _combined(self, source: Combined) -> Module:
+        """A policy with clauses, as in a file that imports the policy, and in its edition."""
+        named = source.span(0, source.named)
+        text = source.base if isinstance(source.base, SourceFile) else read(source.base, self.sink, str(source.base), named)
+        base = None if text is None else self.load(text)
+        syntax = parse_module(source, self.sink)
+        if base is None:
+            return Module(replace(syntax, broken=True))
+        if not base.broken and not base.syntax.policies:
+            self.sink.report(codes.ONE_POLICY, named, f"there is no policy in `{named.text}`", "name a file that holds one")
+            syntax = replace(syntax, broken=True)
+        statement = syn.Import(named, syn.Word(named, base.file.stem), False)
+        return Module(replace(syntax, editions=base.syntax.editions), [(statement, base)])
 
     def _check_editions(self, module: syn.Module) -> None:
         start = module.file.span(0, 0)

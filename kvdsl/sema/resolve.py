@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean
@@ -140,6 +140,8 @@ class _Level:
             self.inherited[name] = before.statement.span
         if not self._may_change(statement, f"`{name}`", None if before is None else before.statement.span):
             return
+        if self.policy.clauses and before is not None:
+            statement = _of_new_default(statement, before.statement)
         if before is not None and type(before.statement) is not type(statement):
             del self.flat.names[name]
         since = self.level if before is None else before.since
@@ -158,7 +160,10 @@ class _Level:
             self.flat.settings[keyword] = [*before, Placed(statement, self.module, self.level)]
 
     def _keep(self, statement: syn.Keep) -> None:
-        if statement.override and not self.dropped:
+        if self.policy.clauses:
+            self._may_change(statement, "`keep`", None)
+            self._replace_keeps(statement)
+        elif statement.override and not self.dropped:
             self.dropped = True
             inherited = [keep for keep in self.flat.keeps if keep.level != self.level]
             self._may_change(statement, "`keep`", inherited[0].statement.span if inherited else None)
@@ -169,6 +174,10 @@ class _Level:
             help = "for example `keep last 16`"
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
 
+    def _replace_keeps(self, statement: syn.Keep) -> None:
+        """Drops the inherited `keep` statements of the clause's kind."""
+        self.flat.keeps = [one for one in self.flat.keeps if one.level == self.level or _scope(one) != statement.scope]
+
     def _once(self, statement: syn.Named | syn.Single, key: str, code: codes.Code, message: str) -> bool:
         if key not in self.own:
             self.own[key] = statement.span
@@ -178,6 +187,11 @@ class _Level:
 
     def _may_change(self, statement: syn.Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
         """Whether `override` stands where it has to, and only there; reports if not."""
+        if self.policy.clauses:
+            if statement.override:
+                help = "leave out `override`: what stands behind `with` takes the place of what it names"
+                self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, "`override` is not needed behind `with`", help)
+            return True
         if statement.override and inherited is None:
             if ANYTHING not in self.flat.broken:
                 self._nothing_to_override(statement, what)
@@ -201,3 +215,15 @@ class _Level:
         if isinstance(statement, syn.Named):
             help = did_you_mean(statement.name.text, self.flat.names)
         self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or "leave out `override`")
+
+
+def _scope(placed: Placed) -> str:
+    assert isinstance(placed.statement, syn.Keep)
+    return placed.statement.scope
+
+
+def _of_new_default(statement: syn.Named, before: syn.Named) -> syn.Named:
+    """A clause in the place of an inherited statement: of a param only what it says, so that `param x = 5` keeps unit and range."""
+    if not isinstance(statement, syn.Param) or not isinstance(before, syn.Param):
+        return statement
+    return replace(statement, unit=statement.unit or before.unit, range=statement.range or before.range)

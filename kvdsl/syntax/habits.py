@@ -66,6 +66,7 @@ STATEMENTS = dict([
     *_same("write `param budget = 512`", "size capacity cache cache_size limit max_size"),
     *_same(CHOICE, "if else elif"),
     *_same("write `let NAME = ...`", "var const def fn function"),
+    *_same("leave out `override`: what stands behind `with` takes the place of what it names", "override"),
 ])  # fmt: skip
 """Words that begin a line of a policy."""
 

@@ -52,15 +52,15 @@ class Lexer:
         self._pattern = re.compile("|".join(f"(?P<{t.name}>{t.pattern.to_regexp()})" for t in symbols))
         self._ignored = frozenset(ignored)
 
-    def lex(self, source: SourceFile, sink: Sink, goes_on: frozenset[str] | None = None) -> Lexed:
-        """The tokens of a text, and what lies between them.
+    def lex(self, source: SourceFile, sink: Sink, goes_on: frozenset[str] | None = None, begin: int = 0) -> Lexed:
+        """The tokens of a text from `begin` on, and what lies between them.
 
         Args:
             goes_on: of a text whose end is still to be written, the words that begin statements: a parenthesis that is not closed is
                 open up to the next of these at the beginning of a line.
         """
         found = Lexed([])
-        for token in self._raw(source, sink, found.strays):
+        for token in self._raw(source, sink, found.strays, begin):
             if token.type not in self._ignored:
                 found.tokens.append(token)
             elif token.type == "COMMENT":
@@ -70,8 +70,8 @@ class Lexer:
         found.tokens = list(_without_line_ends_in_parentheses(found.tokens))
         return found
 
-    def _raw(self, source: SourceFile, sink: Sink, strays: list[int]) -> Iterator[Token]:
-        text, at, match = source.text, 0, self._pattern.match
+    def _raw(self, source: SourceFile, sink: Sink, strays: list[int], at: int) -> Iterator[Token]:
+        text, match = source.text, self._pattern.match
         while at < len(text):
             found = match(text, at)
             if found is None or (found.lastgroup in _BRACKETS and not _in_tensor(text, at)):
@@ -121,8 +121,8 @@ def _closed_parentheses(tokens: list[Token]) -> set[int]:
 
 _BRACKETS = ("LSQB", "RSQB")
 _TENSOR = re.compile(
-    r'(?:^|[;{"\'])[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z', re.MULTILINE
-)  # a docstring may stand before it
+    r'(?:^|[;{,"\']|\bwith\b)[ \t]*(?:override[ \t]+)?tensor\b[^;{}\n]*\Z', re.MULTILINE
+)  # a docstring or a clause may stand before it
 
 
 def _in_tensor(text: str, at: int) -> bool:

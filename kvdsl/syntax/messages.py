@@ -188,6 +188,10 @@ def _help(stuck: Stuck) -> str | None:
         return habits.CHOICE
     if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
         return f'`{stuck.token}` belongs inside of a test: `test "..." {{ ... }}`'
+    if "POLICY" in stuck.accepts and kind in stuck.keywords and _behind_with(stuck):
+        return CLAUSES
+    if stuck.accepts == {"LBRACE", "_SEP"} and before is not None and before == "\n" and _behind_with(stuck):
+        return CLAUSES
     if "POLICY" in stuck.accepts and kind in stuck.keywords:
         return f"`{stuck.token}` belongs inside of a policy: `policy NAME {{ ... }}`"
     if "OR" in stuck.accepts and kind == "OVER":
@@ -201,7 +205,15 @@ def _help(stuck: Stuck) -> str | None:
     return did_you_mean(str(stuck.token), words) if kind == "NAME" else None
 
 
+CLAUSES = "behind `with`, commas separate clauses on one line; in braces, lines or `;` do: `policy A = B with { ... }`"
 _GO_ON = "to go on in a new line, put the expression in parentheses"
+
+
+def _behind_with(stuck: Stuck) -> bool:
+    """Whether the last policy before is one without braces, `A = B with ...`."""
+    words = [str(token) for token in stuck.tokens[: stuck.at]]
+    last = max((index for index, word in enumerate(words) if word == "policy"), default=len(words))
+    return words[last + 2 : last + 3] == ["="] and "{" not in words[last:]
 
 
 def _text_follows(stuck: Stuck, text: str) -> bool:

@@ -412,7 +412,12 @@ class Import:
 
 @dataclass(frozen=True)
 class Policy:
-    """A policy. `broken` is what its statements with syntax errors would have defined or set."""
+    """A policy.
+
+    Attributes:
+        clauses: whether it is `= PARENT with` its statements, which take the place of what they name, rather than `extends PARENT`.
+        broken: what its statements with syntax errors would have defined or set.
+    """
 
     span: Span
     name: Word
@@ -420,6 +425,14 @@ class Policy:
     doc: Word | None
     statements: tuple[Statement, ...]
     broken: frozenset[str] = frozenset()
+    clauses: bool = False
+
+    @property
+    def heading(self) -> str:
+        """What stands before its statements."""
+        if self.parent is None:
+            return f"policy {self.name.text}"
+        return f"policy {self.name.text} {f'= {self.parent.text} with' if self.clauses else f'extends {self.parent.text}'}"
 
 
 @dataclass(frozen=True)

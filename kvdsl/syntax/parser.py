@@ -27,7 +27,7 @@ from kvdsl.diagnostics import Sink
 from kvdsl.errors import KvdslError
 from kvdsl.ir.ops import NAMED_INPUTS
 from kvdsl.resources import read_resource
-from kvdsl.source import SourceFile, Span
+from kvdsl.source import Combined, SourceFile, Span
 from kvdsl.syntax.lexer import Lexer, span_of
 from kvdsl.syntax.messages import Stuck, ends_in_operator, explain
 
@@ -157,6 +157,13 @@ def read_prefix(source: SourceFile) -> Prefix:
     return _Parser(source, Sink(), goes_on=True).prefix()
 
 
+def _head(source: Combined) -> list[Token]:
+    """What would stand before the clauses in a file."""
+    words = (("NAME", "policy", 0, 0), ("NAME", source.policy, 0, 0), ("EQUAL", "=", 0, 0), ("NAME", source.of, 0, source.named))
+    found = [Token(kind, word, start_pos=start, end_pos=end) for kind, word, start, end in words]
+    return [*found, Token("NAME", "with", start_pos=source.clauses, end_pos=source.clauses)]
+
+
 class _Parser:
     def __init__(self, source: SourceFile, sink: Sink, *, goes_on: bool = False) -> None:
         lark, lexer = _grammar()
@@ -164,8 +171,10 @@ class _Parser:
         self.keywords = lexer.keywords
         self.machine: InteractiveParser = lark.parse_interactive("")
         self.states = self.machine.parser_state.parse_conf.states
-        lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None)
-        self.tokens, self.comments, self.strays = lexed.tokens, lexed.comments, lexed.strays
+        head = _head(source) if isinstance(source, Combined) else []
+        begin = source.clauses if isinstance(source, Combined) else 0
+        lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None, begin=begin)
+        self.tokens, self.comments, self.strays = [*head, *lexed.tokens], lexed.comments, lexed.strays
         end = len(source.text)
         self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
         self.at = 0
@@ -255,6 +264,8 @@ class _Parser:
 
     def _mark(self) -> None:
         """Remembers a place where a statement can begin, or an item of the file: what to go back to."""
+        if self.place is Place.HEADER and "POLICY" in self._allowed():
+            self.place = Place.FILE  # a policy without braces, `A = B with ...`, ends with its line
         if self.place is not Place.HEADER and _BEGINS[self.place] <= self._allowed().keys():
             state = self.machine.parser_state
             self.saved = (self.place, list(state.state_stack), list(state.value_stack))

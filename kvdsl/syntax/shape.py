@@ -65,7 +65,8 @@ class _Shaper:
     def _policy(self, tree: Tree[Token]) -> syn.Policy:
         name, parent, body = tree.children
         span = self._span(tree)
-        doc, *statements = _tree(body).children
+        inner = _tree(body).children
+        doc, *statements = (None, *inner) if _tree(body).data == "clauses" else inner
         broken = [s.defines for s in self.parsed.broken if span.start <= s.span.start <= span.end]
         return syn.Policy(
             span,
@@ -74,6 +75,7 @@ class _Shaper:
             self._string(doc.children[0]) if isinstance(doc, Tree) else None,
             tuple(self._statement(child) for child in statements if isinstance(child, Tree)),
             frozenset().union(*broken),
+            clauses=tree.data == "with",
         )
 
     def _test(self, tree: Tree[Token]) -> syn.Test:

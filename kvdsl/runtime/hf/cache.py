@@ -216,6 +216,23 @@ class KVCache(Cache):
         made.__dict__.update(self.__dict__)
         return made
 
+    # -- other policies ------------------------------------------------------------------------------------------------
+
+    @classmethod
+    def with_(cls, clauses: str, /, **settings: Any) -> type[KVCache]:
+        """The class of this policy with clauses, `with_("when prefill, keep last 64")`, as `policy A = B with ...` means them.
+
+        Args:
+            settings: defaults of params to change, as in `kvdsl.load`; those with which this class was loaded hold, too.
+
+        Raises:
+            DiagnosticError: if the clauses have errors; the text lists them.
+            KvdslError: if this class comes from a package, and not from `kvdsl.load` or `kvdsl.compile`.
+        """
+        from kvdsl.loading import with_clauses
+
+        return with_clauses(cls, clauses, settings)
+
     # -- files and other processes -------------------------------------------------------------------------------------
 
     def __reduce__(self) -> tuple[Any, ...]:

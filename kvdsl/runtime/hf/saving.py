@@ -43,7 +43,12 @@ def digest(cache_class: type[KVCache]) -> str:
 
 def identity(cache_class: type[KVCache]) -> tuple[str, str, str, str]:
     """Module, class, policy and digest, from which `made_again` finds the class."""
-    return cache_class.__module__, cache_class.__qualname__, cache_class.spec.stem, digest(cache_class)
+    policy = cache_class.spec.stem
+    if cache_class.__module__.startswith(LOADED):
+        from kvdsl.loading import named
+
+        policy = named(cache_class)
+    return cache_class.__module__, cache_class.__qualname__, policy, digest(cache_class)
 
 
 def made_again(module: str, name: str, stem: str, expected: str) -> KVCache:
@@ -68,7 +73,7 @@ def made_again(module: str, name: str, stem: str, expected: str) -> KVCache:
 
 
 def _candidates(module: str, name: str, stem: str) -> Iterator[type[KVCache]]:
-    """Classes of that name: where it was, and of the policy that kvdsl ships under it."""
+    """Classes of that name: where it was, and of the policy that kvdsl ships under it, or that `h2o with when prefill` names."""
     try:
         yield getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError):

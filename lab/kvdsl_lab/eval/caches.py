@@ -9,6 +9,7 @@ from kvdsl.budget import as_written, tokens_or_rate
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
 from kvdsl.runtime.supplied import refuse_required
+from kvdsl.shipped import separate
 
 
 class Policies:
@@ -71,12 +72,12 @@ def parse_budgets(text: str) -> list[float]:
 
 
 def parse_policies(text: str) -> list[str]:
-    """`roco,h2o` as names.
+    """`roco,h2o` as names; commas inside of brackets and braces separate nothing: `h2o,h2o with { when prefill; keep last 64 }`.
 
     Raises:
         KvdslError: if there is none.
     """
-    names = [piece.strip() for piece in text.split(",") if piece.strip()]
+    names = separate(text)
     if not names:
         raise KvdslError("no policy is named; give for example `--policies full,roco,h2o`")
     return list(dict.fromkeys(names))
