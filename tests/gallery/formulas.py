@@ -384,6 +384,51 @@ def criticalkv(cache: Cache, window: int = 2) -> list[int]:
     )
 
 
+def defensivekv(cache: Cache, window: int = 3) -> list[int]:
+    """The most that any query and head gave, by fives, raised to the mean, times the value's share of all norms."""
+    text = cache.kept[:-window]
+    most = [max(p for query, p in cache.most[token].items() if query > cache.newest - window) for token in text]
+    pooled = {token: float(np.mean(most[max(0, place - 2) : place + 3])) for place, token in enumerate(text)}
+    least, norms = sum(pooled.values()) / len(text), sum(cache.norm(token) for token in text)
+    return lowest(cache, text, lambda token: max(pooled[token], least) * cache.norm(token) / norms)
+
+
+def random_attention(cache: Cache, recent: int = 2) -> list[int]:
+    """Of the answer who draws least, but for the last ones, as many at once as these are; the prompt from its end on."""
+    prompt = cache.method.prompt
+    if cache.newest < prompt or cache.excess < recent:
+        return []
+
+    def drawn(token: int) -> float:
+        return prompt - token if token < prompt else draw(0, cache.method.layer, 0, token, cache.newest)
+
+    return lowest(cache, cache.kept[:-recent], drawn)
+
+
+def protection(cache: Cache, ends: int = 2) -> list[int]:
+    return lowest(cache, cache.kept[ends:-ends], cache.total)
+
+
+def snapstream(cache: Cache, sinks: int = 2, recent: int = 3, window: int = 2) -> list[int]:
+    """The prompt by the largest of seven neighbours between sinks and window; then the oldest of what was in the window, or is new."""
+    prompt, text = cache.method.prompt, cache.kept[sinks:-recent]
+    if cache.newest >= prompt:
+        return [token for token in text if token >= prompt - recent][: cache.excess]
+
+    def most(token: int) -> float:
+        return max(recent_total(cache, one, window) for one in text if abs(one - token) <= 3)
+
+    return lowest(cache, text, most)
+
+
+def taskpress(cache: Cache, guide: int = 3, outliers: int = 2) -> list[int]:
+    """The guide first; then who it attends to least, but for those with the largest entries of a key."""
+    text = cache.kept[:-guide]
+    large = sorted(text, key=lambda token: max(abs(x) for x in cache.k[token]))[len(text) - outliers :]
+    scores = {token: mean_asked(cache, token, guide) for token in text}
+    return lowest(cache, [token for token in cache.kept if token not in large], lambda token: scores.get(token, -1.0))
+
+
 def criticalkv_projected(cache: Cache, window: int = 2) -> list[int]:
     """Half of the budget, the window in it, by means of five with zeros around the text; then by these times what the caller says."""
     text = cache.kept[:-window]
@@ -858,6 +903,11 @@ METHODS: dict[str, Method] = {
     "knorm_chunks": Method(once(knorm_chunks), 11, {"kept": 0.5, "chunk": 5}, prompt=23),
     "knorm_then_keydiff": Method(once(knorm_then_keydiff), 7, {"first": 0.6, "second": 0.5}, prompt=24),
     "criticalkv": Method(once(criticalkv), given=given(window=2), prompt=16),
+    "defensivekv": Method(once(defensivekv), given=given(window=3), prompt=20),
+    "random_attention": Method(random_attention, 9, {"budget": 9, "recent": 2}, prompt=5),
+    "protection": Method(protection, 10, {"budget": 10, "ends": 0.2}),
+    "snapstream": Method(snapstream, 9, {"budget": 9, "sinks": 2, "recent": 3, "window": 2}, prompt=20),
+    "taskpress": Method(once(taskpress), given=given(guide=3, outliers=2), prompt=20),
     "prefill_decoding": Method(prefill_decoding, given=given(target=5, window=3, interval=3)),
     "rkv": Method(rkv, given=given(window=3, mix=0.4, buffer=4), tokens=60),
     "keyformer": Method(keyformer, given=given(recent=3, generated=3)),
