@@ -24,7 +24,7 @@ def spec_of(policy: str) -> PolicySpec:
     return kvdsl.load(policy).spec
 
 
-@pytest.mark.parametrize("policy", ["roco", "h2o", "vatp_h2o", "streaming_llm", "full"])
+@pytest.mark.parametrize("policy", ["roco", "h2o", "vatp_h2o", "streaming_llm", "morphkv", "full"])
 def test_steps_keep_the_cache_as_full_as_it_is(policy):
     spec = spec_of(policy)
     state = decode.steady_state(spec, SHAPE)

@@ -18,6 +18,7 @@ from kvdsl.generation.models import encode, page
 from kvdsl.runtime.hf.versions import with_cache
 from kvdsl_lab.bench import shifting
 from kvdsl_lab.bench.shifting import ShiftedCache, rule, twin
+from kvdsl_lab.reproduce.equip.lengths import VARIANTS
 from tests.hf import policies, zoo
 
 BUDGET = 12
@@ -30,8 +31,17 @@ CLEAR = 1e-4
 """Logits that differ by less are as good as equal: either token may follow."""
 
 
+TOKENS = {"snapkv_tokens": {"window": 3}, "lagkv_tokens": {"sinks": 2, "recent": 4}}
+"""Policies that EQUIP's table 3 is measured with: what they are told beside a budget of 12."""
+
+
+def known(policy: str) -> str:
+    """What `kvdsl.load` knows it by."""
+    return str(VARIANTS / f"{policy}.kv") if policy in TOKENS else policy
+
+
 def shifted(model: Any, policy: str, *, fresh: bool, budget: int = BUDGET, **given: int) -> ShiftedCache:
-    return ShiftedCache(model, kvdsl.load(policy).spec, {"budget": budget, **given}, fresh=fresh)
+    return ShiftedCache(model, kvdsl.load(known(policy)).spec, {"budget": budget, **given}, fresh=fresh)
 
 
 def logits(model: Any, cache: Any, prompt: Tensor, tokens: Tensor) -> Tensor:
@@ -46,12 +56,13 @@ def logits(model: Any, cache: Any, prompt: Tensor, tokens: Tensor) -> Tensor:
 def test_it_says_what_the_policy_says_in_place(policy: str, length: int) -> None:
     model = zoo.make("Llama")
     other, (prompt, tokens) = twin(model), zoo.prompt(2, length + 25).split([length, 25], dim=1)
-    expected = logits(model, policies.make(policy, model, budget=BUDGET, backend="torch"), prompt, tokens)
+    given = TOKENS.get(policy, {})
+    expected = logits(model, policies.make(known(policy), model, budget=BUDGET, backend="torch", **given), prompt, tokens)
     for fresh in (False, True):
-        cache = shifted(other, policy, fresh=fresh)
+        cache = shifted(other, policy, fresh=fresh, **given)
         torch.testing.assert_close(logits(other, cache, prompt, tokens), expected, atol=1e-4, rtol=1e-4)
         assert all(layer.keys.shape[2] == BUDGET + 1 and layer.seen == length + 25 for layer in cache.layers)
-    more = logits(other, shifted(other, policy, fresh=False, budget=BUDGET + 1), prompt, tokens)
+    more = logits(other, shifted(other, policy, fresh=False, budget=BUDGET + 1, **given), prompt, tokens)
     assert not torch.allclose(more, expected, atol=1e-4, rtol=1e-4), "another budget should be noticed"
 
 
@@ -144,9 +155,10 @@ def test_the_twin_leaves_the_model_as_it_was() -> None:
 
 def test_the_rule_is_the_policys() -> None:
     spec = kvdsl.load("h2o").spec
-    assert rule(spec, {"budget": 64}, 20) == shifting.Rule(64, None, 32)
-    assert rule(spec, {"budget": 0.5}, 20) == shifting.Rule(10, None, 5)
-    assert rule(kvdsl.load("streaming_llm", sinks=2).spec, {"budget": 8}, 20) == shifting.Rule(8, 2, None)
+    assert rule(spec, {"budget": 64}, 20) == shifting.Rule("sum", 64, 0, 32, 0)
+    assert rule(spec, {"budget": 0.5}, 20) == shifting.Rule("sum", 10, 0, 5, 0)
+    assert rule(kvdsl.load("streaming_llm", sinks=2).spec, {"budget": 8}, 20) == shifting.Rule("place", 8, 2, 0, 0)
+    assert rule(kvdsl.load(known("snapkv_tokens")).spec, {"budget": 64}, 80) == shifting.Rule("window", 64, 0, 32, 32)
 
 
 def test_what_it_does_not_serve() -> None:

@@ -75,8 +75,10 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
     layer = selecting.first_selecting_layer(spec, given, prompt)
     state = slot_state(spec, given, layer=layer, layers=selecting.LAYERS, seed=seed)
     heads = (shape.batch, shape.kv_heads, filled)
-    columns = torch.empty(len(spec.columns), *heads, device=device)
-    for column, rule in zip(columns, spec.column_rules, strict=True):
+    numbers = state.settings.resolve(prompt)
+    state.size_rings(numbers)
+    columns = torch.zeros(state.column_rows, *heads, device=device)
+    for column, rule in zip(columns, spec.column_rules, strict=False):  # rings, behind, need no beginning
         column.copy_(
             torch.rand(heads, generator=generator, device=device) if rule == "token" else torch.tensor(INITIAL[rule])
         )
@@ -87,7 +89,7 @@ def steady_state(spec: PolicySpec, shape: Shape, seed: int = 0, device: str = "c
         "columns": columns,
     }
     state.reserves = True
-    state.store(kept, prompt, state.settings.resolve(prompt))
+    state.store(kept, prompt, numbers)
     if spec.sketches:
         selecting.sketch(state, _random((shape.batch, shape.kv_heads * shape.group, 1, shape.head_dim), shape, generator))
     state.make_room(1)  # where it grows; from now on every token is taken back

@@ -13,7 +13,8 @@ There are two of them:
   or, where every head loses another token, of what a boolean mask picks; the model's own rotation; eager attention; all of it into memory
   that is allocated for it.
 
-Both choose the victim with one `argmin`, since places are in the order of the text.
+Both choose the victim with one `argmin`, since places are in the order of the text. What a window of queries gave is remembered query by
+query, as a policy in place does it: published code reads all keys again for it, by every query of the window and for every token.
 """
 
 from __future__ import annotations
@@ -42,8 +43,13 @@ from kvdsl_lab.bench import baselines
 from kvdsl_lab.bench.rotary import Rotary
 from kvdsl_lab.bench.unrotated import bias, is_rotated
 
-SERVED = ("h2o", "equip_h2o", "streaming_llm", "equip_streaming")
-"""Policies whose rule is written here."""
+PLACE, SUM, WINDOW, OWN = "place", "sum", "window", "own"
+"""Who leaves: the oldest behind the sinks; who got least of all queries, or of the last ones; whose key and value make least."""
+
+SERVED = {
+    "h2o": SUM, "equip_h2o": SUM, "streaming_llm": PLACE, "equip_streaming": PLACE, "snapkv_tokens": WINDOW, "lagkv_tokens": OWN,
+}  # fmt: skip
+"""Policies whose rule is written here, by their files' stems."""
 
 _ATTENTION = "shift_and_append"
 _LAYER = "_shifted_layer"
@@ -56,11 +62,17 @@ _PIECE = 2**21
 
 @dataclass(frozen=True)
 class Rule:
-    """Who stays: `capacity` tokens per KV head; the first `sinks` of them, or the last `recent` and those of the largest sums."""
+    """Who stays: `capacity` tokens per KV head; the first `sinks` of them, the last `recent`, and who comes first by what `ranks`.
 
+    Attributes:
+        window: how many queries that is of, under `WINDOW`.
+    """
+
+    ranks: str
     capacity: int
-    sinks: int | None
-    recent: int | None
+    sinks: int
+    recent: int
+    window: int
 
 
 def rule(spec: PolicySpec, given: Mapping[str, float | None], prompt_tokens: int) -> Rule:
@@ -75,7 +87,8 @@ def rule(spec: PolicySpec, given: Mapping[str, float | None], prompt_tokens: int
         name: int(value)
         for name, value in state.settings.named(state.settings.resolve(torch.tensor([prompt_tokens]))).items()
     }
-    return Rule(numbers["capacity"], numbers.get("sinks"), numbers.get("recent"))
+    window = numbers.get("window", 0)
+    return Rule(SERVED[spec.stem], numbers["capacity"], numbers.get("sinks", 0), numbers.get("recent", window), window)
 
 
 def check_served(policy: str) -> None:
@@ -174,7 +187,8 @@ class _Layer(CacheLayerMixin):
     Attributes:
         keys, values: [batch, kv_heads, n, dim] in the order of the text, the one that is to leave still among them; keys as they were
             before any rotation under compact positions, otherwise as the model rotated them.
-        sums: float32 [batch, kv_heads, n], of the probabilities that queries gave, the mean of a group's heads.
+        sums: float32 [batch, kv_heads, n], what they rank by: of the probabilities that queries gave, the mean of a group's heads.
+        ring: float32 [batch, kv_heads, n, window], the probabilities of the last queries, each in its turn.
         victim: the place of what leaves before the next token comes: of all heads, or [batch, kv_heads]; None if nobody does.
         seen: tokens of the text so far.
         seconds: as in `ShiftedCache.seconds`.
@@ -183,6 +197,7 @@ class _Layer(CacheLayerMixin):
     keys: Tensor
     values: Tensor
     sums: Tensor
+    ring: Tensor
 
     def __init__(self, rule: Callable[[int], Rule], rotary: Rotary | None, room: _Room, compact: bool) -> None:
         super().__init__()
@@ -194,7 +209,7 @@ class _Layer(CacheLayerMixin):
 
     def tensors(self) -> tuple[Tensor, ...]:
         """What it holds."""
-        return (self.keys, self.values, self.sums) if self.is_initialized else ()
+        return (self.keys, self.values, self.sums, self.ring) if self.is_initialized else ()
 
     @contextmanager
     def _lap(self, name: str) -> Iterator[None]:
@@ -208,6 +223,7 @@ class _Layer(CacheLayerMixin):
         self.keys = key_states[:, :, :0]
         self.values = self.keys if value_states is None else value_states[:, :, :0]
         self.sums = key_states.new_zeros(*key_states.shape[:2], 0, dtype=torch.float32)
+        self.ring = key_states.new_zeros(*key_states.shape[:2], 0, self._kept.window, dtype=torch.float32)
         self.is_initialized = True
 
     # -- a forward -----------------------------------------------------------------------------------------------------
@@ -220,9 +236,11 @@ class _Layer(CacheLayerMixin):
             key = key_states if self._rotary is None else self._rotary(key_states, self.length, back=True)
             if self.victim is None:
                 self.keys, self.values = torch.cat([self.keys, key], 2), torch.cat([self.values, value_states], 2)
-                self.sums = torch.nn.functional.pad(self.sums, (0, key.shape[2]))
+                self.sums, self.ring = _padded(self.sums, self.ring, key.shape[2])
             else:
                 self.shift(self.victim, key, value_states)
+            if self._kept.ranks == OWN:
+                self.sums[..., -key.shape[2] :] = key.float().norm(dim=-1) + value_states.float().std(-1, correction=0)
             self.seen += key.shape[2]
         marked = key_states.view(key_states.shape)
         setattr(marked, _LAYER, self)
@@ -239,11 +257,19 @@ class _Layer(CacheLayerMixin):
         batch, heads, places, _ = keys.shape
         out, weights = self.attention(query, keys, scaling, None if slopes is None else self._bias(slopes))
         with self._lap("update"):
-            if self._kept.recent is not None:
-                self.sums += weights.float().view(batch, heads, -1, places).mean(2)
+            if self._kept.ranks in (SUM, WINDOW):
+                self._observe(weights.float().view(batch, heads, -1, places).mean(2))
             if places > self._kept.capacity:
                 self.victim = self._leaves(places)
         return out
+
+    def _observe(self, given: Tensor) -> None:
+        """What the newest query gave, [batch, kv_heads, n]."""
+        if self._kept.ranks == SUM:
+            self.sums += given
+        else:
+            self.ring[..., (self.seen - 1) % self._kept.window] = given
+            torch.sum(self.ring, -1, out=self.sums)
 
     def _bias(self, slopes: Tensor) -> Tensor:
         """Of the newest token's logits, by distances in the cache: [query_heads, 1, n]."""
@@ -260,13 +286,20 @@ class _Layer(CacheLayerMixin):
             raise KvdslError("a shifted cache takes a prompt, and then one token at a time")
         hidden = torch.ones(tokens, tokens, dtype=torch.bool, device=keys.device).triu_(1)
         found = []
-        for row, sums in enumerate(self.sums):
+        window = min(self._kept.window, tokens)
+        turns = torch.arange(tokens - window, tokens, device=keys.device) % max(window, self._kept.window)
+        for row, (sums, ring) in enumerate(zip(self.sums, self.ring, strict=True)):
             wide = baselines.repeat_kv(keys[row : row + 1], group), baselines.repeat_kv(self.values[row : row + 1], group)
             weights = torch.matmul(query[row : row + 1], wide[0].transpose(2, 3)).mul_(scaling)
             if slopes is not None:
                 weights += bias(slopes, tokens, tokens).to(weights.dtype)
             weights = weights.masked_fill_(hidden, -torch.inf).softmax(-1, dtype=torch.float32)
-            sums += weights.view(len(sums), group, tokens, tokens).mean(1).sum(1)
+            given = weights.view(len(sums), group, tokens, tokens).mean(1)
+            if self._kept.ranks == SUM:
+                sums += given.sum(1)
+            elif self._kept.ranks == WINDOW:
+                ring[..., turns] = given[:, -window:].mT
+                sums.copy_(ring.sum(-1))
             found.append(torch.matmul(weights.to(query.dtype), wide[1]))
         self._cut(tokens - self._kept.capacity)
         return torch.cat(found)
@@ -275,23 +308,24 @@ class _Layer(CacheLayerMixin):
         """So many tokens of the prompt leave, before the next token comes."""
         if over <= 0:
             return
-        order = self.sums.new_zeros(self.sums.shape)
-        if self._kept.sinks is not None:
-            order[..., self._kept.sinks : self._kept.sinks + over] = -1.0
+        order, sinks = self.sums.new_zeros(self.sums.shape), self._kept.sinks
+        if self._kept.ranks == PLACE:
+            order[..., sinks : sinks + over] = -1.0
         else:
-            recent = self.sums.shape[2] - (self._kept.recent or 0)
-            lowest = self.sums[..., :recent].argsort(dim=-1, stable=True)[..., :over]
+            between = self.sums[..., sinks : self.sums.shape[2] - self._kept.recent]
+            lowest = sinks + between.argsort(dim=-1, stable=True)[..., :over]
             order.scatter_(-1, lowest, -1.0)
         stay = order.argsort(dim=-1, stable=True)[..., over:]
         self.sums = self.sums.gather(2, stay)
-        self.keys, self.values = (
-            x.gather(2, stay[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (self.keys, self.values)
+        self.keys, self.values, self.ring = (
+            x.gather(2, stay[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (self.keys, self.values, self.ring)
         )
 
     def _leaves(self, places: int) -> int | Tensor:
-        if self._kept.sinks is not None:
-            return self._kept.sinks
-        return self.sums[..., : places - (self._kept.recent or 0)].argmin(-1)
+        sinks = self._kept.sinks
+        if self._kept.ranks == PLACE:
+            return sinks
+        return self.sums[..., sinks : places - self._kept.recent].argmin(-1).add_(sinks)
 
     # -- what the two differ in ----------------------------------------------------------------------------------------
 
@@ -334,7 +368,7 @@ class _Layer(CacheLayerMixin):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Repeat every row `repeats` times, next to itself."""
-        self.keys, self.values, self.sums = (x.repeat_interleave(repeats, 0) for x in self.tensors())
+        self.keys, self.values, self.sums, self.ring = (x.repeat_interleave(repeats, 0) for x in self.tensors())
         if isinstance(self.victim, Tensor):
             self.victim = self.victim.repeat_interleave(repeats, 0)
 
@@ -373,6 +407,9 @@ class _Moved(_Layer):
         if rows is not None:
             self.sums = self.sums.view(-1)[rows].view(self.sums.shape)
             self.sums[..., -1] = 0.0
+        if rows is not None and self._kept.window:
+            self.ring = self.ring.view(-1, self._kept.window).index_select(0, rows).view(self.ring.shape)
+            self.ring[..., -1, :] = 0.0
 
     def _rows(self, victim: Tensor) -> Tensor:
         """Where every place's content comes from among all rows; the last, which is new, from anywhere."""
@@ -402,6 +439,11 @@ class _Moved(_Layer):
         return torch.matmul(weights, self.values).view(query.shape), weights.view(batch, -1, 1, places)
 
 
+def _padded(sums: Tensor, ring: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    """With zeros for so many tokens more."""
+    return torch.nn.functional.pad(sums, (0, tokens)), torch.nn.functional.pad(ring, (0, 0, 0, tokens))
+
+
 def _turn(keys: Tensor, cos: Tensor, sin: Tensor, out: Tensor | None = None) -> Tensor:
     """Keys [..., n, dim], whose halves turn by angles of these cosines and sines [n, dim]."""
     half = keys.shape[-1] // 2
@@ -422,8 +464,8 @@ class _Fresh(_Layer):
             return
         stay = torch.ones(self.keys.shape[:3], dtype=torch.bool, device=key.device).scatter_(2, victim[..., None], False)
         self.keys, self.values = baselines.gather_in_fresh_memory(self.keys, self.values, stay, new)
-        sums = self.sums[stay].view(*stay.shape[:2], -1)
-        self.sums = torch.nn.functional.pad(sums, (0, 1))
+        sums, ring = (x[stay].view(*stay.shape[:2], stay.shape[2] - 1, *x.shape[3:]) for x in (self.sums, self.ring))
+        self.sums, self.ring = _padded(sums, ring, 1)
 
     def turned(self, rotary: Rotary) -> Tensor:
         """See `_Layer.turned`."""

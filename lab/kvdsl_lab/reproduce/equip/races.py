@@ -67,7 +67,7 @@ def _cell(policy: str, shape: str, batch: int, budget: int, threads: int | None 
 
 
 def race_table(rows: Sequence[Row]) -> list[Row]:
-    """With how many times as fast attention alone is, its update and the turning of keys included (table 3)."""
+    """With how many times as fast attention alone is, its update and the turning of keys included."""
     columns = (
         "policy", "model", "batch", "budget", "threads", "tpot_ms", "shift_ms", "over_shift", "over_shift_q1", "over_shift_q3",
         "published_ms", "over_published", "over_published_q1", "over_published_q3",
