@@ -1,4 +1,4 @@
 """The number of the interface between generated packages and the runtime."""
 
-ABI = 12
+ABI = 13
 """Generated code states it; the runtime refuses a package that was made for another."""

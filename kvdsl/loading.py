@@ -28,39 +28,51 @@ if TYPE_CHECKING:
     from kvdsl.runtime.hf import KVCache
 
 
-def load(policy: str | Path, /, **settings: Any) -> type[KVCache]:
+def load(policy: str | Path, /, *, storage: str | None = None, rope: str | None = None, **settings: Any) -> type[KVCache]:
     """The cache class of a shipped policy (`"h2o"`) or of a .kv file; or of one of them with clauses, `"h2o with when prefill"`.
 
     The package goes into kvdsl's cache folder, so that a second call finds it there. What `kvdsl check` warns of is a Python warning.
 
     Args:
+        storage, rope: how caches lie in memory where their constructor is not told.
         settings: defaults of params to change, as `--set` does.
 
     Raises:
         DiagnosticError: if there is no such policy, or if it has errors; the text lists them.
-        KvdslError: if the cache folder cannot be written to.
+        KvdslError: if the cache folder cannot be written to, or if the policy cannot lie in memory so.
     """
     from kvdsl.compiler import compile_file
 
-    return _with_warnings(compile_file(policy, {name: str(value) for name, value in settings.items()}))
+    compiled = compile_file(policy, {name: str(value) for name, value in settings.items()})
+    return _laid_out(_with_warnings(compiled), storage, rope)
 
 
-def compile(source: str, /, **settings: Any) -> type[KVCache]:
+def compile(source: str, /, *, storage: str | None = None, rope: str | None = None, **settings: Any) -> type[KVCache]:
     """The cache class of a policy that is given as a string. What `kvdsl check` warns of is a Python warning.
 
     Args:
         source: the text of a .kv file; what it imports is looked for in the current folder.
-        settings: defaults of params to change, as `--set` does.
+        storage, rope, settings: as for `load`.
 
     Raises:
         DiagnosticError: if the policy has errors; the text lists them.
-        KvdslError: if the cache folder cannot be written to.
+        KvdslError: if the cache folder cannot be written to, or if the policy cannot lie in memory so.
     """
     from kvdsl.compiler import compile_text
 
     if isinstance(source, Path) or ("\n" not in source and Path(source).suffix == ".kv"):
         raise KvdslError(f"`{source}` is a file's name, not a policy; `kvdsl.load({str(source)!r})` compiles the file")
-    return _with_warnings(compile_text(source, {name: str(value) for name, value in settings.items()}))
+    compiled = compile_text(source, {name: str(value) for name, value in settings.items()})
+    return _laid_out(_with_warnings(compiled), storage, rope)
+
+
+def _laid_out(found: type[KVCache], storage: str | None, rope: str | None) -> type[KVCache]:
+    """The class, or one like it whose caches lie in memory as these say by default."""
+    spec = found.spec.laid_out(storage, rope)
+    if spec is found.spec:
+        return found
+    names = {"spec": spec, "__doc__": found.__doc__, "__module__": found.__module__, "__qualname__": found.__qualname__}
+    return type(found.__name__, (found,), names)
 
 
 def _with_warnings(compiled: Compiled) -> type[KVCache]:

@@ -40,6 +40,8 @@ class EQUIPBlocksCache(KVCache):
         budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
         recent: default budget / 2.
         block: default 16.
+        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
+        rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
@@ -60,7 +62,7 @@ class EQUIPBlocksCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
         rope_cached=True,
-        abi=12,
+        abi=13,
     )
 
     def __init__(
@@ -70,7 +72,9 @@ class EQUIPBlocksCache(KVCache):
         budget: float = 512,
         recent: float | None = None,
         block: float = 16,
+        storage: str | None = None,
+        rope: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"budget": budget, "recent": recent, "block": block}, backend=backend, seed=seed)
+        super().__init__(model, {"budget": budget, "recent": recent, "block": block}, storage=storage, rope=rope, backend=backend, seed=seed)

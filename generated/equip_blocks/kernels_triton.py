@@ -16,7 +16,7 @@ Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
-    SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one.
+    SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one.
     rank: where a token stands, to attention, which turns its key accordingly; see `kvdsl.runtime.gpu.rotate`.
     sum_attn: sum of attn
 """
@@ -44,15 +44,15 @@ def settle(
     new_logits,  # [B, H, G] float32: the new token's
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [H, blocks, SIZE, D]
-    values,  # [H, blocks, SIZE, E]
-    first_rows,  # [R, H] int64: rows of the pool before the head's
-    table,  # [R, blocks of a row] int64: where each block of a row's slots lies behind those
+    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    values,  # [R, H, N, E], likewise
+    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
+    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
     rank,  # [R, H, N] int32: how many live slots hold an earlier token, -1 where there is no token
     length,  # [R, H] int32: gets how many tokens the head holds
     gaps,  # [B, H, N] int32: gets how many slots were freed up to each rank
-    half_keys,  # [R, H, N, 2 * PAIRS]: the keys' rotated halves
+    half_keys,  # [R, H, N, 2 * PAIRS]: if HALVES, the keys' rotated halves
     columns,  # [1, R, H, N] float32: the state columns
     cache_rows,  # R
     work,  # [B, H, SCORES, N] float32: gets what slots are ranked by
@@ -70,7 +70,7 @@ def settle(
     per_piece,  # slots of a program
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
-    SIZE: tl.constexpr,  # slots of a block
+    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -79,7 +79,8 @@ def settle(
     E_PAD: tl.constexpr,
     S_PAD: tl.constexpr,
     PIECES_PAD: tl.constexpr,
-    PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on; 0: none
+    HALVES: tl.constexpr,
+    PAIRS: tl.constexpr,  # of dims that turn, from OFFSET on
     P_PAD: tl.constexpr,
     OFFSET: tl.constexpr,
     INTERLEAVED: tl.constexpr,  # whether a pair is (2j, 2j + 1), not (j, j + PAIRS)
@@ -125,13 +126,14 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = tl.load(first_rows + own_pair) + layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
+        at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
+        at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)
         tl.store(rank + slot, live - 1)
         tl.store(length + own_pair, live - leaving)
-        if PAIRS > 0:
+        if HALVES:
             rotate.place_half(half_keys + (own_pair * slots + slot) * (2 * PAIRS), new_key + pair * D, PAIRS, P_PAD, OFFSET, INTERLEAVED)
         ops.place_logits(logits, new_logits + pair * G, slot, slots, G, G_PAD)
         tl.store(sum_attn_at + slot, 0.0)

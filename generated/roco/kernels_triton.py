@@ -21,6 +21,7 @@ Legend:
     B, H, N: rows, KV heads, slots per KV head. G: query heads per KV head. D, E: size of a key, of a value. S: splits of `attend`.
     R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
+    SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one.
     sum_attn: sum of attn
     sum_attn_squared: squares of attn
 """
@@ -28,7 +29,7 @@ Legend:
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import evicting, observing, ops
+from kvdsl.runtime.gpu import evicting, layout, observing, ops
 
 SCORES = 2  # rows of `work`
 SPREADS = True  # whether several programs of `settle` share a KV head's slots
@@ -48,8 +49,10 @@ def settle(
     new_logits,  # [B, H, G] float32: the new token's
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D]
-    values,  # [R, H, N, E]
+    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    values,  # [R, H, N, E], likewise
+    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
+    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
     columns,  # [2, R, H, N] float32: the state columns
     cache_rows,  # R
@@ -68,6 +71,7 @@ def settle(
     per_piece,  # slots of a program
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
+    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -117,7 +121,8 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = own_pair * slots + slot
+        at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
+        at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)

@@ -42,6 +42,8 @@ class SparCasCache(KVCache):
         model: a transformers model; its attention is prepared to serve this cache.
         tokens: default 2048.
         dims: default 16.
+        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
+        rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
@@ -62,7 +64,7 @@ class SparCasCache(KVCache):
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         selects=True,
         sketches=True,
-        abi=12,
+        abi=13,
     )
 
     def __init__(
@@ -71,7 +73,9 @@ class SparCasCache(KVCache):
         *,
         tokens: float = 2048,
         dims: float = 16,
+        storage: str | None = None,
+        rope: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"tokens": tokens, "dims": dims}, backend=backend, seed=seed)
+        super().__init__(model, {"tokens": tokens, "dims": dims}, storage=storage, rope=rope, backend=backend, seed=seed)

@@ -25,12 +25,13 @@ Legend:
     R: rows of the cache; B, unless the step is of some of them. own_row, own_pair: where a row and its KV head are there.
     now: the new token's position in the text. pos: those of the tokens in slots i, below 0 where a slot is free.
     W: dims of the sketch. dims: which those are, -1 behind them.
+    SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one.
 """
 
 import triton
 import triton.language as tl
 
-from kvdsl.runtime.gpu import ops, select
+from kvdsl.runtime.gpu import layout, ops, select
 
 SCORES = 0  # rows of `work`
 SPREADS = False  # whether several programs of `settle` share a KV head's slots
@@ -72,7 +73,9 @@ def look(
     which,  # [B] int32: if SOME, the row of the cache that each row is
     query,  # [B, H * G, D]
     new_key,  # [B, H, D]
-    keys,  # [R, H, N, D]
+    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
+    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
     sketch,  # [R, H, W] int32: dims, ascending, -1 behind them
     sketch_keys,  # [R, H, N, W]: the keys over these dims
@@ -90,6 +93,7 @@ def look(
     width,  # W
     window,  # queries see this many tokens; 2**30: all
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
+    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -109,7 +113,8 @@ def look(
     now = tl.load(seen + own_row)
     query += pair * G * D
     new_key += pair * D
-    keys += own_pair * slots * D
+    keys += layout.first_row(first_rows, own_pair, slots, SIZE > 0) * D
+    table = layout.table_of(table, own_row, slots, SIZE)
     grades += pair * (slots + 16)
     mine = pair * splits + split
     position += own_pair * slots
@@ -125,7 +130,7 @@ def look(
     first = split * per_split
     end = tl.minimum(first + per_split, slots)
     if anew:
-        select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, BLOCK)
+        select.gather_keys(keys, sketch_keys, position, first, end, dims, j, width, D, BLOCK, table, SIZE)
     for start in range(first, end, BLOCK):
         i = start + tl.arange(0, BLOCK)
         inside = i < end
@@ -212,8 +217,10 @@ def settle(
     held,  # [B, H, S] int32: how many tokens it holds
     new_key,  # [B, H, D]
     new_value,  # [B, H, E]
-    keys,  # [R, H, N, D]
-    values,  # [R, H, N, E]
+    keys,  # [R, H, N, D]; if SIZE [H, blocks, SIZE, D]
+    values,  # [R, H, N, E], likewise
+    first_rows,  # [R, H] int64: rows of `keys` and `values` before the head's
+    table,  # [R, blocks of a row] int64: if SIZE, where each block of a row's slots lies behind those
     position,  # [R, H, N] int32
     query,  # [B, H * G, D]
     sketch,  # [R, H, W] int32, with all that follows as for `look`
@@ -229,6 +236,7 @@ def settle(
     splits,
     per_piece,  # slots of a program
     SOME: tl.constexpr,  # whether the step is of some rows of the cache
+    SIZE: tl.constexpr,  # slots of a block of the pool; 0: there are none
     G: tl.constexpr,
     G_PAD: tl.constexpr,  # sizes as powers of two
     D: tl.constexpr,
@@ -269,7 +277,8 @@ def settle(
         d, e = tl.arange(0, D_PAD), tl.arange(0, E_PAD)
         key = tl.load(new_key + pair * D + d, mask=d < D, other=0.0)
         value = tl.load(new_value + pair * E + e, mask=e < E, other=0.0)
-        at = own_pair * slots + slot
+        at = layout.first_row(first_rows, own_pair, slots, SIZE > 0)
+        at += layout.rows(slot, True, layout.table_of(table, own_row, slots, SIZE), SIZE)
         tl.store(keys + at * D + d, key, mask=d < D)
         tl.store(values + at * E + e, value, mask=e < E)
         tl.store(position + slot, now)

@@ -42,6 +42,8 @@ class StreamingLLMCache(KVCache):
         model: a transformers model; its attention is prepared to serve this cache.
         sinks: default 4.
         budget: default 512; 0.25 is a rate of the prompt, 1.0 all of it.
+        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as the .kv file says, else in place.
+        rope: how compact positions are served, `fused` or `cached`; None: as the .kv file says, else `fused`.
         backend: `auto`, or `cpu` (C++), `triton` or `torch` by force.
         seed: of `random()`.
     """
@@ -61,7 +63,7 @@ class StreamingLLMCache(KVCache):
         cpu_source=Path(__file__).with_name("kernels_cpu.cpp"),
         triton_source=Path(__file__).with_name("kernels_triton.py"),
         compact=True,
-        abi=12,
+        abi=13,
     )
 
     def __init__(
@@ -70,7 +72,9 @@ class StreamingLLMCache(KVCache):
         *,
         sinks: float = 4,
         budget: float = 512,
+        storage: str | None = None,
+        rope: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        super().__init__(model, {"sinks": sinks, "budget": budget}, backend=backend, seed=seed)
+        super().__init__(model, {"sinks": sinks, "budget": budget}, storage=storage, rope=rope, backend=backend, seed=seed)

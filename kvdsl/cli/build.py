@@ -11,7 +11,9 @@ import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.options import memory_options
 from kvdsl.errors import KvdslError
+from kvdsl.memory import slots_of_a_block
 
 if TYPE_CHECKING:
     from kvdsl.build.row import Row
@@ -32,10 +34,12 @@ TARGETS = "cuda:80,cuda:90,cuda:100,hip:gfx90a,hip:gfx942,cpu"
 @click.option("--batch", type=click.IntRange(1), default=8, show_default=True, help="With --report: rows of a step.")
 @click.option("--kv-heads", type=click.IntRange(1), default=8, show_default=True, help="With --report: KV heads of a row.")
 @click.option("--slots", type=click.IntRange(1), default=4096, show_default=True, help="With --report: slots of a KV head.")
+@memory_options
 @json_option
 def command(
-    names: tuple[str, ...], targets: str, group: int, head_dim: int, dtype: str, report: bool, as_json: bool, **step: int
-) -> None:
+    names: tuple[str, ...], targets: str, group: int, head_dim: int, dtype: str, memory: dict[str, str], report: bool,
+    as_json: bool, **step: int,
+) -> None:  # fmt: skip
     """Compile the kernels of policies ahead of time; no GPU is needed.
 
     A GPU is named by its architecture: cuda:90 (compute capability 9.0), hip:gfx942. `cpu` builds the C++ kernels for this machine.
@@ -58,7 +62,7 @@ def command(
         raise click.BadParameter("is a multiple of 16", param_hint="'--head-dim'")
     wanted = [target.strip() for target in targets.split(",") if target.strip()]
     shape = {"group": group, "head_dim": head_dim, "dtype": dtype}
-    rows = [row for name in names for row in _build(load(name).spec, wanted, shape, step if report else None)]
+    rows = [row for name in names for row in _build(load(name, **memory).spec, wanted, shape, step if report else None)]
     if as_json:
         print_json({"rows": [asdict(row) for row in rows]})
     else:
@@ -83,7 +87,9 @@ def _gpus(spec: PolicySpec, targets: list[str], shape: dict[str, Any], step: dic
     gpus = {target: parse_target(target) for target in targets}
     if not spec.triton_source.exists():
         raise KvdslError(f"`{spec.stem}` has no Triton kernels (`kvdsl explain` says why); `--target cpu`")
-    yield from build(spec.stem, spec.triton_source, gpus, Shape(**shape), None if step is None else Workload(**step))
+    block = spec.block or slots_of_a_block("blocks") if spec.in_blocks else 0
+    wanted = Shape(**shape, block=block, halves=spec.rope_cached)
+    yield from build(spec.stem, spec.triton_source, gpus, wanted, None if step is None else Workload(**step))
 
 
 def _cpu(spec: PolicySpec) -> Row:

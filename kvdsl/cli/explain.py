@@ -11,6 +11,7 @@ import click
 
 from kvdsl.cli import completion
 from kvdsl.cli.common import params_as_data, print_json, set_option
+from kvdsl.cli.options import memory_options
 from kvdsl.errors import KvdslError
 from kvdsl.explain import DTYPES
 
@@ -24,6 +25,7 @@ _WIDTH = 100
 @click.command()
 @click.argument("what", metavar="POLICY|CODE", shell_complete=completion.policies_or_codes)
 @set_option
+@memory_options
 @click.option(
     "--head-dim", type=click.IntRange(1), default=128, show_default=True, help="The model's head size, for the bytes."
 )
@@ -32,7 +34,7 @@ _WIDTH = 100
 @click.option("--format", "style", type=click.Choice(["text", "json", "html"]), default="text", show_default=True,
               help="For people, for programs, or as a page for a browser.")  # fmt: skip
 @click.option("--json", "style", flag_value="json", hidden=True)
-def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, style: str) -> None:
+def command(what: str, settings: dict[str, str], memory: dict[str, str], head_dim: int, dtype: str, style: str) -> None:
     """Say in words what a policy does, or what an error code means.
 
     Of a policy: what it keeps, who leaves first, what it attends to and when, what it remembers of every token and why, what that
@@ -42,15 +44,16 @@ def command(what: str, settings: dict[str, str], head_dim: int, dtype: str, styl
     Examples:
       kvdsl explain roco
       kvdsl explain mine.kv --head-dim 64 --dtype float16
+      kvdsl explain streaming_llm --storage blocks:32 --rope cached
       kvdsl explain KV0301
       kvdsl explain roco --format html > roco.html
     """
     if re.fullmatch(r"(?i)kv\d{4}", what):
         _explain_code(what.upper(), style)
         return
-    from kvdsl.explain.facts import as_data, facts
+    from kvdsl.explain.facts import as_data, facts, laid_out
 
-    found = facts(_policy(what, settings), head_dim, dtype)
+    found = facts(laid_out(_policy(what, settings), **memory), head_dim, dtype)
     if style == "json":
         print_json(as_data(found) | {"params": params_as_data(found.policy)}, dtype=dtype)
     elif style == "html":

@@ -9,6 +9,9 @@ from typing import Any
 import click
 
 from kvdsl.cli import completion
+from kvdsl.cli.common import set_option
+from kvdsl.errors import KvdslError
+from kvdsl.memory import ROPES, slots_of_a_block
 
 POLICY = "roco"
 """What runs where no policy is named."""
@@ -42,6 +45,43 @@ def policies_option(default: str, *names: str, help: str = "Shipped policies, or
         shell_complete=completion.policies,
         help=help,
     )
+
+
+def _storage(ctx: click.Context, param: click.Parameter, value: str | None) -> str | None:
+    """The value, once it says something."""
+    if value is not None:
+        try:
+            slots_of_a_block(value)
+        except KvdslError as error:
+            raise click.BadParameter(str(error)) from None
+    return value
+
+
+def memory_options(command: Any) -> Any:
+    """`--storage` and `--rope`, given to the command as `memory: dict[str, str]`: those that are given, as `kvdsl.load` takes them."""
+
+    @click.option("--storage", metavar="LAYOUT", callback=_storage,
+                  help="How slots lie in memory: in_place, blocks (of 16 slots), or blocks:N [default: in_place].")  # fmt: skip
+    @click.option("--rope", type=click.Choice(ROPES),
+                  help="Compact positions: turn keys as they are read, or keep their rotated halves [default: fused].")  # fmt: skip
+    @wraps(command)
+    def with_memory(storage: str | None, rope: str | None, **given: Any) -> Any:
+        memory = {name: value for name, value in (("storage", storage), ("rope", rope)) if value is not None}
+        return command(memory=memory, **given)
+
+    return with_memory
+
+
+def cache_options(command: Any) -> Any:
+    """What a cache is made with: `--set`, `--storage` and `--rope`, given to the command as `settings: dict[str, str]`, all in one."""
+
+    @set_option
+    @memory_options
+    @wraps(command)
+    def with_settings(settings: dict[str, str], memory: dict[str, str], **given: Any) -> Any:
+        return command(settings=settings | memory, **given)
+
+    return with_settings
 
 
 BACKENDS = click.Choice(["auto", "cpu", "torch", "triton"])

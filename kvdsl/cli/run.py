@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton
 from kvdsl.lab import lab
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ def prompt_ids(tokenizer: Any, prompt: str | None, prompt_file: Path | None) -> 
 
 @click.command()
 @policy_options()
-@set_option
+@cache_options
 @model_option
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")

@@ -12,7 +12,7 @@ from typing import Any
 import click
 
 from kvdsl.cli import completion
-from kvdsl.cli.common import set_option
+from kvdsl.cli.options import cache_options
 from kvdsl.errors import KvdslError
 
 _STEP = 2048
@@ -22,7 +22,7 @@ _STEP = 2048
 @click.command(context_settings={"ignore_unknown_options": True})
 @click.argument("model")
 @click.option("--policy", required=True, shell_complete=completion.policies, help="A shipped policy, or a .kv file.")
-@set_option
+@cache_options
 @click.option("--max-model-len", type=click.IntRange(1), help="The longest text [default: what the model was made for].")
 @click.option(
     "--kvdsl-trace",
@@ -48,7 +48,7 @@ def command(
     """
     if any(_option(word).startswith("--additional-config") for word in more):
         raise click.UsageError(
-            "--policy and --set say what --additional-config would; give it to `vllm serve` itself for more"
+            "--policy, --set, --storage and --rope say what --additional-config would; give it to `vllm serve` itself for more"
         )
     words = served(model, policy, settings, max_model_len, more, trace)
     if dry_run:
@@ -81,7 +81,9 @@ def served(
     from kvdsl.models import place_of
 
     policy = str(Path(policy).resolve()) if policy.endswith(".kv") else policy
-    asked = Settings(policy, tuple(sorted((name, _number(name, text)) for name, text in settings.items())))
+    memory = {name: settings[name] for name in ("storage", "rope") if name in settings}
+    params = {name: _number(name, settings[name]) for name in sorted(settings.keys() - memory)}
+    asked = Settings(policy, tuple(params.items()), **memory)
     version = installed()
     if version is None:
         raise KvdslError(f"vLLM is not installed here: {INSTALL}; docs/howto/serving.md")
@@ -92,7 +94,7 @@ def served(
     refuse_layers([asked.state(layer, layers) for layer in range(layers)])
     longest = max_model_len or _longest(place, config)
     _build(asked)
-    told: dict[str, Any] = {"kvdsl": {"policy": asked.policy, **dict(asked.given)}}
+    told: dict[str, Any] = {"kvdsl": {"policy": policy, **params, **memory}}
     ours = {"--additional-config": json.dumps(told), "--max-model-len": longest,
             "--max-num-batched-tokens": max(longest, _STEP), "--served-model-name": model}  # fmt: skip
     if trace is not None:

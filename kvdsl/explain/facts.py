@@ -13,6 +13,7 @@ from kvdsl.ir.ops import INPUTS
 from kvdsl.ir.printer import print_budget, print_expression, print_keep, print_select, print_sketch
 from kvdsl.ir.visitors import walk
 from kvdsl.lower.plan import PackagePlan
+from kvdsl.memory import keeps_halves, slots_of_a_block
 from kvdsl.passes.columns import add_columns
 from kvdsl.passes.fold import some, value_of
 
@@ -170,6 +171,21 @@ def facts(policy: Policy, head_dim: int = 128, dtype: str = "bfloat16") -> Facts
         requires=tuple(name for name, row in INPUTS.items() if row.reads and name in read),
         budgets=tuple(_budgets(policy, values)),
     )
+
+
+def laid_out(policy: Policy, *, storage: str | None = None, rope: str | None = None) -> Policy:
+    """The policy as its cache lies in memory with these options.
+
+    Raises:
+        KvdslError: if it cannot lie so.
+    """
+    changes: dict[str, Any] = {}
+    if storage is not None:
+        block = slots_of_a_block(storage)
+        changes = {"storage": "blocks", "block": Number(value=block)} if block else {"storage": "in_place", "block": None}
+    if rope is not None:
+        changes["rope"] = "cached" if keeps_halves(rope, policy.name, compact=policy.positions == "compact") else "fused"
+    return policy.model_copy(update=changes)
 
 
 def statements(policy: Policy) -> Iterator[tuple[str, Expr]]:

@@ -81,11 +81,9 @@ class TritonPlan:
         settles_prompts: whether a kernel says who leaves behind a prompt: where each KV head decides by itself, from its columns.
         spreads: whether several programs share a KV head's slots: there are loops over them, and no value depends on other slots.
         select: None where the policy's queries attend to everything.
-        compact: whether keys are turned, so that ranks and lengths are to be kept up to date.
+        compact: whether keys are turned, so that ranks and lengths are to be kept up to date, and rotated halves where there are any.
         agrees: whether the KV heads of a layer agree on who leaves, in one more kernel.
         shares: whether they share a budget, or have budgets of their own, so that some may have more slots than others.
-        blocks: whether keys and values lie in blocks, found through tables.
-        halves: whether the keys' rotated halves are kept beside them.
     """
 
     args: tuple[str, ...]
@@ -115,8 +113,6 @@ class TritonPlan:
     compact: bool
     agrees: bool
     shares: bool
-    blocks: bool
-    halves: bool
 
     @property
     def draws(self) -> bool:
@@ -186,8 +182,6 @@ def triton_plan(policy: Policy, numbers: tuple[str, ...]) -> TritonPlan:
         select=select,
         compact=policy.positions == "compact",
         shares=policy.heads_share or heads_differ(policy),
-        blocks=policy.storage == "blocks",
-        halves=policy.rope == "cached",
         agrees=settles and policy.victims == "heads",
     )
 

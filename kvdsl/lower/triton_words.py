@@ -55,10 +55,10 @@ def _modules(plan: TritonPlan, observes_prompts: bool) -> Iterator[str]:
     protects = plan.select is not None and bool(plan.select.protect)
     wanted = {
         "evicting": plan.settles or plan.hard_cap or protects,
-        "layout": plan.blocks or plan.reads_vectors,
+        "layout": True,
         "observing": observes_prompts,
         "ops": True,
-        "rotate": plan.halves,
+        "rotate": plan.compact,
         "select": plan.select is not None,
     }
     return (name for name, needed in wanted.items() if needed)
@@ -91,8 +91,7 @@ def _legend(plan: TritonPlan) -> Iterator[str]:
         yield "W: dims of the sketch. dims: which those are, -1 behind them."
     if choosing and choosing.by == "page_bound":
         yield "P: pages that there is room for. Nothing ever leaves, so that the token at position p is in slot p."
-    if plan.blocks:
-        yield "SIZE: slots of a block. `kvdsl.runtime.gpu.layout` says where those lie, and has given the new token's slot one."
+    yield "SIZE: slots of a block, if slots lie so; `kvdsl.runtime.gpu.layout` says where, and has given the new token's slot one."
     if plan.reads_vectors:
         yield "k, v: keys and values of slots i. first_row: where those of the head begin. d, e: their dims."
     if plan.compact:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvdsl.abi import ABI
+from kvdsl.memory import keeps_halves, slots_of_a_block
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -29,8 +30,8 @@ class PolicySpec:
             that does not evict), and, where it states them, `trigger`, `slack`, `max_drop`, `floor` (tokens that a head cannot
             lose to the others), `layer_floor` (likewise, of a layer's share), `head_floor` (a head's `floor` as a part of that
             share) and `prefill_block`; one that selects has `select` (inf in a layer that does not), `chooser` (the layer whose choice
-            this one attends to, -1 for none), `page`, `sketch_dims` and `sketch_every`; one whose slots lie in blocks `block`, their
-            size; every ring `size_<its name>`.
+            this one attends to, -1 for none), `page`, `sketch_dims` and `sketch_every`; one whose slots lie in blocks unless its user
+            asks otherwise `block`, their size; every ring `size_<its name>`.
             Counts are whole; sizes are at least 1.
         resolve: from what the user gave to `numbers` by name, float64 [batch] each.
         columns: names of the state columns of one number a slot.
@@ -58,7 +59,8 @@ class PolicySpec:
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
         rotates: whether an expression asks how keys are rotated. `reads_text`: whether the score reads all queries of the prompt.
-        rope_cached: whether a key's rotated half is kept beside it.
+        rope_cached: whether a key's rotated half is kept beside it. block: how many slots lie together in a block, 0: they lie in
+            place; None: as the number `block` says, if there is one. Both are options of a cache, and what a package has is their default.
         vectors: whether the torch kernels compute something for every query, slot and dim, so that they take fewer queries at once.
         tensors: what the policy reads of files, or None. `tensors_of_values`: whether their dims stand beside those of values.
         supplied: the values of each token that the caller gives, and their defaults, None where there is none.
@@ -96,6 +98,7 @@ class PolicySpec:
     rotates: bool = False
     reads_text: bool = False
     rope_cached: bool = False
+    block: int | None = None
     vectors: bool = False
     tensors: Tensors | None = None
     tensors_of_values: bool = False
@@ -125,6 +128,31 @@ class PolicySpec:
         if self.victims != "own":
             return "agree on who leaves"
         return "choose together what to attend to" if self.heads_vote else None
+
+    @property
+    def in_blocks(self) -> bool:
+        """Whether slots lie in blocks."""
+        return "block" in self.numbers if self.block is None else self.block > 0
+
+    def laid_out(self, storage: str | None = None, rope: str | None = None) -> PolicySpec:
+        """The policy in a cache that lies in memory as these options say; None: as it does.
+
+        Raises:
+            KvdslError: if an option says nothing that there is, or nothing that this policy can have.
+        """
+        block = self.block if storage is None else slots_of_a_block(storage)
+        cached = self.rope_cached if rope is None else keeps_halves(rope, self.name, compact=self.compact)
+        return self.with_memory((block, cached))
+
+    @property
+    def memory(self) -> tuple[int | None, bool]:
+        """`block` and `rope_cached`: how a cache lies in memory."""
+        return self.block, self.rope_cached
+
+    def with_memory(self, memory: tuple[int | None, bool]) -> PolicySpec:
+        """The policy in a cache that lies so."""
+        block, cached = memory
+        return self if memory == self.memory else replace(self, block=block, rope_cached=cached)
 
     def __post_init__(self) -> None:
         if self.abi != ABI:

@@ -82,7 +82,7 @@ def refuse_policy(state: SlotState) -> None:
     ):
         raise KvdslError(
             f"{spec.name} chooses for other layers, shares a budget or lies in blocks, which is not served in vLLM's pages yet; h2o, "
-            f"roco, quest and streaming_llm are"
+            f"roco, quest and streaming_llm are, in place"
         )
     if spec.supplied:
         raise KvdslError(

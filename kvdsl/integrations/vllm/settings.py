@@ -21,19 +21,22 @@ class Settings:
     Attributes:
         policy: a shipped policy's name, or a .kv file.
         given: params and their values, by name; what is not given has its default.
+        storage, rope: as a cache's constructor takes them.
     """
 
     policy: str
     given: tuple[tuple[str, float], ...]
+    storage: str | None = None
+    rope: str | None = None
 
     @property
     def spec(self) -> PolicySpec:
         """The policy, compiled.
 
         Raises:
-            KvdslError: if there is no such policy.
+            KvdslError: if there is no such policy, or if it cannot lie in memory so.
         """
-        return _spec(self.policy)
+        return _spec(self.policy, self.storage, self.rope)
 
     def state(self, layer: int, layers: int, head_offset: int = 0) -> SlotState:
         """An empty state of one layer of a request.
@@ -52,10 +55,10 @@ class Settings:
 
 
 @lru_cache
-def _spec(policy: str) -> PolicySpec:
+def _spec(policy: str, storage: str | None, rope: str | None) -> PolicySpec:
     from kvdsl.loading import load
 
-    spec: PolicySpec = load(policy).spec
+    spec: PolicySpec = load(policy, storage=storage, rope=rope).spec
     return spec
 
 
@@ -86,13 +89,14 @@ def parsed(found: Any) -> Settings:
         raise KvdslError(
             f"vLLM's additional_config says `kvdsl`: {found!r}, which names no policy; give for example {example}"
         )
-    rest = {name: value for name, value in found.items() if name != "policy"}
+    rest = {name: value for name, value in found.items() if name not in ("policy", "storage", "rope")}
     for name, value in rest.items():
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise KvdslError(
                 f"vLLM's additional_config sets `{name}` of {found['policy']} to {value!r}; params are numbers: {example}"
             )
-    return Settings(found["policy"], tuple(sorted((name, value) for name, value in rest.items())))
+    given = tuple(sorted((name, value) for name, value in rest.items()))
+    return Settings(found["policy"], given, found.get("storage"), found.get("rope"))
 
 
 @dataclass(frozen=True)

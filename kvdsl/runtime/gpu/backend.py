@@ -191,6 +191,7 @@ class TritonBackend:
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
             "BIASED": call.slopes is not None, "RANKED": state.spec.compact,
+            "HALVES": state.spec.rope_cached and rope is not None,
         }  # fmt: skip
         agrees = state.evicts and hasattr(self.kernels, "agree")
         if state.spec.hard_cap and state.evicts:
@@ -202,10 +203,9 @@ class TritonBackend:
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
             chosen = sizes.choose(work.splits, work.choosers, pages="page" in state.spec.numbers)
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
-        halves = {"HALVES": state.spec.rope_cached and rope is not None}
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
-        attends = arguments | halves | dense | sizes.attend(rope)
+        attends = arguments | dense | sizes.attend(rope)
         yield Launch(attend, (work.splits, heads, batch), attends, sizes.attend_options)
         if block_size:
             yield Launch(take, (1,), arguments | sizes.take(work.splits), TAKE_OPTIONS)

@@ -52,9 +52,6 @@ CHOOSERS = 16
 SKETCHED = 16
 """Dims of a sketch."""
 
-SLOTS_OF_A_BLOCK = 16
-"""Under `storage blocks`."""
-
 STRIDES = tuple(
     f"{tensor}_{dim}"
     for tensor, dims in (("query", ("row", "head", "token")), ("key", ("row", "head", "slot")))
@@ -122,12 +119,15 @@ class Shape:
     Attributes:
         group: query heads per KV head. head_dim: numbers of a key, and of a value. dtype: one of `DTYPES`.
         some_rows: whether a step is of some rows of the cache, as in a serving engine (`kvdsl.runtime.gpu.rows`).
+        block: slots of a block, 0 where they lie in place. halves: whether keys' rotated halves are kept, where they turn.
     """
 
     group: int = 4
     head_dim: int = 128
     dtype: str = "bf16"
     some_rows: bool = False
+    block: int = 0
+    halves: bool = False
 
     @property
     def sizes(self) -> Sizes:
@@ -182,10 +182,10 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
     arguments = kernels.settle.arg_names
     sizes = replace(shape.sizes, hopper=(target.backend, target.arch) == ("cuda", 90))
     selects = "SELECTS" in arguments
-    block = SLOTS_OF_A_BLOCK if "table" in arguments else 0
+    block = shape.block
     rope = shape.rope if "rank" in arguments else None
     width = SKETCHED if "W_PAD" in arguments else 0
-    common = _common(arguments, shape, block, rope) | {"SPREADS": kernels.SPREADS}
+    common = _common(arguments, shape, rope) | {"SPREADS": kernels.SPREADS}
     observes = sizes.observe_options(reduced=hasattr(kernels, "over_slots"))
     alone, settles = sizes.settle(SPLITS, PIECES, alone=True), SETTLE_OPTIONS if kernels.SPREADS else ALONE_OPTIONS
     found = [
@@ -207,7 +207,7 @@ def launched(kernels: Any, shape: Shape, target: GPUTarget) -> Iterator[tuple[st
             yield kernel, generated, own | common, options
 
 
-def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -> dict[str, Any]:
+def _common(arguments: list[str], shape: Shape, rope: Rope | None) -> dict[str, Any]:
     """Constants that kernels share. Tensors that a policy does not have are None."""
     constants = {
         "LOGITS": "logits" in arguments,
@@ -216,22 +216,22 @@ def _common(arguments: list[str], shape: Shape, block: int, rope: Rope | None) -
         "BIASED": False,
         "RANKED": False,
         "SELECTS": "SELECTS" in arguments,
-        "DENSE": block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
+        "DENSE": shape.block == 0 and "SELECTS" not in arguments and shape.sizes.reads_ahead(rope),
     }
     constants |= {
         "SOME": shape.some_rows,
         "PADDED": False,
         "CAPPED": False,
         "BEFORE": False,
-        "SIZE": block,
-        "HALVES": "half_keys" in arguments,
+        "SIZE": shape.block,
+        "HALVES": shape.halves and rope is not None,
     }
     absent = (
         {"sinks", "slopes", "order"}
         | (set() if shape.some_rows else {"which"})
         | ({"rank", "length", "angles"} if rope is None else set())
     )
-    absent |= (set() if block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
+    absent |= (set() if shape.block else {"table"}) | (set() if constants["HALVES"] else {"half_keys"})
     return constants | dict.fromkeys(absent)
 
 

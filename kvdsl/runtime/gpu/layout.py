@@ -23,6 +23,15 @@ def table_of(table, row, slots, SIZE: tl.constexpr):
 
 
 @triton.jit
+def first_row(first_rows, pair, slots, SCATTERED: tl.constexpr):
+    """The row of keys and values with which those of a KV head begin, int64: of `first_rows`, unless slots lie as they are numbered."""
+    at = pair * slots
+    if SCATTERED:
+        at = tl.load(first_rows + pair)
+    return at
+
+
+@triton.jit
 def rows(slot, held, table, SIZE: tl.constexpr):
     """By how many rows of keys and values these slots lie behind their head's first row, int64; anything for those not held."""
     at = slot.to(tl.int64)

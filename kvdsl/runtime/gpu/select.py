@@ -64,8 +64,8 @@ def gather_keys(
     width,
     D: tl.constexpr,
     BLOCK: tl.constexpr,
-    table=None,
-    SIZE: tl.constexpr = 0,
+    table,  # [blocks of a row] int64, if SIZE
+    SIZE: tl.constexpr,
 ):
     """Write the keys of the slots from `first` to `end` over the sketch's dims beside them, where the sketch is new."""
     for start in range(first, end, BLOCK):
@@ -140,8 +140,8 @@ def look_at_pages(
     D_PAD: tl.constexpr,
     HOW: tl.constexpr,
     BLOCK: tl.constexpr,
-    table=None,  # [blocks of a row] int64, if SIZE
-    SIZE: tl.constexpr = 0,
+    table,  # [blocks of a row] int64, if SIZE
+    SIZE: tl.constexpr,
 ):
     """Grade one split's pages, from `first` on, by what a key in them can score at most. The token at position p is in slot p."""
     d = tl.arange(0, D_PAD)

@@ -50,6 +50,9 @@ class KVCache(Cache):
         model: the model that will use the cache; without the cache it works as before.
         given: the policy's params by name, None for a default.
         supplied: functions that give what the policy asks its caller for, by name, None where a default or `give` does.
+        storage: how slots lie in memory, `in_place`, `blocks` or `blocks:16`; None: as `spec` says.
+        rope: whether compact positions turn keys whenever they are read, `fused`, or keep every key's rotated half, `cached`; None: as
+            `spec` says.
         backend: `auto`, or one of `kvdsl.runtime.backends.NAMES`.
         seed: of the policy's `random()`, in 0..4294967295.
 
@@ -66,15 +69,18 @@ class KVCache(Cache):
         given: Mapping[str, float | None],
         *,
         supplied: Mapping[str, Supplier | None] = NO_SUPPLIERS,
+        storage: str | None = None,
+        rope: str | None = None,
         backend: str = "auto",
         seed: int = 0,
     ) -> None:
-        given = {name: param(self.spec.name, name, value) for name, value in given.items()}
-        Settings(self.spec, given).refuse_hopeless()
+        spec = self.spec.laid_out(storage, rope)
+        given = {name: param(spec.name, name, value) for name, value in given.items()}
+        Settings(spec, given).refuse_hopeless()
         seed = random_seed(seed)
         model = unwrap(model)
-        backends = self._prepare(model, backend)
-        self._begin(model, self.spec, given, backends, seed)
+        backends = self._prepare(model, spec, backend)
+        self._begin(model, spec, given, backends, seed)
         self._supply(model, supplied)
 
     def _supply(self, model: PreTrainedModel, supplied: Mapping[str, Supplier | None]) -> None:
@@ -89,11 +95,12 @@ class KVCache(Cache):
         self._supplying.functions = {name: function for name, function in supplied.items() if function is not None}
         self._supplying.listen(model)
 
-    def _prepare(self, model: PreTrainedModel, backend: str) -> _Backends:
+    @staticmethod
+    def _prepare(model: PreTrainedModel, spec: PolicySpec, backend: str) -> _Backends:
         """Prepare the model and what serves it."""
         check_dtype(model.dtype)
-        refuse_agreement(model, self.spec)
-        backends = _Backends(self.spec, backend)
+        refuse_agreement(model, spec)
+        backends = _Backends(spec, backend)
         backends.prepare(model)
         admission.admit(
             model, lambda tried: KVCache.assemble(tried, KEEP_EVERYTHING, {}, lambda device, dtype: TorchBackend())
@@ -237,19 +244,22 @@ class KVCache(Cache):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """For `pickle` and `torch.save`: all but the model and what serves it."""
-        if getattr(type(self), "spec", None) is not self._spec:
+        own = getattr(type(self), "spec", None)
+        if own is None or self._spec.with_memory(own.memory) != own:
             raise KvdslError(f"{type(self).__name__} was put together from parts, so that it cannot be saved")
         model = self._sync.model
         kept = {name: value for name, value in self.__dict__.items() if name not in ("_spec", "_choose", "_config")}
+        kept["_memory"] = self._spec.memory
         if model is not None:
             kept["_left"] = saving.likeness(model) | {"backend": self._choose.name}
         return saving.made_again, saving.identity(type(self)), kept
 
     def __setstate__(self, kept: dict[str, Any]) -> None:
+        memory = kept.pop("_memory")
         self.__dict__.update(kept)
-        self._spec = self.spec
+        self._spec = self.spec.with_memory(memory)
         for index in self.managed:
-            self.layers[index].state.follow(self.spec)
+            self.layers[index].state.follow(self._spec)
 
     def attach(self, model: PreTrainedModel, **supplied: Supplier | None) -> None:
         """Give a cache that was loaded its model, so that it can go on.
@@ -267,8 +277,8 @@ class KVCache(Cache):
         left = dict(self._left)
         backend = left.pop("backend")
         saving.refuse_another(model, left)
-        self._choose = self._prepare(model, backend)
-        fresh = type(self).assemble(model, self.spec, self._given, self._choose)
+        self._choose = self._prepare(model, self._spec, backend)
+        fresh = type(self).assemble(model, self._spec, self._given, self._choose)
         self._config = fresh._config
         self._sync.attach(model)
         for index in self.managed:

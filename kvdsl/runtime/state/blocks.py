@@ -83,7 +83,7 @@ class Blocks(Layout):
     def lay_out(self, state: SlotState, kept: Mapping[str, Tensor], order: Tensor | None) -> None:
         """See `Layout.lay_out`: pools with the blocks in use, or with all that the rows can ever need."""
         batch, heads, slots = state.position.shape
-        size = int(state.settings.named(state.numbers)["block"].max())
+        size = state.spec.block or int(state.settings.named(state.numbers)["block"].max())
         size = size if state.limit is None else min(size, state.limit)
         blocks = int((_blocks_of(state.position >= 0, size) if state.grows else _most_blocks(state, size)).sum())
         keys, values = (kept[name] if order is None else taken(name, kept[name], order) for name in ("keys", "values"))

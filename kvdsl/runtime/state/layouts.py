@@ -18,7 +18,7 @@ def slot_state(spec: PolicySpec, given: Mapping[str, float | None], **where: Any
 
 
 def _layout(spec: PolicySpec) -> Layout:
-    if "block" in spec.numbers:
+    if spec.in_blocks:
         return Blocks()
     kept_beside = spec.compact or spec.selects
     lengths_differ = (spec.across and spec.when == "prefill") or spec.heads_differ

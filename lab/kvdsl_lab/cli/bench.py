@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, policies_option, policy_options, refuse_triton
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.options import BACKENDS, cache_options, policies_option, policy_options, refuse_triton
 from kvdsl_lab.cli.generate import generate
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def on_one_layer(
         )
         @click.option("--warmup", type=click.IntRange(0), default=warmup, show_default=True, help="Rounds before that.")
         @click.option("--seed", type=int, default=0, show_default=True, help=f"Of the random {random}.")
-        @set_option
+        @cache_options
         @json_option
         @wraps(measure)
         def with_spec(policy: str, backend: str, threads: int | None, settings: dict[str, str], **given: Any) -> None:
@@ -188,7 +188,7 @@ def _show_updates(rows: Sequence[Mapping[str, Any]]) -> None:
     help="Shipped policies, .kv files, or `transformers` for its own growing cache.",
 )
 @click.option("--budgets", default="128", show_default=True, metavar="N,M", help="Budgets to run each with.")
-@set_option
+@cache_options
 @click.option("--shape", default="smollm2-135m", show_default=True, metavar="NAME[:LAYERS]", help="Whose layers and heads.")
 @click.option("--prompt-tokens", type=click.IntRange(1), default=128, show_default=True, help="Length of the prompt.")
 @click.option(

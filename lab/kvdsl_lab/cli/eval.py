@@ -7,8 +7,7 @@ from typing import Any
 
 import click
 
-from kvdsl.cli.common import set_option
-from kvdsl.cli.options import policies_option
+from kvdsl.cli.options import cache_options, policies_option
 from kvdsl_lab.cli.eval_attention import consistency, persistence
 from kvdsl_lab.cli.eval_benchmarks import longbench, ruler
 from kvdsl_lab.cli.measuring import Measured, Setting, model_and_text, names, quick_option, show, tell, whole_numbers
@@ -23,7 +22,7 @@ def shared(command: Callable[..., None]) -> Callable[..., None]:
         policies_option(_POLICIES),
         click.option("--budgets", default="64,128,256", show_default=True, metavar="N,M",
                      help="Budgets to run each with: tokens, or rates (0.25; 1.0 is all)."),
-        set_option,
+        cache_options,
     )):  # fmt: skip
         command = option(command)
     return command

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from kvdsl.cli.common import FORMAT_VERSION, json_option, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option
+from kvdsl.cli.common import FORMAT_VERSION, json_option
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policies_option
 from kvdsl_lab.cli.measuring import Setting, names, show
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def _shared(out: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
         policies_option("full,roco", "--policy"),
         click.option("--budgets", default="0.25", show_default=True, metavar="N,M",
                      help="Budgets to run each with: tokens, or rates of the prompt."),
-        set_option, model_option,
+        cache_options, model_option,
         click.option("--out", type=click.Path(path_type=Path, file_okay=False), default=Path(out), show_default=True,
                      help="Folder for predictions and the result."),
         click.option("--fresh", is_flag=True, help="Forget the predictions of an earlier run in that folder."),

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from kvdsl.budget import spelled
-from kvdsl.cli.common import json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policies_option, refuse_triton
+from kvdsl.cli.common import json_option, print_json
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policies_option, refuse_triton
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     "for the same as published code has it, `kvpress:SnapKVPress` for a press, where kvpress is installed.",
 )  # fmt: skip
 @click.option("--budgets", default="256", show_default=True, metavar="N,M", help="Budgets to run each with.")
-@set_option
+@cache_options
 @model_option
 @click.option("--shape", metavar="NAME[:LAYERS]",
               help="Instead of a model, one with random weights: `llama-2-7b:2` has two layers of that shape.")  # fmt: skip

@@ -7,14 +7,14 @@ from typing import Any
 
 import click
 
-from kvdsl.cli.common import FORMAT_VERSION, json_option, print_json, set_option
-from kvdsl.cli.options import BACKENDS, dtype_option, model_option, policy_options, refuse_triton
+from kvdsl.cli.common import FORMAT_VERSION, json_option, print_json
+from kvdsl.cli.options import BACKENDS, cache_options, dtype_option, model_option, policy_options, refuse_triton
 from kvdsl.cli.run import check_prompt, prompt_ids, prompt_options
 
 
 @click.command()
 @policy_options()
-@set_option
+@cache_options
 @model_option
 @prompt_options
 @click.option("--max-new-tokens", type=click.IntRange(1), default=128, show_default=True, help="Tokens to generate.")
@@ -61,7 +61,8 @@ def command(
     check_length(lm, len(ids) + max_new_tokens)
     with progress("trace", tracing.steps(ids, max_new_tokens, chunk)) as tick:
         made = tracing.trace(lm, ids, max_new_tokens, cache_class(lm, backend=backend), chunk, tick)
-    score = analyse(find_policy(policy), settings=settings).policy.score
+    params = {name: value for name, value in settings.items() if name in cache_class.spec.params}
+    score = analyse(find_policy(policy), settings=params).policy.score
     dtype_name = str(lm.dtype).removeprefix("torch.")
     facts = {
         "policy": cache_class.spec.name,

@@ -8,6 +8,7 @@ from typing import Any
 from kvdsl.budget import as_written, tokens_or_rate
 from kvdsl.errors import KvdslError
 from kvdsl.loading import load
+from kvdsl.runtime.spec import PolicySpec
 from kvdsl.runtime.supplied import refuse_required
 from kvdsl.shipped import separate
 
@@ -16,7 +17,7 @@ class Policies:
     """Cache classes by name, loaded once.
 
     Args:
-        settings: defaults of params to change, in those policies that have them.
+        settings: defaults of params to change, and `storage` and `rope`, in those policies that have them.
 
     Raises:
         DiagnosticError: if there is no such policy, or a param that is set is in none of them.
@@ -28,7 +29,7 @@ class Policies:
         self.classes = {name: load(name) for name in names}
         for cache_class in self.classes.values():
             refuse_required(cache_class.spec, "a measurement")
-        params = {name: self.classes[name].spec.params for name in names}
+        params = {name: _settable(self.classes[name].spec) for name in names}
         nobodys = {name: value for name, value in settings.items() if not any(name in own for own in params.values())}
         for name, own in params.items() if settings else ():
             self.classes[name] = load(name, **nobodys, **{key: value for key, value in settings.items() if key in own})
@@ -52,6 +53,11 @@ class Policies:
         """Give the model its own attention back."""
         for cache_class in self.classes.values():
             cache_class.release(model)
+
+
+def _settable(spec: PolicySpec) -> tuple[str, ...]:
+    """What may be set of a policy: its params, and how a cache of it lies in memory."""
+    return (*spec.params, "storage", *(("rope",) if spec.compact else ()))
 
 
 def parse_budgets(text: str) -> list[float]:
