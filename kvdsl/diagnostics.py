@@ -15,6 +15,7 @@ from typing import Any, TextIO
 
 from kvdsl.codes import Code, Severity
 from kvdsl.errors import KvdslError
+from kvdsl.helps import Fix, Help, fixes_of, offer
 from kvdsl.source import SourceFile, Span
 
 
@@ -28,7 +29,14 @@ class Label:
 
 @dataclass(frozen=True)
 class Diagnostic:
-    """One finding. `span` is where its caret points; `labels` are other places that belong to it."""
+    """One finding.
+
+    Attributes:
+        span: where its caret points.
+        help: how to mend it, in words.
+        labels: other places that belong to it.
+        fixes: the edits that the help offers, the surest first.
+    """
 
     code: str
     severity: Severity
@@ -36,6 +44,7 @@ class Diagnostic:
     span: Span
     help: str | None = None
     labels: tuple[Label, ...] = ()
+    fixes: tuple[Fix, ...] = ()
 
     @property
     def file(self) -> str:
@@ -73,7 +82,8 @@ class Sink:
         key = (code.id, span, message)
         full = self.full if code.severity == "error" else len(self._found) >= MAX_FINDINGS
         if key not in self._found and not full:
-            self._found[key] = Diagnostic(code.id, code.severity, message, span, help, tuple(labels))
+            said = None if help is None else str(help)
+            self._found[key] = Diagnostic(code.id, code.severity, message, span, said, tuple(labels), fixes_of(help, span))
             self._errors += code.severity == "error"
 
     def __iter__(self) -> Iterator[Diagnostic]:
@@ -107,10 +117,10 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_folded[close[0]] if close else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str | None:
-    """A help text that offers the known word that `word` looks like, if there is one."""
+def did_you_mean(word: str, known: Iterable[str]) -> Help | None:
+    """A help that offers the known word that `word` looks like, if there is one."""
     near = nearest(word, known)
-    return None if near is None else f"did you mean `{near}`?"
+    return None if near is None else offer(f"did you mean `{near}`?")
 
 
 def listed(words: Iterable[str], last: str = "or") -> str:
@@ -172,6 +182,10 @@ def render_json(diagnostics: Iterable[Diagnostic]) -> list[dict[str, Any]]:
             "range": _range(found.span),
             "labels": [
                 {"message": label.text, "file": label.span.file.name, "range": _range(label.span)} for label in found.labels
+            ],
+            "fixes": [
+                {"message": fix.title, "file": fix.span.file.name, "range": _range(fix.span), "text": fix.text}
+                for fix in found.fixes
             ],
         }
         for found in diagnostics

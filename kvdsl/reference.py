@@ -12,7 +12,7 @@ from functools import lru_cache
 
 from kvdsl.ir import ops
 from kvdsl.resources import read_resource
-from kvdsl.sema.statements import WORDS
+from kvdsl.syntax.nodes import WORDS
 
 STATEMENTS = {
     "param": (

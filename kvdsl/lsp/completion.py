@@ -14,7 +14,7 @@ from kvdsl.lsp.names import ancestry
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
-from kvdsl.sema.statements import WORDS
+from kvdsl.syntax.nodes import WORDS
 from kvdsl.shipped import all_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead

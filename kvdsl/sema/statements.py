@@ -36,18 +36,6 @@ from kvdsl.sema.values import Value
 from kvdsl.source import Span
 from kvdsl.syntax import nodes as syn
 
-WORDS = {
-    "victims": ("nobody", "heads", "layers"),
-    "cap": ("soft", "hard"),
-    "when": ("both", "prefill", "decode"),
-    "group": ("mean", "max", "sum", "each"),
-    "positions": ("original", "compact"),
-    "storage": ("in_place", "blocks"),
-    "rope": ("fused", "cached"),
-    "prefill": ("whole", "blocks"),
-}
-"""What the statements that hold a word can say, the default first."""
-
 COUNTS = ("trigger", "slack", "max_drop")
 PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 """The numbers of the IR that may differ between the KV heads of a layer; so may the counts of `keep`."""
@@ -126,7 +114,7 @@ class Statements:
                 self._range("layers", "`layers`", statement.range, placed)
             elif isinstance(statement, syn.Setting):
                 self._setting(statement, placed)
-        for keyword, known in WORDS.items():
+        for keyword, known in syn.WORDS.items():
             self.parts.words.setdefault(keyword, known[0])
         self.parts.keeps = [keep for placed in self.flat.keeps if (keep := self._keep(placed)) is not None]
         self._pages_of_keys()
@@ -229,7 +217,7 @@ class Statements:
             self._number(keyword, statement.value, placed, f"`{keyword}`")
 
     def _word(self, keyword: str, word: syn.Word, value: syn.Expr | None, placed: Placed) -> None:
-        known = WORDS[keyword]
+        known = syn.WORDS[keyword]
         self.parts.words[keyword] = word.text
         if word.text not in known:
             help = did_you_mean(word.text, known) or f"`{keyword}` is {listed(known)}"

@@ -1,79 +1,177 @@
-"""What people write who come from papers or from other languages, and how the same is said here: help texts by the word."""
+"""What people write who come from papers or from other languages, and how the same is said here: helps by the word.
+
+What is a matter of more than one word is a form (`kvdsl.syntax.forms`).
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from kvdsl.helps import Help, offer
 
 
-def _same(help: str, words: str) -> Iterable[tuple[str, str]]:
-    return ((word, help) for word in words.split())
+def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
+    made = offer(help, more) if help.startswith("write ") else help
+    return ((word, made) for word in words.split())
 
 
 CHOICE = "a choice is `where(condition, a, b)`"
+_NO_IDS = "tokens are not told apart by their ids: a number of each token comes from the caller, as `given newline = 0`, say"
 
-NAMES = dict([
-    *_same("write `attn`: the probability that the query gives the slot", "attention attentions attn_weights weight weights prob probs"),
-    *_same("write `logit`: the score before the softmax", "logits scores qk"),
-    *_same("write `q`", "query queries Q"),
-    *_same("write `k`", "key keys K"),
-    *_same("write `v`", "value values V"),
-    *_same("write `position`: the token's place in the text", "pos idx index i token_index"),
-    *_same("write `age`: how many tokens came after it", "recency distance time"),
-    *_same("write `live`, the tokens that are cached, or `prompt`, the length of the prompt", "n len length seq_len seqlen size"),
+NAMES: dict[str, str] = dict([
+    *_same("write `attn`", "attention attentions attn_weights attn_weight attention_weights weight weights prob probs A", ": the probability that the query gives the slot"),
+    *_same("write `logit`", "logits scores qk", ": the score before the softmax"),
+    *_same("write `q`", "query queries Q query_states"),
+    *_same("write `k`", "key keys K key_states"),
+    *_same("write `v`", "value values V value_states"),
+    *_same("write `position`", "pos idx index i token_index", ": the token's place in the text"),
+    *_same("write `age`", "recency distance time", ": how many tokens came after it"),
+    *_same("write `live` or `prompt`", "n N len length seq_len seqlen size num_tokens", ": the tokens that are cached, or the length of the prompt"),
     *_same("write `layers`", "num_layers n_layers"),
-    *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
     *_same("write `layer`", "layer_idx layer_id"),
-    *_same("conditions are comparisons, such as `age > 3`", "true false True False"),
-    *_same("there is no infinity: `keep where` protects tokens whatever their score", "inf infinity Infinity"),
+    *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
+    *_same("conditions are comparisons, such as `age > 3`; a number that is 0 or 1 serves, too", "true false True False"),
+    *_same("write `everything`", "inf infinity Infinity all unlimited", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
+    *_same("a budget is a number of tokens; without the lines `budget` and `score` nothing leaves", "none None nothing never"),
+    *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how", "head head_idx head_id kv_head num_heads n_heads"),
+    *_same(_NO_IDS, "token token_id token_ids input_ids id is_special special newline separator text"),
+    *_same("where a chat's turn began is not known: a number of each token comes from the caller, as `given turn_of = 0`, say", "turns current_turn turn_start"),
+    *_same("write `random()`", "rand noise"),
 ])  # fmt: skip
 """Names in expressions."""
 
-FUNCTIONS = dict([
-    *_same("write `mean(x)`", "avg average"),
-    *_same("write `min(max(x, low), high)`", "clip clamp"),
-    *_same("`attn` is the softmax of the logits already; over slots it is `exp(x) / sum(exp(x) over slots)`", "softmax"),
-    *_same("write `x / sum(x over slots)`", "normalize normalise"),
-    *_same("write `norm1(x)`, `norm2(x)` or `norminf(x)`", "norm l1 l2 linf"),
-    *_same("write `x ** n`", "pow power square"),
-    *_same("write `max(x, 0)`", "relu"),
-    *_same("write `1 / (1 + exp(-x))`", "sigmoid"),
-    *_same("write `floor(x + 0.5)`", "round"),
-    *_same("write `floor(x)`", "int"),
-    *_same("write `random()`, a number in [0, 1) per slot", "rand randn uniform"),
-    *_same("write `sum(x)`: it is kept up to date query by query", "accumulate cumsum"),
-    *_same("write `fold(x, start)`, in which `prev` is what it came to before", "scan recurrence accumulate_by state"),
-    *_same("write `ema(x, decay)`", "ewma moving_average"),
-    *_same("write `sum(where(x > 0, -x * log(x), 0))`", "entropy"),
-    *_same("write `dot(x, y) / (norm2(x) * norm2(y))`", "cosine cosine_similarity cos cos_sim"),
-    *_same("write `rank(x) >= 0.9 * live`: the tenth with the highest x", "quantile percentile"),
-    *_same("write `max_pool(x, n)` or `mean_pool(x, n)`", "maxpool avgpool avg_pool pool smooth"),
-    *_same("write `keep top n by x`", "topk top_k"),
-    *_same("write `rank(x)`, the place in the order of x", "argsort rankdata order"),
-    *_same("write `live`, the tokens that are cached, or `prompt`, the length of the prompt", "len length"),
-    *_same("write `sum(x > t)`: a condition counts as 0 or 1", "count_if countif"),
-    *_same(CHOICE, "if ifelse select choose"),
-])  # fmt: skip
-"""Functions that are called."""
 
-STATEMENTS = dict([
-    *_same("write `score`: the lowest leaves first", "evict drop remove discard delete rank sort prune"),
-    *_same("write `keep first`, `keep last`, `keep top` or `keep where`", "retain protect pin preserve"),
-    *_same("write `keep last 16`", "recent window local last"),
-    *_same("write `keep first 4`", "sink sinks first"),
-    *_same("write `keep top 8 by x`", "top"),
-    *_same("write `keep where`", "where filter"),
-    *_same("tokens stay or leave: none are merged", "merge compress quantize quantise"),
-    *_same("write `param budget = 512`", "size capacity cache cache_size limit max_size"),
-    *_same(CHOICE, "if else elif"),
-    *_same("write `let NAME = ...`", "var const def fn function"),
+@dataclass(frozen=True)
+class Habit:
+    """A function of other languages.
+
+    Attributes:
+        parameters: the names in `help` that stand for the call's arguments, in their order.
+        help: its codes in backticks do the same; `more` goes on with it.
+    """
+
+    parameters: tuple[str, ...]
+    help: str
+    more: str = ""
+
+    def filled(self, arguments: Sequence[str]) -> str:
+        """The help for a call with these arguments; in general terms if their number is another one."""
+        if len(arguments) != len(self.parameters):
+            return self.help + self.more
+        by_name = dict(zip(self.parameters, arguments, strict=True))
+        return offer(re.sub(r"`[^`]*`", lambda code: fill(code[0], by_name), self.help), self.more)
+
+
+def fill(code: str, arguments: dict[str, str]) -> str:
+    """A code with texts in place of names, in parentheses where they need some and have none around them."""
+    names = re.compile(rf"\b({'|'.join(map(re.escape, arguments))})\b")
+
+    def operand(name: re.Match[str]) -> str:
+        text, around = arguments[name[0]], name.string[name.start() - 1] + name.string[name.end()]
+        alone = around in ("()", "(,", " )", " ,", "``") and not _operator_beside(name)
+        return text if alone or re.fullmatch(r"[\w.]+(\([^()]*\))?", text) else f"({text})"
+
+    return names.sub(operand, code) if arguments else code
+
+
+def _operator_beside(name: re.Match[str]) -> bool:
+    return bool(re.search(r"[-+*/%<>=]\s*$", name.string[: name.start()]))
+
+
+def _call(help: str, words: str, parameters: str = "x", more: str = "") -> Iterable[tuple[str, Habit]]:
+    return ((word, Habit(tuple(parameters.split()), help, more)) for word in words.split())
+
+
+FUNCTIONS = dict([
+    *_call("write `mean(x)`", "avg average"),
+    *_call("write `min(max(x, low), high)`", "clip clamp", "x low high"),
+    *_call("write `x / sum(x over slots)`", "normalize normalise"),
+    *_call("write `norm2(x)`, `norm1(x)` or `norminf(x)`", "norm l1 l2 linf norm_2 l2norm l2_norm magnitude"),
+    *_call("write `x ** n`", "pow power", "x n"),
+    *_call("write `x ** 2`", "square"),
+    *_call("write `max(x, 0)`", "relu"),
+    *_call("write `1 / (1 + exp(-x))`", "sigmoid"),
+    *_call("write `floor(x + 0.5)`", "round"),
+    *_call("write `floor(x)`", "int"),
+    *_call("write `log(x)`", "ln log2 log10"),
+    *_call("write `random()`", "rand randn uniform", "", ", a number in [0, 1) per slot"),
+    *_call("write `sum(x)`", "accumulate cumsum total", more=": it is kept up to date query by query"),
+    *_call("write `fold(x, start)`", "scan recurrence accumulate_by state", "x start", ", in which `prev` is what it came to before"),
+    *_call("write `ema(x, decay)`", "ewma moving_average", "x decay"),
+    *_call("write `sum(where(x > 0, -x * log(x), 0))`", "entropy"),
+    *_call("write `cosine(x, y)`", "cosine_similarity cos cos_sim similarity", "x y"),
+    *_call("write `rank(x) >= p / 100 * live`", "percentile", "x p", ": the tokens above it"),
+    *_call("write `rank(x) >= p * live`", "quantile", "x p", ": the tokens above it"),
+    *_call("write `max_pool(x, n)` or `mean_pool(x, n)`", "maxpool avgpool avg_pool pool smooth", "x n"),
+    *_call("", "topk top_k", more="the statement `keep top n by x` protects them, and `select top n by x` attends to them"),
+    *_call("write `rank(x)`", "argsort rankdata order", more=", the place in the order of x"),
+    *_call("write `max(x)`", "argmax amax"),
+    *_call("write `min(x)`", "argmin amin"),
+    *_call("write `live` or `prompt`", "len length", "x", ": the tokens that are cached, or the length of the prompt"),
+    *_call("write `sum(x)`", "count_if countif", more=": a condition counts as 0 or 1"),
+    *_call("write `where(c, a, b)`", "if ifelse select choose cond", "c a b"),
+    *_call("write `dot(x, y)`", "matmul bmm mm inner einsum", "x y"),
+    *_call("write `x`", "float abs_ detach clone item contiguous to half"),
+])  # fmt: skip
+"""Functions that are called, by what stands between their parentheses."""
+
+STATEMENTS: dict[str, str] = dict([
+    *_same("`score` says what leaves: the lowest first", "evict drop remove discard delete rank sort prune"),
+    *_same("`keep first`, `keep last`, `keep top` or `keep where` says what may not leave", "retain protect pin preserve"),
+    *_same("write `keep last 16`", "recent window local last", ", say"),
+    *_same("write `keep first 4`", "sink sinks first initial", ", say"),
+    *_same("write `keep top 8 by mean(attn)`", "top heavy heavy_hitters", ", say"),
+    *_same("`keep where` says which tokens may not leave", "where filter mask"),
+    *_same("tokens stay or leave: none are merged, quantized or moved elsewhere", "merge compress quantize quantise offload store move swap"),
+    *_same("write `param budget = 512`", "size capacity cache cache_size limit max_size max_tokens num_tokens", ", say"),
+    *_same("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
+    *_same("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
+    *_same("`let NAME = ...` gives a name", "var const def fn function set lambda"),
+    *_same("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
+    *_same("write `group max`", "gqa heads head_reduction", ", say"),
+    *_same("a comment begins with `#`", "rem comment note"),
     *_same("leave out `override`: what stands behind `with` takes the place of what it names", "override"),
 ])  # fmt: skip
 """Words that begin a line of a policy."""
 
 KEEPS = dict([
-    *_same("write `keep last 4`", "recent latest newest window local"),
-    *_same("write `keep first 4`", "sink sinks oldest initial start"),
-    *_same("write `keep top 4 by x`", "highest largest best heavy"),
-    *_same("write `keep where` and a condition", "if when"),
+    *((word, "last") for word in "recent latest newest window local".split()),
+    *((word, "first") for word in "sink sinks oldest initial start beginning prefix".split()),
+    *((word, "top") for word in "highest largest best heavy most".split()),
 ])  # fmt: skip
-"""Words after `keep`."""
+"""Words after `keep`, and the one that means the same."""
+
+SETTINGS = {
+    "when": dict([
+        *((word, "decode") for word in "generation generating decoding decoded generate answer".split()),
+        *((word, "prefill") for word in "prefilling prompt prompting context encoding encode".split()),
+        *((word, "both") for word in "always all ever".split()),
+    ]),
+    "group": dict([
+        *((word, "mean") for word in "average avg".split()),
+        *((word, "max") for word in "maximum amax".split()),
+        *((word, "each") for word in "none separate independent no".split()),
+    ]),
+    "positions": dict([
+        *((word, "compact") for word in "contiguous rerotated relative cache packed shifted new".split()),
+        *((word, "original") for word in "absolute text kept old".split()),
+    ]),
+    "prefill": {word: "blocks" for word in "chunks chunked block chunk".split()},
+    "storage": {word: "blocks" for word in "paged pages block".split()},
+    "victims": dict([
+        *((word, "heads") for word in "head kv_heads all group".split()),
+        *((word, "layers") for word in "layer".split()),
+        *((word, "nobody") for word in "none no".split()),
+    ]),
+}  # fmt: skip
+"""Words of statements that hold one, and those that mean the same."""
+
+AXES = dict([
+    *((word, "slots") for word in "tokens keys cache positions sequence seq".split()),
+    *((word, "queries") for word in "time steps rows".split()),
+    *((word, "dims") for word in "channels features hidden head_dim".split()),
+    *((word, "heads") for word in "group kv_heads".split()),
+])  # fmt: skip
+"""Axes by other names."""

@@ -18,8 +18,9 @@ from lark.lexer import TerminalDef
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, printable
+from kvdsl.helps import leave_out, offer
 from kvdsl.source import SourceFile, Span
-from kvdsl.syntax import habits
+from kvdsl.syntax import forms, habits
 
 _LOOKALIKES = {
     "×": "*", "·": "*", "÷": "/", "−": "-", "–": "-", "—": "-", "≤": "<=", "≥": ">=", "≠": "!=", "“": '"', "”": '"',
@@ -140,6 +141,11 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
         return _report_open_string(source, at, sink)
     stray = _STRAY.match(text, at)
     end = at + 1 if stray is None else stray.end()
+    explained = forms.explain(source, *_around(text, at), at)
+    if explained is not None:
+        place, message, help = explained
+        sink.report(codes.SYNTAX, place, message, help)
+        return end
     span, char = source.span(at, end), text[at]
     if end - at > 1 and char.isalpha():
         help = "names consist of the ASCII letters, digits and `_`"
@@ -150,22 +156,25 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
     return end
 
 
+def _around(text: str, at: int) -> tuple[int, int]:
+    """Where the statement begins and ends that a place belongs to; one of several lines counts line by line."""
+    begin = max(text.rfind(mark, 0, at) for mark in "\n;{") + 1
+    end = text.find("\n", at)
+    return begin + len(text[begin:at]) - len(text[begin:at].lstrip()), len(text) if end < 0 else end
+
+
 def _stray_help(source: SourceFile, at: int) -> str | None:
     """How to mend a character that is none of the language's."""
     char, before = source.text[at], source.text[:at].rpartition("\n")[2]
     if char == "?" or (char == ":" and "?" in before):
         return habits.CHOICE
     if char == ":":
-        return "`let f(x) = ...` defines a function" if "lambda" in before else "leave out the `:`"
-    if char in "[]" and re.search(r"[\w)]\[", before + char):
-        return "nothing is indexed: an expression is evaluated for all cached tokens, and `mean(x over last 32 queries)` picks queries"
+        return leave_out("leave out the `:`", source.span(at, at + 1))
     if char in "[]":
         return f"parentheses are round: write `{_LOOKALIKES[char]}`"
-    if char == "|":
-        return "write `or`; a magnitude is `abs(x)`"
     if char == ".":
         return "names have no `.` in them, and a path stands in quotes"
-    return f"write `{_LOOKALIKES[char]}`" if char in _LOOKALIKES else None
+    return offer(f"write `{_LOOKALIKES[char]}`") if char in _LOOKALIKES else None
 
 
 def _report_open_string(source: SourceFile, at: int, sink: Sink) -> int:

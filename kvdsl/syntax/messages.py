@@ -10,8 +10,9 @@ from lark import Token
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, did_you_mean, printable
+from kvdsl.helps import add, leave_out, offer, replace
 from kvdsl.source import SourceFile, Span
-from kvdsl.syntax import habits
+from kvdsl.syntax import forms, habits
 from kvdsl.syntax.lexer import span_of
 
 Explanation = tuple[Code, Span, str, str | None, tuple[Label, ...]]
@@ -63,7 +64,7 @@ def ends_in_operator(last: Token) -> bool:
 
 def explain(stuck: Stuck) -> Explanation:
     """The code, place, message, help and labels for an unexpected token."""
-    for case in (_unclosed, _stray_bracket, _statement, _operator, _docstring):
+    for case in (_unclosed, _stray_bracket, _form, _statement, _operator, _docstring):
         explanation = case(stuck)
         if explanation is not None:
             return explanation
@@ -88,7 +89,7 @@ def _unclosed(stuck: Stuck) -> Explanation | None:
         parenthesis = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
         if parenthesis is None and brace is not None and "RBRACE" in stuck.accepts:
             span = span_of(stuck.source, brace)
-            return codes.UNCLOSED, span, "this `{` has no closing `}`", "add `}` after the last statement", ()
+            return codes.UNCLOSED, span, "this `{` has no closing `}`", add("add `}`", " after the last statement"), ()
     if "RPAR" in stuck.accepts and stuck.token.type in ("_SEP", "$END", "RBRACE", "LBRACE"):
         opened = _last_open(stuck.tokens[stuck.begin : stuck.at], "LPAR", "RPAR")
         if opened is not None:
@@ -121,6 +122,18 @@ def _stray_bracket(stuck: Stuck) -> Explanation | None:
     return codes.UNCLOSED, stuck.span, f"this `{stuck.token}` has no opening `{partner[1]}`", None, ()
 
 
+def _form(stuck: Stuck) -> Explanation | None:
+    """A statement of a form that people bring from elsewhere."""
+    begin, text = stuck.tokens[stuck.begin].start_pos or 0, stuck.source.text
+    ends = [token.start_pos or 0 for token in stuck.tokens[stuck.at :] if token.type in ("_SEP", "$END")]
+    end = ends[0] if ends else len(text)
+    explained = forms.explain(stuck.source, begin, end, stuck.span.start)
+    if explained is None:
+        return None
+    span, message, help = explained
+    return codes.SYNTAX, span, message, help, ()
+
+
 def _statement(stuck: Stuck) -> Explanation | None:
     """A word that begins no statement."""
     begins = stuck.accepts & {"OVERRIDE", "KEEP", "POLICY", "EXPECT", "ATTEND"}
@@ -140,13 +153,13 @@ def _operator(stuck: Stuck) -> Explanation | None:
     kind, before = stuck.token.type, stuck.before
     if kind == "EQUAL" and stuck.accepts >= _EXPRESSION and before is not None:
         message = f"`{before}` takes its expression without `=`"
-        return codes.SYNTAX, stuck.span, message, "leave out the `=`", ()
+        return codes.SYNTAX, stuck.span, message, leave_out("leave out the `=`", stuck.span), ()
     if kind == "EQUAL" and "OR" in stuck.accepts:
-        return codes.SYNTAX, stuck.span, "`=` does not compare", "write `==`", ()
+        return codes.SYNTAX, stuck.span, "`=` does not compare", offer("write `==`"), ()
     if kind in _COMPARISONS and "OR" in stuck.accepts:
         return codes.SYNTAX, stuck.span, "comparisons do not chain", "write `a < b and b < c`", ()
     if kind == "SLASH" and before is not None and before.type == "SLASH":
-        rounded = "`floor(a / b)` rounds down; a comment starts with `#`"
+        rounded = replace("a comment starts with `#`; `floor(a / b)` rounds down", "#", span_of(stuck.source, before).to(stuck.span))
         return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", rounded, ()
     return None
 
@@ -179,11 +192,11 @@ def _help(stuck: Stuck) -> str | None:
     """How to mend it, where that can be guessed."""
     kind, before = stuck.token.type, stuck.before
     if "OVERRIDE" in stuck.accepts and kind == "SLASH" and _text_follows(stuck, "/"):
-        return "a comment starts with `#`"
+        return replace("a comment starts with `#`", "#", stuck.source.span(stuck.span.start, stuck.span.start + 2))
     if stuck.goes_on or ("OVERRIDE" in stuck.accepts and kind in _OPERATORS):
         return _GO_ON
     if {"FIRST", "LAST", "WHERE"} <= stuck.accepts and str(stuck.token) in habits.KEEPS:
-        return habits.KEEPS[str(stuck.token)]
+        return offer(f"write `{habits.KEEPS[str(stuck.token)]}`")
     if stuck.token == "if" and "OR" in stuck.accepts:
         return habits.CHOICE
     if kind in _STEPS and stuck.accepts & {"POLICY", "OVERRIDE"}:
@@ -200,7 +213,8 @@ def _help(stuck: Stuck) -> str | None:
         return "each statement stands on its own line, or after `;`"
     is_name = before is not None and before.type == "NAME" and before not in stuck.keywords.values()
     if before is not None and is_name and kind in ("NAME", "NUMBER") and stuck.accepts & {"LPAR", "OR"}:
-        return f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`"
+        at = span_of(stuck.source, before).to(stuck.span)
+        return offer(f"arguments stand in parentheses: `{printable(before[:40])}({printable(stuck.token[:40])})`", at=at)
     words = [stuck.keywords[name] for name in stuck.accepts if name in stuck.keywords]
     return did_you_mean(str(stuck.token), words) if kind == "NAME" else None
 

@@ -113,6 +113,19 @@ Expr = Constant | Name | Unary | Binary | Call | Member | Broken
 # -- statements ------------------------------------------------------------------------------------------------------
 
 
+WORDS = {
+    "victims": ("nobody", "heads", "layers"),
+    "cap": ("soft", "hard"),
+    "when": ("both", "prefill", "decode"),
+    "group": ("mean", "max", "sum", "each"),
+    "positions": ("original", "compact"),
+    "storage": ("in_place", "blocks"),
+    "rope": ("fused", "cached"),
+    "prefill": ("whole", "blocks"),
+}
+"""What the statements that hold a word can say, the default first."""
+
+
 @dataclass(frozen=True)
 class Range:
     """`LO..HI`, either of which may be missing."""

@@ -8,7 +8,6 @@ begin, skips to the next one, and goes on: a broken line costs that line, not th
 from __future__ import annotations
 
 import hashlib
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,6 +27,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.ir.ops import NAMED_INPUTS
 from kvdsl.resources import read_resource
 from kvdsl.source import Combined, SourceFile, Span
+from kvdsl.syntax.forms import STATEMENTS
 from kvdsl.syntax.lexer import Lexer, span_of
 from kvdsl.syntax.messages import Stuck, ends_in_operator, explain
 
@@ -125,8 +125,7 @@ def keywords() -> frozenset[str]:
 @lru_cache(maxsize=1)
 def _begins() -> frozenset[str]:
     """The words that begin a statement and are nothing else."""
-    rules = re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE)
-    return frozenset({*rules, "override"}) - NAMED_INPUTS
+    return frozenset({*STATEMENTS, "override"}) - NAMED_INPUTS
 
 
 def patterns() -> dict[str, str]:

@@ -1,0 +1,170 @@
+"""What a help offers: the edits that mend a finding, as data.
+
+A help that proposes code is made here, so that an editor, `kvdsl check --format json` and the tests apply what the text says,
+and nobody has to guess it from the text. One rule holds for all of them (`mends`): with the edit the file checks, or what is
+wrong then is something else, which was found later.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from kvdsl.source import Span
+
+if TYPE_CHECKING:
+    from kvdsl.diagnostics import Diagnostic
+
+
+@dataclass(frozen=True)
+class Fix:
+    """One edit that mends a finding: `text` in place of what stands at `span`; `title` says so."""
+
+    span: Span
+    text: str
+    title: str
+
+    def applied(self) -> str:
+        """The file's text with it."""
+        before = self.span.file.text
+        return before[: self.span.start] + self.text + before[self.span.end :]
+
+
+Way = Callable[[Span], Fix | None]
+"""Makes an edit, once the place of the finding is known; None if there is nothing to edit."""
+
+
+class Help(str):
+    """The text of a help, and the edits that it offers, the surest first."""
+
+    ways: tuple[Way, ...]
+
+    def __new__(cls, text: str, *ways: Way) -> Help:
+        """A text with edits."""
+        made = super().__new__(cls, text)
+        made.ways = ways
+        return made
+
+
+def fixes_of(help: str | None, span: Span) -> tuple[Fix, ...]:
+    """The edits that a help offers for a finding at a place."""
+    ways = help.ways if isinstance(help, Help) else ()
+    made = [fix for way in ways if (fix := way(span)) is not None]
+    return tuple(fix for fix in made if fix.span.text != fix.text)
+
+
+# -- helps -------------------------------------------------------------------------------------------------------------
+
+
+def offer(text: str, more: str = "", *, at: Span | None = None, around: str = "{}") -> Help:
+    """A help each of whose codes in backticks may stand in place of what is wrong.
+
+    Args:
+        more: goes on with the text; its codes are no edits.
+        at: what the codes replace, if it is not the place of the finding.
+        around: what stands around them there.
+    """
+    ways = [_replacing(code, around.replace("{}", code), at) for code in re.findall(r"`([^`]+)`", text)]
+    return Help(text + more, *ways)
+
+
+def replace(text: str, new: str, at: Span | None = None) -> Help:
+    """A help in words, whose edit puts `new` in place of what is wrong."""
+    return Help(text, _replacing(new, new, at))
+
+
+def add(text: str, more: str = "", *, at: Span | None = None) -> Help:
+    """A help whose first code in backticks is a statement that the policy lacks."""
+    (code, *_) = re.findall(r"`([^`]+)`", text)
+    return Help(text + more, lambda span: _added(code, at or span))
+
+
+def leave_out(text: str, *places: Span) -> Help:
+    """A help whose edit takes a place out, or one of several, a statement with its line."""
+    return Help(text, *(_without(place) for place in places))
+
+
+def prefix(text: str, word: str, at: Span | None = None) -> Help:
+    """A help whose edit puts a word before what is wrong."""
+    return Help(text, lambda span: _inserted(at or span, f"{word} ", f"write `{word}` before it"))
+
+
+def begin(text: str, line: str) -> Help:
+    """A help whose edit is a line at the head of the file."""
+    return Help(text, lambda span: _inserted(_at(span, 0), f"{line}\n\n", f"begin with `{line}`"))
+
+
+def both(*helps: str) -> Help:
+    """Helps that are one sentence: their edits are alternatives."""
+    return Help("".join(helps), *(way for help in helps if isinstance(help, Help) for way in help.ways))
+
+
+# -- edits -------------------------------------------------------------------------------------------------------------
+
+
+def _replacing(code: str, new: str, at: Span | None) -> Way:
+    return lambda span: Fix(at or span, new, f"write `{code}`")
+
+
+def _at(span: Span, place: int) -> Span:
+    return span.file.span(place, place)
+
+
+def _inserted(span: Span, text: str, title: str) -> Fix:
+    return Fix(_at(span, span.start), text, title)
+
+
+def _added(code: str, span: Span) -> Fix | None:
+    """The statement as the last one of the body that is around or behind a place; an import below the edition."""
+    text, title = span.file.text, f"add `{code}`"
+    if code == "}":
+        return _inserted(_at(span, len(text)), "}\n" if text.endswith("\n") else "\n}\n", title)
+    if code.startswith("import "):
+        head = re.match(r"(?:[ \t]*(?:kv|import)\b[^\n]*\n|[ \t]*(?:#[^\n]*)?\n(?=[ \t]*(?:kv|import)\b))*", text)
+        return _inserted(_at(span, 0 if head is None else head.end()), f"{code}\n", title)
+    closing = re.compile(r"^[ \t]*\}", re.MULTILINE).search(text, span.start)
+    return None if closing is None else _inserted(_at(span, closing.start()), f"  {code}\n", title)
+
+
+def _without(place: Span) -> Way:
+    """What stands at a place taken out, with its line if it is alone there, else with the space behind it."""
+    text, start, end = place.file.text, place.start, place.end
+    title = f"leave out `{place.quoted(40)}`"
+    first, last = text.rfind("\n", 0, start) + 1, text.find("\n", end)
+    last = len(text) if last < 0 else last
+    if not text[first:start].strip() and not text[end:last].partition("#")[0].strip():
+        return lambda span: Fix(place.file.span(first, min(last + 1, len(text))), "", title)
+    if text[end : end + 1] == " ":
+        end += 1
+    elif text[start - 1 : start] == " ":
+        start -= 1
+    return lambda span: Fix(place.file.span(start, end), "", title)
+
+
+# -- the rule ----------------------------------------------------------------------------------------------------------
+
+
+def mends(found: Diagnostic, fix: Fix, before: Iterable[Diagnostic], after: Iterable[Diagnostic]) -> bool:
+    """Whether an edit mends a finding: what was found is no longer, and what is found now and was not before is an error of a later
+    stage (where the syntax is wrong, nothing is said of names, and where a name is wrong, nothing of axes), or another one of
+    the expression around the edit, of which nothing was said while its part was wrong.
+    """
+
+    def said(all: Iterable[Diagnostic]) -> Counter[tuple[str, str]]:
+        return Counter((one.code, one.message) for one in all)
+
+    earlier, now, key = said(before), said(after), (found.code, found.message)
+    if now[key] >= earlier[key]:
+        return False
+    stage, size = found.code[:4], len(fix.text)
+    for one in after:
+        if one.severity != "error" or now[(one.code, one.message)] <= earlier[(one.code, one.message)]:
+            continue
+        start, end = one.span.start, one.span.end
+        around = start <= fix.span.start and fix.span.start + size <= end and end - start > size
+        if one.code[:4] < stage or (one.code[:4] == stage and not around):
+            return False
+    return True

@@ -1,0 +1,347 @@
+"""What people write who come from papers or from other languages, as patterns of a statement: what is wrong with it, and what it
+would be here.
+
+Each pattern matches only what no right statement contains (`tests/diagnostics/test_forms.py` holds them to every policy), so that
+a form which begins before the place of a syntax error explains it. In a pattern stand for themselves
+
+    <x>    an expression, as short as it can be, whose parentheses are closed
+    <x!>   an operand: a name, a call, a number, or something in parentheses
+    <x#>   a number that is written out
+
+and what is replaced is the whole match, or its group `here`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+from kvdsl.diagnostics import printable
+from kvdsl.helps import Help, offer
+from kvdsl.resources import read_resource
+from kvdsl.source import SourceFile, Span
+from kvdsl.syntax import habits
+from kvdsl.syntax.nodes import WORDS
+
+Code = Callable[[re.Match[str]], "str | None"]
+
+STATEMENTS = tuple(re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE))
+"""The words that begin what stands in a file or in a policy."""
+
+LONGEST = 400
+"""Statements with more characters are not looked at."""
+
+
+@dataclass(frozen=True)
+class Form:
+    """A habit.
+
+    Attributes:
+        message: what is wrong; `{x}` is what stands at `<x>`.
+        codes: what to write, of which there may be several; a function gives None where that cannot be said.
+        help: the words around them, which stand at `{code}`.
+    """
+
+    pattern: re.Pattern[str]
+    message: str
+    codes: tuple[str | Code, ...]
+    help: str
+
+    def explain(self, match: re.Match[str]) -> tuple[str, str | None]:
+        """The message and the help for a statement."""
+        groups = {name: " ".join((text or "").split()) for name, text in match.groupdict().items()}
+        made = [code.format_map(groups) if isinstance(code, str) else code(match) for code in self.codes]
+        offered = " or ".join(f"`{code}`" for code in made if code is not None)
+        before, _, after = self.help.format_map(groups | {"code": "\0"}).partition("\0")
+        help = offer(before + offered, after) if offered else None if "{code}" in self.help else before
+        return printable(self.message.format_map(groups)), help
+
+
+_NUMBER = r"(?:\d+(?:\.\d+)?(?:[eE][-+]?\d+)?|\.\d+)"
+_PARENTHESES = r"\([^()]*\)"
+for _ in range(3):
+    _PARENTHESES = rf"\((?:[^()]|{_PARENTHESES})*\)"
+_OPERAND = rf"(?:(?<![\w.])[A-Za-z_]\w*(?:{_PARENTHESES})?|(?<![\w.]){_NUMBER}(?![\w.])|(?<!\w){_PARENTHESES})"
+_EXPRESSION = rf"(?=[^\s,])(?:[^(){{}};#\n\"',=:]|[<>=!]=|{_PARENTHESES})+?"
+_KINDS = {"": _EXPRESSION, "!": _OPERAND, "#": _NUMBER}
+
+
+def _form(pattern: str, message: str, *codes: str | Code, help: str = "write {code}") -> Form:
+    text = re.sub(r"(?<!P)<([a-z]\w*)([!#]?)>", lambda group: f"(?P<{group[1]}>{_KINDS[group[2]]})", pattern)
+    return Form(re.compile(text), message, codes, help)
+
+
+def explain(source: SourceFile, begin: int, end: int, at: int) -> tuple[Span, str, str | None] | None:
+    """The place, message and help for the statement from `begin` up to `end`, which has a syntax error at a place; None if it has no
+    form that is known.
+    """
+    statement = source.text[begin:end].partition("#")[0].rstrip()
+    statement = statement.removesuffix("}").rstrip() if statement.count("}") > statement.count("{") else statement
+    for form, match in found(statement):
+        here = "here" if "here" in form.pattern.groupindex else 0
+        if match.start(here) <= at - begin:
+            message, help = form.explain(match)
+            return source.span(begin + match.start(here), begin + match.end(here)), message, help
+    return None
+
+
+def found(statement: str) -> list[tuple[Form, re.Match[str]]]:
+    """The forms that a statement has, the surest first."""
+    if len(statement) > LONGEST:
+        return []
+    return [(form, match) for form in forms() for match in form.pattern.finditer(statement)]
+
+
+# -- what is written instead, where that depends on the statement -------------------------------------------------------
+
+_OF = {"select": "seen", "sketch": None, "param": None, "let": None, "budget": "prompt"}
+"""What a share is one of, by the statement; of the budget in any other."""
+
+
+def _share(match: re.Match[str]) -> str:
+    """A percentage as a share of what the statement counts."""
+    share, whole = f"{float(match['n']) / 100:g}", match["whole"]
+    keyword = match.string.split()[0]
+    of = whole or _OF.get(keyword, "budget")
+    return share if of is None else f"{share} * {of}"
+
+
+def _called(match: re.Match[str]) -> str | None:
+    """A method of an array, as a function of it."""
+    name, given = match["f"], match["args"][1:-1].strip()
+    if given and not re.search(r"=|\b(dim|axis|keepdim)\b|^-?\d$", given):
+        return f"{name}({match['x']}, {given})"
+    return f"{name}({match['x']})"
+
+
+def _layers_that(match: re.Match[str]) -> str:
+    """A list of layers, as a range if it is one, or else by a budget that keeps all in the others."""
+    numbers = sorted({int(number) for number in re.findall(r"\d+", match["list"])})
+    if numbers == list(range(numbers[0], numbers[-1] + 1)):
+        return f"layers {numbers[0]}..{numbers[-1]}"
+    return f"budget where({' or '.join(f'layer == {number}' for number in numbers)}, budget, everything)"
+
+
+def _by_layer(match: re.Match[str]) -> str:
+    """A list of numbers, as a choice by the layer."""
+    *numbers, last = re.findall(_NUMBER, match["list"])
+    for index, number in reversed(list(enumerate(numbers))):
+        last = f"where(layer == {index}, {number}, {last})"
+    return f"budget {last}"
+
+
+def _more(match: re.Match[str]) -> str:
+    """One more than a number."""
+    return f"trigger overflow >= {int(match['n']) + 1}" if match["n"].isdigit() else f"trigger overflow >= {match['n']} + 1"
+
+
+def _kept(match: re.Match[str]) -> str:
+    """`keep` with one of its own words."""
+    word = habits.KEEPS[match["word"]]
+    return f"keep {word} {match['n']} by mean(attn)" if word == "top" else f"keep {word} {match['n']}"
+
+
+def _word(match: re.Match[str]) -> str:
+    """A statement that holds a word, with the word that is among others."""
+    keyword = match["keyword"]
+    words = [known for known in WORDS[keyword] if re.search(rf"\b{known}\b", match["rest"])]
+    word = "both" if keyword == "when" and len(words) > 1 else words[0]
+    return f"victims shared by {word}" if keyword == "victims" else f"{keyword} {word}"
+
+
+def _whole(match: re.Match[str]) -> str:
+    """A number with a unit of thousands, written out."""
+    return f"{float(match['n']) * (1024 if match['unit'] in 'Kk' else 1024**2):.0f}"
+
+
+def _last_layer(match: re.Match[str]) -> str:
+    high = int(match["n"]) - (match["op"] == "<")
+    return f"layers ..{high}"
+
+
+def _first_layer(match: re.Match[str]) -> str:
+    return f"layers {int(match['n']) + (match['op'] == '>')}.."
+
+
+def _again(match: re.Match[str]) -> str:
+    """A name that is changed: a name of its own for what it becomes."""
+    name, op, value = match["name"], match["op"] or "", match["value"]
+    if op:
+        value = f"{name} {op} {value}"
+    new = f"{name}2" if re.search(rf"\b{name}\b", value) else name
+    return f"let {new} = {value}"
+
+
+_WORDS = "|".join(WORDS)
+_KNOWN_WORDS = "|".join(sorted({word for words in WORDS.values() for word in words}))
+_KEEPS = "|".join(habits.KEEPS)
+_ENDS = r"(?=\s*(?:$|[,)]|(?:by|at|across|in|every|where|and|dims)\b))"
+_MODULES = r"(?:torch|np|numpy|math|jnp|jax|tf|F|nn|functional|linalg|special|self|cache)"
+
+@cache
+def forms() -> tuple[Form, ...]:
+    """The habits, the surest first."""
+    return (
+        # -- the head of a file --
+        _form(r"^kv\s*(?:=|:)?\s*v?(?:1|1\.0+)$|^(?:version|edition)\s*[=:]?\s*\"?v?1(?:\.0+)?\"?$", "a file begins with its edition", "kv 1"),
+        _form(
+            r"^from\s+(?P<name>\w+)\s+import\s+(?P<names>.+)$",
+            "an import names a shipped policy, or a file", "import {name}",
+    ),
+        _form(r"^import\s+(?P<name>\w+)\.kv$", "a file's path stands in quotes", 'import "{name}.kv"', "import {name}",
+              help="{code}: with quotes a file of yours, without them the shipped policy"),
+        _form(r"^import\s+(?P<name>\w+)\s+as\s+\w+$", "an import gives no other name", "import {name}"),
+        _form(
+            r"^import\s+(?P<name>\w+)\s*,\s*(?P<names>[\w, ]+)$",
+            "each import stands on its own line", lambda m: "; ".join(f"import {one.strip()}" for one in m[0][6:].split(",")),
+    ),
+        _form(
+            r"^(?:policy|class)\s+(?P<name>\w+)\s*\(\s*(?P<base>\w+)\s*\)|^policy\s+(?P<name2>\w+)\s*[:<]\s*(?P<base2>\w+)(?=\s*\{)",
+            "a policy names the one that it goes on from behind `extends`",
+            lambda m: f"policy {m['name'] or m['name2']} extends {m['base'] or m['base2']}",
+    ),
+        _form(r"^policy\s+(?P<name>\w+)\s+extends\s+(?P<base>\w+)\s*(?:,|and\b)[\w\s,]*\w", "a policy extends one other",
+              "policy {name} extends {base}"),
+        _form(r"^policy\s+[\"'](?P<name>[A-Za-z]\w*)[\"']", "a policy's name stands without quotes", "policy {name}"),
+        _form(r"^(?P<here>policy)\s*(?=\{)", "the policy has no name", "policy Example"),
+        _form(r"^(?P<here>(?:class|def|kvpolicy)\s+(?P<name>[A-Z]\w*))\s*(?=\{)", "a policy begins with `policy`", "policy {name}"),
+        # -- shares --
+        _form(rf"<n#>\s*%(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}", "`%` is the remainder of a division, not a percentage", _share),
+        _form(rf"<n#>\s+(?:percent|per\s*cent)\b(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}", "a share is a number", _share),
+        _form(r"(?<=[\s=(])(?P<n>\d+(?:\.\d+)?)(?P<unit>[KkM])\b", "a number is written out", _whole),
+        _form(r"(?<![\w.])(?P<n>\d+(?:_\d+)+)\b", "a number has digits only", lambda m: m["n"].replace("_", "")),
+        _form(r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[GMK]i?B)\b", "a budget is a number of tokens, not of bytes",
+              help="`kvdsl explain` says how many bytes a token takes"),
+        # -- methods, modules, indices --
+        _form(rf"\b(?:{_MODULES}\.)+(?P<name>[A-Za-z_]\w*(?:{_PARENTHESES})?)", "functions belong to no module", "{name}"),
+        _form(rf"<x!>\.(?P<f>[A-Za-z_]\w*)(?P<args>{_PARENTHESES})", "a function stands before what it takes", _called),
+        _form(r"(?<![\w.])(?P<x>[A-Za-z_]\w*)\.T\b", "nothing is transposed: `dot` sums over dims, whatever comes first", "{x}"),
+        _form(r"^keep\s*\[\s*:\s*<n>\s*\]$", "`keep` says which tokens in words", "keep first {n}"),
+        _form(r"^keep\s*\[\s*-\s*<n>\s*:\s*\]$", "`keep` says which tokens in words", "keep last {n}"),
+        _form(r"\b(?P<f>mean|sum|max|min|std|var|abs|exp|log|sqrt|dot|norm1|norm2)\[<x>\]", "arguments stand in round parentheses", "{f}({x})"),
+        _form(
+            r"\b(?P<f>mean|sum|max|min|std|var)\(\s*<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]\s*\)", "nothing is indexed",
+            "{f}({x} over last {n} queries)",
+    ),
+        _form(r"<x!>\[\s*-\s*1\s*\]", "nothing is indexed", "last({x})", help="{code} is what the newest query gives"),
+        _form(r"<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]", "nothing is indexed", "mean({x} over last {n} queries)"),
+        _form(r"(?<![\w.])(?P<x>[A-Za-z_]\w*)(?P<index>\[[^\[\]]*\])(?!\s*from)", "nothing is indexed", "{x}",
+              help="{code} has a value for every cached token, head and layer"),
+        _form(r"^layers\s*(?:=|:|in\b)?\s*(?P<list>\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\(?\d+(?:\s*,\s*\d+)+\)?)$", "`layers` is one range", _layers_that),
+        _form(r"^budget\s*(?:=|:)?\s*\[(?P<list>\s*\d+(?:\s*,\s*\d+)*\s*)\]$", "a budget is one expression, which may read `layer`", _by_layer),
+        _form(
+            r"^param\s+(?P<name>\w+)\s*=\s*\[[^\[\]]*\]$", "a param is one number",
+            'tensor {name} [layers] from "{name}.safetensors"', help="numbers of several layers or heads come from a file: {code}",
+    ),
+        _form(r"^param\s+(?P<name>\w+)\s*=\s*(?:\"[^\"]*\"|'[^']*')$", "a param is a number",
+              help="what a policy does is said by its statements; another way to do it is another policy, which may extend this one"),
+        _form(r"\bin\s+(?:range)?[\[(]\s*(?P<low>-?[\w.]+)\s*(?:,|:|\.\.|-)\s*(?P<high>-?[\w.]+)\s*[\])]", "a range is written with two points",
+              "in {low}..{high}"),
+        _form(r"(?<![\w.])(?P<low>\d+)\.\.\.(?P<high>\d+)", "a range is written with two points", "{low}..{high}"),
+        # -- ranges of layers --
+        _form(r"^(?P<here>layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:|until|through|up to)\s*(?P<high>\d+))$",
+              "a range is written with two points", "layers {low}..{high}"),
+        _form(r"^layers\s*(?P<op>>=?)\s*(?P<n>\d+)$", "`layers` is a range", _first_layer),
+        _form(r"^layers\s*(?P<op><=?)\s*(?P<n>\d+)$", "`layers` is a range", _last_layer),
+        _form(r"^layers\s+(?:from\s+)?(?P<n>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$", "a range is written with two points", "layers {n}.."),
+        _form(r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$", "a range is written with two points",
+              "in layers {low}.."),
+        _form(r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:)\s*(?P<high>\d+)$", "a range is written with two points",
+              "in layers {low}..{high}"),
+        # -- statements that hold a word --
+        _form(rf"^(?P<keyword>{_WORDS})\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{_KNOWN_WORDS})\b[\w\s,]*)$", "`{keyword}` takes one word", _word),
+        # -- counts --
+        _form(r"^trigger\s+overflow\s*>\s*<n>$", "`trigger` says from how many tokens above the budget on", _more),
+        _form(r"^trigger\s+(?:live|overflow|len|size)\s*>=?\s*budget\s*\+\s*<n>$|^trigger\s+budget\s*\+\s*<n2>$",
+              "`overflow` is by how many tokens the budget is exceeded", lambda m: f"trigger overflow >= {m['n'] or m['n2']}"),
+        _form(r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:overflow\s*(?:=|==|:|at)?\s*)?<n>(?:\s+tokens)?$",
+              "`trigger` says from how many tokens above the budget on", "trigger overflow >= {n}"),
+        _form(r"^budget\s+<n>\s+(?:tokens\s+)?(?:per|for each|for every|in each|a)\s+(?:kv\s+)?(?:head|layer)s?$",
+              "a budget is what each KV head of each layer keeps", "budget {n}"),
+        _form(r"^budget\s+<n>\s+(?:shared|pooled)\s+(?:by|across|over|between|among)\s+(?P<who>heads|layers)$", "a budget is shared `across`",
+              "budget {n} across {who}"),
+        _form(r"^budget\s+<n>\s+across\s+heads\s+(?:and|,)\s+layers$", "each kind that shares is said by itself", "budget {n} across layers"),
+        _form(r"^budget\s+<n>\s+(?:for|over|between|among|per)\s+(?P<who>heads|layers)$", "a budget is shared `across`", "budget {n} across {who}"),
+        _form(r"^(?P<head>param\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
+              "a count has no unit", "{head} {n}"),
+        # -- keep --
+        _form(rf"^keep\s+(?:the\s+)?(?P<word>{_KEEPS})\s*[=:]?\s*<n>$", "`keep` knows no `{word}`", _kept),
+        _form(r"^keep\s+<n!>\s+(?P<end>first|last)(?:\s+tokens?)?$", "how many stands behind `{end}`", "keep {end} {n}"),
+        _form(r"^keep\s+(?:the\s+)?(?P<end>first|last)\s+<n!>\s*(?:,|and|&&?|\|\|?|\+|or)\s*(?:keep\s+)?(?:the\s+)?(?P<end2>first|last)\s+<n2!>$",
+              "each `keep` says one thing", "keep {end} {n}; keep {end2} {n2}"),
+        _form(r"^keep\s+top\s+<n!>$", "`keep top` says by what", "keep top {n} by mean(attn)", help="write {code}, say"),
+        _form(r"^keep\s+(?:the\s+)?(?:<n!>\s+top|top\s+<n2!>)\s+(?:(?:of|in|from|with)\s+)?<x!>$", "`keep top` says by what",
+              lambda m: f"keep top {m['n'] or m['n2']} by {m['x']}"),
+        _form(r"^keep\s*(?:\(\s*<n>\s*\)|<n2#>)$", "`keep` says which tokens may not leave",
+              lambda m: f"keep first {m['n'] or m['n2']}", lambda m: f"keep last {m['n'] or m['n2']}"),
+        _form(r"^keep\s+(?:if|when|all where|tokens where)\s+<c>$", "`keep` knows `where`", "keep where {c}"),
+        # -- select, sketch, pages --
+        _form(r"^select\s+top\s+<n!>\s+pages\s+by\s+<x>$", "`select` counts tokens, also of pages", "select top {n} * 16 by {x}",
+              help="of pages of 16 tokens, {code}"),
+        _form(r"^select\s+(?:the\s+)?(?:top\s+)?<n!>\s+(?:tokens\s+|best\s+|highest\s+)?(?:by|of|with)\s+<x>$",
+              "`select` takes the `top` by something", "select top {n} by {x}"),
+        _form(r"^sketch\s+top\s+<n!>\s+by\s+<x>\s+dims\s+every\s+<m!>(?:\s+queries)?$", "how many dims stands before `by`",
+              "sketch top {n} dims by {x} every {m} queries"),
+        # -- definitions --
+        _form(r"^let\s+(?P<name>\w+)\s*=\s*(?:lambda\s+(?P<a>[\w, ]+):|\(?(?P<b>[\w, ]+?)\)?\s*[-=]>)\s*(?P<value>.+)$",
+              "a function's arguments stand behind its name", lambda m: f"let {m['name']}({(m['a'] or m['b']).strip()}) = {m['value'].strip()}"),
+        _form(r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
+              "a function is a `let`", "let {name}({args}) = {value}"),
+        _form(r"^let\s+(?P<name>\w+)\s*=\s*(?P<end>first|last|top)\s+<n!>$", "a `let` names an expression", "keep {end} {n}",
+              help="write {code} as a statement of its own"),
+        _form(r"^(?:const|var|val|set|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
+              "a name is given by `let`, and a number that the user may set by `param`", "let {name} = {value}", "param {name} = {value}"),
+        _form(r"^param\s+(?P<name>\w+)\s*:\s*\w+\s*=\s*(?P<value>.+)$", "params are numbers, without types", "param {name} = {value}"),
+        _form(r"^param\s+(?:int|float|double|number|uint)\s+(?P<name>\w+)\s*=\s*(?P<value>.+)$", "params are numbers, without types", "param {name} = {value}"),
+        _form(r"^param\s+(?P<name>\w+)\s+(?P<range>in\s+\S+)\s*=\s*(?P<value>.+)$", "the range stands behind the default", "param {name} = {value} {range}"),
+        _form(r"^param\s+budget(?:\s*(?P<range>in\s+\S+))?$", "a param has a default", "param budget = 512 {range}", help="write {code}, say"),
+        _form(r"^param\s+(?P<name>\w+)(?:\s*(?P<range>in\s+\S+))?$", "a param has a default", "param {name} = 4 {range}", help="write {code}, say"),
+        _form(rf"^(?!(?:{'|'.join(STATEMENTS)})\b)(?P<name>[A-Za-z_]\w*)\s*(?P<op>[-+*/])?=(?!=)\s*(?P<value>.+)$",
+              "a name is given by `let`, once", _again),
+        # -- tensors and given values --
+        _form(r"^tensor\s+(?P<name>\w+)\s*(?:=|:|from|=\s*from)\s*(?P<file>\"[^\"]*\"|'[^']*')$", "a tensor says its axes, in the order of the file",
+              "tensor {name} [layers, heads] from {file}", help="write {code}, say"),
+        _form(r"^tensor\s+(?P<name>\w+)\s*\((?P<axes>[\w, ]+)\)\s*from\s*(?P<file>\"[^\"]*\"|'[^']*')$", "a tensor's axes stand in square brackets",
+              "tensor {name} [{axes}] from {file}"),
+        _form(r"^given\s+(?P<name>\w+)\s+(?:from|by|of)\s+.+$", "a given value comes from the caller always", "given {name}"),
+        # -- the score --
+        _form(r"(?<=score )\s*<a>\s+if\s+<c>\s+else\s+<b>$", "a choice is a function", "where({c}, {a}, {b})"),
+        _form(r"(?<=[(=,])\s*<a>\s+if\s+<c>\s+else\s+<b>(?=\s*(?:[),]|$))", "a choice is a function", "where({c}, {a}, {b})"),
+        _form(r"(?<=\()\s*<x!>\s+(?:if|where|when|for)\s+<c>(?=\))", "a choice is a function", "where({c}, {x}, 0)"),
+        _form(r"^(?:override\s+)?score\s+<x>\s+(?:where|when|for|if)\s+<c>$(?<!else)", "a score is one number for every slot",
+              "score where({c}, {x}, 0)", help="to choose by a condition write {code}"),
+        _form(r"^score\s+<a>\s*,\s*<b>$", "a score is one number for every slot", "score {a} + {b}", help="for example {code}"),
+        _form(r"^(?:return|yield|rank by|rank|sort by|sort|importance)\s*[=:]?\s+<x>$", "what tokens are ranked by is the score: the lowest leaves first",
+              "score {x}"),
+        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:tokens\s+)?(?:where|if|when)\s+<c>$",
+              "which tokens leave is said by the score, and by what may not leave", "keep where not ({c})"),
+        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:(?:(?:the\s+)?(?:lowest|bottom|top|last|first|least)\s+)?(?:<n#>\s+)?by|lowest|min)\s+<x>$",
+              "which tokens leave is said by the score: the lowest leaves first", "score {x}"),
+        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+<n#>(?:\s+tokens?)?$", "how many tokens leave at a time is said by `max_drop`",
+              "trigger overflow >= {n}; max_drop {n}", help="write {code}, and what leaves first by `score`"),
+        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+<x>$", "which tokens leave is said by the score: the lowest leaves first", "score {x}"),
+        # -- control flow --
+        _form(r"^if\s+\(?<c>\)?\s*:?\s*\{\s*budget\s+<x>\s*\}$", "statements are not chosen, numbers are", "budget where({c}, {x}, budget)"),
+        _form(r"^if\s+\(?<c>\)?\s*:?\s*\{\s*score\s+<x>\s*\}$", "statements are not chosen, numbers are", "score where({c}, {x}, mean(attn))"),
+        _form(r"^for\b[^{}]*\{\s*(?P<inner>[^{}]*?)\s*\}$", "there are no loops: an expression is evaluated for every slot, head and layer", "{inner}"),
+        # -- over --
+        _form(r"\bover\s+(?:the\s+)?last\s+<n!>(?:\s+(?:tokens?|steps?|slots?|keys?|positions?|query))?(?=\s*[),])", "what is last are queries",
+              "over last {n} queries"),
+        _form(r"\bover\s+(?:the\s+)?<n#>\s+(?:last\s+|recent\s+)?(?:queries|tokens|steps)", "the last queries are named so", "over last {n} queries"),
+        _form(r"\bover\s+(?:all|the|every|each)\s+(?:the\s+)?(?P<axis>queries|slots|dims|heads)\b", "an axis is one word", "over {axis}"),
+        _form(r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)", "what the newest query gives is `last`",
+              "last({x})"),
+        _form(r"^(?P<here>(?:override\s+)?score\s+<x>\s+over\s+(?P<axis>queries|slots|dims))$", "`over` stands inside of the parentheses of a reduction",
+              "score mean({x} over {axis})", help="write {code}, say"),
+        # -- operators --
+        _form(r"<c>\s*\?\s*<a>\s*:\s*<b>(?=\s*(?:[),]|$))", "there is no `?`", "where({c}, {a}, {b})"),
+        _form(r"\|\|\s*<x!>\s*\|\|", "a norm is a function", "norm2({x})"),
+        _form(r"(?<!\|)\|\s*<x!>\s*\|(?!\|)", "a magnitude is a function", "abs({x})"),
+        _form(r"<a!>\s*@\s*<b!>(?:\.T\b)?", "there is no `@`: vectors are multiplied by `dot`", "dot({a}, {b})"),
+        _form(r"<x!>\s+in\s+(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)(?=\s*(?:$|\)|and\b|or\b))", "a range is no condition", "{low} <= {x} and {x} <= {high}"),
+        _form(r"<x!>\s*==\s*(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)", "a range is no number", "{low} <= {x} and {x} <= {high}"),
+        _form(r"<a!>\s*(?P<op><=?|>=?)\s*<b!>\s*(?P<op2><=?|>=?)\s*<d!>", "comparisons do not chain", "{a} {op} {b} and {b} {op2} {d}"),
+        _form(r"<a!>\s+<b!>(?<=\))(?=\s*(?:$|[-+*/),]))", "an operator is missing between `{a}` and `{b}`", "{a} * {b}"),
+    )  # fmt: skip
