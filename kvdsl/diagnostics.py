@@ -15,7 +15,7 @@ from typing import Any, TextIO
 
 from kvdsl.codes import Code, Severity
 from kvdsl.errors import KvdslError
-from kvdsl.helps import Fix, Help, fixes_of, offer
+from kvdsl.helps import Fix, fixes_of, offer
 from kvdsl.source import SourceFile, Span
 
 
@@ -117,7 +117,7 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     return by_folded[close[0]] if close else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> Help | None:
+def did_you_mean(word: str, known: Iterable[str]) -> str | None:
     """A help that offers the known word that `word` looks like, if there is one."""
     near = nearest(word, known)
     return None if near is None else offer(f"did you mean `{near}`?")

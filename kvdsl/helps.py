@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -67,11 +67,12 @@ def offer(text: str, more: str = "", *, at: Span | None = None, around: str = "{
         at: what the codes replace, if it is not the place of the finding.
         around: what stands around them there.
     """
-    ways = [_replacing(code, around.replace("{}", code), at) for code in re.findall(r"`([^`]+)`", text)]
+    codes = [code for code in re.findall(r"`([^`]+)`", text) if "…" not in code]
+    ways = [_replacing(code, around.replace("{}", code), at) for code in codes]
     return Help(text + more, *ways)
 
 
-def replace(text: str, new: str, at: Span | None = None) -> Help:
+def instead(text: str, new: str, at: Span | None = None) -> Help:
     """A help in words, whose edit puts `new` in place of what is wrong."""
     return Help(text, _replacing(new, new, at))
 
@@ -80,6 +81,11 @@ def add(text: str, more: str = "", *, at: Span | None = None) -> Help:
     """A help whose first code in backticks is a statement that the policy lacks."""
     (code, *_) = re.findall(r"`([^`]+)`", text)
     return Help(text + more, lambda span: _added(code, at or span))
+
+
+def operand(text: str) -> str:
+    """An expression as a part of another one: in parentheses unless it is a name, a number or a call."""
+    return text if re.fullmatch(r"[\w.]+(\((?:[^()]|\([^()]*\))*\))?", text) else f"({text})"
 
 
 def leave_out(text: str, *places: Span) -> Help:
@@ -137,9 +143,9 @@ def _without(place: Span) -> Way:
     last = len(text) if last < 0 else last
     if not text[first:start].strip() and not text[end:last].partition("#")[0].strip():
         return lambda span: Fix(place.file.span(first, min(last + 1, len(text))), "", title)
-    if text[end : end + 1] == " ":
+    if text[end : end + 1] == " " and not text[start - 1 : start].strip():
         end += 1
-    elif text[start - 1 : start] == " ":
+    elif text[start - 1 : start] == " " and not text[end : end + 1].isalnum():
         start -= 1
     return lambda span: Fix(place.file.span(start, end), "", title)
 

@@ -14,10 +14,10 @@ from kvdsl.lsp.names import ancestry
 from kvdsl.reference import ITEMS, STATEMENTS, STEPS, first_word, meaning, written
 from kvdsl.sema.files import prelude_syntax
 from kvdsl.sema.modules import Module
-from kvdsl.syntax.nodes import WORDS
 from kvdsl.shipped import all_policies, stems_by_name
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.ahead import Ahead, ahead
+from kvdsl.syntax.nodes import WORDS
 from kvdsl.syntax.parser import Place
 from kvdsl.tensorfile import AXES
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
-from kvdsl.ir.ops import PLAIN_REDUCTIONS
+from kvdsl.helps import leave_out, offer
+from kvdsl.ir.ops import PLAIN_REDUCTIONS, POOLS, REDUCTIONS
 from kvdsl.sema.needs import Report
 from kvdsl.source import Span
+from kvdsl.source import Span
+from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
 _SHOWN = 8
@@ -26,11 +29,13 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
             over_without_reduction(function, argument.ranges, report)
         elif keyword is None and index >= positional:
             message = "an argument without a name cannot follow one with a name"
-            report(codes.ARGUMENTS, argument.span, message, f"write `{_signature(function, parameters)}`")
+            report(codes.ARGUMENTS, argument.span, message, f"its form is `{_signature(function, parameters)}`")
         elif keyword is None and index >= len(places):
             needed = sum(names.values())
             counts = str(needed) if needed == len(places) else f"{needed} to {len(places)}"
-            report(codes.ARGUMENTS, node.span, takes(function, counts, len(node.arguments)))
+            fewer = [one.span.quoted() for one in node.arguments[: len(places)]]
+            help = offer(f"write `{function}({', '.join(fewer)})`")
+            report(codes.ARGUMENTS, node.span, takes(function, counts, len(node.arguments)), help)
         elif keyword is not None and keyword.text not in names:
             no_argument(function, keyword, places, report)
         elif keyword is not None and keyword.text in values:
@@ -42,9 +47,83 @@ def match_arguments(node: syn.Call, parameters: tuple[syn.Parameter, ...], repor
     missing = [name for name, needed in names.items() if needed and name not in values]
     if missing:
         message = f"`{function}` needs its argument{'' if len(missing) == 1 else 's'} {listed(missing[:_SHOWN], 'and')}"
-        report(codes.ARGUMENTS, node.span, message, f"write `{_signature(function, parameters)}`")
+        report(codes.ARGUMENTS, node.span, message, f"its form is `{_signature(function, parameters)}`")
         return None
     return values
+
+
+EXAMPLES = {
+    **{name: f"{name}(attn)" for name in PLAIN_REDUCTIONS},
+    **{name: f"{name}(mean(attn))" for name in ("abs", "sqrt", "exp", "log", "floor", "ceil")},
+    "max": "max(mean(attn), 0.1)",
+    "min": "min(mean(attn), 0.1)",
+    "where": "where(age > 8, mean(attn), 1)",
+    "median": "median(attn over last 32 queries)",
+    "ema": "ema(attn, 0.9)",
+    "dot": "dot(last(q), k)",
+    "project": "project(k, basis)",
+    "turn": "turn(k, -position)",
+    "ahead": "ahead(k, 512)",
+    "pairs": "pairs(k)",
+    "leverage": "leverage(k, 0.01)",
+    "rank": "rank(sum(attn))",
+    "enough": "enough(sum(attn), 0.95)",
+    "fold": "fold(max(0.9 * prev, attn), 0)",
+    "other": "other(k)",
+    "max_pool": "max_pool(sum(attn), 7)",
+    "mean_pool": "mean_pool(sum(attn), 7)",
+    "count": "count()",
+    "random": "random()",
+}
+"""How a built-in function may be called: for helps, which put it in place of a call that has no meaning."""
+
+
+def example(function: str, more: str = "", *, at: Span | None = None) -> str:
+    """A help that shows how a built-in function is called."""
+    return offer(f"for example `{EXAMPLES[function]}`", more, at=at)
+
+
+def how_to_call(node: syn.Call) -> str:
+    """A help for a reduction or a pool that is called with what it does not take: axes have names, and a width is a number."""
+    name = node.function.text
+    if not node.arguments:
+        return example(name)
+    (first, *rest), texts = node.arguments, [argument.value.span.quoted() for argument in node.arguments]
+    if name in POOLS:
+        width = next(
+            (argument.value.span.text for argument in node.arguments if isinstance(argument.value, syn.Constant)), "7"
+        )
+        value = next((one for one in texts if one != width), "sum(attn)")
+        return offer(f"write `{name}({value}, {width})`")
+    if REDUCTIONS[name].decay:
+        return offer(f"write `{name}({texts[0]}, 0.9)`", ", say")
+    axes = [axis for argument in rest if (axis := _axis(argument)) is not None]
+    if first.over is not None and axes:
+        one, both = f"{name}({first.span.quoted()})", f"{name}({name}({first.span.quoted()}) over {axes[0]})"
+        return offer(f"one axis at a time: `{one}` or `{both}`")
+    if axes:
+        return offer(f"write `{name}({texts[0]} over {axes[0]})`")
+    if any(argument.keyword is not None and argument.keyword.text in _AXIS for argument in rest):
+        return offer(
+            f"axes have names: `{name}({texts[0]})` ", f"ranges over queries, `{name}({texts[0]} over slots)` over slots"
+        )
+    if len(rest) == 1 and isinstance(rest[0].value, syn.Constant) and 0 < rest[0].value.value < 1:
+        return offer(f"a moving average is `ema({texts[0]}, {texts[1]})`")
+    return offer(f"for example `{name}({texts[0]})`")
+
+
+_AXIS = ("axis", "dim", "dims", "over", "axes")
+
+
+def _axis(argument: syn.Argument) -> str | None:
+    """The axis that an argument names: `queries`, or `over=queries`."""
+    if not isinstance(argument.value, syn.Name) or (argument.keyword is not None and argument.keyword.text not in _AXIS):
+        return None
+    word = argument.value.name
+    return word if word in PLAIN_AXES else habits.AXES.get(word)
+
+
+PLAIN_AXES = ("queries", "slots", "dims", "heads")
 
 
 def takes(function: str, counts: str, count: int) -> str:
@@ -65,7 +144,8 @@ def over_without_reduction(function: str, ranges: Span, report: Report) -> None:
     """Reports an `over`, `where` or `by` in a call that reduces nothing."""
     word = ranges.text.split()[0]
     message = f"`{function}` is not a reduction of one value, so `{word}` has no meaning here"
-    report(codes.ARGUMENTS, ranges, message, f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}")
+    help = leave_out(f"the reductions are {listed(PLAIN_REDUCTIONS, 'and')}", ranges)
+    report(codes.ARGUMENTS, ranges, message, help)
 
 
 def _signature(function: str, parameters: tuple[syn.Parameter, ...]) -> str:

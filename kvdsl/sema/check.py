@@ -8,12 +8,14 @@ from typing import Any
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink
+from kvdsl.helps import offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema.combinations import Combinations
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.lets import check_lets, module_scope
 from kvdsl.sema.modules import EDITION
+from kvdsl.sema.names import check_stem
 from kvdsl.sema.params import Params
 from kvdsl.sema.protected import Protected
 from kvdsl.sema.resolve import FlatPolicy, Placed
@@ -55,6 +57,7 @@ class Checker:
         self._unused(read)
         if not self.sink.failed():
             self._statics(parts)
+        check_stem(self.flat.module.file, self.sink)  # last, so that all else that is wrong is said, too
         if self.sink.failed():
             return None
         return self._policy(parts, read)
@@ -93,7 +96,12 @@ class Checker:
             if value.constant is None:
                 span = statement.default.span
                 message = f"the default of a given value is a constant, but `{span.quoted()}` is not"
-                self.sink.report(codes.GIVEN_DEFAULT, span, message, f"for example `given {statement.name.text} = 0`")
+                self.sink.report(
+                    codes.GIVEN_DEFAULT,
+                    span,
+                    message,
+                    offer(f"for example `given {statement.name.text} = 0`", at=statement.span),
+                )
                 return Bound(None)
             default = value.constant
         return GivenName(ir.Given(name=statement.name.text, default=default))

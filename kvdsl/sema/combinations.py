@@ -5,12 +5,14 @@ What is missing is reported only where it cannot be among what has an error.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, nearest
+from kvdsl.helps import Help, add, both, instead, leave_out, offer
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Input, Rank, Reduce, Tensor
 from kvdsl.ir.printer import print_expression
@@ -91,6 +93,24 @@ class Combinations:
         labels = [] if other is None else [Label(self._span(other), "because of this")]
         self.sink.report(code, self._span(keyword), message, help, labels)
 
+    def _without(self, text: str, *places: str | tuple[str, str]) -> Help:
+        """A help that leaves out a statement, or a part of one: its keyword, and what the part begins with."""
+        spans = [self._span(place) if isinstance(place, str) else self._clause(*place) for place in places]
+        return leave_out(text, *spans)
+
+    def _clause(self, keyword: str, words: str) -> Span:
+        """The part of a statement that begins with these words, up to the next one."""
+        span = self._span(keyword)
+        pattern = r"\s+".join(map(re.escape, words.split())) + r".*?(?=\s+across\b|$)"
+        at = re.search(pattern, span.text, re.DOTALL)
+        return span if at is None else span.file.span(span.start + at.start(), span.start + at.end())
+
+    def _prefill(self) -> Help:
+        """A help that has the policy evict behind prompts only."""
+        if self._has("when"):
+            return instead("write `when prefill`", "when prefill", self._span("when"))
+        return add("add `when prefill`")
+
     # -- budget and score --------------------------------------------------------------------------------------------
 
     def _budget(self) -> None:
@@ -101,12 +121,18 @@ class Combinations:
             self._without_budget()
         elif "score" not in self.parts.exprs:
             name = self.flat.syntax.name.span
-            self.sink.report(codes.NO_SCORE, name, "the policy has a budget but no score", "add `score sum(attn)`, say")
+            self.sink.report(
+                codes.NO_SCORE, name, "the policy has a budget but no score", add("add `score sum(attn)`", ", say")
+            )
+
+    def _budget_instead_of(self, near: str) -> Help:
+        """A help for a budget by another name."""
+        return offer("did you mean `budget`", f", not `{near}`?", at=self.flat.names[near].statement.name.span)  # type: ignore[union-attr]
 
     def _without_budget(self) -> None:
         params = [name for name, placed in self.flat.names.items() if isinstance(placed.statement, syn.Param)]
         near = nearest("budget", params)
-        help = "add `param budget = 512`, say" if near is None else f"did you mean `param budget`, not `{near}`?"
+        help = add("add `param budget = 512`", ", say") if near is None else self._budget_instead_of(near)
         pointless = [self._span(keyword) for keyword in _ABOUT_EVICTION if self._has(keyword)]
         scopes = ("top", "where") if self._has("select") else ("first", "last", "top", "where")
         pointless += [keep.span for keep in self.parts.keeps if keep.ir.scope in scopes]
@@ -129,13 +155,17 @@ class Combinations:
         shared = {"across": "heads", "across_layers.floor": "layers"}
         for who in [who for name, who in shared.items() if name in self.parts.exprs][:1]:
             message = f"a budget that {who} share cannot read the data"
-            self._refuse(codes.MEASURED, "budget", message, f"leave out `across {who}`")
+            self._refuse(
+                codes.MEASURED, "budget", message, self._without(f"leave out `across {who}`", "budget", f"across {who}")
+            )
         if self._is("cap", "hard"):
             message = f"{rule}, but `cap hard` asks before a token is placed"
-            self._refuse(codes.MEASURED, "cap", message, "leave out `cap`, which is `soft` then", "budget")
+            self._refuse(
+                codes.MEASURED, "cap", message, self._without("leave out `cap`, which is `soft` then", "cap"), "budget"
+            )
         if self._is("victims", "layers"):
             message = f"{rule} in its own layer, so layers cannot agree on the victims"
-            self._refuse(codes.MEASURED, "victims", message, "write `victims shared by heads`", "budget")
+            self._refuse(codes.MEASURED, "victims", message, offer("write `victims shared by heads`"), "budget")
         for part in [*self.parts, *(Part(one.ir.default, one.span) for one in self.params.checked.values())]:
             if "budget" in self.params.inputs_of(part.expr):
                 message = f"{rule}, so `{part.span.quoted()}` cannot read `budget`"
@@ -153,10 +183,10 @@ class Combinations:
         if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
             message = "the prompt's queries are there until it has settled, so `over text` needs `when prefill`"
             labels = [Label(self._span("when"), "because of this")] if self._has("when") else []
-            self.sink.report(codes.TEXT, score.span, message, "add `when prefill`", labels)
+            self.sink.report(codes.TEXT, score.span, message, self._prefill(), labels)
         elif self._is("prefill", "blocks"):
             message = "a prompt in blocks settles before all of its queries are there, so the score cannot read `over text`"
-            self._refuse(codes.TEXT, "prefill", message, "leave out `prefill blocks`", "score")
+            self._refuse(codes.TEXT, "prefill", message, self._without("leave out `prefill blocks`", "prefill"), "score")
 
     # -- phases ------------------------------------------------------------------------------------------------------
 
@@ -165,10 +195,16 @@ class Combinations:
             counts = [keyword for keyword in COUNTS if self._has(keyword)]
             for keyword in counts + (["cap"] if self._is("cap", "hard") else []):
                 message = f"under `when prefill` nothing leaves while decoding, so `{keyword}` has no meaning"
-                self._refuse(codes.PHASE, keyword, message, f"leave out `{keyword}` or `when prefill`", "when")
+                self._refuse(
+                    codes.PHASE,
+                    keyword,
+                    message,
+                    self._without(f"leave out `{keyword}` or `when prefill`", keyword, "when"),
+                    "when",
+                )
         if self._is("when", "decode") and self._is("prefill", "blocks"):
             message = "under `when decode` nothing leaves while the prompt is read, so `prefill blocks` has no meaning"
-            self._refuse(codes.PHASE, "prefill", message, "leave out one of them", "when")
+            self._refuse(codes.PHASE, "prefill", message, self._without("leave out one of them", "prefill", "when"), "when")
 
     # -- heads and layers that act together --------------------------------------------------------------------------
 
@@ -180,20 +216,39 @@ class Combinations:
             return
         if not self._is("when", "prefill") and (self._has("when") or self._lacks("when")):
             message = f"{who} share a budget once, after the prompt, so `{words}` needs `when prefill`"
-            self._refuse(codes.ACROSS, "budget", message, "add `when prefill`", "when" if self._has("when") else None)
+            self._refuse(codes.ACROSS, "budget", message, self._prefill(), "when" if self._has("when") else None)
         elif self._is("victims", "layers") and layers:
             message = "layers that share a budget keep different tokens, so they cannot agree on the victims"
-            self._refuse(codes.ACROSS, "victims", message, "leave out `victims` or `across layers`", "budget")
+            self._refuse(
+                codes.ACROSS,
+                "victims",
+                message,
+                self._without("leave out `victims` or `across layers`", "victims", ("budget", "across layers")),
+                "budget",
+            )
         elif not self._is("victims", "nobody") and (heads or pool):
             message = "heads that share a budget keep different tokens, so they cannot agree on the victims"
-            self._refuse(codes.ACROSS, "victims", message, f"leave out `victims` or `{words}`", "budget")
+            self._refuse(
+                codes.ACROSS,
+                "victims",
+                message,
+                self._without(f"leave out `victims` or `{words}`", "victims", ("budget", words)),
+                "budget",
+            )
         elif heads and pool:
             message = "`across layers` without `by` is one pool of all layers and heads, so `across heads` has no meaning"
             help = "leave out `across heads`, or say what a layer's share goes by: `across layers by ...`"
+            help = self._without(help, ("budget", "across heads"))
             self._refuse(codes.ACROSS, "budget", message, help)
         elif layers and self._is("prefill", "blocks"):
             message = "a block is evicted before the next layer has seen it, so layers cannot share a budget"
-            self._refuse(codes.ACROSS, "prefill", message, "leave out `prefill blocks` or `across layers`", "budget")
+            self._refuse(
+                codes.ACROSS,
+                "prefill",
+                message,
+                self._without("leave out `prefill blocks` or `across layers`", "prefill", ("budget", "across layers")),
+                "budget",
+            )
 
     def _victims(self) -> None:
         if not self._is("victims", "layers"):
@@ -236,7 +291,9 @@ class Combinations:
         message = "KV heads that choose together hold the same tokens, but each evicts by itself"
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
-        self.sink.report(codes.ACROSS, name, message, "add `victims shared by heads`, or leave out the budget", labels)
+        self.sink.report(
+            codes.ACROSS, name, message, add("add `victims shared by heads`", ", or leave out the budget"), labels
+        )
 
     def _compared(self) -> None:
         """Reports a score that reads all KV heads where these do not share a budget, or what their slots have."""
@@ -269,7 +326,9 @@ class Combinations:
         message = "a layer that takes over a choice holds the tokens of the one that made it, but each evicts by itself"
         labels = [Label(self._span("select"), "because of this")]
         name = self.flat.syntax.name.span
-        self.sink.report(codes.REUSED, name, message, "leave out the budget, or `reused above`", labels)
+        self.sink.report(
+            codes.REUSED, name, message, self._without("leave out the budget, or `reused above`", "select"), labels
+        )
 
     def _each(self) -> None:
         """Reports query heads that would select by themselves where nothing is selected, or where their KV head needs one number."""
@@ -278,7 +337,7 @@ class Combinations:
         if not self._has("select"):
             if self._lacks("select"):
                 message = "under `group each` every query head selects for itself, but the policy has no `select`"
-                help = "write `group mean`, `group max` or `group sum`, or add a `select`"
+                help = offer("write `group mean`, `group max` or `group sum`", ", or add a `select`")
                 self._refuse(codes.EACH, "group", message, help)
             return
         own = [self.parts.exprs[name] for name in ("select.by", "select.measured") if name in self.parts.exprs]
@@ -293,7 +352,8 @@ class Combinations:
             if asks_query_heads(expr):
                 message = f"`group each` reduces nothing, but `{print_expression(expr)}` is one number for the query heads of a KV head"
                 labels = [Label(self._span("group"), "because of this")]
-                help = "write `group mean`, `group max` or `group sum`: then the query heads select together, too"
+                more = ": then the query heads select together, too"
+                help = offer("write `group mean`, `group max` or `group sum`", more, at=self._span("group"))
                 self.sink.report(codes.EACH, span, message, help, labels)
 
     def _alike(self, parts: Iterable[Part], differing: set[str], code: Code, rule: str, other: str | None = None) -> None:
@@ -314,11 +374,23 @@ class Combinations:
             for keyword in ("sketch", "pages"):
                 if self._has(keyword):
                     message = f"`{keyword}` reads keys as they are stored, which is not how compact positions rotate them"
-                    self._refuse(codes.COMPACT, keyword, message, f"leave out `{keyword}` or `positions`", "positions")
+                    self._refuse(
+                        codes.COMPACT,
+                        keyword,
+                        message,
+                        self._without(f"leave out `{keyword}` or `positions`", keyword, "positions"),
+                        "positions",
+                    )
         elif self._has("rope") and (self._has("positions") or self._lacks("positions")):
             message = "`rope` says how compact positions are computed, but the policy's are the original ones"
             other = "positions" if self._has("positions") else None
-            self._refuse(codes.ROPE, "rope", message, "add `positions compact`, or leave out `rope`", other)
+            self._refuse(
+                codes.ROPE,
+                "rope",
+                message,
+                both(add("add `positions compact`"), self._without(", or leave out `rope`", "rope")),
+                other,
+            )
 
     # -- pages, sketches, selections ---------------------------------------------------------------------------------
 
@@ -331,15 +403,23 @@ class Combinations:
             if part is not self.parts.exprs.get("select.by") and _reads_input(part, "logit"):
                 message = "a query that selects has no `logit` for the tokens that it skips, so the policy cannot read it"
                 labels = [Label(self._span("select"), "because of this")]
-                self.sink.report(codes.LOGIT, part.span, message, "read `attn`, which is 0 there", labels)
+                self.sink.report(
+                    codes.LOGIT,
+                    part.span,
+                    message,
+                    instead("read `attn`, which is 0 there", re.sub(r"\blogit\b", "attn", part.span.text)),
+                    labels,
+                )
 
     def _pages(self) -> None:
         readers = [part for part in self.parts if _reads_within(part, "page") or _reads_within(part, "next")]
         if readers and "pages" not in self.parts.exprs and self._lacks("pages"):
             message = "`over page` needs to know how long a page is"
-            self.sink.report(codes.NO_PAGES, readers[0].span, message, "add `pages 16`, say")
+            self.sink.report(codes.NO_PAGES, readers[0].span, message, add("add `pages 16`", ", say"))
         elif self._has("pages") and not readers and not self._has("select"):
-            self._never_read("pages", "select by page, or read `max(k over page)`")
+            self._never_read(
+                "pages", self._without("select by page, read `max(k over page)`, or leave out `pages`", "pages")
+            )
 
     def _sketches(self) -> None:
         by = self.parts.exprs.get("select.by")
@@ -347,10 +427,17 @@ class Combinations:
         reads = any(_reads_within(part, "sketch") for part in selecting)
         if by is not None and reads and self._lacks("sketch"):
             message = "`over sketch` needs to know which dims to read"
-            help = "add `sketch top 16 dims by abs(q) every 64 queries`, say"
+            help = add("add `sketch top 16 dims by abs(q) every 64 queries`", ", say")
             self.sink.report(codes.NO_SKETCH, by.span, message, help)
         elif self._has("sketch") and not reads:
-            self._never_read("sketch", "for example `select top 2048 by dot(q, k over sketch)`")
+            self._never_read("sketch", self._sketched())
+
+    def _sketched(self) -> Help:
+        """A help that reads the sketch: in what selects, if it multiplies queries and keys."""
+        if not self._has("select"):
+            return add("add `select top 2048 by dot(q, k over sketch)`", ", say")
+        by = self.parts.exprs["select.by"].span
+        return offer("for example `dot(q, k over sketch)`", at=by)
 
     def _never_read(self, keyword: str, help: str) -> None:
         """Reports a statement without a reader, unless that may be among what has an error."""

@@ -19,6 +19,7 @@ from typing import Literal, cast
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, Sink, did_you_mean
+from kvdsl.helps import Help, add, instead, leave_out, offer
 from kvdsl.ir.nodes import Axis, Expr, Input, Reduce
 from kvdsl.ir.ops import (
     ELEMENTWISE,
@@ -34,7 +35,7 @@ from kvdsl.ir.ops import (
 from kvdsl.ir.visitors import children
 from kvdsl.passes.normal import Pages, page_of_key
 from kvdsl.sema import values
-from kvdsl.sema.arguments import match_arguments, no_argument, over_without_reduction, takes
+from kvdsl.sema.arguments import example, how_to_call, match_arguments, no_argument, over_without_reduction, takes
 from kvdsl.sema.needs import is_fixed
 from kvdsl.sema.reductions import Over, Reductions, in_fewer_words, vector
 from kvdsl.sema.scope import Bound, Definition, GivenName, LetName, ParamName, Scope, SlotName, TensorName
@@ -62,15 +63,7 @@ class _Use:
 
     def filled(self, text: str) -> str:
         """A text that quotes the body, with the arguments in the place of the parameters."""
-        if not self.arguments:
-            return text
-        names = re.compile(rf"\b({'|'.join(map(re.escape, self.arguments))})\b")
-        return re.sub(r"`[^`]*`", lambda code: names.sub(self._operand, code[0]), text)
-
-    def _operand(self, name: re.Match[str]) -> str:
-        """The argument of a parameter, in parentheses where it needs some and has none around it."""
-        text, around = self.arguments[name[0]], name.string[name.start() - 1] + name.string[name.end()]
-        return text if around == "()" or re.fullmatch(r"[\w.]+(\([^()]*\))?", text) else f"({text})"
+        return re.sub(r"`[^`]*`", lambda code: habits.fill(code[0], self.arguments), text)
 
     def definition_in_words(self) -> str:
         """What it is short for."""
@@ -104,6 +97,7 @@ class Expressions:
         self._lets: dict[LetName, Value | None] = {}
         self._unknown: set[Span] = set()
         self._depth = 0
+        self._around: list[syn.Call] = []
         self._steps = 0
 
     def check(self, node: syn.Expr, scope: Scope) -> Value | None:
@@ -186,13 +180,16 @@ class Expressions:
         if node.name in NAMED_INPUTS:
             return values.read_input(node.name)
         if node.name in NAMED_FUNCTIONS:
-            help = f"write `{node.name}()`" if node.name in ("count", "random") else f"write `{node.name}(...)`"
+            written = offer(f"write `{node.name}()`") if node.name in ("count", "random") else example(node.name)
+            help = habits.NAMES.get(node.name, written)
             self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", help)
             return None
         if not self._speaks_of(node.span):
             return None
         being_defined = {use.definition.let.name.text for use in self._uses}
         help_text = habits.NAMES.get(node.name) or did_you_mean(node.name, {*scope.known(), *NAMED_INPUTS} - being_defined)
+        more = f", `let {node.name} = ...`, or `given {node.name}`, a number of each token, if it is yours"
+        help_text = help_text or add(f"add `param {node.name} = 1`", more)
         self._report(codes.UNKNOWN_NAME, node.span, f"unknown name `{node.name}`", help_text)
         return None
 
@@ -203,7 +200,7 @@ class Expressions:
         if isinstance(definition, ParamName):
             return values.read_param(definition.name)
         if isinstance(definition, TensorName) and "rank" in definition.tensor.axes:
-            help = f"write `project(k, {node.name})`, say"
+            help = offer(f"write `project(k, {node.name})`", ", say")
             self._report(codes.PROJECT, node.span, f"`{node.name}` is a matrix, which projects vectors", help)
             return None
         if isinstance(definition, TensorName):
@@ -211,14 +208,14 @@ class Expressions:
         if isinstance(definition, GivenName):
             return values.read_given(definition.given.name)
         if isinstance(definition, SlotName):
-            help = f"write `{node.name}.position`, say"
+            help = offer(f"write `{node.name}.position`, say")
             self._report(codes.OTHERS, node.span, f"`{node.name}` is a slot, not a value", help)
             return None
         if definition.let.parameters is None:
             return self.let(definition, node.span)
         names = (parameter.name.text for parameter in definition.let.parameters)
-        help = f"write `{node.name}({', '.join(names)})`"
-        self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", help)
+        form = f"its form is `{node.name}({', '.join(names)})`"
+        self._report(codes.NOT_A_FUNCTION, node.span, f"`{node.name}` is a function, not a value", form)
         return None
 
     def let(self, definition: LetName, span: Span) -> Value | None:
@@ -251,13 +248,13 @@ class Expressions:
         if isinstance(definition, SlotName):
             definition.used = True
             body = self.check(node.value, scope)
-            return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})")
+            return None if body is None else self.reductions.other(node.value.span, body, f"{owner}.({{}})", node.span)
         if isinstance(definition, Bound) and definition.value is None:
             return None
         text, value = node.span.quoted(), node.value.span.quoted()
-        help = f"name it: `sum({text} over slots as {owner})`, say"
+        help = offer(f"name it: `sum({text} over slots as {owner})`, say", at=node.span)
         if isinstance(node.value, syn.Name) and value in NAMED_FUNCTIONS:
-            help = f"write `{value}({owner})`"
+            help = offer(f"write `{value}({owner})`", at=node.span)
         self._report(codes.OTHERS, node.owner.span, f"`{owner}` is no slot, so `{text}` has no meaning", help)
         return None
 
@@ -291,9 +288,19 @@ class Expressions:
             return True
         text = span.quoted()
         self._report(
-            codes.CONDITION, span, f"{what} needs a condition, but `{text}` is a number", f"compare it: `{text} > 0`"
+            codes.CONDITION,
+            span,
+            f"{what} needs a condition, but `{text}` {extent(value.axes)}",
+            self._compared(value, text),
         )
         return False
+
+    def _compared(self, value: Value, text: str) -> Help:
+        """A help that makes a condition of a number, or of a number for each dim or query."""
+        number = text if Axis.DIM not in value.axes else f"norm2({text})"
+        if Axis.QUERY in value.axes and not self._around:
+            number = f"mean({number})"
+        return offer(f"compare it: `{number} > {1 if Axis.DIM in value.axes else 0}`", ", say")
 
     def _finite(self, value: Value, args: tuple[Value, ...], span: Span) -> Value | None:
         if value.constant is None and all(arg.constant is not None for arg in args):
@@ -313,7 +320,9 @@ class Expressions:
             return None
         if definition is not None or name in NAMED_INPUTS:
             message = f"`{name}` is not a function"
-            self._report(codes.NOT_A_FUNCTION, node.function.span, message, "leave out the parentheses")
+            self._report(
+                codes.NOT_A_FUNCTION, node.function.span, message, instead("leave out the parentheses", name, node.span)
+            )
             return None
         if name in ("max", "min") and len(node.arguments) > 1:
             return self._extreme(node, name, scope)
@@ -326,7 +335,8 @@ class Expressions:
         if not self._speaks_of(node.function.span):
             return None
         functions = {name for name in scope.known() if _is_function(scope.find(name))}
-        help = habits.FUNCTIONS.get(name) or did_you_mean(name, NAMED_FUNCTIONS | functions)
+        habit = habits.FUNCTIONS.get(name)
+        help = did_you_mean(name, NAMED_FUNCTIONS | functions) if habit is None else habit.filled(node)
         self._report(codes.UNKNOWN_FUNCTION, node.function.span, f"unknown function `{name}`", help)
         return None
 
@@ -385,7 +395,7 @@ class Expressions:
         help = None
         if name == "count":
             text = node.arguments[0].value.span.quoted()
-            help = f"to count the queries for which something holds, sum it: `sum({text})`"
+            help = offer(f"to count the queries for which something holds, sum it: `sum({text})`")
         self._report(codes.ARGUMENTS, node.span, f"`{name}()` takes no arguments", help)
         return None
 
@@ -405,7 +415,7 @@ class Expressions:
         if not self._plain(name, node.arguments):
             return None
         if found != count:
-            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found))
+            self._report(codes.ARGUMENTS, node.span, takes(name, str(count), found), example(name))
             return None
         return [self.check(argument.value, scope) for argument in node.arguments]
 
@@ -427,13 +437,14 @@ class Expressions:
         op = row.name
         if len(node.arguments) != 1 + row.decay or node.arguments[0].keyword is not None:
             what = "one value, and takes a decay" if row.decay else "exactly one value"
-            help = f"for example `{op}(attn, 0.9)`" if row.decay else f"for example `{op}(attn)`"
-            self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces {what}", help)
+            self._report(codes.ARGUMENTS, node.span, f"`{op}` reduces {what}", how_to_call(node))
             return None
         if not self._plain(node.function.text, node.arguments[1:]):
             return None
         over, inner = self._range(node.arguments[0], scope, Over())
+        self._around.append(node)
         body = self.check(node.arguments[0].value, inner)
+        self._around.pop()
         if over is not None and body is not None:
             over, body = self._with_pages(node, *in_fewer_words(over, body, self._is_page))
         decay = self._fixed(node.arguments[1].value, scope, f"the decay of `{op}`", 0, 1) if row.decay else None
@@ -451,7 +462,8 @@ class Expressions:
         if over is not None and argument.over is not None and argument.over.name is not None:
             name = argument.over.name
             if over.axis is not Axis.SLOT or over.within != "all":
-                self._report(codes.AXIS, name.span, "only slots have names: `over slots as j`", "leave out `as`")
+                help = offer("write `over slots as j`", at=argument.over.span)
+                self._report(codes.AXIS, name.span, "only slots have names", help)
                 return None, scope
             over, inner = replace(over, axis=Axis.OTHER, within="self"), Scope({name.text: SlotName()}, scope)
         where = by = None
@@ -483,13 +495,13 @@ class Expressions:
         if over is None:
             return default
         if over.last is None:
-            found = self.reductions.axis(over.axis)
+            found = self.reductions.axis(over)
             if found is None or over.after is None:
                 return found
             after = self._fixed(over.after, scope, "the N of `over text after N`")
             if found.within != "text":
                 message = f"only `over text` leaves out the first queries, not `over {over.axis.text}`"
-                self._report(codes.AXIS, over.span, message, f"write `over {over.axis.text}`")
+                self._report(codes.AXIS, over.span, message, offer(f"write `over {over.axis.text}`"))
                 return None
             return None if after is None else replace(found, after=after)
         last = self._fixed(over.last, scope, "the N of `over last N queries`", 1)
@@ -502,7 +514,7 @@ class Expressions:
         """`dot(a, b)`, over dims; `dot(a, b over sketch)`."""
         for argument in node.arguments[:-1]:
             if argument.ranges is not None:
-                help = "for example `dot(q, k over sketch)`"
+                help = offer("for example `dot(q, k over sketch)`", at=node.span)
                 self._report(codes.ARGUMENTS, argument.ranges, "`over` follows the last argument of `dot`", help)
                 return None
         over = node.arguments[-1].over if node.arguments else None
@@ -515,7 +527,12 @@ class Expressions:
         if args is None or ranges is None or any(arg is None for arg in args):
             return None
         if over is not None and ranges.axis is not Axis.DIM:
-            self._report(codes.ARGUMENTS, over.span, "`dot` sums over dims, or over the sketch's", "write `over sketch`")
+            self._report(
+                codes.ARGUMENTS,
+                over.span,
+                "`dot` sums over dims, or over the sketch's",
+                leave_out("leave it out", over.span),
+            )
             return None
         left, right = (arg for arg in args if arg is not None)
         return self.reductions.reduce(node, "sum", ranges, values.binary("*", left, right))
@@ -526,7 +543,10 @@ class Expressions:
             return None
         if len(node.arguments) != 2:
             self._report(
-                codes.ARGUMENTS, node.span, takes("project", "2", len(node.arguments)), "for example `project(k, basis)`"
+                codes.ARGUMENTS,
+                node.span,
+                takes("project", "2", len(node.arguments)),
+                "its form is `project(k, basis)`, of a tensor",
             )
             return None
         (vector, matrix) = (argument.value for argument in node.arguments)
@@ -543,7 +563,12 @@ class Expressions:
             return None
         if body.spaces != {""} or _of_values(body.expr):
             message = f"`project` takes a vector over the dims of a key, but `{vector.span.quoted()}` is none"
-            self._report(codes.PROJECT, vector.span, message, f"for example `project(k, {definition.tensor.name})`")
+            self._report(
+                codes.PROJECT,
+                vector.span,
+                message,
+                offer(f"for example `project(k, {definition.tensor.name})`", at=node.span),
+            )
             return None
         return values.project(body, definition.tensor)
 
@@ -553,12 +578,11 @@ class Expressions:
         if not self._plain(op, node.arguments):
             return None
         if len(node.arguments) not in counts:
-            help = {"turn": "turn(k, -position)", "ahead": "ahead(k, 512)", "pairs": "pairs(k)"}[op]
             self._report(
                 codes.ARGUMENTS,
                 node.span,
                 takes(op, " or ".join(map(str, counts)), len(node.arguments)),
-                f"for example `{help}`",
+                example(op),
             )
             return None
         vector, *rest = (argument.value for argument in node.arguments)
@@ -577,7 +601,7 @@ class Expressions:
             return None
         if body.spaces != {""} or _of_values(body.expr):
             message = f"`{op}` rotates a vector over the dims of a key, but `{vector.span.quoted()}` is none"
-            self._report(codes.ROTATE, vector.span, message, f"for example `{op}(k{', ...' if rest else ''})`")
+            self._report(codes.ROTATE, vector.span, message, offer("for example `k`"))
             return None
         if op == "turn" and numbers[0] is not None and Axis.DIM in numbers[0].axes:
             message = f"all dims turn by the same number of places, but `{rest[0].span.quoted()}` {extent(numbers[0].axes)}"
@@ -588,8 +612,7 @@ class Expressions:
     def _leverage(self, node: syn.Call, scope: Scope) -> Value | None:
         """`leverage(x, ridge)`."""
         if len(node.arguments) != 2:
-            help = "for example `leverage(k, 0.01)`"
-            self._report(codes.ARGUMENTS, node.span, takes("leverage", "2", len(node.arguments)), help)
+            self._report(codes.ARGUMENTS, node.span, takes("leverage", "2", len(node.arguments)), example("leverage"))
             return None
         if not self._plain("leverage", node.arguments):
             return None
@@ -600,12 +623,12 @@ class Expressions:
     def _other(self, node: syn.Call, scope: Scope) -> Value | None:
         """`other(x)`."""
         body = next(iter(self._arguments(node, 1, scope) or [None]))
-        return None if body is None else self.reductions.other(node.arguments[0].value.span, body, "other({})")
+        return None if body is None else self.reductions.other(node.arguments[0].value.span, body, "other({})", node.span)
 
     def _rank(self, node: syn.Call, scope: Scope) -> Value | None:
         """`rank(x)`, `rank(x over page)`."""
         if len(node.arguments) != 1 or node.arguments[0].keyword is not None:
-            self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", "for example `rank(sum(attn))`")
+            self._report(codes.ARGUMENTS, node.span, "`rank` orders by exactly one value", example("rank"))
             return None
         over, inner = self._range(node.arguments[0], scope, Over(Axis.SLOT))
         body = self.check(node.arguments[0].value, inner)
@@ -617,7 +640,7 @@ class Expressions:
         """`enough(x, p)`, and in another order `enough(x, p, y)`."""
         if len(node.arguments) not in (2, 3):
             message = "`enough` takes a value, a share, and perhaps an order"
-            self._report(codes.ARGUMENTS, node.span, message, "for example `enough(sum(attn), 0.95)`")
+            self._report(codes.ARGUMENTS, node.span, message, example("enough"))
             return None
         if not self._plain("enough", node.arguments):
             return None
@@ -629,8 +652,8 @@ class Expressions:
     def _fold(self, node: syn.Call, scope: Scope) -> Value | None:
         """`fold(x, start)`, `fold(x over prunes, start)`."""
         if len(node.arguments) != 2 or node.arguments[0].keyword is not None:
-            help = "for example `fold(max(0.9 * prev, attn), 0)`"
-            self._report(codes.ARGUMENTS, node.span, "`fold` takes what `prev` becomes, and what it is at first", help)
+            message = "`fold` takes what `prev` becomes, and what it is at first"
+            self._report(codes.ARGUMENTS, node.span, message, example("fold"))
             return None
         if not self._plain("fold", node.arguments[1:]):
             return None
@@ -642,15 +665,17 @@ class Expressions:
     def _pool(self, node: syn.Call, op: Literal["max", "mean"], scope: Scope) -> Value | None:
         """`max_pool(x, n)`, `mean_pool(x, n)`."""
         name = node.function.text
-        if len(node.arguments) != 2:
+        swapped = len(node.arguments) == 2 and isinstance(node.arguments[0].value, syn.Constant)
+        if len(node.arguments) != 2 or swapped or node.arguments[1].keyword is not None:
             message = f"`{name}` takes a value and a width"
-            self._report(codes.ARGUMENTS, node.span, message, f"for example `{name}(sum(attn), 7)`")
+            self._report(codes.ARGUMENTS, node.span, message, how_to_call(node))
             return None
         if not self._plain(name, node.arguments):
             return None
         body = self.check(node.arguments[0].value, scope)
         size = self._fixed(node.arguments[1].value, scope, f"the width of `{name}`", 1)
-        return None if body is None or size is None else self.reductions.pool(node, op, body, size)
+        around = self._around[-1] if self._around else None
+        return None if body is None or size is None else self.reductions.pool(node, op, body, size, around)
 
     def _fixed(self, node: syn.Expr, scope: Scope, what: str, low: float = 0, high: float = math.inf) -> Value | None:
         """A number that is known once the prompt is; whether it lies in its bounds is checked when params are known."""

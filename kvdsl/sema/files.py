@@ -15,7 +15,6 @@ from kvdsl.resources import read_resource, resource
 from kvdsl.sema.check import Checker
 from kvdsl.sema.lets import check_library, prelude_scope
 from kvdsl.sema.modules import Module
-from kvdsl.sema.names import check_stem
 from kvdsl.sema.resolve import resolve
 from kvdsl.sema.scope import Scope
 from kvdsl.sema.settings import read_settings
@@ -100,9 +99,7 @@ def policy_checker(module: Module, settings: Mapping[str, str], sink: Sink) -> C
     policy = _only_policy(module, settings, sink)
     if policy is None:
         return None
-    check_stem(module.file, sink)
-    doc_text = policy.doc.text.strip() if policy.doc is not None else ""
-    if not doc_text and not policy.clauses and not sink.failed():
+    if (policy.doc is None or not policy.doc.text.strip()) and not policy.clauses and not sink.failed():
         name = policy.name
         help = "begin the policy with a string that says what it does and where it comes from"
         sink.report(codes.NO_DOCSTRING, name.span, f"`{name.text}` has no docstring", help)

@@ -9,6 +9,7 @@ from types import MappingProxyType
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
+from kvdsl.helps import add, begin, both, instead, offer
 from kvdsl.shipped import all_policies, is_shipped_like_a_file, shipped_policy, stems_by_name
 from kvdsl.source import Combined, SourceFile
 from kvdsl.syntax import nodes as syn
@@ -126,7 +127,7 @@ class Loader:
         start = module.file.span(0, 0)
         if not module.editions:
             if not module.broken:
-                help = f"write `kv {EDITION}` on the first line"
+                help = begin(f"write `kv {EDITION}` on the first line", f"kv {EDITION}")
                 self.sink.report(codes.EDITION_MISSING, start, "the file does not say its edition", help)
             return
         first, *more = module.editions
@@ -139,7 +140,7 @@ class Loader:
         for edition in module.editions:
             if edition.text != str(EDITION):
                 message = f"unknown edition `{edition.text}`"
-                self.sink.report(codes.EDITION, edition.span, message, f"this kvdsl knows `kv {EDITION}`")
+                self.sink.report(codes.EDITION, edition.span, message, offer(f"this kvdsl knows `kv {EDITION}`"))
 
     def _import(self, statement: syn.Import, importer: SourceFile) -> Module | None:
         found = self._shipped(statement) if statement.shipped else self._beside(statement, importer)
@@ -151,7 +152,9 @@ class Loader:
         path = shipped_policy(stem)
         if path is None:
             help = did_you_mean(stem, (path.stem for path in all_policies()))
-            help = help or f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`'
+            help = help or instead(
+                f'`kvdsl list` shows them; a file is named in quotes: `import "{stem}.kv"`', f'"{stem}.kv"'
+            )
             self.sink.report(codes.IMPORT, statement.name.span, f"there is no shipped policy `{stem}`", help)
             return None
         return path, str(path), None
@@ -181,11 +184,14 @@ class Loader:
             return path, shown, None if shipped is None else new
         if not _exists(path):
             message = f"there is no file `{shown}`: the shipped policy of that name is taken"
-            self.sink.report(codes.SHIPPED_BY_FILE, span, message, f"write `import {stem}`")
+            self.sink.report(codes.SHIPPED_BY_FILE, span, message, instead(f"write `import {stem}`", stem))
             return shipped, str(shipped), None
         if not _same(path, shipped) and importer.stem != f"{stem}_test":
             message = f"`{name}` is the file beside this one, not the shipped policy of that name"
-            help = f'write `import "./{name}"` to say so, or `import {stem}` for the shipped policy'
+            help = both(
+                instead(f'write `import "./{name}"` to say so', f'"./{name}"'),
+                instead(f", or `import {stem}` for the shipped policy", stem),
+            )
             self.sink.report(codes.SHIPPED_BY_FILE, span, message, help)
         return path, shown, None
 
@@ -215,10 +221,10 @@ def import_of(policy: str) -> str:
     stems = stems_by_name()
     stem = stems.get(policy)
     if stem is not None:
-        return f"write `import {stem}` above"
+        return add(f"write `import {stem}`", " above")
     near = nearest(policy, stems)
     if near is not None:
-        return f"did you mean `{near}`, which `import {stems[near]}` makes known?"
+        return offer(f"did you mean `{near}`", f", which `import {stems[near]}` makes known?")
     return 'import what defines it: `import h2o`, a shipped policy, or `import "mine.kv"`, a file'
 
 

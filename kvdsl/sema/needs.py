@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, listed
+from kvdsl.helps import offer
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, GivenRef, Input, Pool, Random, Rank, Reduce, TensorRef
 from kvdsl.ir.ops import FIXED, INPUTS
@@ -13,6 +15,9 @@ from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, of_query_heads, walk
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
+
+SELECTED = "the count of `select`"
+"""What messages call how many tokens a query attends to."""
 
 READS_TENSORS = "`budget`, the counts of `keep` and `select`, and what ranks tokens may differ between KV heads"
 
@@ -29,7 +34,7 @@ def is_fixed(value: Value, span: Span, what: str, report: Report, *, per_head: b
     text, help = span.quoted(), f"it can read params, {listed(FIXED, 'and')}"
     if value.axes:
         message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
-        report(codes.COUNT_AXES, span, message)
+        report(codes.COUNT_AXES, span, message, help)
         return False
     for part in walk(value.expr):
         if isinstance(part, (Reduce, Enough, Random, GivenRef)):
@@ -61,7 +66,7 @@ def is_measured(value: Value, span: Span, what: str, report: Report) -> bool:
     if not value.axes:
         return True
     message = f"{what} is a single number, but `{text}` has {axes_in_words(value.axes)}"
-    help = f"count or add up the tokens: `sum({text} over slots)`" if value.axes == {Axis.SLOT} else None
+    help = offer(f"count or add up the tokens: `sum({text} over slots)`") if value.axes == {Axis.SLOT} else None
     report(codes.COUNT_AXES, span, message, help)
     return False
 
@@ -139,12 +144,12 @@ def weighs_a_layer(value: Value, span: Span, sink: Sink) -> bool:
             sink.report(codes.REDUCTION, span, message, f"reduce it before: `sum({inner} over slots)`")
             return False
     if value.axes:
-        help = f"`sum(sum({text} over slots) over heads)`, say" if value.axes == {Axis.SLOT} else None
+        help = offer(f"`sum(sum({text} over slots) over heads)`", ", say") if value.axes == {Axis.SLOT} else None
         sink.report(codes.COUNT_AXES, span, f"{what}, but `{text}` has {axes_in_words(value.axes)}", help)
         return False
     if differs_by_head(value.expr):
         message = f"{what}, but `{text}` differs between them"
-        sink.report(codes.ACROSS, span, message, f"reduce it: `sum({text} over heads)`, say")
+        sink.report(codes.ACROSS, span, message, offer(f"reduce it: `sum({text} over heads)`", ", say"))
         return False
     return True
 
@@ -161,16 +166,19 @@ def is_per_slot(value: Value, span: Span, what: str, sink: Sink) -> bool:
 
 def _how_to_reduce(value: Value, text: str) -> str:
     if Axis.OTHER in value.axes:
-        return f"reduce it over others: `sum({text} over others)`"
+        return offer(f"reduce it over others: `sum({text} over others)`")
     if Axis.SLOT not in value.axes:
-        return "it is the same for all slots: rank them by what differs between them, `mean(attn)`, say"
+        return offer("it is the same for all slots: rank them by what differs between them, `mean(attn)`", ", say")
     if Axis.QUERY not in value.axes:
-        return f"reduce it over dims: `sum({text} over dims)`"
+        return offer(f"reduce it over dims: `norm2({text})` or `sum({text} over dims)`")
+    if reads_heads(value.expr) and (own := re.sub(r"\s+over heads\b", "", text)) != text:
+        more = ", which `victims shared by heads` averages over the KV heads"
+        return offer(f"a KV head ranks its own slots by its own queries: `{own}`", more)
     if value.observes:
         return "reduce its part over queries as well"
     if Axis.DIM in value.axes:
-        return f"reduce it, first over dims: `mean(sum({text} over dims))`"
-    return f"reduce it over queries: `mean({text})`, `sum({text})` or `last({text})`"
+        return offer(f"reduce it, first over dims: `mean(sum({text} over dims))`")
+    return offer(f"reduce it over queries: `mean({text})`, `sum({text})` or `last({text})`")
 
 
 def selects(value: Value, span: Span, sink: Sink) -> bool:
@@ -181,7 +189,10 @@ def selects(value: Value, span: Span, sink: Sink) -> bool:
     if Axis.SLOT in value.axes and Axis.DIM not in value.axes:
         return True
     message = f"{what} has one number per slot, and may vary over queries, but `{text}` {extent(value.axes)}"
-    help = f"reduce it over dims: `sum({text} over dims)`" if Axis.SLOT in value.axes else "for example `dot(q, k)`"
+    by_query = f"multiply it by the query, `dot(q, {text})`, or " if not asks_query_heads(value.expr) else ""
+    help = offer(
+        f"{by_query}reduce it over dims: `sum({text} over dims)`" if Axis.SLOT in value.axes else "for example `dot(q, k)`"
+    )
     sink.report(codes.SELECT_AXES, span, message, help)
     return False
 
@@ -199,24 +210,27 @@ def sketches(value: Value, span: Span, sink: Sink) -> bool:
     if Axis.DIM in value.axes and Axis.SLOT not in value.axes:
         return True
     message = f"{what} has one number per dim, and may vary over queries, but `{text}` {extent(value.axes)}"
-    help = f"reduce it over slots: `mean({text} over slots)`" if Axis.DIM in value.axes else "for example `abs(q)`"
+    help = offer(f"reduce it over slots: `mean({text} over slots)`" if Axis.DIM in value.axes else "for example `abs(q)`")
     sink.report(codes.SELECT_AXES, span, message, help)
     return False
 
 
 def looks_back(value: Value, span: Span, what: str, sink: Sink) -> bool:
     """Whether a value needs what is known only once the query has attended; reports if it does."""
+    example = "`abs(q)`" if Axis.DIM in value.axes else "`dot(q, k)`"
+    help = "it reads queries, keys, values and numbers, for example "
+    help = offer(help + example) if what != SELECTED else help.removesuffix(", for example ")
     if value.observes:
         message = f"{what} cannot be reduced over queries: it is found for each query by itself"
-        sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+        sink.report(codes.LOOKS_BACK, span, message, help)
         return True
     for part in walk(value.expr):
         if isinstance(part, Reduce) and part.axis is Axis.OTHER:
             message = f"{what} cannot read `over others`: slots are compared in a settle, not for every query"
-            sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+            sink.report(codes.LOOKS_BACK, span, message, help)
             return True
         if isinstance(part, Input) and part.name in ("attn", "logit"):
             message = f"{what} is found before the query attends, so there is no `{part.name}` yet"
-            sink.report(codes.LOOKS_BACK, span, message, "it reads queries, keys, values and numbers")
+            sink.report(codes.LOOKS_BACK, span, message, help)
             return True
     return False

@@ -9,6 +9,7 @@ from typing import cast
 from kvdsl import codes
 from kvdsl.budget import as_written, is_rate
 from kvdsl.diagnostics import Label, Sink
+from kvdsl.helps import offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
@@ -86,7 +87,7 @@ class Params:
             return values.call("max", values.number(1), values.call("floor", rate))
         if is_written and number > 1 and number != int(number):
             message = f"the budget is {print_number(number)}, which is neither a whole number of tokens nor a rate up to 1.0"
-            help = f"write `{print_number(int(number))}`, or `0.25` for a quarter of the prompt"
+            help = offer(f"write `{print_number(int(number))}`, or `0.25` for a quarter of the prompt")
             self.sink.report(codes.BUDGET, span, message, help)
         return None
 
@@ -110,7 +111,7 @@ class Params:
                 return False
         if name == "budget" and "budget" in self.inputs_of(value.expr):
             message = "the default of `budget` cannot read `budget`"
-            self.sink.report(codes.BUDGET_CYCLE, span, message, "a rate of the prompt is written `0.25 * prompt`")
+            self.sink.report(codes.BUDGET_CYCLE, span, message, offer("a rate of the prompt is written `0.25 * prompt`"))
             return False
         return True
 
@@ -120,7 +121,7 @@ class Params:
         low, high = (self._end(end, placed) for end in (statement.range.low, statement.range.high))
         if low is not None and high is not None and low > high:
             text = statement.range.span.quoted()
-            help = f"did you mean `{print_number(high)}..{print_number(low)}`?"
+            help = offer(f"did you mean `{print_number(high)}..{print_number(low)}`?")
             self.sink.report(codes.EMPTY_RANGE, statement.range.span, f"the range `{text}` is empty", help)
             return None, None
         return low, high
@@ -143,5 +144,8 @@ class Params:
         if (low is not None and number < low) or (high is not None and number > high):
             place = cast(syn.Range, statement.range).span
             message = f"`{name}` is {print_number(number)}, but its range is `{place.quoted()}`"
-            self.sink.report(codes.OUT_OF_RANGE, span, message, labels=[Label(place, "the range")])
+            two_points = (
+                offer(f"did you mean `{place.text.replace('...', '..')}`?", at=place) if "..." in place.text else None
+            )
+            self.sink.report(codes.OUT_OF_RANGE, span, message, two_points, labels=[Label(place, "the range")])
         return value

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
 from kvdsl import codes
 from kvdsl.diagnostics import did_you_mean, listed
+from kvdsl.helps import instead, leave_out, offer, operand
 from kvdsl.ir.axes import axes_of
 from kvdsl.ir.nodes import Axis, Enough, Expr, Fold, Input, Leverage, Number, Pool, Previous, Random, Rank, Reduce, Within
-from kvdsl.ir.ops import FIXED, PLAIN_REDUCTIONS, RANGES, REDUCTIONS, range_of
+from kvdsl.ir.ops import FIXED, RANGES, REDUCTIONS, range_of
 from kvdsl.ir.printer import print_expression
 from kvdsl.ir.visitors import children, walk
 from kvdsl.passes.normal import conditions, is_another, of_the_other, same_key, together
@@ -25,6 +27,7 @@ from kvdsl.sema.needs import (
 )
 from kvdsl.sema.values import Value, axes_in_words, extent
 from kvdsl.source import Span
+from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
 _AXES: dict[str, tuple[Axis, Within]] = {
@@ -101,11 +104,16 @@ class Reductions:
 
     report: Report
 
-    def axis(self, word: syn.Word) -> Over | None:
+    def axis(self, over: syn.Over) -> Over | None:
         """What the word after `over` means."""
+        word = over.axis
         if word.text in _AXES:
             return Over(*_AXES[word.text])
-        help = did_you_mean(word.text, _AXES) or f"the axes are {listed(_AXES, 'and')}"
+        meant = habits.AXES.get(word.text)
+        help = did_you_mean(word.text, _AXES) if meant is None else offer(f"write `{meant}`")
+        if word.text in habits.APART:
+            help = leave_out("each row of a batch and each layer has values of its own: leave it out", over.span)
+        help = help or f"the axes are {listed(_AXES, 'and')}"
         self.report(codes.AXIS, word.span, f"unknown axis `{word.text}`", help)
         return None
 
@@ -124,15 +132,15 @@ class Reductions:
         span = node.arguments[0].value.span
         if over.axis is not Axis.SLOT or over.within != "all":
             message = f"`by` gives every slot what the slots with its key have, so `{node.function.text}` ranges over slots"
-            self.report(codes.KEY, node.span, message, f"write `{node.function.text}({span.quoted()} over slots by ...)`")
+            self.report(codes.KEY, node.span, message, "`over slots` stands before `by`")
         elif over.by.axes != {Axis.SLOT}:
             message = f"a key is one number per slot, but `{print_expression(over.by.expr)}` {extent(over.by.axes)}"
-            self.report(codes.KEY, node.span, message, "for example `by floor(position / 16)`")
+            self.report(codes.KEY, node.span, message, "a key is `page(16)`, say: the tokens' places in the text by sixteen")
         elif over.by.pools:
             self._pooled(node, "a key")
         elif Axis.QUERY in body.axes:
             message = f"`by` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
-            self.report(codes.KEY, span, message, f"reduce it over queries: `sum({span.quoted()})`, say")
+            self.report(codes.KEY, span, message, offer(f"reduce it over queries: `sum({span.quoted()})`, say"))
         elif of_query_heads_at_once(body.expr) or reads_text(body.expr) or reads_heads(body.expr):
             self.report(codes.KEY, span, "slots are grouped for a KV head, so `by` cannot read what each query head has")
         else:
@@ -142,22 +150,27 @@ class Reductions:
     def _fits_operator(self, node: syn.Call, op: str, over: Over) -> bool:
         if over.where is not None and (REDUCTIONS[op].decay or op in ("last", "median")):
             text = node.arguments[0].value.span.quoted()
-            help = f"`fold(where(c, {text}, prev), 0)` is the newest one for which c holds" if op == "last" else None
+            help = f"`fold(where(c, {text}, prev), 0)` goes on with the newest one for which c holds" if op == "last" else None
             self.report(codes.ARGUMENTS, node.span, f"`{op}` takes no `where`", help)
             return False
         ranges = REDUCTIONS[op].over
         if over.range in ranges:
             return True
         if over.range == "history":
-            help = f"leave out `over last`, or take the `mean(...)` or `sum(...)` of these queries instead of `{op}`"
+            text = node.span.quoted()
+            others = [f"{other}{text[len(op) :]}" for other in ("mean", "sum")] if op == "last" else []
+            others = [f"{op}({', '.join(one.value.span.quoted() for one in node.arguments)})", *others]
+            help = offer(f"write {listed(others)}")
             self.report(codes.ARGUMENTS, node.span, f"`{op}` cannot range over the last queries only", help)
         elif over.range == "queries":
             text = node.arguments[0].value.span.quoted()
             message = f"`{op}` of all queries cannot be kept up to date with one number per token"
-            self.report(codes.ARGUMENTS, node.span, message, f"write `{op}({text} over last 32 queries)`, say")
+            self.report(codes.ARGUMENTS, node.span, message, offer(f"write `{op}({text} over last 32 queries)`", ", say"))
         else:
             only = " and ".join(RANGES[name].removeprefix("over ") for name in ranges)
-            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only")
+            text = ", ".join(one.value.span.quoted() for one in node.arguments)
+            made = text if "queries" in ranges else f"{text} over {ranges[0]}"
+            self.report(codes.ARGUMENTS, node.span, f"`{op}` reduces over {only} only", offer(f"write `{op}({made})`"))
         return False
 
     def _fits_body(self, node: syn.Call, op: str, over: Over, body: Value) -> bool:
@@ -170,9 +183,9 @@ class Reductions:
             self._nested(node, op)
         elif over.within == "text" and (reads := _not_of_text(body)) is not None:
             message = f"`over text` ranges over queries that never saw the slot, so it cannot read `{reads}`"
-            self.report(
-                codes.TEXT, span, message, "`logit` is `dot(q, k) * scaling`" if reads in ("attn", "logit") else None
-            )
+            logit = re.sub(r"\blogit\b", "dot(q, k) * scaling", span.quoted())
+            help = instead("`logit` is `dot(q, k) * scaling`", logit) if reads in ("attn", "logit") else None
+            self.report(codes.TEXT, span, message, help)
         elif over.axis is Axis.HEAD and (Axis.DIM in body.axes or not (_is_count(op, body) or differs_by_head(body.expr))):
             self._of_heads(node, body)
         elif over.axis not in body.axes and over.axis is not Axis.HEAD:
@@ -190,7 +203,7 @@ class Reductions:
             )
             self.report(codes.ACROSS, span, message, "reduce over slots, or leave it outside of the reduction")
         elif over.within in ("page", "next") and Axis.QUERY in body.axes:
-            self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)")
+            self._page_of_query(span, body, f"{op}(sum({span.quoted()}) over page)", node.span)
         elif over.within in ("page", "next") and any(isinstance(part, Random) for part in walk(body.expr)):
             message = "`random()` has no value where pages are read"
             self.report(codes.RANDOM, span, message, "draw it outside of the reduction")
@@ -206,7 +219,7 @@ class Reductions:
             self.report(codes.OTHERS, span, message, "reduce its part over queries")
         elif Axis.OTHER not in body.axes:
             message = f"`over others` compares a slot with each of the others, but `{text}` reads none"
-            help = f"`other({text})` is what the other one has" if Axis.SLOT in body.axes else "leave the reduction out"
+            help = offer(f"`other({text})`", " is what the other one has") if Axis.SLOT in body.axes else _unreduced(node)
             self.report(codes.OTHERS, span, message, help)
         elif body.pools:
             self._pooled(node, f"a reduction, as `{op}(...)` is one")
@@ -219,20 +232,20 @@ class Reductions:
             return True
         return False
 
-    def other(self, span: Span, body: Value, written: str) -> Value | None:
-        """What the other slot has of a body at `span`; `written` is how a help says it of `{}`."""
+    def other(self, span: Span, body: Value, written: str, at: Span) -> Value | None:
+        """What the other slot has of a body at `span`; `written` is how a help says it of `{}` in the place `at`."""
         text = span.quoted()
         if Axis.OTHER in body.axes:
             self.report(codes.OTHERS, span, f"`{text}` is what another slot has already", "reduce it before")
         elif Axis.QUERY in body.axes:
             message = f"another slot has what is the same whatever the query, but `{text}` {extent(body.axes)}"
-            help = f"reduce it over queries: `{written.format(f'mean({text})')}`" if Axis.DIM not in body.axes else None
-            self.report(codes.OTHERS, span, message, help)
+            help = f"reduce it over queries: `{written.format(f'mean({text})')}`"
+            self.report(codes.OTHERS, span, message, offer(help, at=at) if Axis.DIM not in body.axes else None)
         elif Axis.SLOT not in body.axes:
             message = (
                 f"another slot has nothing of its own of `{text}`, which is the same for all of them: it {extent(body.axes)}"
             )
-            self.report(codes.OTHERS, span, message, f"write `{text}`")
+            self.report(codes.OTHERS, span, message, offer(f"write `{text}`", at=at))
         else:
             return values.other(body)
         return None
@@ -243,7 +256,14 @@ class Reductions:
             return False
         text = node.arguments[0].value.span.quoted()
         message = f"`{node.function.text}` cannot take what is compared: only a reduction `over others` reads `other(...)`"
-        self.report(codes.OTHERS, node.span, message, f"reduce it before: `sum({text} over others)`")
+        self.report(
+            codes.OTHERS,
+            node.span,
+            message,
+            instead(
+                f"reduce it before: `sum({text} over others)`", f"sum({text} over others)", node.arguments[0].value.span
+            ),
+        )
         return True
 
     def rank(self, node: syn.Call, over: Over, body: Value) -> Value | None:
@@ -254,17 +274,19 @@ class Reductions:
                 codes.ARGUMENTS,
                 node.span,
                 "`rank` is a place among slots, or among those of a page, or of all KV heads of the layer",
-                f"write `rank({text})`",
+                offer(f"write `rank({text})`"),
             )
         elif self.is_of_other(node, body):
             pass
         elif Axis.SLOT not in body.axes or Axis.DIM in body.axes:
-            help = f"reduce it over dims: `rank(sum({text} over dims))`" if {Axis.SLOT, Axis.DIM} <= body.axes else None
+            new = f"rank(sum({text} over dims))"
+            help = offer(f"reduce it over dims: `{new}`", at=node.span) if {Axis.SLOT, Axis.DIM} <= body.axes else None
             self.report(codes.RANK, span, f"`rank` orders slots by one number each, but `{text}` {extent(body.axes)}", help)
         elif over.within == "page" and Axis.QUERY in body.axes:
-            self._page_of_query(span, body, f"rank(sum({text}) over page)")
+            self._page_of_query(span, body, f"rank(sum({text}) over page)", node.span)
         elif over.where is not None:
-            self.report(codes.ARGUMENTS, node.span, "`rank` takes no `where`", f"rank `where(c, {text}, -1e30)`, say")
+            help = offer(f"write `rank(where(c, {text}, -1e30))`, say")
+            self.report(codes.ARGUMENTS, node.span, "`rank` takes no `where`", help)
         elif self._fits_key(node, over, body):
             within: Literal["all", "page", "heads"] = (
                 "heads" if over.axis is Axis.HEAD else "page" if over.within == "page" else "all"
@@ -281,13 +303,15 @@ class Reductions:
             self._pooled(node, "`leverage(...)`")
         elif body.axes != {Axis.SLOT, Axis.DIM}:
             message = f"`leverage` takes a vector of each slot, but `{span.quoted()}` {extent(body.axes)}"
-            self.report(codes.REDUCTION, span, message, "for example `leverage(k, 0.01)`")
+            self.report(codes.REDUCTION, span, message, offer("for example `k`"))
         else:
             return values.leverage(body, ridge)
         return None
 
-    def pool(self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value) -> Value | None:
-        """`max_pool(x, n)` or `mean_pool(x, n)`."""
+    def pool(
+        self, node: syn.Call, op: Literal["max", "mean"], body: Value, size: Value, around: syn.Call | None
+    ) -> Value | None:
+        """`max_pool(x, n)` or `mean_pool(x, n)`, inside of a reduction or not."""
         span = node.arguments[0].value.span
         if self.is_of_other(node, body):
             return None
@@ -295,15 +319,20 @@ class Reductions:
             self._pooled(node, "another one")
         elif body.axes != {Axis.SLOT}:
             message = f"`{op}_pool` pools along the slots, but `{span.quoted()}` {extent(body.axes)}"
-            help = f"reduce it over queries: `{op}_pool(sum({span.quoted()}), 7)`" if Axis.QUERY in body.axes else None
-            self.report(codes.POOL, span, message, help)
+            whole = around is not None and around.arguments[0].span == node.span
+            by, at = (around.function.text, around.span) if around is not None and whole else ("sum", node.span)
+            pool = f"{op}_pool({by}({span.quoted()}), {node.arguments[1].value.span.quoted()})"
+            help = offer(f"reduce it over queries before: `{pool}`", at=at)
+            self.report(codes.POOL, span, message, help if Axis.QUERY in body.axes else None)
         else:
             return values.pool(op, body, size)
         return None
 
-    def _page_of_query(self, span: Span, body: Value, instead: str) -> None:
+    def _page_of_query(self, span: Span, body: Value, instead: str, whole: Span) -> None:
         message = f"`over page` takes what a token has whatever the query, but `{span.quoted()}` {extent(body.axes)}"
-        self.report(codes.PAGE, span, message, f"`{instead}`, say" if Axis.DIM not in body.axes else None)
+        self.report(
+            codes.PAGE, span, message, offer(f"`{instead}`", ", say", at=whole) if Axis.DIM not in body.axes else None
+        )
 
     def enough(self, node: syn.Call, body: Value, share: Value, by: Value) -> Value | None:
         """`enough(x, p)`, or `enough(x, p, y)`."""
@@ -316,7 +345,7 @@ class Reductions:
                 return None
             if Axis.SLOT not in value.axes or Axis.DIM in value.axes:
                 message = f"`enough` counts slots by a number of each, but `{span.quoted()}` {extent(value.axes)}"
-                help = f"reduce it over dims: `sum({span.quoted()} over dims)`" if Axis.DIM in value.axes else None
+                help = offer(f"reduce it over dims: `sum({span.quoted()} over dims)`") if Axis.DIM in value.axes else None
                 self.report(codes.REDUCTION, span, message, help)
                 return None
         return values.enough(body, share, by)
@@ -328,20 +357,24 @@ class Reductions:
         allowed = {Axis.SLOT} if word == "prunes" else {Axis.QUERY, Axis.SLOT}
         if word not in ("queries", "prunes") or (over is not None and (over.last is not None or over.after is not None)):
             assert over is not None
-            help = f"write `fold({text}, ...)`, or `fold({text} over prunes, ...)`"
+            start_text = node.arguments[1].value.span.quoted()
+            help = offer(f"write `fold({text}, {start_text})` or `fold({text} over prunes, {start_text})`", at=node.span)
             self.report(codes.AXIS, over.span, "a fold goes on query by query, or prune by prune", help)
         elif not _reads_previous(body.expr):
-            help = f"`last({text})` is the newest one" if Axis.QUERY in body.axes else "leave the fold out"
-            self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", help)
+            newest = offer(f"`last({text})`", " is the newest one", at=node.span)
+            mend = newest if Axis.QUERY in body.axes else instead("leave the fold out", operand(text), node.span)
+            self.report(codes.ARGUMENTS, span, f"a fold goes on from `prev`, which `{text}` does not read", mend)
         elif self.is_of_other(node, body):
             pass
         elif not body.axes <= allowed:
             by = "prune" if word == "prunes" else "query"
-            help = (
-                f"reduce it over dims: `sum({text} over dims)`" if Axis.DIM in body.axes else "reduce its part over queries"
+            reduced = (
+                offer(f"reduce it over dims: `sum({text} over dims)`")
+                if Axis.DIM in body.axes
+                else "reduce its part over queries"
             )
             self.report(
-                codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", help
+                codes.REDUCTION, span, f"a fold has one number per slot and {by}, but `{text}` {extent(body.axes)}", reduced
             )
         elif word == "prunes" and of_query_heads_at_once(body.expr):
             message = "a fold over prunes is the KV head's, and cannot read a tensor that each query head has of its own"
@@ -377,42 +410,44 @@ class Reductions:
         message = f"`{span.quoted()}` has dims that `{matrix}` projects to, which are not those of a key"
         if len(body.spaces) > 1:
             message = f"`{span.quoted()}` puts dims that `{matrix}` projects to beside others"
-        self.report(codes.PROJECT, span, message, f"for example `dot(project(q, {matrix}), project(k, {matrix}))`")
+        both = f"dot(project(q, {matrix}), project(k, {matrix}))"
+        self.report(codes.PROJECT, span, message, f"for example `{both}`")
 
     def _pooled(self, node: syn.Call, where: str) -> None:
         self.report(codes.POOL, node.span, f"a pool cannot stand inside {where}", "pool the score as a whole")
 
     def _nested(self, node: syn.Call, op: str) -> None:
         inner = _inner_reduction(node.arguments[0].value)
-        span = node.arguments[0].value.span if inner is None else inner.span
-        help = None
-        if inner is not None and inner.function.text in PLAIN_REDUCTIONS:
-            text = inner.arguments[0].value.span.quoted()
-            help = f"over the cached tokens it would be `{inner.function.text}({text} over slots)`"
+        body = node.arguments[0].value.span
+        span = body if inner is None else inner.span
+        help: str | None = "what all queries gave stands outside of a reduction over them"
+        if span == body:
+            over_slots = f", or over the slots `{op}({body.quoted()} over slots)`" if "slots" in REDUCTIONS[op].over else ""
+            help = offer(f"one of them is enough: `{body.quoted()}`{over_slots}", at=node.span)
         message = f"a reduction over queries cannot stand inside `{op}(...)`, which is one itself"
         self.report(codes.NESTED, span, message, help)
 
     def _of_heads(self, node: syn.Call, body: Value) -> None:
         """What heads are reduced of is one number for each."""
         text = node.arguments[0].value.span.quoted()
-        message, help = f"`{text}` is the same for all KV heads", "leave the reduction out"
+        message, help = f"`{text}` is the same for all KV heads", _unreduced(node)
         if Axis.DIM in body.axes:
             message = f"`over heads` reduces numbers of KV heads, but `{text}` {extent(body.axes)}"
-            help = f"reduce it over dims before: `sum({text} over dims)`"
+            help = offer(f"reduce it over dims before: `sum({text} over dims)`")
         self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
     def _no_axis(self, node: syn.Call, axis: Axis, body: Value) -> None:
         name = node.function.text
         if name == "dot":
             message = "`dot` multiplies and sums over dims, but neither of its arguments has any"
-            self.report(codes.REDUCTION, node.span, message, "for example `dot(q, k)`")
+            self.report(codes.REDUCTION, node.span, message, offer("for example `dot(q, k)`"))
             return
         text = node.arguments[0].value.span.quoted()
-        help = "leave the reduction out"
-        others = [_PLURAL[other] for other in (Axis.SLOT, Axis.DIM, Axis.QUERY) if other in body.axes]
+        help = _unreduced(node)
+        others = [_PLURAL[other] for other in (Axis.DIM, Axis.SLOT, Axis.QUERY) if other in body.axes]
         if others and others[0] in REDUCTIONS[name].over:
             call = f"{name}({text})" if others[0] == "queries" else f"{name}({text} over {others[0]})"
-            help = f"did you mean `{call}`?"
+            help = offer(f"did you mean `{call}`?", at=node.span)
         message = f"`{text}` has no {_PLURAL[axis]} to reduce over: it is {axes_in_words(body.axes)}"
         self.report(codes.REDUCTION, node.arguments[0].value.span, message, help)
 
@@ -422,7 +457,15 @@ def vector(node: syn.Call, body: Value) -> tuple[str, str]:
     text, *rest = (argument.value.span.quoted() for argument in node.arguments)
     message = f"of every token a number can be remembered, but no vector: `{text}` {extent(body.axes)}"
     inner = f"sum({text} over dims)" if Axis.SLOT in body.axes else f"dot({text}, k)"
-    return message, f"reduce it over dims before: `{node.function.text}({', '.join([inner, *rest])})`"
+    over = node.arguments[0].span.quoted().removeprefix(text)
+    return message, offer(
+        f"reduce it over dims before: `{node.function.text}({', '.join([inner + over, *rest])})`", at=node.span
+    )
+
+
+def _unreduced(node: syn.Call) -> str:
+    """A help that leaves a reduction out."""
+    return instead("leave the reduction out", operand(node.arguments[0].value.span.quoted()), node.span)
 
 
 def _inner_reduction(node: syn.Expr) -> syn.Call | None:

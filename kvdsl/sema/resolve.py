@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 
 from kvdsl import codes
-from kvdsl.diagnostics import Label, Sink, did_you_mean
+from kvdsl.diagnostics import Label, Sink, did_you_mean, nearest
+from kvdsl.helps import Help, leave_out, offer, prefix
 from kvdsl.sema.modules import Module, import_of
 from kvdsl.sema.names import check_definition, check_name
 from kvdsl.source import Span
@@ -103,6 +104,12 @@ def _unknown_parent(parent: syn.Word, module: Module, sink: Sink) -> None:
     sink.report(codes.UNKNOWN_POLICY, parent.span, f"unknown policy `{parent.text}`", help)
 
 
+def _without_override(statement: Span) -> Help:
+    """A help for a statement behind an `override` that has nothing to override."""
+    before = statement.file.text[: statement.start].rstrip()
+    return leave_out("leave out `override`", statement.file.span(len(before) - len("override"), len(before)))
+
+
 class _Level:
     """Adds the statements of one policy of the line to what the policies before it gave."""
 
@@ -171,7 +178,7 @@ class _Level:
         if statement.scope != "nothing":
             self.flat.keeps.append(Placed(statement, self.module, self.level))
         elif not statement.override:
-            help = "for example `keep last 16`"
+            help = offer("for example `keep last 16`")
             self.sink.report(codes.SYNTAX, statement.span, "expected `first`, `last`, `top` or `where` after `keep`", help)
 
     def _replace_keeps(self, statement: syn.Keep) -> None:
@@ -182,7 +189,8 @@ class _Level:
         if key not in self.own:
             self.own[key] = statement.span
             return True
-        self.sink.report(code, statement.span, message, labels=[Label(self.own[key], "first here")])
+        help = leave_out("leave out one of them", statement.span, self.own[key])
+        self.sink.report(code, statement.span, message, help, labels=[Label(self.own[key], "first here")])
         return False
 
     def _may_change(self, statement: syn.Named | syn.Single | syn.Keep, what: str, inherited: Span | None) -> bool:
@@ -199,7 +207,7 @@ class _Level:
         if not statement.override and inherited is not None:
             first = " ".join(statement.span.text.split()[:1])
             message = f"{what} is inherited, so changing it needs `override`"
-            help = f"write `override {first} ...`"
+            help = prefix(f"write `override {first} ...`", "override")
             labels = [Label(inherited, "inherited from here")]
             self.sink.report(codes.NEEDS_OVERRIDE, statement.span, message, help, labels)
             return False
@@ -213,8 +221,9 @@ class _Level:
             message = f"`{parent.text}` has no {what} to override"
         help = None
         if isinstance(statement, syn.Named):
-            help = did_you_mean(statement.name.text, self.flat.names)
-        self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or "leave out `override`")
+            near = nearest(statement.name.text, self.flat.names)
+            help = None if near is None else offer(f"did you mean `{near}`?", at=statement.name.span)
+        self.sink.report(codes.NOTHING_TO_OVERRIDE, statement.span, message, help or _without_override(statement.span))
 
 
 def _scope(placed: Placed) -> str:

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Literal, cast
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
+from kvdsl.helps import add, instead, offer
 from kvdsl.ir import nodes as ir
 from kvdsl.ir.visitors import walk
 from kvdsl.sema import values
 from kvdsl.sema.expressions import Expressions
 from kvdsl.sema.needs import (
+    SELECTED,
     is_fixed,
     is_measured,
     is_per_slot,
@@ -34,6 +37,7 @@ from kvdsl.sema.scope import Bound, Definition, Scope
 from kvdsl.sema.statics import Bounded, Part
 from kvdsl.sema.values import Value
 from kvdsl.source import Span
+from kvdsl.syntax import habits
 from kvdsl.syntax import nodes as syn
 
 COUNTS = ("trigger", "slack", "max_drop")
@@ -43,7 +47,8 @@ PER_HEAD = ("budget", "measured", *COUNTS, "select.count")
 MAX_HEAD_SIZE = 256
 
 SCORE, BUDGET, WEIGHT = "a score", "the budget", "what a layer's share goes by"
-SELECTION = RANKS, SELECTED = "what `select` ranks by", "the count of `select`"
+RANKS = "what `select` ranks by"
+SELECTION = (RANKS, SELECTED)
 """What messages call values that may read what others may not."""
 
 _BLOCKS = {"storage": ("block", "storage blocks 16"), "prefill": ("prefill_block", "prefill blocks of 512")}
@@ -146,7 +151,8 @@ class Statements:
             return False
         if value.sketched and what not in SELECTION:
             message = f"{what} cannot read `over sketch`: a sketch is for the query that selects"
-            self.sink.report(codes.SKETCH_READ, span, message, "write `over dims`")
+            whole = re.sub(r"\bover\s+sketch\b", "over dims", span.text)
+            self.sink.report(codes.SKETCH_READ, span, message, instead("write `over dims`", whole))
             return False
         counts = of_counts(value.expr)
         if counts is not None and what not in (BUDGET, SELECTED) and (what != WEIGHT or counts == "seen"):
@@ -220,16 +226,19 @@ class Statements:
         known = syn.WORDS[keyword]
         self.parts.words[keyword] = word.text
         if word.text not in known:
-            help = did_you_mean(word.text, known) or f"`{keyword}` is {listed(known)}"
+            meant = habits.SETTINGS.get(keyword, {}).get(word.text)
+            help = did_you_mean(word.text, known) if meant is None else offer(f"write `{meant}`")
+            help = help or offer(f"`{keyword}` is {listed(known)}", at=word.span)
             self.sink.report(codes.OPTION, word.span, f"`{keyword}` cannot be `{word.text}`", help)
         elif word.text == "blocks" and value is None:
-            help = f"for example `{_BLOCKS[keyword][1]}`"
+            help = offer(f"for example `{_BLOCKS[keyword][1]}`", at=placed.statement.span)
             self.sink.report(codes.BLOCKS, word.span, f"`{keyword} blocks` says how many tokens a block has", help)
         elif word.text == "blocks" and value is not None:
             self._number(_BLOCKS[keyword][0], value, placed, f"the size of `{keyword} blocks`", 1)
         elif value is not None:
             message = f"`{keyword} {word.text}` takes no number"
-            self.sink.report(codes.BLOCKS, value.span, message, f"did you mean `{_BLOCKS[keyword][1]}`?")
+            help = offer(f"did you mean `{_BLOCKS[keyword][1]}`?", at=placed.statement.span)
+            self.sink.report(codes.BLOCKS, value.span, message, help)
 
     def _budget(self) -> None:
         """The tokens to keep: the `budget` statements from the base on, or else the param `budget`."""
@@ -309,7 +318,7 @@ class Statements:
             if has_param
             else None
         )
-        help = help or "add `param budget = 512` and read that: in this line alone, `budget` is the param"
+        help = help or add("add `param budget = 512`", " and read that: in this line alone, `budget` is the param")
         self.sink.report(codes.BUDGET_CYCLE, span, "the budget is computed from itself", help)
 
     def _across(self, name: str, across: syn.Across | syn.AcrossLayers, placed: Placed) -> None:

@@ -12,10 +12,12 @@ from dataclasses import dataclass, field
 
 from kvdsl import codes
 from kvdsl.diagnostics import Label, Sink
+from kvdsl.helps import add, instead, offer
 from kvdsl.ir.nodes import Expr, Number, Reduce
 from kvdsl.ir.printer import print_number
 from kvdsl.ir.visitors import walk
 from kvdsl.passes.fold import some, value_of
+from kvdsl.sema.needs import SELECTED
 from kvdsl.source import Span
 
 KEY_AND_VALUE_BYTES = 512
@@ -76,7 +78,7 @@ class Statics:
             return
         if value < 1:
             message = f"the budget is {print_number(value)}, but a policy keeps at least 1 token"
-            help = f"a rate of the prompt is written `{print_number(value)} * prompt`" if value > 0 else None
+            help = offer(f"a rate of the prompt is written `{print_number(value)} * prompt`") if value > 0 else None
             self.sink.report(codes.BUDGET, budget.span, message, help)
             return
         self.known["@budget"] = float(math.floor(value))
@@ -100,7 +102,9 @@ class Statics:
         bounds = f"is at least {print_number(number.low)}"
         if not math.isinf(number.high):
             bounds = f"lies between {print_number(number.low)} and {print_number(number.high)}"
-        self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {found}")
+        share = offer(f"a share of the text is written `{print_number(value)} * seen`")
+        help = share if number.what == SELECTED and value > 0 else None
+        self.sink.report(codes.BOUNDS, number.part.span, f"{number.what} {bounds}, {found}", help)
 
     def check_layers(self, exprs: Mapping[str, Part]) -> None:
         """Reports ranges of layers whose last layer is before the first."""
@@ -110,7 +114,7 @@ class Statics:
             if low is not None and high is not None and first is not None and last is not None and first > last:
                 span = low.span.to(high.span)
                 message = f"the range of `{keyword}` is empty: {print_number(first)} is above {print_number(last)}"
-                help = f"did you mean `{high.span.quoted()}..{low.span.quoted()}`?"
+                help = offer(f"did you mean `{high.span.quoted()}..{low.span.quoted()}`?")
                 self.sink.report(codes.EMPTY_RANGE, span, message, help)
 
     # -- keeps -------------------------------------------------------------------------------------------------------
@@ -138,7 +142,8 @@ class Statics:
             if value is not None and 0 < value < 1:
                 default = ", and there is no default any more" if scope == "last" else ""
                 message = f"`{span.quoted()}` protects no token: {print_number(value)} is floored to 0{default}"
-                share = f"a share of the budget is written `{print_number(value)} * budget`"
+                new = f"keep {scope} {print_number(value)} * budget"
+                share = instead(f"a share of the budget is written `{print_number(value)} * budget`", new)
                 self._no_effect(span, message, share if isinstance(count, Number) else None)
 
     def _check_layers(self, sized: list[tuple[str, int, Span]], budget: Part) -> None:
@@ -216,7 +221,7 @@ class Statics:
             self._no_effect(unread.span, "with `trigger overflow >= 0` nothing is ever pruned, so this has no effect")
         elif most == 0 and slack is not None and rises != 0 and not hard:
             message = "without `max_drop` a prune goes down to the budget, so `slack` has no effect"
-            self._no_effect(slack.span, message, "add `max_drop 8`, say")
+            self._no_effect(slack.span, message, add("add `max_drop 8`", ", say"))
         elif drop is not None and at and most and rises is not None:
             self._warn_of_drop(drop, some(at), math.floor(rises), some(most))
 

@@ -6,6 +6,7 @@ from pathlib import Path, PurePosixPath
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, did_you_mean, listed
+from kvdsl.helps import Help, instead
 from kvdsl.ir import nodes as ir
 from kvdsl.source import SourceFile
 from kvdsl.syntax import nodes as syn
@@ -35,14 +36,20 @@ def _has_axes(statement: syn.Tensor, sink: Sink) -> bool:
     if "group" in seen and not {"heads", "dims"} <= seen:
         group = next(word for word in statement.axes if word.text == "group")
         message = "`group` are the query heads of a KV head, of which a tensor has vectors"
-        sink.report(codes.TENSOR, group.span, message, "for example `[layers, heads, group, dims]`")
+        sink.report(codes.TENSOR, group.span, message, _axes(statement, "[layers, heads, group, dims]"))
         return False
     if "rank" in seen and "dims" not in seen:
         rank = next(word for word in statement.axes if word.text == "rank")
         message = "`rank` is what `dims` are projected to, but this tensor has no `dims`"
-        sink.report(codes.TENSOR, rank.span, message, "for example `[layers, heads, dims, rank]`")
+        sink.report(codes.TENSOR, rank.span, message, _axes(statement, "[layers, heads, dims, rank]"))
         return False
     return True
+
+
+def _axes(statement: syn.Tensor, axes: str) -> Help:
+    """A help with the axes that a tensor could have."""
+    first, last = statement.axes[0].span, statement.axes[-1].span
+    return instead(f"for example `{axes}`", axes.strip("[]"), first.to(last))
 
 
 def _path(word: syn.Word, source: SourceFile, sink: Sink) -> Path | None:
@@ -50,7 +57,9 @@ def _path(word: syn.Word, source: SourceFile, sink: Sink) -> Path | None:
     name, span = word.text, word.span
     parts = PurePosixPath(name).parts
     if not name.endswith(".safetensors") or name.startswith(("/", "\\")) or ".." in parts or set(name) & set("\\:"):
-        help = f'for example `from "{PurePosixPath(name.replace(chr(92), "/")).stem or "filter"}.safetensors"`'
+        stem = PurePosixPath(name.replace(chr(92), "/")).stem or "filter"
+        more = ", which `safetensors.numpy.save_file` writes" if "." in name and not name.endswith(".safetensors") else ""
+        help = instead(f'for example `from "{stem}.safetensors"`{more}', f'"{stem}.safetensors"')
         message = "a tensor's file is a .safetensors file by a path below the folder of the policy"
         sink.report(codes.TENSOR_FILE, span, message, help)
         return None

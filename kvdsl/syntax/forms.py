@@ -19,9 +19,9 @@ from dataclasses import dataclass
 from functools import cache
 
 from kvdsl.diagnostics import printable
-from kvdsl.helps import Help, offer
+from kvdsl.helps import Help, fixes_of, instead, offer
 from kvdsl.resources import read_resource
-from kvdsl.source import SourceFile, Span
+from kvdsl.source import Span
 from kvdsl.syntax import habits
 from kvdsl.syntax.nodes import WORDS
 
@@ -29,6 +29,9 @@ Code = Callable[[re.Match[str]], "str | None"]
 
 STATEMENTS = tuple(re.findall(r'^\??\w+: "(\w+)"', read_resource("grammar", "kv.lark"), re.MULTILINE))
 """The words that begin what stands in a file or in a policy."""
+
+DEFINERS = ("def", "fn", "func", "function", "fun", "const", "var", "val", "set", "define", "local")
+"""The words that begin a definition elsewhere."""
 
 LONGEST = 400
 """Statements with more characters are not looked at."""
@@ -53,7 +56,7 @@ class Form:
         """The message and the help for a statement."""
         groups = {name: " ".join((text or "").split()) for name, text in match.groupdict().items()}
         made = [code.format_map(groups) if isinstance(code, str) else code(match) for code in self.codes]
-        offered = " or ".join(f"`{code}`" for code in made if code is not None)
+        offered = " or ".join(f"`{code.strip()}`" for code in made if code is not None)
         before, _, after = self.help.format_map(groups | {"code": "\0"}).partition("\0")
         help = offer(before + offered, after) if offered else None if "{code}" in self.help else before
         return printable(self.message.format_map(groups)), help
@@ -73,18 +76,25 @@ def _form(pattern: str, message: str, *codes: str | Code, help: str = "write {co
     return Form(re.compile(text), message, codes, help)
 
 
-def explain(source: SourceFile, begin: int, end: int, at: int) -> tuple[Span, str, str | None] | None:
-    """The place, message and help for the statement from `begin` up to `end`, which has a syntax error at a place; None if it has no
-    form that is known.
-    """
-    statement = source.text[begin:end].partition("#")[0].rstrip()
+def explain(place: Span, at: int) -> tuple[Span, str, str | None] | None:
+    """The place, message and help for a statement which has a syntax error at `at`; None if it has no form that is known."""
+    source, begin = place.file, place.start
+    statement = place.text.partition("#")[0].rstrip()
     statement = statement.removesuffix("}").rstrip() if statement.count("}") > statement.count("{") else statement
     for form, match in found(statement):
         here = "here" if "here" in form.pattern.groupindex else 0
         if match.start(here) <= at - begin:
             message, help = form.explain(match)
-            return source.span(begin + match.start(here), begin + match.end(here)), message, help
+            place = source.span(begin + match.start(here), begin + match.end(here))
+            return place, message, _closed(help, place) if help is not None and "{`" in help else help
     return None
+
+
+def _closed(help: str, place: Span) -> Help:
+    """A help that opens a brace: its edit closes it at the end of the file, too."""
+    text, (fix, *_) = place.file.text, fixes_of(help, place)
+    rest = text[place.end :].rstrip("\n")
+    return instead(help, f"{fix.text}{rest}\n}}\n", place.file.span(place.start, len(text)))
 
 
 def found(statement: str) -> list[tuple[Form, re.Match[str]]]:
@@ -139,7 +149,7 @@ def _more(match: re.Match[str]) -> str:
 
 def _kept(match: re.Match[str]) -> str:
     """`keep` with one of its own words."""
-    word = habits.KEEPS[match["word"]]
+    word = habits.KEEPS.get(match["word"], match["word"])
     return f"keep {word} {match['n']} by mean(attn)" if word == "top" else f"keep {word} {match['n']}"
 
 
@@ -149,6 +159,10 @@ def _word(match: re.Match[str]) -> str:
     words = [known for known in WORDS[keyword] if re.search(rf"\b{known}\b", match["rest"])]
     word = "both" if keyword == "when" and len(words) > 1 else words[0]
     return f"victims shared by {word}" if keyword == "victims" else f"{keyword} {word}"
+
+
+def _phase(match: re.Match[str]) -> str:
+    return f"when {habits.SETTINGS['when'].get(match['word'], match['word'])}"
 
 
 def _whole(match: re.Match[str]) -> str:
@@ -176,172 +190,462 @@ def _again(match: re.Match[str]) -> str:
 
 _WORDS = "|".join(WORDS)
 _KNOWN_WORDS = "|".join(sorted({word for words in WORDS.values() for word in words}))
+_PHASES = "|".join([*WORDS["when"], *habits.SETTINGS["when"]])
 _KEEPS = "|".join(habits.KEEPS)
 _ENDS = r"(?=\s*(?:$|[,)]|(?:by|at|across|in|every|where|and|dims)\b))"
 _MODULES = r"(?:torch|np|numpy|math|jnp|jax|tf|F|nn|functional|linalg|special|self|cache)"
+
 
 @cache
 def forms() -> tuple[Form, ...]:
     """The habits, the surest first."""
     return (
         # -- the head of a file --
-        _form(r"^kv\s*(?:=|:)?\s*v?(?:1|1\.0+)$|^(?:version|edition)\s*[=:]?\s*\"?v?1(?:\.0+)?\"?$", "a file begins with its edition", "kv 1"),
+        _form(
+            r"^kv\s*(?:=|:)?\s*v?(?:1|1\.0+)$|^(?:version|edition)\s*[=:]?\s*\"?v?1(?:\.0+)?\"?$",
+            "a file begins with its edition",
+            "kv 1",
+        ),
         _form(
             r"^from\s+(?P<name>\w+)\s+import\s+(?P<names>.+)$",
-            "an import names a shipped policy, or a file", "import {name}",
-    ),
-        _form(r"^import\s+(?P<name>\w+)\.kv$", "a file's path stands in quotes", 'import "{name}.kv"', "import {name}",
-              help="{code}: with quotes a file of yours, without them the shipped policy"),
+            "an import has no `from`: it makes a policy known by its own name",
+            "import {name}",
+        ),
+        _form(
+            r"^import\s+(?P<name>\w+)\.kv$",
+            "a file's path stands in quotes",
+            'import "{name}.kv"',
+            "import {name}",
+            help="{code}: with quotes a file of yours, without them the shipped policy",
+        ),
         _form(r"^import\s+(?P<name>\w+)\s+as\s+\w+$", "an import gives no other name", "import {name}"),
         _form(
             r"^import\s+(?P<name>\w+)\s*,\s*(?P<names>[\w, ]+)$",
-            "each import stands on its own line", lambda m: "; ".join(f"import {one.strip()}" for one in m[0][6:].split(",")),
-    ),
+            "each import is a statement of its own",
+            lambda m: "; ".join(f"import {one.strip()}" for one in m[0][6:].split(",")),
+        ),
         _form(
             r"^(?:policy|class)\s+(?P<name>\w+)\s*\(\s*(?P<base>\w+)\s*\)|^policy\s+(?P<name2>\w+)\s*[:<]\s*(?P<base2>\w+)(?=\s*\{)",
-            "a policy names the one that it goes on from behind `extends`",
+            "a policy names its base after `extends`",
             lambda m: f"policy {m['name'] or m['name2']} extends {m['base'] or m['base2']}",
-    ),
-        _form(r"^policy\s+(?P<name>\w+)\s+extends\s+(?P<base>\w+)\s*(?:,|and\b)[\w\s,]*\w", "a policy extends one other",
-              "policy {name} extends {base}"),
+        ),
+        _form(
+            r"^policy\s+(?P<name>\w+)\s+extends\s+(?P<base>\w+)\s*(?:,|and\b)[\w\s,]*\w",
+            "a policy extends one other policy",
+            "policy {name} extends {base}",
+        ),
         _form(r"^policy\s+[\"'](?P<name>[A-Za-z]\w*)[\"']", "a policy's name stands without quotes", "policy {name}"),
         _form(r"^(?P<here>policy)\s*(?=\{)", "the policy has no name", "policy Example"),
-        _form(r"^(?P<here>(?:class|def|kvpolicy)\s+(?P<name>[A-Z]\w*))\s*(?=\{)", "a policy begins with `policy`", "policy {name}"),
+        _form(
+            r"^(?P<here>(?:class|def|kvpolicy)\s+(?P<name>[A-Z]\w*))\s*(?=\{)",
+            "a policy begins with `policy`",
+            "policy {name}",
+        ),
+        _form(
+            r"^policy\s+(?P<name>\w+)(?P<base>(?:\s+extends\s+\w+)?)\s*:\s*$",
+            "a policy's statements stand in braces",
+            "policy {name} {base} {{",
+            help="write {code}, and `}}` after the last one",
+        ),
         # -- shares --
-        _form(rf"<n#>\s*%(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}", "`%` is the remainder of a division, not a percentage", _share),
-        _form(rf"<n#>\s+(?:percent|per\s*cent)\b(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}", "a share is a number", _share),
-        _form(r"(?<=[\s=(])(?P<n>\d+(?:\.\d+)?)(?P<unit>[KkM])\b", "a number is written out", _whole),
-        _form(r"(?<![\w.])(?P<n>\d+(?:_\d+)+)\b", "a number has digits only", lambda m: m["n"].replace("_", "")),
-        _form(r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[GMK]i?B)\b", "a budget is a number of tokens, not of bytes",
-              help="`kvdsl explain` says how many bytes a token takes"),
+        _form(
+            rf"<n#>\s*%(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}",
+            "`%` is the remainder of a division, not a percentage",
+            _share,
+        ),
+        _form(
+            rf"<n#>\s+(?:percent|per\s*cent)\b(?:\s+of(?:\s+the)?\s+<whole!>)?{_ENDS}",
+            "a share is written as a number",
+            _share,
+        ),
+        _form(r"(?<=[\s=(])(?P<n>\d+(?:\.\d+)?)(?P<unit>[KkM])\b", "a number is written without letters", _whole),
+        _form(r"(?<![\w.])(?P<n>\d+(?:_\d+)+)\b", "a number is written without `_`", lambda m: m["n"].replace("_", "")),
+        _form(
+            r"(?P<n>\d+(?:\.\d+)?)\s*(?P<unit>[GMK]i?B)\b",
+            "a budget is a number of tokens, not of bytes",
+            help="`kvdsl explain` says how many bytes a token takes",
+        ),
         # -- methods, modules, indices --
-        _form(rf"\b(?:{_MODULES}\.)+(?P<name>[A-Za-z_]\w*(?:{_PARENTHESES})?)", "functions belong to no module", "{name}"),
-        _form(rf"<x!>\.(?P<f>[A-Za-z_]\w*)(?P<args>{_PARENTHESES})", "a function stands before what it takes", _called),
-        _form(r"(?<![\w.])(?P<x>[A-Za-z_]\w*)\.T\b", "nothing is transposed: `dot` sums over dims, whatever comes first", "{x}"),
-        _form(r"^keep\s*\[\s*:\s*<n>\s*\]$", "`keep` says which tokens in words", "keep first {n}"),
-        _form(r"^keep\s*\[\s*-\s*<n>\s*:\s*\]$", "`keep` says which tokens in words", "keep last {n}"),
-        _form(r"\b(?P<f>mean|sum|max|min|std|var|abs|exp|log|sqrt|dot|norm1|norm2)\[<x>\]", "arguments stand in round parentheses", "{f}({x})"),
+        _form(rf"\b(?:{_MODULES}\.)+(?P<name>[A-Za-z_]\w*(?:{_PARENTHESES})?)", "there are no modules", "{name}"),
+        _form(rf"<x!>\.(?P<f>[A-Za-z_]\w*)(?P<args>{_PARENTHESES})", "a function is not called with a `.`", _called),
+        _form(r"(?<![\w.])(?P<x>[A-Za-z_]\w*)\.T\b", "vectors are not transposed: `dot` sums over their dims", "{x}"),
+        _form(r"^keep\s*\[\s*:\s*<n>\s*\]$", "`keep` takes a word and a number", "keep first {n}"),
+        _form(r"^keep\s*\[\s*-\s*<n>\s*:\s*\]$", "`keep` takes a word and a number", "keep last {n}"),
         _form(
-            r"\b(?P<f>mean|sum|max|min|std|var)\(\s*<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]\s*\)", "nothing is indexed",
+            r"\b(?P<f>mean|sum|max|min|std|var|abs|exp|log|sqrt|dot|norm1|norm2)\[<x>\]",
+            "arguments stand in round parentheses",
+            "{f}({x})",
+        ),
+        _form(
+            r"\b(?P<f>mean|sum|max|min|std|var)\(\s*<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]\s*\)",
+            "values are not indexed",
             "{f}({x} over last {n} queries)",
-    ),
-        _form(r"<x!>\[\s*-\s*1\s*\]", "nothing is indexed", "last({x})", help="{code} is what the newest query gives"),
-        _form(r"<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]", "nothing is indexed", "mean({x} over last {n} queries)"),
-        _form(r"(?<![\w.])(?P<x>[A-Za-z_]\w*)(?P<index>\[[^\[\]]*\])(?!\s*from)", "nothing is indexed", "{x}",
-              help="{code} has a value for every cached token, head and layer"),
-        _form(r"^layers\s*(?:=|:|in\b)?\s*(?P<list>\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\(?\d+(?:\s*,\s*\d+)+\)?)$", "`layers` is one range", _layers_that),
-        _form(r"^budget\s*(?:=|:)?\s*\[(?P<list>\s*\d+(?:\s*,\s*\d+)*\s*)\]$", "a budget is one expression, which may read `layer`", _by_layer),
+        ),
+        _form(r"<x!>\[\s*-\s*1\s*\]", "values are not indexed", "last({x})", help="{code} is what the newest query gives"),
+        _form(r"<x!>\[\s*-\s*(?P<n>\w+)\s*:\s*\]", "values are not indexed", "mean({x} over last {n} queries)"),
         _form(
-            r"^param\s+(?P<name>\w+)\s*=\s*\[[^\[\]]*\]$", "a param is one number",
-            'tensor {name} [layers] from "{name}.safetensors"', help="numbers of several layers or heads come from a file: {code}",
-    ),
-        _form(r"^param\s+(?P<name>\w+)\s*=\s*(?:\"[^\"]*\"|'[^']*')$", "a param is a number",
-              help="what a policy does is said by its statements; another way to do it is another policy, which may extend this one"),
-        _form(r"\bin\s+(?:range)?[\[(]\s*(?P<low>-?[\w.]+)\s*(?:,|:|\.\.|-)\s*(?P<high>-?[\w.]+)\s*[\])]", "a range is written with two points",
-              "in {low}..{high}"),
+            r"(?<![\w.])(?P<x>[A-Za-z_]\w*)\[\s*(?:layer|layer_idx|l|i)\s*\]",
+            "values are not indexed",
+            "{x}",
+            help='{code} is the layer\'s own number if it is a `tensor {x} [layers] from "{x}.safetensors"`',
+        ),
+        _form(
+            r"(?<![\w.])(?P<x>[A-Za-z_]\w*)(?P<index>\[[^\[\]]*\])(?!\s*from)",
+            "values are not indexed",
+            "{x}",
+            help="{code} has a value for every cached token, head and layer",
+        ),
+        _form(
+            r"^layers\s*(?:=|:|in\b)?\s*(?P<list>\[\s*\d+(?:\s*,\s*\d+)*\s*\]|\(?\d+(?:\s*,\s*\d+)+\)?)$",
+            "`layers` takes one range, no list",
+            _layers_that,
+            help="write {code}: the other layers keep everything",
+        ),
+        _form(
+            r"^budget\s*(?:=|:)?\s*\[(?P<list>\s*\d+(?:\s*,\s*\d+)*\s*)\]$",
+            "a budget is one expression, which may read `layer`",
+            _by_layer,
+        ),
+        _form(
+            r"^param\s+(?P<name>\w+)\s*=\s*\[[^\[\]]*\]$",
+            "a param is one number",
+            'tensor {name} [layers] from "{name}.safetensors"',
+            help="numbers of several layers or heads come from a file: {code}",
+        ),
+        _form(
+            r"^param\s+(?P<name>\w+)\s*=\s*(?:\"[^\"]*\"|'[^']*')$",
+            "a param is a number",
+            help="what a policy does is said by its statements; another way to do it is another policy, which may extend this one",
+        ),
+        _form(
+            r"\bin\s+(?:range)?[\[(]\s*(?P<low>-?[\w.]+)\s*(?:,|:|\.\.|-)\s*(?P<high>-?[\w.]+)\s*[\])]",
+            "a range is written with two points",
+            "in {low}..{high}",
+        ),
         _form(r"(?<![\w.])(?P<low>\d+)\.\.\.(?P<high>\d+)", "a range is written with two points", "{low}..{high}"),
         # -- ranges of layers --
-        _form(r"^(?P<here>layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:|until|through|up to)\s*(?P<high>\d+))$",
-              "a range is written with two points", "layers {low}..{high}"),
+        _form(
+            r"^(?P<here>layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:|until|through|up to)\s*(?P<high>\d+))$",
+            "a range is written with two points",
+            "layers {low}..{high}",
+        ),
         _form(r"^layers\s*(?P<op>>=?)\s*(?P<n>\d+)$", "`layers` is a range", _first_layer),
         _form(r"^layers\s*(?P<op><=?)\s*(?P<n>\d+)$", "`layers` is a range", _last_layer),
-        _form(r"^layers\s+(?:from\s+)?(?P<n>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$", "a range is written with two points", "layers {n}.."),
-        _form(r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$", "a range is written with two points",
-              "in layers {low}.."),
-        _form(r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:)\s*(?P<high>\d+)$", "a range is written with two points",
-              "in layers {low}..{high}"),
+        _form(
+            r"^layers\s+(?:from\s+)?(?P<n>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$",
+            "a range is written with two points",
+            "layers {n}..",
+        ),
+        _form(
+            r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:\+|:|-|on|onwards?|and above|and up)$",
+            "a range is written with two points",
+            "in layers {low}..",
+        ),
+        _form(
+            r"\bin\s+layers\s+(?:from\s+)?(?P<low>\d+)\s*(?:-|–|to|:)\s*(?P<high>\d+)$",
+            "a range is written with two points",
+            "in layers {low}..{high}",
+        ),
         # -- statements that hold a word --
-        _form(rf"^(?P<keyword>{_WORDS})\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{_KNOWN_WORDS})\b[\w\s,]*)$", "`{keyword}` takes one word", _word),
+        _form(
+            rf"^(?P<keyword>{_WORDS})\s*[=:]?\s*(?P<rest>[\w\s,]*\b(?:{_KNOWN_WORDS})\b[\w\s,]*)$",
+            "`{keyword}` takes one of its words, and nothing else",
+            _word,
+        ),
+        _form(
+            rf"^(?:on|during|in|at|after|phase|only|evict\s+(?:on|at|in|during|after))\s*[=:]?\s*(?:the\s+)?(?P<word>{_PHASES})$",
+            "`when` says in which phase tokens leave",
+            _phase,
+        ),
+        _form(
+            r"^victims(?:\s+shared)?(?:\s+by)?$",
+            "`victims` needs to know who shares them",
+            "victims shared by heads",
+            help="write {code}, say",
+        ),
         # -- counts --
-        _form(r"^trigger\s+overflow\s*>\s*<n>$", "`trigger` says from how many tokens above the budget on", _more),
-        _form(r"^trigger\s+(?:live|overflow|len|size)\s*>=?\s*budget\s*\+\s*<n>$|^trigger\s+budget\s*\+\s*<n2>$",
-              "`overflow` is by how many tokens the budget is exceeded", lambda m: f"trigger overflow >= {m['n'] or m['n2']}"),
-        _form(r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:overflow\s*(?:=|==|:|at)?\s*)?<n>(?:\s+tokens)?$",
-              "`trigger` says from how many tokens above the budget on", "trigger overflow >= {n}"),
-        _form(r"^budget\s+<n>\s+(?:tokens\s+)?(?:per|for each|for every|in each|a)\s+(?:kv\s+)?(?:head|layer)s?$",
-              "a budget is what each KV head of each layer keeps", "budget {n}"),
-        _form(r"^budget\s+<n>\s+(?:shared|pooled)\s+(?:by|across|over|between|among)\s+(?P<who>heads|layers)$", "a budget is shared `across`",
-              "budget {n} across {who}"),
-        _form(r"^budget\s+<n>\s+across\s+heads\s+(?:and|,)\s+layers$", "each kind that shares is said by itself", "budget {n} across layers"),
-        _form(r"^budget\s+<n>\s+(?:for|over|between|among|per)\s+(?P<who>heads|layers)$", "a budget is shared `across`", "budget {n} across {who}"),
-        _form(r"^(?P<head>param\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
-              "a count has no unit", "{head} {n}"),
+        _form(
+            r"^trigger\s+overflow\s*>\s*<n>$", "`trigger` compares `overflow`, the number of tokens above the budget", _more
+        ),
+        _form(
+            r"^trigger\s+(?:live|overflow|len|size)\s*>=?\s*budget\s*\+\s*<n>$|^trigger\s+budget\s*\+\s*<n2>$",
+            "`trigger` compares `overflow`, the number of tokens above the budget",
+            lambda m: f"trigger overflow >= {m['n'] or m['n2']}",
+        ),
+        _form(
+            r"^trigger\s+(?:(?:at|every|after|when|on|if)\s+)?(?:overflow\s*(?:=|==|:|at)?\s*)?<n>(?:\s+tokens)?$",
+            "`trigger` compares `overflow`, the number of tokens above the budget",
+            "trigger overflow >= {n}",
+        ),
+        _form(
+            r"^budget\s+<n>\s+(?:tokens\s+)?(?:per|for each|for every|in each|a)\s+(?:kv\s+)?(?:head|layer)s?$",
+            "the budget is per KV head and layer already",
+            "budget {n}",
+        ),
+        _form(
+            r"^budget\s+<n>\s+(?:shared|pooled)\s+(?:by|across|over|between|among)\s+(?P<who>heads|layers)$",
+            "heads and layers share a budget `across` them",
+            "budget {n} across {who}",
+        ),
+        _form(
+            r"^budget\s+<n>\s+across\s+heads\s+(?:and|,)\s+layers$",
+            "`across layers` includes the heads of all layers",
+            "budget {n} across layers",
+        ),
+        _form(
+            r"^budget\s+<n>\s+(?:for|over|between|among|per)\s+(?P<who>heads|layers)$",
+            "heads and layers share a budget `across` them",
+            "budget {n} across {who}",
+        ),
+        _form(
+            r"^(?P<head>param\s+\w+\s*[=:]|budget\s*=?|slack|max_drop|keep\s+(?:first|last)|sketch\s+top|pages)\s*<n!>\s+(?:tokens?|slots?|positions?|queries|entries|keys)$",
+            "a number has no unit",
+            "{head} {n}",
+        ),
         # -- keep --
-        _form(rf"^keep\s+(?:the\s+)?(?P<word>{_KEEPS})\s*[=:]?\s*<n>$", "`keep` knows no `{word}`", _kept),
-        _form(r"^keep\s+<n!>\s+(?P<end>first|last)(?:\s+tokens?)?$", "how many stands behind `{end}`", "keep {end} {n}"),
-        _form(r"^keep\s+(?:the\s+)?(?P<end>first|last)\s+<n!>\s*(?:,|and|&&?|\|\|?|\+|or)\s*(?:keep\s+)?(?:the\s+)?(?P<end2>first|last)\s+<n2!>$",
-              "each `keep` says one thing", "keep {end} {n}; keep {end2} {n2}"),
-        _form(r"^keep\s+top\s+<n!>$", "`keep top` says by what", "keep top {n} by mean(attn)", help="write {code}, say"),
-        _form(r"^keep\s+(?:the\s+)?(?:<n!>\s+top|top\s+<n2!>)\s+(?:(?:of|in|from|with)\s+)?<x!>$", "`keep top` says by what",
-              lambda m: f"keep top {m['n'] or m['n2']} by {m['x']}"),
-        _form(r"^keep\s*(?:\(\s*<n>\s*\)|<n2#>)$", "`keep` says which tokens may not leave",
-              lambda m: f"keep first {m['n'] or m['n2']}", lambda m: f"keep last {m['n'] or m['n2']}"),
-        _form(r"^keep\s+(?:if|when|all where|tokens where)\s+<c>$", "`keep` knows `where`", "keep where {c}"),
+        _form(rf"^(?P<word>{_KEEPS}|first|last)\s+<n!>(?:\s+tokens?)?$", "what may not leave is said by `keep`", _kept),
+        _form(rf"^keep\s+(?:the\s+)?(?P<word>{_KEEPS})\b\s*[=:]?\s*<n>$", "`keep` does not know `{word}`", _kept),
+        _form(
+            r"^keep\s+<n!>\s+(?P<end>first|last)(?:\s+tokens?)?$",
+            "the number of tokens stands after `{end}`",
+            "keep {end} {n}",
+        ),
+        _form(
+            r"^keep\s+(?:the\s+)?(?P<end>first|last)\s+<n!>\s*(?:,|and|&&?|\|\|?|\+|or)\s*(?:keep\s+)?(?:the\s+)?(?P<end2>first|last)\s+<n2!>$",
+            "each `keep` is a statement of its own",
+            "keep {end} {n}; keep {end2} {n2}",
+        ),
+        _form(
+            r"^keep\s+top\s+<n!>$",
+            "`keep top` needs `by`, and what the tokens are ranked by",
+            "keep top {n} by mean(attn)",
+            help="write {code}, say",
+        ),
+        _form(
+            r"^keep\s+(?:the\s+)?(?:<n!>\s+top|top\s+<n2!>)\s+(?:(?:of|in|from|with)\s+)?<x!>$",
+            "`keep top` needs `by`, and what the tokens are ranked by",
+            lambda m: f"keep top {m['n'] or m['n2']} by {m['x']}",
+        ),
+        _form(
+            r"^keep\s*(?:\(\s*<n>\s*\)|<n2#>)$",
+            "`keep` needs a word before the number",
+            lambda m: f"keep first {m['n'] or m['n2']}",
+            lambda m: f"keep last {m['n'] or m['n2']}",
+        ),
+        _form(
+            r"^keep\s+(?:if|when|all where|tokens where)\s+<c>$", "`keep` takes a condition after `where`", "keep where {c}"
+        ),
         # -- select, sketch, pages --
-        _form(r"^select\s+top\s+<n!>\s+pages\s+by\s+<x>$", "`select` counts tokens, also of pages", "select top {n} * 16 by {x}",
-              help="of pages of 16 tokens, {code}"),
-        _form(r"^select\s+(?:the\s+)?(?:top\s+)?<n!>\s+(?:tokens\s+|best\s+|highest\s+)?(?:by|of|with)\s+<x>$",
-              "`select` takes the `top` by something", "select top {n} by {x}"),
-        _form(r"^sketch\s+top\s+<n!>\s+by\s+<x>\s+dims\s+every\s+<m!>(?:\s+queries)?$", "how many dims stands before `by`",
-              "sketch top {n} dims by {x} every {m} queries"),
+        _form(
+            r"^select\s+top\s+<n!>\s+pages\s+by\s+<x>$",
+            "`select` counts tokens, also of pages",
+            "select top {n} * 16 by {x}",
+            help="of pages of 16 tokens, {code}",
+        ),
+        _form(
+            r"^select\s+(?:the\s+)?(?:top\s+)?<n!>\s+(?:tokens\s+|best\s+|highest\s+)?(?:by|of|with)\s+<x>$",
+            "`select` is `select top N by` and what ranks the tokens",
+            "select top {n} by {x}",
+        ),
+        _form(
+            r"^sketch\s+top\s+<n!>\s+by\s+<x>\s+dims\s+every\s+<m!>(?:\s+queries)?$",
+            "the number of dims stands before `by`",
+            "sketch top {n} dims by {x} every {m} queries",
+        ),
         # -- definitions --
-        _form(r"^let\s+(?P<name>\w+)\s*=\s*(?:lambda\s+(?P<a>[\w, ]+):|\(?(?P<b>[\w, ]+?)\)?\s*[-=]>)\s*(?P<value>.+)$",
-              "a function's arguments stand behind its name", lambda m: f"let {m['name']}({(m['a'] or m['b']).strip()}) = {m['value'].strip()}"),
-        _form(r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
-              "a function is a `let`", "let {name}({args}) = {value}"),
-        _form(r"^let\s+(?P<name>\w+)\s*=\s*(?P<end>first|last|top)\s+<n!>$", "a `let` names an expression", "keep {end} {n}",
-              help="write {code} as a statement of its own"),
-        _form(r"^(?:const|var|val|set|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
-              "a name is given by `let`, and a number that the user may set by `param`", "let {name} = {value}", "param {name} = {value}"),
-        _form(r"^param\s+(?P<name>\w+)\s*:\s*\w+\s*=\s*(?P<value>.+)$", "params are numbers, without types", "param {name} = {value}"),
-        _form(r"^param\s+(?:int|float|double|number|uint)\s+(?P<name>\w+)\s*=\s*(?P<value>.+)$", "params are numbers, without types", "param {name} = {value}"),
-        _form(r"^param\s+(?P<name>\w+)\s+(?P<range>in\s+\S+)\s*=\s*(?P<value>.+)$", "the range stands behind the default", "param {name} = {value} {range}"),
-        _form(r"^param\s+budget(?:\s*(?P<range>in\s+\S+))?$", "a param has a default", "param budget = 512 {range}", help="write {code}, say"),
-        _form(r"^param\s+(?P<name>\w+)(?:\s*(?P<range>in\s+\S+))?$", "a param has a default", "param {name} = 4 {range}", help="write {code}, say"),
-        _form(rf"^(?!(?:{'|'.join(STATEMENTS)})\b)(?P<name>[A-Za-z_]\w*)\s*(?P<op>[-+*/])?=(?!=)\s*(?P<value>.+)$",
-              "a name is given by `let`, once", _again),
+        _form(
+            r"^let\s+(?P<name>\w+)\s*=\s*(?:lambda\s+(?P<a>[\w, ]+):|\(?(?P<b>[\w, ]+?)\)?\s*[-=]>)\s*(?P<value>.+)$",
+            "a function's arguments stand after its name",
+            lambda m: f"let {m['name']}({(m['a'] or m['b']).strip()}) = {m['value'].strip()}",
+        ),
+        _form(
+            r"^(?:def|fn|func|function|fun)\s+(?P<name>\w+)\s*\((?P<args>[\w, ]*)\)\s*(?:=|:|->|=>)?\s*(?:return\b)?\s*(?P<value>[^\s={].*)$",
+            "a function is defined by `let`",
+            "let {name}({args}) = {value}",
+        ),
+        _form(
+            r"^let\s+(?P<name>\w+)\s*=\s*(?P<end>first|last|top)\s+<n!>$",
+            "a `let` names an expression",
+            "keep {end} {n}",
+            help="write {code} as a statement of its own",
+        ),
+        _form(
+            r"^(?:const|var|val|set|define|local|def|final|float|int)\s+(?P<name>\w+)\s*(?::\s*\w+)?\s*=\s*(?P<value>.+)$",
+            "a name is given by `let`, and a number that the user may set by `param`",
+            "let {name} = {value}",
+            "param {name} = {value}",
+        ),
+        _form(
+            r"^param\s+(?P<name>\w+)\s*:\s*\w+\s*=\s*(?P<value>.+)$",
+            "a param has no type: it is a number",
+            "param {name} = {value}",
+        ),
+        _form(
+            r"^param\s+(?:int|float|double|number|uint)\s+(?P<name>\w+)\s*=\s*(?P<value>.+)$",
+            "a param has no type: it is a number",
+            "param {name} = {value}",
+        ),
+        _form(
+            r"^param\s+(?P<name>\w+)\s+(?P<range>in\s+\S+)\s*=\s*(?P<value>.+)$",
+            "the range stands after the default",
+            "param {name} = {value} {range}",
+        ),
+        _form(
+            r"^param\s+budget(?:\s*(?P<range>in\s+\S+))?$",
+            "a param needs a default",
+            "param budget = 512 {range}",
+            help="write {code}, say",
+        ),
+        _form(
+            r"^param\s+(?P<name>\w+)(?:\s*(?P<range>in\s+\S+))?$",
+            "a param needs a default",
+            "param {name} = 4 {range}",
+            help="write {code}, say",
+        ),
+        _form(
+            rf"^(?!(?:{'|'.join(STATEMENTS)})\b)(?P<name>[A-Za-z_]\w*)\s*(?P<op>[-+*/])?=(?!=)\s*(?P<value>.+)$",
+            "a statement does not begin with a name: `let` gives one, once",
+            _again,
+        ),
         # -- tensors and given values --
-        _form(r"^tensor\s+(?P<name>\w+)\s*(?:=|:|from|=\s*from)\s*(?P<file>\"[^\"]*\"|'[^']*')$", "a tensor says its axes, in the order of the file",
-              "tensor {name} [layers, heads] from {file}", help="write {code}, say"),
-        _form(r"^tensor\s+(?P<name>\w+)\s*\((?P<axes>[\w, ]+)\)\s*from\s*(?P<file>\"[^\"]*\"|'[^']*')$", "a tensor's axes stand in square brackets",
-              "tensor {name} [{axes}] from {file}"),
-        _form(r"^given\s+(?P<name>\w+)\s+(?:from|by|of)\s+.+$", "a given value comes from the caller always", "given {name}"),
+        _form(
+            r"^tensor\s+(?P<name>\w+)\s*(?:=|:|from|=\s*from)\s*(?P<file>\"[^\"]*\"|'[^']*')$",
+            "a tensor names its axes, in the order of the file",
+            "tensor {name} [layers, heads] from {file}",
+            help="write {code}, say",
+        ),
+        _form(
+            r"^tensor\s+(?P<name>\w+)\s*\((?P<axes>[\w, ]+)\)\s*from\s*(?P<file>\"[^\"]*\"|'[^']*')$",
+            "a tensor's axes stand in square brackets",
+            "tensor {name} [{axes}] from {file}",
+        ),
+        _form(
+            r"^given\s+(?P<name>\w+)\s+(?:from|by|of)\s+.+$", "a given value always comes from the caller", "given {name}"
+        ),
         # -- the score --
-        _form(r"(?<=score )\s*<a>\s+if\s+<c>\s+else\s+<b>$", "a choice is a function", "where({c}, {a}, {b})"),
-        _form(r"(?<=[(=,])\s*<a>\s+if\s+<c>\s+else\s+<b>(?=\s*(?:[),]|$))", "a choice is a function", "where({c}, {a}, {b})"),
-        _form(r"(?<=\()\s*<x!>\s+(?:if|where|when|for)\s+<c>(?=\))", "a choice is a function", "where({c}, {x}, 0)"),
-        _form(r"^(?:override\s+)?score\s+<x>\s+(?:where|when|for|if)\s+<c>$(?<!else)", "a score is one number for every slot",
-              "score where({c}, {x}, 0)", help="to choose by a condition write {code}"),
-        _form(r"^score\s+<a>\s*,\s*<b>$", "a score is one number for every slot", "score {a} + {b}", help="for example {code}"),
-        _form(r"^(?:return|yield|rank by|rank|sort by|sort|importance)\s*[=:]?\s+<x>$", "what tokens are ranked by is the score: the lowest leaves first",
-              "score {x}"),
-        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:tokens\s+)?(?:where|if|when)\s+<c>$",
-              "which tokens leave is said by the score, and by what may not leave", "keep where not ({c})"),
-        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:(?:(?:the\s+)?(?:lowest|bottom|top|last|first|least)\s+)?(?:<n#>\s+)?by|lowest|min)\s+<x>$",
-              "which tokens leave is said by the score: the lowest leaves first", "score {x}"),
-        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+<n#>(?:\s+tokens?)?$", "how many tokens leave at a time is said by `max_drop`",
-              "trigger overflow >= {n}; max_drop {n}", help="write {code}, and what leaves first by `score`"),
-        _form(r"^(?:evict|drop|remove|discard|delete|prune)\s+<x>$", "which tokens leave is said by the score: the lowest leaves first", "score {x}"),
+        _form(
+            r"(?<=score )\s*<a>\s+if\s+<c>\s+else\s+<b>$",
+            "a choice between two values is written as a function",
+            "where({c}, {a}, {b})",
+        ),
+        _form(
+            r"(?<=[(=,])\s*<a>\s+if\s+<c>\s+else\s+<b>(?=\s*(?:[),]|$))",
+            "a choice between two values is written as a function",
+            "where({c}, {a}, {b})",
+        ),
+        _form(
+            r"(?<=\()\s*<x!>\s+(?:if|where|when|for)\s+<c>(?=\))",
+            "a choice between two values is written as a function",
+            "where({c}, {x}, 0)",
+        ),
+        _form(
+            r"^(?:override\s+)?score\s+<x>\s+(?:where|when|for|if)\s+<c>$(?<!else)",
+            "a score is one number for every slot",
+            "score where({c}, {x}, 0)",
+            help="to choose by a condition write {code}",
+        ),
+        _form(
+            r"^score\s+<a>\s*,\s*<b>$", "a score is one number for every slot", "score {a} + {b}", help="for example {code}"
+        ),
+        _form(
+            r"^(?:return|yield|rank by|rank|sort by|sort|importance)\s*[=:]?\s+<x>$",
+            "the score ranks the tokens, and the lowest leaves first",
+            "score {x}",
+        ),
+        _form(
+            r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:tokens\s+)?(?:where|if|when)\s+<c>$",
+            "a condition protects tokens, it does not evict them",
+            "keep where not ({c})",
+        ),
+        _form(
+            r"^(?:evict|drop|remove|discard|delete|prune)\s+(?:(?:(?:the\s+)?(?:lowest|bottom|top|last|first|least)\s+)?(?:<n#>\s+)?by|lowest|min)\s+<x>$",
+            "the score decides which tokens leave: the lowest first",
+            "score {x}",
+        ),
+        _form(
+            r"^(?:evict|drop|remove|discard|delete|prune)\s+<n#>(?:\s+tokens?)?$",
+            "`max_drop` says how many tokens leave at a time",
+            "trigger overflow >= {n}; max_drop {n}",
+            help="write {code}, and what leaves first by `score`",
+        ),
+        _form(
+            r"^(?:evict|drop|remove|discard|delete|prune)\s+<x>$",
+            "the score decides which tokens leave: the lowest first",
+            "score {x}",
+        ),
         # -- control flow --
-        _form(r"^if\s+\(?<c>\)?\s*:?\s*\{\s*budget\s+<x>\s*\}$", "statements are not chosen, numbers are", "budget where({c}, {x}, budget)"),
-        _form(r"^if\s+\(?<c>\)?\s*:?\s*\{\s*score\s+<x>\s*\}$", "statements are not chosen, numbers are", "score where({c}, {x}, mean(attn))"),
-        _form(r"^for\b[^{}]*\{\s*(?P<inner>[^{}]*?)\s*\}$", "there are no loops: an expression is evaluated for every slot, head and layer", "{inner}"),
+        _form(
+            r"^if\s+\(?<c>\)?\s*:?\s*\{\s*budget\s+<x>\s*\}$",
+            "a statement has no condition, but a number in it may depend on one",
+            "budget where({c}, {x}, budget)",
+        ),
+        _form(
+            r"^if\s+\(?<c>\)?\s*:?\s*\{\s*score\s+<x>\s*\}$",
+            "a statement has no condition, but a number in it may depend on one",
+            "score where({c}, {x}, mean(attn))",
+        ),
+        _form(
+            r"^for\b[^{}]*\{\s*(?P<inner>[^{}]*?)\s*\}$",
+            "there are no loops: an expression is evaluated for every slot, head and layer",
+            "{inner}",
+        ),
         # -- over --
-        _form(r"\bover\s+(?:the\s+)?last\s+<n!>(?:\s+(?:tokens?|steps?|slots?|keys?|positions?|query))?(?=\s*[),])", "what is last are queries",
-              "over last {n} queries"),
-        _form(r"\bover\s+(?:the\s+)?<n#>\s+(?:last\s+|recent\s+)?(?:queries|tokens|steps)", "the last queries are named so", "over last {n} queries"),
-        _form(r"\bover\s+(?:all|the|every|each)\s+(?:the\s+)?(?P<axis>queries|slots|dims|heads)\b", "an axis is one word", "over {axis}"),
-        _form(r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)", "what the newest query gives is `last`",
-              "last({x})"),
-        _form(r"^(?P<here>(?:override\s+)?score\s+<x>\s+over\s+(?P<axis>queries|slots|dims))$", "`over` stands inside of the parentheses of a reduction",
-              "score mean({x} over {axis})", help="write {code}, say"),
+        _form(
+            r"\bover\s+(?:the\s+)?last\s+<n!>(?:\s+(?:tokens?|steps?|slots?|keys?|positions?|query))?(?=\s*[),])",
+            "`over last N` counts queries",
+            "over last {n} queries",
+        ),
+        _form(
+            r"\bover\s+(?:the\s+)?<n#>\s+(?:last\s+|recent\s+)?(?:queries|tokens|steps)",
+            "`over` takes an axis, or the last queries",
+            "over last {n} queries",
+        ),
+        _form(
+            r"\bover\s+(?:all|the|every|each)\s+(?:the\s+)?(?P<axis>queries|slots|dims|heads)\b",
+            "`over` takes the name of an axis",
+            "over {axis}",
+        ),
+        _form(
+            r"\b(?:mean|sum|max|min)\(\s*<x>\s+over\s+(?:the\s+)?(?:last|newest|current)\s+(?:query|token|step)\s*\)",
+            "`last` takes what the newest query gives",
+            "last({x})",
+        ),
+        _form(
+            r"^(?P<here>(?:override\s+)?score\s+<x>\s+over\s+(?P<axis>queries|slots|dims))$",
+            "`over` belongs inside of a reduction",
+            "score mean({x} over {axis})",
+            help="write {code}, say",
+        ),
+        # -- comments --
+        _form(r"^/\*\s*(?P<text>.*?)\s*\*/$", "a comment begins with `#`", "# {text}"),
+        _form(r"(?P<here>//)(?=\s*[A-Za-z]\w*\s+[A-Za-z]\w*)", "a comment begins with `#`", "#"),
         # -- operators --
-        _form(r"<c>\s*\?\s*<a>\s*:\s*<b>(?=\s*(?:[),]|$))", "there is no `?`", "where({c}, {a}, {b})"),
-        _form(r"\|\|\s*<x!>\s*\|\|", "a norm is a function", "norm2({x})"),
-        _form(r"(?<!\|)\|\s*<x!>\s*\|(?!\|)", "a magnitude is a function", "abs({x})"),
-        _form(r"<a!>\s*@\s*<b!>(?:\.T\b)?", "there is no `@`: vectors are multiplied by `dot`", "dot({a}, {b})"),
-        _form(r"<x!>\s+in\s+(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)(?=\s*(?:$|\)|and\b|or\b))", "a range is no condition", "{low} <= {x} and {x} <= {high}"),
-        _form(r"<x!>\s*==\s*(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)", "a range is no number", "{low} <= {x} and {x} <= {high}"),
-        _form(r"<a!>\s*(?P<op><=?|>=?)\s*<b!>\s*(?P<op2><=?|>=?)\s*<d!>", "comparisons do not chain", "{a} {op} {b} and {b} {op2} {d}"),
-        _form(r"<a!>\s+<b!>(?<=\))(?=\s*(?:$|[-+*/),]))", "an operator is missing between `{a}` and `{b}`", "{a} * {b}"),
-    )  # fmt: skip
+        _form(
+            r"<c>\s*\?\s*<a>\s*:\s*<b>(?=\s*(?:[),]|$))",
+            "a choice between two values is written as a function",
+            "where({c}, {a}, {b})",
+        ),
+        _form(r"\|\|\s*<x!>\s*\|\|", "a norm is written as a function", "norm2({x})"),
+        _form(r"(?<!\|)\|\s*<x!>\s*\|(?!\|)", "a magnitude is written as a function", "abs({x})"),
+        _form(r"<a!>\s*@\s*<b!>(?:\.T\b)?", "`dot` multiplies vectors", "dot({a}, {b})"),
+        _form(
+            r"<x!>\s+in\s+(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)(?=\s*(?:$|\)|and\b|or\b))",
+            "a range is not a condition",
+            "{low} <= {x} and {x} <= {high}",
+        ),
+        _form(
+            r"<x!>\s*==\s*(?P<low>[\w.]*[^\s.])\s*\.\.\s*(?P<high>\w+)",
+            "a range is not a number",
+            "{low} <= {x} and {x} <= {high}",
+        ),
+        _form(
+            r"<a!>\s*(?P<op><=?|>=?)\s*<b!>\s*(?P<op2><=?|>=?)\s*<d!>",
+            "comparisons do not chain",
+            "{a} {op} {b} and {b} {op2} {d}",
+        ),
+        _form(
+            rf"(?P<a>(?<![\w.]){_NUMBER}|(?<![\w.])[A-Za-z_]\w*{_PARENTHESES})\s+(?P<b>[A-Za-z_]\w*{_PARENTHESES})(?=\s*(?:$|[-+*/),]))",
+            "an operator is missing between `{a}` and `{b}`",
+            "{a} * {b}",
+        ),
+    )

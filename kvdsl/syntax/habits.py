@@ -6,10 +6,16 @@ What is a matter of more than one word is a form (`kvdsl.syntax.forms`).
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from kvdsl.helps import Help, offer
+from kvdsl.helps import offer
+from kvdsl.helps import operand as operand_of
+from kvdsl.syntax.nodes import Call
+
+
+def _told(help: str, words: str) -> Iterable[tuple[str, str]]:
+    return ((word, help) for word in words.split())
 
 
 def _same(help: str, words: str, more: str = "") -> Iterable[tuple[str, str]]:
@@ -32,12 +38,13 @@ NAMES: dict[str, str] = dict([
     *_same("write `layers`", "num_layers n_layers"),
     *_same("write `layer`", "layer_idx layer_id"),
     *_same("`prev` is what a fold came to before, inside of its first argument: `fold(max(0.9 * prev, attn), 0)`", "prev previous"),
-    *_same("conditions are comparisons, such as `age > 3`; a number that is 0 or 1 serves, too", "true false True False"),
+    *_same("write `1`", "true True yes on", ": conditions count as 0 or 1"),
+    *_same("write `0`", "false False no off", ": conditions count as 0 or 1"),
     *_same("write `everything`", "inf infinity Infinity all unlimited", ", a budget that keeps all; what ranks tokens has no infinity: `keep where` protects them whatever their score"),
     *_same("a budget is a number of tokens; without the lines `budget` and `score` nothing leaves", "none None nothing never"),
     *_same("a KV head scores its own slots, with `attn` reduced over its query heads: `group max` says how", "head head_idx head_id kv_head num_heads n_heads"),
     *_same(_NO_IDS, "token token_id token_ids input_ids id is_special special newline separator text"),
-    *_same("where a chat's turn began is not known: a number of each token comes from the caller, as `given turn_of = 0`, say", "turns current_turn turn_start"),
+    *_same("`turn(x, n)` rotates keys; where a chat's turn began is not known: a number of each token comes from the caller, as `given turn_of = 0`, say", "turn turns current_turn turn_start"),
     *_same("write `random()`", "rand noise"),
 ])  # fmt: skip
 """Names in expressions."""
@@ -56,28 +63,26 @@ class Habit:
     help: str
     more: str = ""
 
-    def filled(self, arguments: Sequence[str]) -> str:
-        """The help for a call with these arguments; in general terms if their number is another one."""
+    def filled(self, call: Call) -> str:
+        """The help for a call; in general terms if it has another number of arguments. Those by name say along which axis, mostly."""
+        arguments = [one.span.quoted() for one in call.arguments if one.keyword is None]
         if len(arguments) != len(self.parameters):
             return self.help + self.more
         by_name = dict(zip(self.parameters, arguments, strict=True))
-        return offer(re.sub(r"`[^`]*`", lambda code: fill(code[0], by_name), self.help), self.more)
+        return offer(re.sub(r"`[^`]*`", lambda code: fill(code[0], by_name), self.help), self.more, at=call.span)
 
 
-def fill(code: str, arguments: dict[str, str]) -> str:
+def fill(code: str, arguments: Mapping[str, str]) -> str:
     """A code with texts in place of names, in parentheses where they need some and have none around them."""
     names = re.compile(rf"\b({'|'.join(map(re.escape, arguments))})\b")
 
     def operand(name: re.Match[str]) -> str:
         text, around = arguments[name[0]], name.string[name.start() - 1] + name.string[name.end()]
-        alone = around in ("()", "(,", " )", " ,", "``") and not _operator_beside(name)
-        return text if alone or re.fullmatch(r"[\w.]+(\([^()]*\))?", text) else f"({text})"
+        before = name.string[: name.start()].rstrip()[-1:]
+        alone = before in "(,`" and around[1] in "),`"
+        return text if alone else operand_of(text)
 
     return names.sub(operand, code) if arguments else code
-
-
-def _operator_beside(name: re.Match[str]) -> bool:
-    return bool(re.search(r"[-+*/%<>=]\s*$", name.string[: name.start()]))
 
 
 def _call(help: str, words: str, parameters: str = "x", more: str = "") -> Iterable[tuple[str, Habit]]:
@@ -118,60 +123,63 @@ FUNCTIONS = dict([
 """Functions that are called, by what stands between their parentheses."""
 
 STATEMENTS: dict[str, str] = dict([
-    *_same("`score` says what leaves: the lowest first", "evict drop remove discard delete rank sort prune"),
-    *_same("`keep first`, `keep last`, `keep top` or `keep where` says what may not leave", "retain protect pin preserve"),
-    *_same("write `keep last 16`", "recent window local last", ", say"),
-    *_same("write `keep first 4`", "sink sinks first initial", ", say"),
-    *_same("write `keep top 8 by mean(attn)`", "top heavy heavy_hitters", ", say"),
-    *_same("`keep where` says which tokens may not leave", "where filter mask"),
-    *_same("tokens stay or leave: none are merged, quantized or moved elsewhere", "merge compress quantize quantise offload store move swap"),
-    *_same("write `param budget = 512`", "size capacity cache cache_size limit max_size max_tokens num_tokens", ", say"),
-    *_same("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
-    *_same("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
-    *_same("`let NAME = ...` gives a name", "var const def fn function set lambda"),
-    *_same("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
-    *_same("write `group max`", "gqa heads head_reduction", ", say"),
-    *_same("a comment begins with `#`", "rem comment note"),
-    *_same("leave out `override`: what stands behind `with` takes the place of what it names", "override"),
+    *_told("`score` says what leaves: the lowest first", "evict drop remove discard delete rank sort prune"),
+    *_told("`keep first`, `keep last`, `keep top` or `keep where` says what may not leave", "retain protect pin preserve"),
+    *_told("write `keep last 16`, say", "recent window local last"),
+    *_told("write `keep first 4`, say", "sink sinks first initial"),
+    *_told("write `keep top 8 by mean(attn)`, say", "top heavy heavy_hitters"),
+    *_told("`keep where` says which tokens may not leave", "where filter mask"),
+    *_told("tokens stay or leave: none are merged, quantized or moved elsewhere", "merge compress quantize quantise offload store move swap"),
+    *_told("write `param budget = 512`, say", "size capacity cache cache_size limit max_size max_tokens num_tokens"),
+    *_told("numbers are chosen, not statements: a choice is `where(condition, a, b)`", "if else elif switch match"),
+    *_told("there are no loops: an expression is evaluated for every slot, head and layer", "for while loop foreach each"),
+    *_told("`let NAME = ...` gives a name", "var const def fn function set lambda"),
+    *_told("the phase is said by `when prefill` or `when decode`", "on during phase at after before"),
+    *_told("write `group max`, say", "gqa heads head_reduction"),
+    *_told("a comment begins with `#`", "rem comment note"),
+    *_told("leave out `override`: what stands behind `with` takes the place of what it names", "override"),
 ])  # fmt: skip
-"""Words that begin a line of a policy."""
+"""Words that begin a line of a policy; what stands behind "write" is the whole line."""
 
 KEEPS = dict([
-    *((word, "last") for word in "recent latest newest window local".split()),
-    *((word, "first") for word in "sink sinks oldest initial start beginning prefix".split()),
-    *((word, "top") for word in "highest largest best heavy most".split()),
+    *((word, "last") for word in ["recent", "latest", "newest", "window", "local"]),
+    *((word, "first") for word in ["sink", "sinks", "oldest", "initial", "start", "beginning", "prefix"]),
+    *((word, "top") for word in ["highest", "largest", "best", "heavy", "most"]),
 ])  # fmt: skip
 """Words after `keep`, and the one that means the same."""
 
 SETTINGS = {
     "when": dict([
-        *((word, "decode") for word in "generation generating decoding decoded generate answer".split()),
-        *((word, "prefill") for word in "prefilling prompt prompting context encoding encode".split()),
-        *((word, "both") for word in "always all ever".split()),
+        *((word, "decode") for word in ["generation", "generating", "decoding", "decoded", "generate", "answer"]),
+        *((word, "prefill") for word in ["prefilling", "prompt", "prompting", "context", "encoding", "encode"]),
+        *((word, "both") for word in ["always", "all", "ever"]),
     ]),
     "group": dict([
-        *((word, "mean") for word in "average avg".split()),
-        *((word, "max") for word in "maximum amax".split()),
-        *((word, "each") for word in "none separate independent no".split()),
+        *((word, "mean") for word in ["average", "avg"]),
+        *((word, "max") for word in ["maximum", "amax"]),
+        *((word, "each") for word in ["none", "separate", "independent", "no"]),
     ]),
     "positions": dict([
-        *((word, "compact") for word in "contiguous rerotated relative cache packed shifted new".split()),
-        *((word, "original") for word in "absolute text kept old".split()),
+        *((word, "compact") for word in ["contiguous", "rerotated", "relative", "cache", "packed", "shifted", "new"]),
+        *((word, "original") for word in ["absolute", "text", "kept", "old"]),
     ]),
-    "prefill": {word: "blocks" for word in "chunks chunked block chunk".split()},
-    "storage": {word: "blocks" for word in "paged pages block".split()},
+    "prefill": {word: "blocks" for word in ["chunks", "chunked", "block", "chunk"]},
+    "storage": {word: "blocks" for word in ["paged", "pages", "block"]},
     "victims": dict([
-        *((word, "heads") for word in "head kv_heads all group".split()),
-        *((word, "layers") for word in "layer".split()),
-        *((word, "nobody") for word in "none no".split()),
+        *((word, "heads") for word in ["head", "kv_heads", "all", "group"]),
+        *((word, "layers") for word in ["layer"]),
+        *((word, "nobody") for word in ["none", "no"]),
     ]),
 }  # fmt: skip
 """Words of statements that hold one, and those that mean the same."""
 
 AXES = dict([
-    *((word, "slots") for word in "tokens keys cache positions sequence seq".split()),
-    *((word, "queries") for word in "time steps rows".split()),
-    *((word, "dims") for word in "channels features hidden head_dim".split()),
-    *((word, "heads") for word in "group kv_heads".split()),
+    *((word, "slots") for word in ["tokens", "keys", "cache", "positions", "sequence", "seq"]),
+    *((word, "queries") for word in ["time", "steps", "rows"]),
+    *((word, "dims") for word in ["channels", "features", "hidden", "head_dim"]),
+    *((word, "heads") for word in ["group", "kv_heads"]),
 ])  # fmt: skip
 """Axes by other names."""
+
+APART = ("batch", "rows", "layers", "layer", "samples", "sequences")
+"""What nothing is reduced over: each row and each layer has values of its own."""

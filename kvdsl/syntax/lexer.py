@@ -10,6 +10,7 @@ A word is a NAME here; the parser makes it a keyword where one may stand (`kvdsl
 from __future__ import annotations
 
 import re
+import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -18,7 +19,7 @@ from lark.lexer import TerminalDef
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, printable
-from kvdsl.helps import leave_out, offer
+from kvdsl.helps import both, leave_out, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import forms, habits
 
@@ -141,19 +142,32 @@ def _report_stray(source: SourceFile, at: int, sink: Sink) -> int:
         return _report_open_string(source, at, sink)
     stray = _STRAY.match(text, at)
     end = at + 1 if stray is None else stray.end()
-    explained = forms.explain(source, *_around(text, at), at)
+    explained = forms.explain(source.span(*_around(text, at)), at)
     if explained is not None:
         place, message, help = explained
         sink.report(codes.SYNTAX, place, message, help)
         return end
     span, char = source.span(at, end), text[at]
-    if end - at > 1 and char.isalpha():
-        help = "names consist of the ASCII letters, digits and `_`"
+    if char.isalpha():
+        rule = "names consist of the ASCII letters, digits and `_`"
+        ascii = _ascii(span.text)
+        help = rule if ascii is None else both(f"{rule}: ", offer(f"write `{ascii}`", ", say"))
         sink.report(codes.CHARACTER, span, f"`{printable(span.text[:64])}` is not a name", help)
     else:
         what = f"`{printable(char)}`" + ("" if char.isascii() else f" (U+{ord(char):04X})")
         sink.report(codes.CHARACTER, span, f"unexpected character {what}", _stray_help(source, at))
     return end
+
+
+def _ascii(name: str) -> str | None:
+    """A name in ASCII: letters without their marks, and Greek ones by their names; None if there is none."""
+    parts = []
+    for char in name:
+        plain = unicodedata.normalize("NFKD", char)[0]
+        words = unicodedata.name(char, "").split()
+        parts.append(plain if plain.isascii() else words[-1].lower() if words[:1] == ["GREEK"] else char)
+    made = "".join(parts)
+    return made if made.isascii() and made.isidentifier() else None
 
 
 def _around(text: str, at: int) -> tuple[int, int]:

@@ -10,7 +10,7 @@ from lark import Token
 from kvdsl import codes
 from kvdsl.codes import Code
 from kvdsl.diagnostics import Label, did_you_mean, printable
-from kvdsl.helps import add, leave_out, offer, replace
+from kvdsl.helps import add, instead, leave_out, offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import forms, habits
 from kvdsl.syntax.lexer import span_of
@@ -47,6 +47,13 @@ class Stuck:
         """Whether a line ends behind an operator, as if its expression went on in the next."""
         ends = self.token.type == "_SEP" and self.token == "\n"
         return ends and self.at > self.begin and self.before is not None and ends_in_operator(self.before)
+
+    @property
+    def statement(self) -> Span:
+        """The statement, up to the end of its line."""
+        begin = self.tokens[self.begin].start_pos or 0
+        ends = [token.start_pos or 0 for token in self.tokens[self.at :] if token.type in ("_SEP", "$END")]
+        return self.source.span(begin, ends[0] if ends else len(self.source.text))
 
     @property
     def span(self) -> Span:
@@ -119,15 +126,13 @@ def _stray_bracket(stuck: Stuck) -> Explanation | None:
     begin = stuck.begin if partner[0] == "LPAR" else 0
     if _last_open(stuck.tokens[begin : stuck.at], partner[0], stuck.token.type) is not None:
         return None
-    return codes.UNCLOSED, stuck.span, f"this `{stuck.token}` has no opening `{partner[1]}`", None, ()
+    message = f"this `{stuck.token}` has no opening `{partner[1]}`"
+    return codes.UNCLOSED, stuck.span, message, leave_out("leave it out", stuck.span), ()
 
 
 def _form(stuck: Stuck) -> Explanation | None:
     """A statement of a form that people bring from elsewhere."""
-    begin, text = stuck.tokens[stuck.begin].start_pos or 0, stuck.source.text
-    ends = [token.start_pos or 0 for token in stuck.tokens[stuck.at :] if token.type in ("_SEP", "$END")]
-    end = ends[0] if ends else len(text)
-    explained = forms.explain(stuck.source, begin, end, stuck.span.start)
+    explained = forms.explain(stuck.statement, stuck.span.start)
     if explained is None:
         return None
     span, message, help = explained
@@ -145,6 +150,10 @@ def _statement(stuck: Stuck) -> Explanation | None:
         help = did_you_mean(word, known) or "a file holds `kv 1`, imports, lets and a policy"
         return codes.STATEMENT, stuck.span, f"expected `policy`, `let`, `import` or `test`, not `{word}`", help, ()
     habit = habits.STATEMENTS.get(word) if "KEEP" in stuck.accepts else None
+    if habit is not None and habit.startswith("write "):
+        habit = offer(habit, at=stuck.statement)
+    elif habit == habits.STATEMENTS["for"]:
+        habit = leave_out(habit, stuck.statement)
     return codes.STATEMENT, stuck.span, f"unknown statement `{word}`", habit or did_you_mean(word, known), ()
 
 
@@ -159,7 +168,9 @@ def _operator(stuck: Stuck) -> Explanation | None:
     if kind in _COMPARISONS and "OR" in stuck.accepts:
         return codes.SYNTAX, stuck.span, "comparisons do not chain", "write `a < b and b < c`", ()
     if kind == "SLASH" and before is not None and before.type == "SLASH":
-        rounded = replace("a comment starts with `#`; `floor(a / b)` rounds down", "#", span_of(stuck.source, before).to(stuck.span))
+        rounded = instead(
+            "a comment starts with `#`; `floor(a / b)` rounds down", "#", span_of(stuck.source, before).to(stuck.span)
+        )
         return codes.SYNTAX, stuck.span, "unexpected `/` after `/`", rounded, ()
     return None
 
@@ -192,7 +203,7 @@ def _help(stuck: Stuck) -> str | None:
     """How to mend it, where that can be guessed."""
     kind, before = stuck.token.type, stuck.before
     if "OVERRIDE" in stuck.accepts and kind == "SLASH" and _text_follows(stuck, "/"):
-        return replace("a comment starts with `#`", "#", stuck.source.span(stuck.span.start, stuck.span.start + 2))
+        return instead("a comment starts with `#`", "#", stuck.source.span(stuck.span.start, stuck.span.start + 2))
     if stuck.goes_on or ("OVERRIDE" in stuck.accepts and kind in _OPERATORS):
         return _GO_ON
     if {"FIRST", "LAST", "WHERE"} <= stuck.accepts and str(stuck.token) in habits.KEEPS:

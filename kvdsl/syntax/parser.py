@@ -27,7 +27,7 @@ from kvdsl.errors import KvdslError
 from kvdsl.ir.ops import NAMED_INPUTS
 from kvdsl.resources import read_resource
 from kvdsl.source import Combined, SourceFile, Span
-from kvdsl.syntax.forms import STATEMENTS
+from kvdsl.syntax.forms import DEFINERS, STATEMENTS
 from kvdsl.syntax.lexer import Lexer, span_of
 from kvdsl.syntax.messages import Stuck, ends_in_operator, explain
 
@@ -174,6 +174,7 @@ class _Parser:
         begin = source.clauses if isinstance(source, Combined) else 0
         lexed = lexer.lex(source, sink, goes_on=_begins() if goes_on else None, begin=begin)
         self.tokens, self.comments, self.strays = [*head, *lexed.tokens], lexed.comments, lexed.strays
+        self.spoiling = [stray for stray in self.strays if source.text[stray] != ":"]
         end = len(source.text)
         self.tokens.append(Token("$END", "", start_pos=end, end_pos=end))
         self.at = 0
@@ -221,6 +222,10 @@ class _Parser:
         while self.tokens[self.at].type != "$END":
             self._mark()
             token = self._typed(self.tokens[self.at])
+            if self._strayed(token):
+                if not self._mended(token):
+                    return False
+                continue
             try:
                 self.machine.feed_token(token)
             except UnexpectedToken:
@@ -232,6 +237,11 @@ class _Parser:
             self.at += 1
         self._mark()
         return True
+
+    def _strayed(self, token: Token) -> bool:
+        """Whether before a token of this statement something stands that is none: the rest would not mean what was meant."""
+        end = self.tokens[self.at - 1].end_pos or 0 if self.at else 0
+        return self.at > self.statement and any(end <= stray < (token.start_pos or 0) for stray in self.spoiling)
 
     def _mended(self, token: Token) -> bool:
         """Reports a token that the grammar does not expect, and goes on behind the statement; False if that cannot be."""
@@ -314,6 +324,7 @@ class _Parser:
     def _skip(self, begin: int, stuck: int, inside: bool) -> int:
         """The index of the token after a broken statement: a separator, the `}` around it, or another policy or test."""
         depth = 0
+        headless = self.tokens[begin] in _ITEMS and not any(token.type == "LBRACE" for token in self.tokens[begin:stuck])
         for index in range(begin, len(self.tokens)):
             token = self.tokens[index]
             starts_line = index > 0 and self.tokens[index - 1].type == "_SEP"
@@ -326,7 +337,8 @@ class _Parser:
                     return index
                 depth = max(0, depth - 1)
             elif token.type == "_SEP" and depth == 0 and index >= stuck and index > begin and not self._goes_on(index):
-                return index
+                if not headless or self.tokens[index - 1].type == "RBRACE":
+                    return index
         return len(self.tokens) - 1
 
     def _goes_on(self, index: int) -> bool:
@@ -339,8 +351,10 @@ class _Parser:
         words = [str(token) for token in self.tokens[begin:end] if token.type == "NAME"][:3]
         words = words[1:] if words[:1] == ["override"] else words
         defines = {words[0] if words and words[0] in self.keywords else A_STATEMENT}
-        if words[:1] in (["param"], ["let"], ["tensor"], ["given"]):
+        if words[:1] in (["param"], ["let"], ["tensor"], ["given"]) or (words and words[0] in DEFINERS):
             defines = set(words[1:2])
+        elif words and words[0] not in self.keywords and self.tokens[begin + 1] == "=":
+            defines = set(words[:1])
         stop = min(end, len(self.tokens) - 1)
         span = span_of(self.source, self.tokens[begin]).to(span_of(self.source, self.tokens[stop]))
         self.broken.append(BrokenStatement(span, frozenset(defines)))

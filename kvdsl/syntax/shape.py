@@ -9,6 +9,7 @@ from lark import Token, Tree
 
 from kvdsl import codes
 from kvdsl.diagnostics import Sink, printable
+from kvdsl.helps import offer
 from kvdsl.source import SourceFile, Span
 from kvdsl.syntax import nodes as syn
 from kvdsl.syntax.lexer import span_of
@@ -280,7 +281,7 @@ class _Shaper:
         for match in _CONTROL.finditer(text):
             at = span.start + quotes + match.start()
             message = f"a string cannot have the character `{printable(match.group())}` as it is"
-            help = f"write `\\u{{{ord(match.group()):x}}}`"
+            help = offer(f"write `\\u{{{ord(match.group()):x}}}`")
             self.sink.report(codes.ENCODING, self.source.span(at, at + 1), message, help)
         return _ESCAPE.sub(value, text)
 

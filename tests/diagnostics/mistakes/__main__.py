@@ -1,0 +1,5 @@
+"""Writes the corpus anew."""
+
+from tests.diagnostics.mistakes import main
+
+main()
