@@ -4,8 +4,9 @@ what a ring remembers, reduced for every slot at once. Expressions: `kvdsl/lower
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import NamedTuple
 
 from kvdsl.ir.nodes import (
@@ -14,15 +15,20 @@ from kvdsl.ir.nodes import (
     ColumnRef,
     Expr,
     Keep,
+    LayerRange,
     Number,
     Policy,
+    Pool,
+    Rank,
     Reduce,
+    Select,
 )
-from kvdsl.ir.visitors import walk
+from kvdsl.ir.visitors import of_query_heads, rewrite, walk
 from kvdsl.lower.cpp_expressions import (
     CAN,
     DIM,
     HEAD,
+    PAGES,
     SLOT,
     CountPrinter,
     DimPrinter,
@@ -37,29 +43,47 @@ from kvdsl.lower.expression import (
     Fragment,
     NotLowerable,
     Use,
+    bounds_pages,
+    dims_of,
     form_of_select,
     fragment,
     hoist,
-    is_vector,
+    in_layers,
     names_of,
     reads,
     texts,
     uses_of,
 )
-from kvdsl.lower.refusals import refuse_select, refuse_statements
 from kvdsl.lower.spelling import size_of
 from kvdsl.passes.parts import in_parts
 
 _INT_MAX = 2**31 - 1
-_INITIAL = {"max": "-INFINITY", "min": "INFINITY"}
+_INITIAL = {"max": "-INFINITY", "min": "INFINITY", "fold": "NAN"}
+
+
+@dataclass(frozen=True)
+class CountPlan:
+    """A number of tokens that reads the data, as the body of a function: statements before it, and the value, a double.
+
+    `reads_keys`: whether it needs k or v.
+    """
+
+    before: tuple[str, ...]
+    value: str
+    reads_keys: bool
+    scratch: int
 
 
 class _Settle(NamedTuple):
-    """How it is found who leaves: `settle_before`, `settle`, `protect`, `scratch` and `settle_reads_keys` of a plan."""
+    """How it is found who leaves: `settle_before`, `settle`, `protect`, `settle_last`, `budget`, `scratch` and `settle_reads_keys` of a
+    plan.
+    """
 
     before: tuple[str, ...] = ()
     loop: tuple[str, ...] = ()
     protect: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+    budget: CountPlan | None = None
     scratch: int = 0
     reads_keys: bool = False
 
@@ -73,7 +97,10 @@ class SelectPlan:
 
     Attributes:
         by: which of `kvdsl::By`. `expression_before`, `expression`: for one of its own, statements before the
-            loop over slots and the value.
+            loop over slots and the value. `alone`: whether they see one query head at a time.
+        vote: how what the KV heads of a layer find at a slot is reduced; empty where each chooses by itself. `voted_before`, `voted`:
+            what a head makes of that, likewise.
+        count: how many tokens are chosen, where that reads the data.
         always: statements that protect what is attended to in any case.
         page, sketch: whether there are pages, and a sketch. `sketch_before`, `sketch_by`: as for the expression, over dims.
     """
@@ -81,8 +108,14 @@ class SelectPlan:
     by: str
     expression_before: tuple[str, ...]
     expression: str
+    alone: bool
+    vote: str
+    voted_before: tuple[str, ...]
+    voted: str
+    count: CountPlan | None
     always: tuple[str, ...]
     page: bool
+    page_after: bool
     sketch: bool
     sketch_before: tuple[str, ...]
     sketch_by: str
@@ -95,7 +128,8 @@ class CppPlan:
     Attributes:
         place: the columns that a token has by itself, and those that do not begin at 0.
         observe_before, observe: before the loop over slots, and in it. `observe_reads_keys`: whether it needs k or v.
-        settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `overflow`: how many must leave.
+        settle_before: hoisted values. `settle`: in the loop. `protect`: after it. `settle_last`: in another loop after that.
+            `overflow`: how many must leave; `budget`: down to how many, where that reads the data.
             `settle_reads_keys`: whether it needs k or v, which a prompt's end does not hand over: there torch finds who leaves.
         forgets: whether decoded queries are not observed.
         settles: whether it is known who leaves. `prefill_only`: nobody does in a decode step. `hard_cap`: room is made before its token
@@ -109,10 +143,12 @@ class CppPlan:
     needs_attn: bool
     needs_logit: bool
     overflow: str
+    budget: CountPlan | None
     settle_before: tuple[str, ...]
     settle: tuple[str, ...]
     settle_reads_keys: bool
     protect: tuple[str, ...]
+    settle_last: tuple[str, ...]
     settles: bool
     prefill_only: bool
     hard_cap: bool
@@ -138,18 +174,20 @@ def cpp_plan(policy: Policy, numbers: tuple[str, ...]) -> CppPlan:
     settle = _settle_if_own(policy)
     return CppPlan(
         place=tuple(_place(column) for column in policy.columns if column.rule in ("token", *_INITIAL)),
-        observe_before=(*_column_pointers("row", folded, uses), *texts(before)),
-        observe=tuple(_fold(column, body.text) for column, body in zip(folded, bodies, strict=True)),
+        observe_before=(*_first("row", policy, uses, folded), *texts(before)),
+        observe=tuple(_folded(folded, texts(bodies))),
         observe_reads_keys=_needs_keys(uses),
         needs_attn="attn" in names_of(uses, "input"),
         needs_logit="logit" in names_of(uses, "input"),
-        overflow=_overflow(numbers),
+        overflow=_overflow(numbers, measured=settle.budget is not None),
+        budget=settle.budget,
         settle_before=settle.before,
         settle=settle.loop,
         settle_reads_keys=settle.reads_keys,
         protect=settle.protect,
-        settles=bool(settle.loop),
-        prefill_only=bool(settle.loop) and policy.when == "prefill",
+        settle_last=settle.last,
+        settles=settle is not _NOBODY_LEAVES,
+        prefill_only=settle is not _NOBODY_LEAVES and policy.when == "prefill",
         hard_cap=policy.cap == "hard",
         forgets=policy.forgets,
         scratch=settle.scratch,
@@ -161,7 +199,8 @@ def _refuse_statements(policy: Policy) -> None:
     """The statements that the C++ kernels do not know, which work on one head at a time, by its own positions."""
     # After a prompt nothing leaves, and nobody has to agree.
     shared = policy.victims != "own" and policy.when != "prefill"
-    refuse_statements(policy, {f"`victims shared by {policy.victims}`": shared})
+    if shared:
+        raise NotLowerable(f"`victims shared by {policy.victims}`")
 
 
 def _needs_keys(uses: Iterable[Use]) -> bool:
@@ -171,6 +210,18 @@ def _needs_keys(uses: Iterable[Use]) -> bool:
 def _place(column: Column) -> str:
     value = f"static_cast<float>({TokenPrinter().value(column.body)})" if column.rule == "token" else _INITIAL[column.rule]
     return f"slot.column(Column::{column.name}) = {value};"
+
+
+def _folded(columns: list[Column], bodies: Iterable[str]) -> Iterator[str]:
+    """Statements that fold a query into the columns of a slot; folds read each other as they were before it, so they are stored last."""
+    stored = []
+    for column, body in zip(columns, bodies, strict=True):
+        if column.rule != "fold":
+            yield _fold(column, body)
+            continue
+        yield f"const float new_{column.name} = {body};"
+        stored.append(f"{column.name}[i] = seen ? new_{column.name} : {column.name}[i];")
+    yield from stored
 
 
 def _fold(column: Column, body: str) -> str:
@@ -202,55 +253,99 @@ def _ring_arguments(view: str, ring: str) -> str:
     return f"Ring::{ring}, kvdsl::count({view}.param(Number::{size_of(ring)}))"
 
 
-def _hoist(view: str, exprs: list[Expr]) -> tuple[list[Fragment], dict[Expr, str]]:
-    """Statements that compute every reduction over slots, inner ones first, and the names they get."""
+def _hoist(
+    view: str,
+    exprs: Iterable[Expr],
+    known: Mapping[Expr, str] = MappingProxyType({}),
+    *,
+    alone: bool = False,
+) -> tuple[list[Fragment], dict[Expr, str]]:
+    """Statements that compute every reduction over slots, and ranks and pools of these, inner ones first, and the names they get.
 
-    def statement(expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
-        if expr.axis is Axis.DIM:
-            return _over_dims(view, expr, name, names)
-        if expr.axis is not Axis.SLOT:
-            return None
-        if expr.within in ("page", "next"):
-            raise NotLowerable("`over page` in anything but a bound of dot(q, k)")
-        if reads(expr, "q"):
-            raise NotLowerable("a reduction over slots of what a query is compared with")
+    Args:
+        known: names of what has been computed already.
+        alone: whether the view is a query's of one head.
+    """
+
+    def statement(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Fragment | None:
         CAN.check(expr)
-        body = SlotPrinter(view, names, over_dims=is_vector(expr)).value(expr.body)
-        if is_vector(expr):
-            size = size_of_dims(view, expr.body)
-            return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({size}, {{}});", function_of(body, SLOT, DIM))
+        if isinstance(expr, Reduce) and expr.axis is not Axis.SLOT:
+            return _over_dims(view, expr, name, names, alone=alone) if expr.axis is Axis.DIM else None
+        if of_query_heads(expr) and not alone:
+            raise NotLowerable("a reduction over slots of what a query is compared with")
+        printer = SlotPrinter(view, names, alone=alone)
+        if isinstance(expr, Pool):
+            size, body = CountPrinter(view)(expr.size), function_of(printer.value(expr.body), SLOT)
+            return fragment(f"const auto {name} = {view}.{expr.op}_pool({{}}, {{}});", size, body)
+        if isinstance(expr, Rank):
+            if expr.within == "heads":
+                raise NotLowerable("`rank(x over heads)`")
+            pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within == "page" else ()
+            body = function_of(printer.value(expr.body), SLOT)
+            return fragment(f"const auto {name} = {view}.rank({{}}{'{}' * len(pages)});", body, *pages)
+        vectors = dims_of(expr.body) != ""
+        body = replace(printer, over_dims=vectors).value(expr.body)
+        if vectors or expr.within != "all":
+            size = size_of_dims(view, expr.body) if vectors else "1"
+            pages = (Fragment(", &pages", uses=(PAGES,)),) if expr.within != "all" else ()
+            made = function_of(body, SLOT, DIM)
+            return fragment(f"const auto {name} = {view}.{expr.op}_of_dims({size}, {{}}{'{}' * len(pages)});", made, *pages)
         return fragment(f"const float {name} = {view}.{expr.op}({{}});", function_of(body, SLOT))
 
-    return hoist(exprs, statement)
+    return hoist(exprs, statement, known)
 
 
-def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str]) -> Fragment | None:
+def _first(view: str, policy: Policy, uses: Iterable[Use], written: list[Column] | None = None) -> list[str]:
+    """Statements that everything else may need: pointers to columns, and which slots lie in one page."""
+    lines = _column_pointers(view, written or [], uses)
+    if PAGES in uses:
+        after = "0" if policy.pages_after is None else f"kvdsl::count({view}.param(Number::page_after))"
+        lines.append(f"const kvdsl::Pages pages = {view}.pages(kvdsl::count({view}.param(Number::page)), {after});")
+    return lines
+
+
+def _over_dims(view: str, expr: Reduce, name: str, names: dict[Expr, str], *, alone: bool) -> Fragment | None:
     """The statement of a reduction over dims that is the same for every slot; None where it is not."""
-    made = SlotPrinter(view, names)(expr) if expr.within == "all" else None
+    made = SlotPrinter(view, names, alone=alone)(expr) if expr.within == "all" else None
     if made is None or SLOT in made.uses or HEAD in made.uses:
         return None
     return fragment(f"const float {name} = {{}};", made)
 
 
-def _overflow(numbers: tuple[str, ...]) -> str:
+def _overflow(numbers: tuple[str, ...], *, measured: bool) -> str:
     """The arguments of the call that says how many tokens must leave."""
     if "capacity" not in numbers:
         return ""
     stated = [name for name in ("capacity", "trigger", "slack", "max_drop") if name in numbers]
+    found: dict[str, str] = {name: f"kvdsl::count(head.param(Number::{name}))" for name in stated}
+    if measured:
+        found["capacity"] = "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
     if stated == ["capacity"]:
-        return "kvdsl::count(head.param(Number::capacity))"
+        return found["capacity"]
     defaults = {"trigger": "1", "slack": "0", "max_drop": "0"}
-    return ", ".join(
-        f"kvdsl::count(head.param(Number::{name}))" if name in stated else defaults[name] for name in ("capacity", *defaults)
-    )
+    return ", ".join(found.get(name, default) for name, default in {"capacity": "", **defaults}.items())
+
+
+def _count(view: str, count: Expr | None, layers: LayerRange | Select | None, policy: Policy) -> CountPlan | None:
+    """A number of tokens that reads the data, in some layers; None where it reads none."""
+    if count is None:
+        return None
+    outer = [part for part in walk(count) if isinstance(part, Reduce)]
+    inner = [part.body if part.axis is Axis.SLOT else part for part in outer]
+    before, hoisted = _hoist(view, inner)
+    low, high = (None, None) if layers is None else (layers.low, layers.high)
+    value = CountPrinter(view, hoisted).value(in_layers(count, low, high))
+    uses = uses_of(value, *before)
+    rings = _ring_reductions(uses, 0)
+    lines = (*_first(view, policy, uses), *rings, *texts(before))
+    return CountPlan(lines, f"kvdsl::at_least_one({value.text})", _needs_keys(uses), len(rings))
 
 
 def _settle_if_own(policy: Policy) -> _Settle:
     """Nothing for a policy of which torch finds who leaves: at the end of a prompt only, where a kernel alone cannot."""
     if policy.when != "prefill":
         return _settle(policy)
-    agrees = policy.victims != "own" or policy.heads_share or policy.across_layers is not None
-    if agrees or policy.measured is not None:
+    if policy.victims != "own" or policy.heads_share or policy.across_layers is not None:
         return _NOBODY_LEAVES
     try:
         found = _settle(policy)
@@ -264,19 +359,29 @@ def _settle(policy: Policy) -> _Settle:
         return _NOBODY_LEAVES
     tops = [keep for keep in policy.keeps if keep.scope == "top"]
     conditions = [keep.by for keep in policy.keeps if keep.scope == "where" and keep.by is not None]
-    scores = [policy.score, *(keep.by for keep in tops if keep.by is not None)]
-    before, hoisted = _hoist("head", [*scores, *conditions])
+    scores = {"score": policy.score} | {f"top_{n}": keep.by for n, keep in enumerate(tops, start=1) if keep.by is not None}
+    # A pool goes by what may not leave, so that it comes behind all else.
+    late = {} if not any(isinstance(part, Pool) for part in walk(policy.score)) else {"score": scores.pop("score")}
+    before, hoisted = _hoist("head", [*scores.values(), *conditions])
     printer = SlotPrinter("head", hoisted)
-    values = [printer.value(expr) for expr in scores]
+    values = {name: printer.value(expr) for name, expr in scores.items()}
     protect = _protect(policy, printer)
-    uses = uses_of(*values, *protect, *before)
+    pools, hoisted = _hoist("head", late.values(), hoisted)
+    last = [fragment("score[i] = {};", SlotPrinter("head", hoisted).value(expr)) for expr in late.values()]
+    uses = uses_of(*values.values(), *protect, *before, *pools, *last)
     names = ["score", *(f"top_{n}" for n in range(1, len(tops) + 1))]
     pointers = [f"float* const {name} = head.scratch({n});" for n, name in enumerate(names)]
-    columns = _column_pointers("head", [], uses)
     rings = _ring_reductions(uses, len(names))
-    loop = tuple(f"{name}[i] = {value};" for name, value in zip(names, values, strict=True))
-    before_loop = (*columns, *rings, *texts(before), *pointers)
-    return _Settle(before_loop, loop, texts(protect), len(names) + len(rings), _needs_keys(uses))
+    budget = _count("head", policy.measured, policy.layers, policy)
+    return _Settle(
+        before=(*_first("head", policy, uses), *rings, *texts(before), *pointers),
+        loop=tuple(f"{name}[i] = {value};" for name, value in values.items()),
+        protect=(*texts(protect), *texts(pools)),
+        last=texts(last),
+        budget=budget,
+        scratch=max(len(names) + len(rings), 0 if budget is None else budget.scratch),
+        reads_keys=_needs_keys(uses) or (budget is not None and budget.reads_keys),
+    )
 
 
 def _ring_reductions(uses: Iterable[Use], scratch: int) -> list[str]:
@@ -322,27 +427,61 @@ def _protect_line(keep: Keep, printer: SlotPrinter, row: str) -> Fragment:
 def _select(policy: Policy) -> SelectPlan | None:
     if policy.select is None:
         return None
-    refuse_select(policy, policy.select)
     by = form_of_select(policy.select.by)
-    before: list[str] = []
-    value = ""
-    if by == "expression":
-        reductions, hoisted = _hoist("row", [policy.select.by])
-        body = SlotPrinter("row", hoisted).body(policy.select.by)
-        before = [*_column_pointers("row", [], uses_of(body, *reductions)), *texts(reductions)]
-        value = body.text
+    if by == "page_bound" and not bounds_pages(policy):
+        by = "expression"
+    vote, rest, names = policy.select.by, None, dict[Expr, str]()
+    votes = list(dict.fromkeys(part for part in walk(vote) if isinstance(part, Reduce) and part.axis is Axis.HEAD))
+    if len(votes) > 1:
+        raise NotLowerable("several reductions over heads")
+    for found in votes:
+        CAN.check(found)
+        names = {found: "voted"}
+        vote, rest = found.body, None if found == vote else vote
+    before, value, alone = ((), "", False) if by != "expression" else _expression(policy, vote, {})
+    voted_before, voted, voted_alone = ((), "", False) if rest is None else _expression(policy, rest, names)
+    if voted_alone:
+        raise NotLowerable("a reduction over slots of what a query is compared with, beside `over heads`")
+    measured = policy.select.measured
+    count = _count("row", measured, policy.select, policy)
+    if count is not None and measured is not None and (count.reads_keys or of_query_heads(measured)):
+        raise NotLowerable("a count of `select` that reads keys, values or queries")
     sketch_before, sketch_by = _sketch(policy)
     places = [keep for keep in policy.keeps if keep.scope in ("first", "last")]
     return SelectPlan(
         by=by,
-        expression_before=tuple(before),
+        expression_before=before,
         expression=value,
+        alone=alone,
+        vote="".join(found.op for found in votes),
+        voted_before=voted_before,
+        voted=voted,
+        count=count,
         always=texts(_protect_line(keep, SlotPrinter("head", {}), "") for keep in places),
         page=policy.pages is not None,
+        page_after=policy.pages_after is not None,
         sketch=policy.sketch is not None,
         sketch_before=sketch_before,
         sketch_by=sketch_by,
     )
+
+
+def _expression(policy: Policy, by: Expr, names: Mapping[Expr, str]) -> tuple[tuple[str, ...], str, bool]:
+    """What a query ranks slots by: statements before the loop over them, the value, and whether both are of one query head.
+
+    Args:
+        names: of what the heads of the layer have found.
+    """
+    own = rewrite(by, lambda part: Number(value=0) if part in names else None)
+    compared = (
+        part for part in walk(own) if isinstance(part, Rank) or (isinstance(part, Reduce) and part.axis is Axis.SLOT)
+    )
+    alone = any(of_query_heads(part) for part in compared)
+    reductions, hoisted = _hoist("row", [by], names, alone=alone)
+    printer = SlotPrinter("row", hoisted, alone=alone)
+    body = printer.value(by) if alone else printer.body(by)
+    lines = (*_first("row", policy, uses_of(body, *reductions)), *texts(reductions))
+    return lines, body.text, alone
 
 
 def _sketch(policy: Policy) -> tuple[tuple[str, ...], str]:

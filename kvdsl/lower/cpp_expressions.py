@@ -7,24 +7,29 @@ Values over slots are floats computed in a loop over i; numbers per row are doub
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kvdsl.ir.nodes import (
+    Axis,
     Binary,
     Call,
     ColumnRef,
     Expr,
+    FoldRef,
     GivenRef,
     Input,
     Number,
     ParamRef,
+    Pool,
     Random,
+    Rank,
     Reduce,
     RingRef,
     TensorRef,
 )
-from kvdsl.ir.ops import LOGICAL, OPERATORS
+from kvdsl.ir.ops import LOGICAL, OF_QUERY_HEADS, OPERATORS, RANGES, REDUCTIONS
 from kvdsl.ir.printer import print_number
 from kvdsl.lower.expression import (
     ATOM,
@@ -50,14 +55,19 @@ _FUNCTIONS |= {"min": "kvdsl::minimum", "max": "kvdsl::maximum"}
 _FOLDED = ("sum", "mean", "var", "std", "max", "min")
 CAN = Target(
     reduces={
-        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring"),
+        "queries": ("token", "sum", "squares", "max", "min", "last", "ema", "ring", "fold"),
         "history": _FOLDED,
         "slots": _FOLDED,
         "dims": _FOLDED,
         "sketch": _FOLDED,
+        "page": _FOLDED,
+        "next": _FOLDED,
+        "heads": ("sum", "mean", "max", "min"),
     },
     functions=("neg", "not", "where", *_FUNCTIONS),
     operators=OPERATORS,
+    pools=("max", "mean"),
+    ranks=True,
     tensors=True,
     given=True,
 )
@@ -96,8 +106,16 @@ class _CppPrinter(Printer):
         return fragment(f"{_FUNCTIONS[expr.function]}({places})", *(self.value(arg) for arg in args))
 
 
+@dataclass(frozen=True)
 class CountPrinter(_CppPrinter):
-    """One double per row and KV head, in `settle`. It is floored, so that its last bit matters: products are rounded."""
+    """One double per row and KV head, read from `view`, `row` or `head`. It is floored, so that its last bit matters: products are
+    rounded.
+
+    `hoisted` names the reductions within those over slots, of which the values are added up as doubles.
+    """
+
+    view: str = "head"
+    hoisted: Mapping[Expr, str] = field(default_factory=dict)
 
     def binary(self, expr: Binary) -> Fragment:
         made = super().binary(expr)
@@ -108,17 +126,26 @@ class CountPrinter(_CppPrinter):
         if isinstance(expr, Number):
             return Fragment(_double(expr.value))
         if isinstance(expr, ParamRef):
-            return Fragment(f"head.param(Number::{spelled(expr.name)})")
+            return Fragment(f"{self.view}.param(Number::{spelled(expr.name)})")
         if isinstance(expr, TensorRef):
-            return fragment("double{{{}}}", constant("head", expr))
+            return fragment("double{{{}}}", constant(self.view, expr))
         assert isinstance(expr, Input)
-        return Fragment("static_cast<double>(head.live)" if expr.name == "live" else f"head.param(Number::{expr.name})")
+        own = {"live": "live", "seen": "newest + 1"}
+        if expr.name in own:
+            return Fragment(f"static_cast<double>({self.view}.{own[expr.name]})")
+        return Fragment(f"{self.view}.param(Number::{expr.name})")
 
     def reduce(self, expr: Reduce) -> Fragment:
-        raise AssertionError("a number reduces nothing")
+        slots = SlotPrinter(self.view, self.hoisted)
+        if expr.axis is Axis.DIM:
+            return fragment("double{{{}}}", slots.value(expr))
+        value = fragment("double{{{}}}", slots.value(expr.body))
+        return fragment(f"{self.view}.{expr.op}({{}})", function_of(value, SLOT))
 
 
 SLOT, DIM, HEAD = (Use("index", name) for name in "idg")
+PAGES = Use("helper", "pages")
+"""Which slots lie in one page."""
 
 
 def size_of_dims(view: str, body: Expr) -> str:
@@ -130,12 +157,14 @@ def size_of_dims(view: str, body: Expr) -> str:
 class SlotPrinter(_CppPrinter):
     """One float per slot i, read from `view`: `row` (a query and what it saw) or `head` (the live slots).
 
-    `hoisted` names the reductions over slots that stand before the loop; `over_dims` is set inside a loop over d.
+    `hoisted` names the reductions over slots, and what else is found of all slots at once, that stand before the loop; `over_dims` is set
+    inside a loop over d, `alone` where the row has one query head.
     """
 
     view: str
-    hoisted: dict[Expr, str]
+    hoisted: Mapping[Expr, str]
     over_dims: bool = False
+    alone: bool = False
 
     one, zero = "1.0f", "0.0f"
 
@@ -167,23 +196,54 @@ class SlotPrinter(_CppPrinter):
             return Fragment(per_slot[name], uses=(own, SLOT))
         if name in ("k", "v"):
             return Fragment(f"{view}.{name}(i, d)", uses=(own, SLOT, DIM))
-        if name == "q":
-            return Fragment("row.q(g, d)", uses=(own, HEAD, DIM))
+        if name in OF_QUERY_HEADS:
+            g = () if self.alone else (HEAD,)
+            if name == "q":
+                return Fragment(f"row.q({'g' if g else '0'}, d)", uses=(own, *g, DIM))
+            return Fragment(f"static_cast<float>(row.query_head{' + g' if g else ''})", uses=(own, *g))
         number = f"{view}.live" if name == "live" else f"{view}.param(Number::{name})"
         return Fragment(f"static_cast<float>({number})", uses=(own,))
 
     def reduce(self, expr: Reduce) -> Fragment:
         if expr in self.hoisted:
-            name = self.hoisted[expr]
-            return Fragment(f"{name}[d]", uses=(DIM,)) if is_vector(expr) else Fragment(name)
+            return self._hoisted(expr, self.hoisted[expr])
+        if expr.axis is not Axis.DIM:
+            raise NotLowerable(f"a reduction {RANGES[expr.over]} here")
         if self.over_dims:
             raise NotLowerable("a reduction over dims inside another one")
-        body = SlotPrinter(self.view, self.hoisted, over_dims=True).value(expr.body)
+        body = replace(self, over_dims=True).value(expr.body)
         if expr.within == "sketch":
             if body.needs("input", "v"):
                 raise NotLowerable("values over a sketch's dims")
             return fragment(f"kvdsl::{expr.op}_over({self.view}.dims, {{}})", _of_sketch(body))
         return fragment(f"kvdsl::{expr.op}_over({size_of_dims(self.view, expr.body)}, {{}})", function_of(body, DIM))
+
+    def _hoisted(self, expr: Reduce, name: str) -> Fragment:
+        """What was found before the loop: of all slots, dim by dim perhaps, of a slot's page, or of what all heads have at a slot."""
+        if expr.axis is Axis.HEAD:
+            return Fragment(f"{name}[i]", uses=(SLOT,))
+        size = size_of_dims(self.view, expr.body) if dims_of(expr.body) else ""
+        if expr.within not in ("page", "next"):
+            return Fragment(f"{name}[d]", uses=(DIM,)) if is_vector(expr) else Fragment(name)
+        page = "pages.of[i]" if expr.within == "page" else "pages.next(i)"
+        at = (
+            Fragment(f"{name}[{page} * {size} + d]", uses=(PAGES, SLOT, DIM))
+            if size
+            else Fragment(f"{name}[{page}]", uses=(PAGES, SLOT))
+        )
+        if expr.within == "page":
+            return at
+        return fragment(f"({page} < 0 ? {_of_nothing(expr.op)} : {{}})", at)
+
+    def rank(self, expr: Rank) -> Fragment:
+        return Fragment(f"{self.hoisted[expr]}[i]", uses=(SLOT,))
+
+    def pool(self, expr: Pool) -> Fragment:
+        return Fragment(f"{self.hoisted[expr]}[i]", uses=(SLOT,))
+
+    def fold(self, expr: FoldRef) -> Fragment:
+        held = Fragment(f"{expr.name}[i]", uses=(Use("column", expr.name), SLOT))
+        return fragment("kvdsl::begun({}, {})", held, self.value(expr.start))
 
     def body(self, expr: Expr) -> Fragment:
         """What a reduction over queries folds: per query head where it reads q, then reduced over the group."""
@@ -247,7 +307,7 @@ def _without(indices: tuple[Use, ...], made: Fragment) -> Fragment:
 class DimPrinter(_CppPrinter):
     """One float per dim d, in `sketch`. `hoisted` names the reductions over slots, arrays over dims or numbers."""
 
-    hoisted: dict[Expr, str]
+    hoisted: Mapping[Expr, str]
 
     one, zero = "1.0f", "0.0f"
 
@@ -263,6 +323,11 @@ class DimPrinter(_CppPrinter):
 def ring_name(ref: RingRef | Use) -> str:
     """What a ring, reduced, is called."""
     return f"{ref.op}_of_{ref.name}"
+
+
+def _of_nothing(op: str) -> str:
+    """What a reduction is of a page that is not there."""
+    return {0.0: "0.0f", math.inf: "INFINITY", -math.inf: "-INFINITY"}.get(REDUCTIONS[op].of_nothing, "NAN")
 
 
 def _float(value: float) -> str:

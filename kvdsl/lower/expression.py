@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import ClassVar, NamedTuple, TypeVar
 
 from kvdsl.ir.nodes import (
@@ -24,6 +25,7 @@ from kvdsl.ir.nodes import (
     Number,
     Other,
     ParamRef,
+    Policy,
     Pool,
     Previous,
     Project,
@@ -95,6 +97,14 @@ def form_of_select(by: Expr) -> str:
         if {frozenset(_factors(arg)) for arg in by.body.args} == {frozenset({Input(name="q"), bound}) for bound in bounds}:
             return "page_bound"
     return "expression"
+
+
+def bounds_pages(policy: Policy) -> bool:
+    """Whether a query goes by the bounds of pages that kernels keep: of a policy that keeps all tokens, so that the one at position p is in
+    slot p.
+    """
+    select, apart = policy.select, policy.budget is None and policy.pages_after is None
+    return apart and select is not None and form_of_select(select.by) == "page_bound"
 
 
 def _factors(expr: Expr) -> set[Expr]:
@@ -353,25 +363,30 @@ class Printer(ABC):
 
 
 def hoist(
-    exprs: Iterable[Expr], compute: Callable[[Reduce, str, dict[Expr, str]], T | None]
+    exprs: Iterable[Expr],
+    compute: Callable[[Reduce | Rank | Pool, str, dict[Expr, str]], T | None],
+    known: Mapping[Expr, str] = MappingProxyType({}),
 ) -> tuple[list[T], dict[Expr, str]]:
     """What has to be computed before a loop in which the expressions stand, and the names that it has there.
 
     Args:
-        compute: from a reduction, its name, and the names of those within it, to what computes it; None where it stays in the loop.
+        compute: from a reduction, a rank or a pool, its name, and the names of those within it, to what computes it; None where it stays
+            in the loop.
+        known: names of what has been computed already.
 
     Returns:
-        What computes reductions, inner ones first, and their names.
+        What computes reductions, inner ones first, and their names, with those that are known.
     """
     computed: list[T] = []
-    names: dict[Expr, str] = {}
+    names = dict(known)
 
     def visit(expr: Expr) -> None:
+        if expr in names:
+            return
         for child in children(expr):
             visit(child)
-        if isinstance(expr, Reduce) and expr not in names:
-            over = "slots" if expr.axis is Axis.SLOT else "dims"
-            name = f"{expr.op}_over_{over}_{len(names) + 1}"
+        if isinstance(expr, (Reduce, Rank, Pool)):
+            name = f"{_called(expr)}_{len(names) + 1}"
             found = compute(expr, name, names)
             if found is not None:
                 computed.append(found)
@@ -380,6 +395,22 @@ def hoist(
     for expr in exprs:
         visit(expr)
     return computed, names
+
+
+def _called(expr: Reduce | Rank | Pool) -> str:
+    if isinstance(expr, Reduce):
+        return f"{expr.op}_{RANGES[expr.over].replace(' ', '_')}"
+    return "rank" if isinstance(expr, Rank) else f"{expr.op}_pool"
+
+
+def in_layers(count: Expr, low: Expr | None, high: Expr | None) -> Expr:
+    """The count in the layers from `low` to `high`, ends included; in the others no end."""
+    layer = Input(name="layer")
+    ends = [Binary(op=op, left=layer, right=end) for op, end in (("<", low), (">", high)) if end is not None]
+    if not ends:
+        return count
+    outside = ends[0] if len(ends) == 1 else Binary(op="or", left=ends[0], right=ends[1])
+    return Call(function="where", args=(outside, Number(value=math.inf), count))
 
 
 def pair(call: Call) -> tuple[Expr, Expr]:

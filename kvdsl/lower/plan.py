@@ -12,7 +12,7 @@ from kvdsl.ir.nodes import Axis, Given, Policy, Reduce, Tensor
 from kvdsl.ir.printer import print_across_layers, print_count, print_expression, print_keep, print_number
 from kvdsl.ir.visitors import everywhere, walk
 from kvdsl.lower.cpp import CppPlan, cpp_plan
-from kvdsl.lower.expression import NotLowerable, reads, reads_vectors
+from kvdsl.lower.expression import NotLowerable, bounds_pages, reads, reads_vectors
 from kvdsl.lower.numbers import ParamPlan, numbers_plan
 from kvdsl.lower.spelling import size_of, spelled
 from kvdsl.lower.torch import TorchPlan, torch_plan
@@ -184,6 +184,7 @@ def _flags(policy: Policy, torch: TorchPlan, heads_differ: bool) -> Iterator[tup
         "reuses": policy.reuses,
         "counts": policy.select is not None and policy.select.measured is not None,
         "sketches": policy.sketch is not None,
+        "bounds_pages": bounds_pages(policy),
         "compact": policy.positions == "compact",
         "rotates": policy.rotates,
         "reads_text": policy.reads_text,

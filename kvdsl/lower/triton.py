@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from kvdsl.ir.nodes import Column, Expr, Keep, Number, Policy
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, form_of_select, fragment, names_of, reads, texts, uses_of
 from kvdsl.lower.numbers import heads_differ
-from kvdsl.lower.refusals import refuse_select, refuse_statements
 from kvdsl.lower.spelling import spelled
 from kvdsl.lower.triton_expressions import (
     CAN,
@@ -209,13 +208,22 @@ def _uses(passes: Iterable[Pass]) -> tuple[Use, ...]:
 
 
 def _refuse_statements(policy: Policy) -> None:
-    """The statements that the kernels do not know: a launch sees one layer."""
-    own = {
+    """The statements that the kernels do not know: a launch sees one layer, and a program of it one KV head."""
+    decodes = policy.when != "prefill"
+    reads_pages = decodes or policy.select is not None  # what a prompt has left is selected from as well
+    refused = {
+        "a budget that reads what is cached": policy.measured is not None and decodes,
+        "a count of `select` that reads what is cached": policy.select is not None and policy.select.measured is not None,
+        "`pages` of what eviction leaves": policy.pages is not None and policy.budget is not None and reads_pages,
+        "`pages` that do not begin with the text": policy.pages_after is not None and reads_pages,
+        "`select` by what all KV heads find (`over heads`): a kernel sees one": policy.heads_vote,
         "`select ... reused above`: a kernel hands its choice to no other layer": policy.reuses,
         "`victims shared by layers`": policy.victims == "layers",
         "`group each`: a kernel chooses once for the query heads of a KV head": policy.group == "each",
     }
-    refuse_statements(policy, own)
+    found = [statement for statement, stated in refused.items() if stated]
+    if found:
+        raise NotLowerable(", ".join(found))
 
 
 def _numbers_in(uses: Iterable[Use], numbers: tuple[str, ...]) -> tuple[tuple[str, int], ...]:
@@ -275,7 +283,8 @@ def _fold(column: Column, printer: BlockPrinter) -> Fragment:
 def _select(policy: Policy, numbers: tuple[str, ...]) -> TritonSelect | None:
     if policy.select is None:
         return None
-    refuse_select(policy, policy.select)
+    if reads(policy.select.by, "query_head"):
+        raise NotLowerable("`select` by a query head's number")
     by = form_of_select(policy.select.by)
     if by == "expression":
         raise NotLowerable(

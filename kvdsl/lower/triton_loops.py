@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from kvdsl.ir.nodes import Axis, Expr, Policy, Reduce
+from kvdsl.ir.nodes import Axis, Expr, Policy, Pool, Rank, Reduce
 from kvdsl.lower.expression import Fragment, NotLowerable, Use, dims_of, fragment, hoist, is_vector, names_of
 from kvdsl.lower.triton_expressions import (
     CAN,
@@ -82,7 +82,10 @@ def hoisted_loops(
         rows: gets the rows of `work` in which numbers of slots are left; None where keys and values cannot be read.
     """
 
-    def loop(expr: Reduce, name: str, names: dict[Expr, str]) -> Pass:
+    def loop(expr: Reduce | Rank | Pool, name: str, names: dict[Expr, str]) -> Pass | None:
+        if not isinstance(expr, Reduce):
+            CAN.check(expr)
+            return None
         if rows is None and (expr.axis is Axis.DIM or is_vector(expr)):
             raise NotLowerable(OF_VECTORS)
         CAN.check(expr)

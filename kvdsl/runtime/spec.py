@@ -56,6 +56,7 @@ class PolicySpec:
         selects: whether a decoded token attends to a selection only.
         reuses: whether layers take over what another one's queries choose; `chooser` is its number then.
         heads_vote: whether what a token attends to is chosen by what all KV heads of a layer find.
+        bounds_pages: whether kernels keep the smallest and largest key of every page, by which a token selects.
         sketches: whether the policy looks at a few dims of keys and queries, which it chooses anew from time to time.
         compact: whether a key's rotary position is its rank among the live slots.
         rotates: whether an expression asks how keys are rotated. `reads_text`: whether the score reads all queries of the prompt.
@@ -93,6 +94,7 @@ class PolicySpec:
     selects: bool = False
     reuses: bool = False
     heads_vote: bool = False
+    bounds_pages: bool = False
     sketches: bool = False
     compact: bool = False
     rotates: bool = False

@@ -316,19 +316,12 @@ def given() -> Iterator[tuple[str, Policy]]:
 
 _NOWHERE = {
     *(
-        f"{op} over {where}"
+        f"{op} {over} {where}"
         for op in ("sum", "mean", "std", "var", "max", "min")
-        for where in ("page", "next page", "others")
-    ),
-    *(
-        f"{op} of some of {where}"
-        for op in ("sum", "mean", "std", "var", "max", "min")
-        for where in ("page", "next page", "slots as j", "others", "a key")
+        for over, where in (("over", "others"), *(("of some of", one) for one in ("next page", "slots as j", "others", "a key")))
     ),
     "rank in a key",
-    *("median over slots", "median over the last N queries", "max_pool", "mean_pool"),
-    *(f"rank in {place}" for place in ("all", "page", "a query", "a selection", "a page of a selection")),
-    *(f"fold over queries{more}" for more in ("", ", with another in it", ", of vectors")),
+    *("median over slots", "median over the last N queries", "rank in a query"),
     *(f"fold over prunes{more}" for more in ("", ", of a fold", ", of heads that agree")),
     *(f"rotation in a {place}" for place in ("score", "query", "selection")),
     *(f"leverage of {what}" for what in ("keys", "weighed values")),
@@ -346,6 +339,11 @@ WITHOUT_KERNELS = {
     "triton": _NOWHERE | {
         *(f"{op} {of} dims" for op in ("sum", "mean", "std", "var", "max", "min") for of in ("over", "of some of")),
         *(f"{op} of some of sketch" for op in ("sum", "mean", "std", "var", "max", "min")),
+        *(f"{op} over {where}" for op in ("sum", "mean", "std", "var", "max", "min") for where in ("page", "next page")),
+        *(f"{op} of some of page" for op in ("sum", "mean", "std", "var", "max", "min")),
+        *("max_pool", "mean_pool"),
+        *(f"rank in {place}" for place in ("all", "page", "a selection", "a page of a selection")),
+        *(f"fold over queries{more}" for more in ("", ", with another in it", ", of vectors")),
         *(f"{op} over sketch" for op in ("mean", "std", "var", "max", "min")),
         *(f"a tensor in a {place}" for place in ("count that a selection keeps", "reduction over queries and dims", "selection", "sketch")),
         *(f"vectors in {place}" for place in ("a reduction of products", "a selection", "what a query gives")),

@@ -330,16 +330,16 @@ class Maker:
 
     def reduction(self, place: Place) -> Expr:
         axes = ["dims", "slots"] if place.query else ["queries", "queries", "queries", "dims", "slots"]
-        if place.pools and not self.fused:
+        if place.pools:
             axes.append("pool")
         if place.dims and self.one_of(True, True, False):
             return self.leaf(place)  # a reduction inside a reduction over dims: seldom
         if self.pages and not place.asks:
             axes.append("page")
-        if not self.fused and not place.asks and self.rarely():
+        if not place.asks and self.rarely():
             axes.append("rank")
         folds = not place.dims and not place.pruned and (not place.query or place.previous)
-        if not self.fused and not place.asks and folds and self.rarely():
+        if not place.asks and folds and self.rarely():
             axes.append("fold")
         if place.text and not place.dims:
             axes += ["text"] * 4
@@ -428,7 +428,7 @@ class Maker:
 
     def fold(self, place: Place) -> Expr:
         """Query by query, or prune by prune; a fold over queries may stand in either."""
-        over = "queries" if place.query else self.one_of("queries", "queries", "prunes")
+        over = "queries" if place.query or self.fused else self.one_of("queries", "queries", "prunes")
         inside = place.deeper(
             query=over == "queries", attends=True, previous=True, pruned=over == "prunes", pools=False, text=False
         )
@@ -570,7 +570,7 @@ class Maker:
             by = self.binary("+", by, self.dot(SELECT)) if self.rarely() else by
         layers = self.layers() if self.rarely() else LayerRange()
         count = self.count(room + 6, room) if not self.rarely() else self.count(room, room)
-        if not self.fused and self.rarely():
+        if self.rarely():
             measured = self.of_data(SELECT)
             return Select(count=Input(name="everything"), by=by, measured=measured, low=layers.low, high=layers.high)
         return Select(count=count, by=by, low=layers.low, high=layers.high)
@@ -647,13 +647,13 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     if maker.victims == "layers":
         maker.fixed.pop()  # a count cannot read the layer
     maker.logit = not selects
-    maker.pages = (selects or not fused) and not compact and maker.rarely()
+    maker.pages = not compact and maker.rarely()
     sketches = selects and not compact and maker.one_of(True, False)
     made: dict[str, Any] = {"params": tuple(maker.params(evicts)), "group": maker.one_of("mean", "max", "sum")}
     room = 4.0
     if evicts:
         made["budget"], room = _budget(maker, made["params"])
-        maker.measured = not fused and maker.victims != "layers" and maker.one_of(*[False] * 5, True)
+        maker.measured = maker.victims != "layers" and maker.one_of(*[False] * 5, True)
         told = _by_head(maker, made["budget"]) if maker.victims == "own" and not maker.measured else None
         if maker.measured:
             made["measured"] = maker.of_data(KEEP)
@@ -669,7 +669,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
         made |= maker.eviction(room, compact=compact)
     if selects:
         maker.sketch = sketches
-        made["select"] = maker.select(room, votes=not fused and (not evicts or made.get("victims", "own") != "own"))
+        made["select"] = maker.select(room, votes=not evicts or made.get("victims", "own") != "own")
         if not evicts and maker.one_of(False, True):
             made["select"] = maker.reused(made["select"])
     if sketches and _looks_at_sketch(made["select"]):
@@ -677,7 +677,7 @@ def make_policy(pick: Callable[[Sequence[Any]], Any], stem: str = "p", *, fused:
     paged = any(isinstance(part, (Rank, Reduce)) and part.within in ("page", "next") for part in _nodes(made))
     if maker.pages and (selects or paged):
         made["pages"] = maker.count(5, 1)
-        if not fused and maker.rarely():
+        if maker.rarely():
             made["pages_after"] = maker.count(7)
     if not fused and maker.rarely():
         made |= {"storage": "blocks", "block": maker.count(6, 1)}

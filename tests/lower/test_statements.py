@@ -19,6 +19,10 @@ FORMS = {
     "sum(max(max(k over page) * q, min(k over page) * q) over dims)": "page_bound",
     "dot(q, k) - age": "expression",
     "max(k over sketch)": "expression",
+    "sum(q * max(k over page) over dims)": "expression",
+    "max(norm1(k) over page)": "expression",
+    "rank(dot(q, k))": "expression",
+    "mean(dot(q, k) over heads)": "expression",
     "random()": "expression",
 }
 
@@ -39,8 +43,17 @@ def test_selections_in_cpp(by: str) -> None:
 @pytest.mark.parametrize(
     ("statements", "refusal"),
     [
-        ("pages 4\nselect top 8 by sum(q * max(k over page) over dims)", "`over page` in anything but a bound of dot(q, k)"),
-        ("pages 4\nselect top 8 by max(norm1(k) over page)", "`over page` in anything but a bound of dot(q, k)"),
+        ("select top 8 by max(dot(q, k) over heads) - min(dot(q, k) over heads)", "several reductions over heads"),
+        (
+            "select top 8 by max(dot(q, k) over heads) - rank(dot(q, k))",
+            "a reduction over slots of what a query is compared with, beside `over heads`",
+        ),
+        ("select top enough(dot(q, k), 0.5) by dot(q, k)", "`enough`"),
+        ("select top sum(dot(q, k) > 0 over slots) by dot(q, k)", "a count of `select` that reads keys, values or queries"),
+        (
+            "select top sum(max(k over dims) > 0 over slots) by dot(q, k)",
+            "a count of `select` that reads keys, values or queries",
+        ),
         (
             "sketch top 4 dims by mean(v over slots) every 3 queries\nselect top 8 by dot(q, k over sketch)",
             "values over a sketch's dims",
@@ -54,6 +67,22 @@ def test_selections_in_cpp(by: str) -> None:
 def test_selections_that_cpp_cannot_make(statements: str, refusal: str) -> None:
     plan = make_plan(checked(statements))
     assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
+
+
+@pytest.mark.parametrize(
+    ("statements", "alone", "vote", "voted"),
+    [
+        ("select top 8 by dot(q, k) - age", False, "", ""),
+        ("select top 8 by rank(dot(q, k))", True, "", ""),
+        ("select top 8 by rank(age) * dot(q, k)", False, "", ""),
+        ("select top 8 by max(dot(q, k) over heads)", False, "max", ""),
+        ("select top 8 by sum(rank(dot(q, k)) over heads) + age", True, "sum", "voted[i] + static_cast<float>(row.age(i))"),
+    ],
+)
+def test_how_cpp_asks_query_heads_and_kv_heads(statements: str, alone: bool, vote: str, voted: str) -> None:
+    plan = make_plan(checked(statements)).cpp
+    assert plan is not None and plan.select is not None
+    assert (plan.select.alone, plan.select.vote, plan.select.voted) == (alone, vote, voted)
 
 
 @pytest.mark.parametrize("who", ["heads", "layers"])
@@ -172,12 +201,6 @@ def test_the_runtime_is_told(statement: str, flags: dict[str, str]) -> None:
     [
         ("victims shared by heads", "`victims shared by heads`"),
         ("victims shared by layers", "`victims shared by layers`"),
-        ("pages 4\nselect top 4 by dot(q, k)", "`pages` of what eviction leaves"),
-        ("when prefill\npages 4\nselect top 4 by dot(q, k)", "`pages` of what eviction leaves"),
-        (
-            "when prefill\npages 4 after 2\nselect top 4 by dot(q, k)",
-            "`pages` of what eviction leaves, `pages` that do not begin with the text",
-        ),
     ],
 )
 def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
@@ -185,9 +208,43 @@ def test_what_cpp_cannot_do(statement: str, refusal: str) -> None:
     assert (plan.cpp, plan.cpp_refusal) == (None, refusal)
 
 
-def test_pools_are_left_to_torch() -> None:
-    plan = make_plan(evicting("score max_pool(sum(attn), 7) - mean_pool(age, a)"))
-    assert (plan.cpp, plan.cpp_refusal) == (None, "`max_pool`")
+BOUND = "sum(max(q * min(k over page), q * max(k over page)) over dims)"
+
+
+@pytest.mark.parametrize(
+    ("statements", "kept"),
+    [
+        ("", True),
+        ("\nkeep first 4", True),
+        ("\nparam budget = 8\nscore age", False),
+        ("\nparam budget = 8\nscore age\nwhen prefill", False),
+    ],
+)
+def test_bounds_of_pages_are_kept_where_no_token_leaves(statements: str, kept: bool) -> None:
+    plan = make_plan(checked(f"pages 4\nselect top 8 by {BOUND}{statements}"))
+    assert plan.cpp is not None and plan.cpp.select is not None
+    assert plan.cpp.select.by == ("page_bound" if kept else "expression")
+    assert ("bounds_pages" in dict(plan.flags)) == kept
+    apart = make_plan(checked(f"pages 4 after 2\nselect top 8 by {BOUND}{statements}"))
+    assert apart.cpp is not None and apart.cpp.select is not None and apart.cpp.select.by == "expression"
+
+
+def test_pools_come_behind_what_may_not_leave_in_cpp() -> None:
+    plan = make_plan(evicting("score max_pool(sum(attn), 7) - mean_pool(age, a)\nkeep top 2 by age")).cpp
+    assert plan is not None
+    assert plan.settle == ("top_1[i] = static_cast<float>(head.age(i));",)
+    protected, kept, *pools = plan.protect
+    assert (protected, kept) == ("head.protect_top(top_1, 2);", "head.protect_last(1);")
+    assert ["max_pool_" in pools[0], "mean_pool_" in pools[1]] == [True, True]
+    assert plan.settle_last == ("score[i] = max_pool_1[i] - mean_pool_2[i];",)
+
+
+@pytest.mark.parametrize("budget", ["0.5 * seen", "sum(age < 5 over slots) + live"])
+def test_a_budget_that_reads_the_data_is_found_at_a_settle(budget: str) -> None:
+    plan = make_plan(checked(f"score sum(attn)\nbudget {budget} at most 9\nlayers 2..")).cpp
+    assert plan is not None and plan.budget is not None
+    assert plan.overflow == "kvdsl::count(kvdsl::minimum(head.param(Number::capacity), budget(head)))"
+    assert plan.budget.value.startswith("kvdsl::at_least_one((head.param(Number::layer) < 2.0 ? INFINITY : ")
 
 
 def test_a_prompt_is_no_matter_of_cpp() -> None:

@@ -129,7 +129,7 @@ def _told_of_slots(state: SlotState, ring_rows: Tensor) -> DecodeArgs:
         point(args, sketch=state.sketch, prompt=state.prompt, sketch_keys=state.sketch_keys)
     if "copied" in state.declared:
         point(args, copied=state.copied)
-    if "page" in state.spec.numbers:
+    if state.spec.bounds_pages:
         args.pages = state.page_bounds.shape[2]
         point(args, page_bounds=state.page_bounds)
     return args

@@ -186,7 +186,7 @@ class TritonBackend:
             "SELECTS": state.selects, "SIZE": block_size, "blocks": blocks, "batch": batch, "cache_rows": cache_rows, "heads": heads,
             "SOME": fresh["which"] is not None,
             "slots": state.slots, "splits": work.splits, "per_split": work.per_split, "per_piece": work.per_piece, "width": work.width,
-            "pages": state.page_bounds.shape[2] if "page" in state.spec.numbers else 0,
+            "pages": state.page_bounds.shape[2] if state.spec.bounds_pages else 0,
             "scaling": call.scaling, "softcap": call.softcap or 0.0, "window": call.window or EVERYTHING,
             "seed": signed(state.seed), "layer": state.layer, "first_head": state.head_offset,
             "LOGITS": "logits" in self.kernels.settle.arg_names, "DOT": self._dot, "SINKS": call.sinks is not None,
@@ -201,7 +201,7 @@ class TritonBackend:
         if state.selects:
             look = sizes.look(work.width or sizes.key_dim, in_blocks=block_size > 0)
             yield Launch(self.kernels.look, (work.splits, heads, batch), arguments | look, LOOK_OPTIONS)
-            chosen = sizes.choose(work.splits, work.choosers, pages="page" in state.spec.numbers)
+            chosen = sizes.choose(work.splits, work.choosers, pages=state.spec.bounds_pages)
             yield Launch(self.kernels.choose, (work.choosers, heads, batch), arguments | chosen, CHOOSE_OPTIONS)
         one_by_one = isinstance(layout, SlotAfterSlot) and call.window is None
         dense = {"DENSE": state.even and one_by_one and sizes.reads_ahead(rope)}
@@ -297,7 +297,7 @@ def workspace_of(
     cut = slots, batch * heads, _processors(state.position.device)
     splits, per_split = sizes.splits(*cut)
     pieces, per_piece = sizes.pieces(*cut) if kernels.SPREADS else (1, slots)
-    choose = choosers(*cut, sizes.choose_block(pages="page" in state.spec.numbers))
+    choose = choosers(*cut, sizes.choose_block(pages=state.spec.bounds_pages))
     tensors = tensors or _allocate(state, kernels, sizes, batch, splits, pieces, choose)
     return Workspace(fits(state, kernels, sizes), tensors, splits, per_split, pieces, per_piece, choose, _width(state))
 

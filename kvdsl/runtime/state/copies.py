@@ -27,7 +27,7 @@ def forget(state: SlotState) -> None:
     keys, (batch, heads, _) = state.layout.key_pool, state.position.shape
     if state.spec.sketches and not state.sketch_keys.numel():
         _have_none(state, "sketch_keys", keys, (batch, heads, 0, 0, 0))
-    if "page" in state.spec.numbers and not state.page_bounds.numel():
+    if state.spec.bounds_pages and not state.page_bounds.numel():
         _have_none(state, "page_bounds", keys, (batch, heads, 0, 2, keys.shape[-1]))
     if "copied" in state.declared:
         state.copied = holding(state.copied, state.position.new_zeros(batch))
@@ -54,7 +54,7 @@ def keep(state: SlotState, tile: int) -> None:
     keys, (batch, heads, slots) = state.layout.key_pool, state.position.shape
     if state.spec.sketches:
         _have(state, "sketch_keys", keys, (batch, heads, -(-slots // tile), state.sketch.shape[-1], tile))
-    if "page" in state.spec.numbers and state.paged != slots:  # the size of a page is the device's to know
+    if state.spec.bounds_pages and state.paged != slots:  # the size of a page is the device's to know
         pages = int(slots // float(state.settings.named(state.numbers)["page"].min())) + 1
         _have(state, "page_bounds", keys, (batch, heads, pages, 2, keys.shape[-1]))
         state.paged = slots

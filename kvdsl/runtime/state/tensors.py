@@ -30,11 +30,11 @@ def _sketches(spec: PolicySpec) -> bool:
 
 
 def _pages(spec: PolicySpec) -> bool:
-    return "page" in spec.numbers
+    return spec.bounds_pages
 
 
 def _copies(spec: PolicySpec) -> bool:
-    return spec.selects and (spec.sketches or "page" in spec.numbers)
+    return spec.selects and (spec.sketches or spec.bounds_pages)
 
 
 def _compact(spec: PolicySpec) -> bool:

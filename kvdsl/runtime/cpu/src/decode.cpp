@@ -66,6 +66,10 @@ void decode_together(const DecodeArgs& args, const Steps& steps, Unit* units, in
       laps.end(Stage::renew);
       share(units, count, chunks, [](Unit& unit, int c) { if (unit.choosing()) unit.look(c); });
       laps.end(Stage::look);
+      if (steps.selecting.vote != Vote::none) {
+        share(units, count, 1, [](Unit& unit, int) { if (unit.voting()) unit.ask(); });
+        share(units, count, 1, [=](Unit& unit, int) { if (unit.choosing()) unit.hear(units); });
+      }
       share(units, count, 1, [](Unit& unit, int) { if (unit.choosing()) unit.choose(); });
       laps.end(Stage::choose);
     }
@@ -109,7 +113,8 @@ constexpr int64_t cached_bytes = int64_t{8} << 20;
 int decode(const DecodeArgs& args, const Steps& steps) {
   const int units = args.batch * args.kv_heads;
   const int threads = args.threads > 1 ? args.threads : 1;
-  const int alone = units / threads * threads, together = units - alone;
+  const bool vote = steps.selecting.vote != Vote::none;  // then every head waits for the others
+  const int alone = vote ? 0 : units / threads * threads, together = units - alone;
   const int64_t workspace = Workspace::bytes(args, steps);
   int status = ok;
 

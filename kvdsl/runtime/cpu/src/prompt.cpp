@@ -151,6 +151,7 @@ class PromptBlock : PromptHead {
     query.logit = logit_ + place * row_stride_;
     query.query = queries_ + place * args.group * args.key_dim;
     query.group = args.group;
+    query.query_head = (args.head_offset + head) * args.group;
     query.key_dim = args.key_dim;
     query.value_dim = args.value_dim;
     query.keys = layout(args.key, args.key_stride, from);

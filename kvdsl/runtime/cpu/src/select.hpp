@@ -4,6 +4,8 @@
 
 #include <climits>
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include <kvdsl/args.hpp>
 #include <kvdsl/head.hpp>
@@ -144,7 +146,10 @@ struct ChoiceWork {
   int64_t query_stride;
   float* query;            // [group, query_stride] what grades the slots: in pairs, or over the sketch's dims in their order
   float* plain;            // [key_dim] the group's queries as one
-  float* by;               // [slots, padded]
+  float* by;               // [padded]
+  float* asked;            // [padded] what the head votes with; nothing where heads choose by themselves, nor is the next
+  float* voted;            // [padded] what came of it
+  float* of_head;          // [group, padded] of query heads that are asked one by one
   float* dims;             // [key_dim] what grades the dims
   float* scores;           // [chunks, group, block]
   char* edge;              // [2, key_dim] the bounds of a page of which a query sees a part
@@ -164,6 +169,9 @@ struct ChoiceWork {
     query = arena.take<float>(selects ? args.group * query_stride : 0);
     plain = arena.take<float>(selects ? args.key_dim : 0);
     by = arena.take<float>(padded);
+    asked = arena.take<float>(steps.selecting.vote != Vote::none ? padded : 0);
+    voted = arena.take<float>(steps.selecting.vote != Vote::none ? padded : 0);
+    of_head = arena.take<float>(steps.selecting.alone && choices == 1 ? args.group * padded : 0);
     dims = arena.take<float>(selects ? args.key_dim : 0);
     scores = arena.take<float>(selects ? int64_t{chunks} * args.group * block : 0);
     edge = arena.take<char>(selects ? int64_t{2} * args.key_dim * steps.dtype->size : 0);
@@ -196,12 +204,30 @@ class Choice {
     anew_ = anew;
     page_ = how_.page(query);
     if (sketch_) refresh();
-    if (args_.sketch_keys && !anew_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
+    if (has_tiles() && !anew_) dtype_.tiles.put(key(slot), sketch_, query_.dims, slot % block, tile(slot));
     if (has_bounds() && !anew_) dtype_.bounds.add(key(slot), args_.key_dim, slot % page_ == 0, bounds(slot / page_));
     wanted_ = page_ > 0 ? how_.tokens(query) / page_ : how_.tokens(query);
     if (wanted_ < 1) wanted_ = 1;
-    choosing_ = wanted_ < (page_ > 0 ? pages() : query.live);
+    choosing_ = wanted_ < (how_.by == By::page_bound ? pages() : query.live) && !args_.taken;
   }
+
+  // Finds what the head votes with, where the heads of a layer choose together.
+  void ask() { find(query_, work_.asked); }
+
+  // What the heads find at every slot, reduced. count: how many there are.
+  template <class Heads>
+  void hear(const Heads& heads, int count) {
+    for (int i = 0; i < args_.slots; ++i) {
+      float total = heads(0)[i];
+      for (int h = 1; h < count; ++h) {
+        const float own = heads(h)[i];
+        total = how_.vote == Vote::max ? maximum(total, own) : how_.vote == Vote::min ? minimum(total, own) : total + own;
+      }
+      work_.voted[i] = how_.vote == Vote::mean ? total / static_cast<float>(count) : total;
+    }
+  }
+
+  const float* asked() const { return work_.asked; }
 
   bool choosing() const { return choosing_; }
   bool renewing() const { return anew_; }
@@ -223,7 +249,7 @@ class Choice {
 
   // Makes a chunk of what is kept beside the keys.
   void renew(int chunk) {
-    if (args_.sketch_keys) {
+    if (has_tiles()) {
       const int end = end_of(chunk);
       for (int from = chunk * work_.chunk; from < end; from += block) {
         query_.keys.runs(from, end - from < block ? end : from + block, [&](int first, int last, const char* row) {
@@ -293,13 +319,33 @@ class Choice {
     return own;
   }
 
+  // The query of one head.
+  Query alone(int head) const {
+    Query asking = query_;
+    asking.query += int64_t{head} * args_.key_dim;
+    asking.query_head += head;
+    asking.group = 1;
+    return asking;
+  }
+
+  // The policy's expression, as the query heads find it together or one by one.
+  void find(const Query& asking, float* by) const {
+    if (!how_.alone || asking.group == 1) return how_.expression(asking, by);
+    for (int g = 0; g < asking.group; ++g) how_.expression(alone(g), work_.of_head + g * work_.padded);
+    reduction(group_)(work_.of_head, work_.padded, asking.group, ones_, 0, args_.slots, by);
+  }
+
   // What one query head, or all together, choose; returns how many.
   int choose_for(int choice, int32_t* chosen) {
     const Ballot ballot = ballot_of(choice);
     if (how_.by == By::expression) {
-      Query asking = query_;
-      if (several()) asking.query += int64_t{choice} * args_.key_dim, asking.group = 1;
-      how_.expression(asking, work_.by);
+      const Query asking = several() ? alone(choice) : query_;
+      if (how_.vote == Vote::none) {
+        find(asking, work_.by);
+      } else {
+        std::memcpy(work_.by, work_.voted, sizeof(float) * static_cast<std::size_t>(args_.slots));
+        how_.with_vote(asking, work_.voted, work_.by);
+      }
       for (int from = 0; from < args_.slots; from += block) rank_slots(work_.by + from, from, ballot.grades);
     }
     if (page_ > 0) return choose_pages(ballot, chosen);
@@ -335,6 +381,7 @@ class Choice {
     return static_cast<char*>(args_.page_bounds) + (int64_t{number_} * args_.pages + page) * 2 * args_.key_dim * dtype_.size;
   }
 
+  bool has_tiles() const { return args_.sketch_keys && how_.by == By::sketch_dot; }
   bool has_bounds() const { return args_.page_bounds && how_.by == By::page_bound; }
   int pages() const { return query_.newest / page_ + 1; }
   int first_page(int chunk) const { return static_cast<int>(int64_t{pages()} * chunk / work_.chunks); }
@@ -443,19 +490,30 @@ class Choice {
     return first_seen(page) <= first_ || last_seen(page) >= last_ ? above_all : own;
   }
 
-  // A page grades by the best of its tokens.
-  void rank_pages_by_tokens(const Ballot& ballot) const {
+  // Of tokens that lie anywhere: a page grades by the best of them.
+  int choose_scattered_pages(const Ballot& ballot, int32_t* chosen) const {
+    const Pages pages = query_.pages(page_, how_.page_after(query_));
+    const int count = static_cast<int>(pages.place.size());
     Grade* const best = ballot.candidates;
-    for (int page = 0; page < pages(); ++page) best[page] = below_all;
-    for (int slot = 0; slot <= query_.newest; ++slot) {
-      Grade& of_page = best[slot / page_];
+    for (int page = 0; page < padded(count); ++page) best[page] = below_all;
+    for (int slot = 0; slot < args_.slots; ++slot) {
+      Grade& of_page = best[pages.of[slot]];
       of_page = ballot.grades[slot] > of_page ? ballot.grades[slot] : of_page;
     }
-    std::memcpy(ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(pages()));
+    std::memcpy(ballot.grades, best, sizeof(Grade) * static_cast<std::size_t>(padded(count)));
+    const int found = ballot.choose(nullptr, padded(count), wanted_, work_.chosen_pages);
+    std::vector<uint8_t> taken(static_cast<std::size_t>(count));
+    for (int i = 0; i < found; ++i) taken[work_.chosen_pages[i]] = 1;
+    int most = 0;
+    for (int slot = 0; slot < args_.slots; ++slot) {
+      chosen[most] = slot;
+      most += query_.visible(slot) && taken[pages.of[slot]];
+    }
+    return most;
   }
 
   int choose_pages(const Ballot& ballot, int32_t* chosen) const {
-    if (how_.by != By::page_bound) rank_pages_by_tokens(ballot);
+    if (how_.by != By::page_bound) return choose_scattered_pages(ballot, chosen);
     for (int page = pages(); page < padded(pages()); ++page) ballot.grades[page] = below_all;
     const int found = ballot.choose(nullptr, padded(pages()), wanted_, work_.chosen_pages);
     int count = 0;

@@ -37,6 +37,8 @@ class Unit {
   bool placed() const { return placed_; }
   bool renewing() const { return placed_ && steps_.selecting.selects() && choice_.renewing(); }
   bool choosing() const { return placed_ && choosing_; }
+  // Whether any head of the row may be choosing, where they choose together: they do as long as their numbers are the same.
+  bool voting() const { return placed_ && steps_.selecting.vote != Vote::none && (choosing_ || args_.params_per_head != 0); }
   int status() const { return status_; }
 
   // Puts token t into the first free slot. False if there is nothing to attend with: the token is padding, or no slot
@@ -77,6 +79,14 @@ class Unit {
 
   void renew(int chunk) { choice_.renew(chunk); }
   void look(int chunk) { choice_.look(chunk); }
+
+  void ask() { choice_.ask(); }
+
+  // Hears what all heads of the row, which are units one after the other, have asked for.
+  void hear(const Unit* units) {
+    const Unit* const first = units + row_ * args_.kv_heads;
+    choice_.hear([=](int head) { return first[head].choice_.asked(); }, args_.kv_heads);
+  }
 
   // Chooses what the query attends to, or what those of the layers above do, once every chunk was looked at.
   [[gnu::noinline]] void choose() {
@@ -506,6 +516,7 @@ class Unit {
     query.logit = work_.logit;
     query.query = work_.plain_query;
     query.group = args_.group;
+    query.query_head = (args_.head_offset + head_) * args_.group;
     return query;
   }
 

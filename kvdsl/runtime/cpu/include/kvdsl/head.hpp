@@ -1,8 +1,10 @@
 // Who leaves a KV head, once its slots are scored: what is protected stays, of the others the lowest-scored leave.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cstdint>
+#include <vector>
 
 #include "grade.hpp"
 #include "view.hpp"
@@ -57,6 +59,18 @@ class Head : public Slots {
     clear_marks();
     const int32_t* const marks = marks_;
     fill(marks_, [=](int i) { return marks[i] | (condition(i) ? 1 : 0); });
+  }
+
+  // At every slot that may leave the largest, or the mean, value(i) of those at most size / 2 places before or behind, in the order of
+  // the text; at the others their own. Behind all that protects.
+  template <class Value>
+  std::vector<float> max_pool(double size, Value&& value) {
+    return pool(size, value, -INFINITY, [](float top, float x) { return maximum(top, x); }, false);
+  }
+
+  template <class Value>
+  std::vector<float> mean_pool(double size, Value&& value) {
+    return pool(size, value, 0.0f, [](float sum, float x) { return sum + x; }, true);
   }
 
   // What first and last protect: positions up to the one and from the other on.
@@ -114,6 +128,29 @@ class Head : public Slots {
     const int n = slots;
 #pragma omp simd
     for (int i = 0; i < n; ++i) to[i] = value(i);
+  }
+
+  template <class Value, class Join>
+  std::vector<float> pool(double size, Value&& value, float start, Join join, bool mean) {
+    resolve_tops();
+    std::vector<float> own(static_cast<std::size_t>(slots)), pooled;
+    std::vector<int32_t> order;
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      own[i] = value(i);
+      const bool kept = position[i] <= first_ || position[i] >= last_ || (marked_ && marks_[i] != 0);
+      if (!kept) order.push_back(i);
+    }
+    std::sort(order.begin(), order.end(), [&](int a, int b) { return position[a] < position[b]; });
+    pooled = own;
+    const int n = static_cast<int>(order.size()), least = size >= 1 ? kvdsl::count(size) : 1, radius = least / 2;
+    for (int place = 0; place < n; ++place) {
+      const int from = place > radius ? place - radius : 0, to = radius < n - place ? place + radius + 1 : n;
+      float joined = start;
+      for (int other = from; other < to; ++other) joined = join(joined, own[order[other]]);
+      pooled[order[place]] = mean ? joined / static_cast<float>(to - from) : joined;
+    }
+    return pooled;
   }
 
   void clear_marks() {

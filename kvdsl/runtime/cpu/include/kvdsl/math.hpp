@@ -34,6 +34,9 @@ inline X modulo(X a, X b) {
   return ((rest != 0) & ((rest < 0) != (b < 0))) ? rest + b : rest;
 }
 
+// What a fold holds, before its first query `start`.
+inline float begun(float held, float start) { return held != held ? start : held; }
+
 // A moving average after x has joined it. A token's own query, at which its age is 0, is the first to.
 inline float ema(float old, float x, float decay, int age) {
   return age == 0 ? x : decay * old + (1.0f - decay) * x;

@@ -13,9 +13,13 @@ struct Selecting {
   By by;
   int (*tokens)(const Slots&);
   int (*page)(const Slots&);
+  int (*page_after)(const Slots&);
   int (*sketch_every)(const Slots&);
   void (*always)(Head&);
   void (*expression)(const Query&, float* by);
+  bool alone;
+  Vote vote;
+  void (*with_vote)(const Query&, const float* voted, float* by);
   void (*sketch)(const Query&, float* by);
 
   bool selects() const { return by != By::all; }
@@ -61,6 +65,11 @@ void rank_slots(const Query& query, float* by) {
 }
 
 template <class T, class Policy>
+void rank_by_vote(const Query& query, const float* voted, float* by) {
+  Policy::with_vote(typed<T>(query), voted, by);
+}
+
+template <class T, class Policy>
 void rank_dims(const Query& query, float* by) {
   Policy::sketch(typed<T>(query), by);
 }
@@ -70,8 +79,17 @@ template <class Derived>
 constexpr bool places = &Derived::place != &Policy::place;
 
 template <class T, class Policy>
-constexpr Selecting selecting = {Policy::by,     Policy::tokens,        Policy::page,        Policy::sketch_every,
-                                 Policy::always, rank_slots<T, Policy>, rank_dims<T, Policy>};
+constexpr Selecting selecting = {Policy::by,
+                                 Policy::tokens,
+                                 Policy::page,
+                                 Policy::page_after,
+                                 Policy::sketch_every,
+                                 Policy::always,
+                                 rank_slots<T, Policy>,
+                                 Policy::alone,
+                                 Policy::vote,
+                                 rank_by_vote<T, Policy>,
+                                 rank_dims<T, Policy>};
 
 // Of a prompt; and, below, of tokens that are decoded.
 template <class T, class Policy>

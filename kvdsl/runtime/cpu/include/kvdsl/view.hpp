@@ -8,12 +8,16 @@
 // What a free slot's numbers are does not matter. Everything is float32.
 #pragma once
 
+#include <algorithm>
 #include <climits>
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <tuple>
 #include <vector>
 
 #include "args.hpp"
+#include "grade.hpp"
 #include "layout.hpp"
 #include "math.hpp"
 #include "ordered.hpp"
@@ -29,6 +33,9 @@ enum class Group { mean, max, sum, each };
 // expression; or one for which there is a fast form: the product of query and key, the same over the sketch's dims, or at
 // most what it can be with a key of the slot's page.
 enum class By { all, expression, dot, sketch_dot, page_bound };
+
+// How what the KV heads of a layer find at a slot is reduced, where they choose together.
+enum class Vote { none, sum, mean, max, min };
 
 // The defaults: a policy derives from it and restates what it needs.
 struct Slot;
@@ -53,9 +60,13 @@ struct Policy {
   static constexpr By by = By::all;
   static int tokens(const Slots&) { return INT_MAX; }       // how many to attend to
   static int page(const Slots&) { return 0; }               // tokens of a page, 0 without pages
+  static int page_after(const Slots&) { return 0; }         // tokens before the first page
   static int sketch_every(const Slots&) { return INT_MAX; }  // after so many queries the sketch is found anew
   static void always(Head&) {}                              // protect what is attended to in any case
   static void expression(const Query&, float*) {}           // the expression, of every slot
+  static constexpr bool alone = false;                      // whether it sees one query head at a time
+  static constexpr Vote vote = Vote::none;                  // whether it is what the KV heads of a layer vote with
+  static void with_vote(const Query&, const float*, float*) {}  // what a head makes of the vote, if it does not go by that alone
   static void sketch(const Query&, float*) {}               // what the sketch grades by, of every dim
 };
 
@@ -64,6 +75,9 @@ inline int count(double x) {
   if (!(x >= 1)) return 0;
   return x < INT_MAX ? static_cast<int>(x) : INT_MAX;
 }
+
+// The same of a number that reads the data: one token at least, of a NaN as well.
+inline double at_least_one(double x) { return x >= 1 ? std::floor(x) : 1.0; }
 
 // What the policy's tensors have for a head: a row of key_dim numbers each; of a tensor without dims they are all the same.
 struct Constants {
@@ -99,6 +113,19 @@ struct Slot {
   double k(int d) const { return key[d]; }
   double v(int d) const { return value[d]; }
   float& column(int c) const { return state[c * column_stride + index]; }
+};
+
+// The pages of the visible slots, numbered in the order of the text.
+struct Pages {
+  std::vector<int32_t> of;     // [slots] the number of a slot's page; 0 where nothing is visible
+  std::vector<int32_t> place;  // [pages] which page of the text it is
+  std::vector<int32_t> held;   // [pages] how many visible slots it has
+
+  // The page behind a slot's own; -1 where it is not there.
+  int next(int i) const {
+    const std::size_t behind = static_cast<std::size_t>(of[i]) + 1;
+    return behind < place.size() && place[behind] == place[of[i]] + 1 ? of[i] + 1 : -1;
+  }
 };
 
 // The slots of a head, and reductions over those that are visible: what queries and heads have in common.
@@ -178,93 +205,143 @@ struct Slots {
     return n;
   }
 
+  // In floats, or where the values are doubles, in these.
   template <class Value>
-  float sum(Value&& value) const {
-    float total = 0;
+  auto sum(Value&& value) const {
+    using X = decltype(value(0));
+    X total = 0;
 #pragma omp simd reduction(+ : total)
-    for (int i = 0; i < slots; ++i) total += visible(i) ? value(i) : 0.0f;
+    for (int i = 0; i < slots; ++i) total += visible(i) ? value(i) : X{0};
     return total;
   }
 
   template <class Value>
-  float mean(Value&& value) const {
-    return sum(value) / static_cast<float>(count());
+  auto mean(Value&& value) const {
+    return sum(value) / static_cast<decltype(value(0))>(count());
   }
 
   // Population deviation, in two passes: no cancellation.
   template <class Value>
-  float var(Value&& value) const {
-    const float centre = mean(value);
+  auto var(Value&& value) const {
+    const auto centre = mean(value);
     return mean([&](int i) { return (value(i) - centre) * (value(i) - centre); });
   }
 
   template <class Value>
-  float std(Value&& value) const {
+  auto std(Value&& value) const {
     return std::sqrt(var(value));
   }
 
   // NaN if any visible value is.
   template <class Value>
-  float max(Value&& value) const {
-    float top = -INFINITY;
+  auto max(Value&& value) const {
+    using X = decltype(value(0));
+    constexpr X none = -std::numeric_limits<X>::infinity();
+    X top = none;
     int nans = 0;
 #pragma omp simd reduction(max : top) reduction(+ : nans)
     for (int i = 0; i < slots; ++i) {
-      const float x = visible(i) ? value(i) : -INFINITY;
+      const X x = visible(i) ? value(i) : none;
       nans += x != x;
       top = x > top ? x : top;
     }
-    return nans ? NAN : top;
+    return nans ? std::numeric_limits<X>::quiet_NaN() : top;
   }
 
   template <class Value>
-  float min(Value&& value) const {
+  auto min(Value&& value) const {
     return -max([&](int i) { return -value(i); });
   }
 
-  // The same of value(i, d), for every dim: row by row, as keys lie in memory.
+  // The same of value(i, d), for every dim, and page if there are any: row by row, as keys lie in memory.
   template <class Value>
-  std::vector<float> sum_of_dims(int dims, Value&& value) const {
-    return fold_dims(dims, 0.0f, [&](float total, int i, int d) { return total + value(i, d); });
+  std::vector<float> sum_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    return fold_dims(dims, 0.0f, pages, [&](float total, int i, int d) { return total + value(i, d); });
   }
 
   template <class Value>
-  std::vector<float> mean_of_dims(int dims, Value&& value) const {
-    std::vector<float> means = sum_of_dims(dims, value);
-    for (float& mean : means) mean /= static_cast<float>(count());
+  std::vector<float> mean_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    std::vector<float> means = sum_of_dims(dims, value, pages);
+    const int all = pages ? 0 : count();
+    for (std::size_t n = 0; n < means.size(); ++n) means[n] /= static_cast<float>(pages ? pages->held[n / dims] : all);
     return means;
   }
 
   template <class Value>
-  std::vector<float> var_of_dims(int dims, Value&& value) const {
-    const std::vector<float> centre = mean_of_dims(dims, value);
-    return mean_of_dims(dims, [&](int i, int d) { return square(value(i, d) - centre[d]); });
+  std::vector<float> var_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    const std::vector<float> centre = mean_of_dims(dims, value, pages);
+    const auto at = [&](int i, int d) { return (pages ? pages->of[i] * dims : 0) + d; };
+    return mean_of_dims(dims, [&](int i, int d) { return square(value(i, d) - centre[at(i, d)]); }, pages);
   }
 
   template <class Value>
-  std::vector<float> std_of_dims(int dims, Value&& value) const {
-    std::vector<float> deviations = var_of_dims(dims, value);
+  std::vector<float> std_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    std::vector<float> deviations = var_of_dims(dims, value, pages);
     for (float& deviation : deviations) deviation = std::sqrt(deviation);
     return deviations;
   }
 
   template <class Value>
-  std::vector<float> max_of_dims(int dims, Value&& value) const {
-    return fold_dims(dims, -INFINITY, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
+  std::vector<float> max_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    return fold_dims(dims, -INFINITY, pages, [&](float top, int i, int d) { return maximum(top, value(i, d)); });
   }
 
   template <class Value>
-  std::vector<float> min_of_dims(int dims, Value&& value) const {
-    return fold_dims(dims, INFINITY, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
+  std::vector<float> min_of_dims(int dims, Value&& value, const Pages* pages = nullptr) const {
+    return fold_dims(dims, INFINITY, pages, [&](float least, int i, int d) { return minimum(least, value(i, d)); });
+  }
+
+  // The pages of `size` tokens, the first of which begins behind `after` tokens.
+  Pages pages(int size, int after) const {
+    const auto page = [&](int i) {
+      const int behind = position[i] - after;
+      return behind >= 0 ? behind / size : -1 - (-1 - behind) / size;
+    };
+    Pages found{std::vector<int32_t>(static_cast<std::size_t>(slots)), {}, {}};
+    for (int i = 0; i < slots; ++i) {
+      if (visible(i) && (found.place.empty() || found.place.back() != page(i))) found.place.push_back(page(i));
+    }
+    std::sort(found.place.begin(), found.place.end());
+    found.place.erase(std::unique(found.place.begin(), found.place.end()), found.place.end());
+    found.held.resize(found.place.size());
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      const auto at = std::lower_bound(found.place.begin(), found.place.end(), page(i)) - found.place.begin();
+      ++found.held[at];
+      found.of[i] = static_cast<int32_t>(at);
+    }
+    return found;
+  }
+
+  // How many of the visible slots, or of those of its page, rank lower than each by value(i).
+  template <class Value>
+  std::vector<float> rank(Value&& value, const Pages* pages = nullptr) const {
+    std::vector<Grade> grades(static_cast<std::size_t>(slots));
+    std::vector<int32_t> order;
+    for (int i = 0; i < slots; ++i) {
+      if (!visible(i)) continue;
+      grades[i] = grade(value(i));
+      order.push_back(i);
+    }
+    const auto page = [=](int i) { return pages ? pages->of[i] : 0; };
+    std::sort(order.begin(), order.end(), [&](int a, int b) {
+      return std::make_tuple(page(a), grades[a], position[a]) < std::make_tuple(page(b), grades[b], position[b]);
+    });
+    std::vector<float> places(static_cast<std::size_t>(slots));
+    for (std::size_t n = 0, first = 0; n < order.size(); ++n) {
+      if (page(order[n]) != page(order[first])) first = n;
+      places[order[n]] = static_cast<float>(n - first);
+    }
+    return places;
   }
 
  private:
   template <class Fold>
-  std::vector<float> fold_dims(int dims, float start, Fold&& fold) const {
-    std::vector<float> folded(static_cast<std::size_t>(dims), start);
-    float* const to = folded.data();
+  std::vector<float> fold_dims(int dims, float start, const Pages* pages, Fold&& fold) const {
+    std::vector<float> folded(static_cast<std::size_t>(dims) * (pages ? pages->place.size() : 1), start);
     for (int i = 0; i < slots; ++i) {
       if (!visible(i)) continue;
+      float* const to = folded.data() + (pages ? int64_t{pages->of[i]} * dims : 0);
 #pragma omp simd
       for (int d = 0; d < dims; ++d) to[d] = fold(to[d], i, d);
     }
@@ -318,6 +395,7 @@ struct Query : Slots {
   const float* logit;  // [slots] the score before softmax, likewise; valid if Policy::needs_logit
   const float* query;  // [group, key_dim], not scaled
   int group;
+  int query_head;      // the first one's number in the layer
   const int32_t* sketch;  // [dims] the sketch's dims, ascending, where the policy has one
   int dims;
 
